@@ -1,0 +1,91 @@
+"""aiosync: a trainer's model weights to the workers that roll the policy out, as coroutines.
+
+Begin with :class:`SharedMemWeightSyncScheme`; :mod:`aiosync.sync` has the same for callers without an
+event loop.
+"""
+
+from aiosync.errors import (
+    AiosyncError,
+    AlreadyConnectedError,
+    ArenaAllocationError,
+    BlockingCallError,
+    ForkedEndpointError,
+    FrameError,
+    HandshakeError,
+    InvalidArgumentError,
+    JointUpdateError,
+    LayoutMismatchError,
+    NotConnectedError,
+    NotInitializedError,
+    ProtocolError,
+    RemoteApplyError,
+    SyncTimeoutError,
+    UnknownWorkerError,
+    UnsupportedTensorError,
+    WorkerError,
+    WorkerLostError,
+)
+from aiosync.schemes.atomic import JointUpdate, atomic
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.memory import MemoryWeightSyncScheme
+from aiosync.schemes.multiprocess import MultiProcessWeightSyncScheme
+from aiosync.schemes.none import NoWeightSyncScheme
+from aiosync.schemes.receiver import WeightReceiver
+from aiosync.schemes.report import SendReport, WorkerReport
+from aiosync.schemes.sender import WeightSender
+from aiosync.schemes.shared import SharedMemWeightSyncScheme
+from aiosync.schemes.stats import PhaseStats, SchemeStats, SyncEvent
+from aiosync.transports.base import Listener, Transport
+from aiosync.transports.memory import Fault, MemoryTransport
+from aiosync.transports.mp_queue import MPTransport, PipeTransport
+from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.weights import Layout, WeightStrategy, resolve_model
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AiosyncError",
+    "AlreadyConnectedError",
+    "ArenaAllocationError",
+    "BlockingCallError",
+    "Fault",
+    "ForkedEndpointError",
+    "FrameError",
+    "HandshakeError",
+    "InvalidArgumentError",
+    "JointUpdate",
+    "JointUpdateError",
+    "Layout",
+    "LayoutMismatchError",
+    "Listener",
+    "MPTransport",
+    "MemoryTransport",
+    "MemoryWeightSyncScheme",
+    "MultiProcessWeightSyncScheme",
+    "NoWeightSyncScheme",
+    "NotConnectedError",
+    "NotInitializedError",
+    "PhaseStats",
+    "PipeTransport",
+    "ProtocolError",
+    "RemoteApplyError",
+    "SchemeStats",
+    "SendReport",
+    "SharedMemTransport",
+    "SharedMemWeightSyncScheme",
+    "SyncEvent",
+    "SyncTimeoutError",
+    "Transport",
+    "UnknownWorkerError",
+    "UnsupportedTensorError",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightStrategy",
+    "WeightSyncScheme",
+    "WorkerError",
+    "WorkerLostError",
+    "WorkerReport",
+    "__version__",
+    "atomic",
+    "resolve_model",
+]

@@ -1,0 +1,172 @@
+"""`aiosync doctor`: what this machine offers, and one real update to a spawned worker."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import multiprocessing
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import aiosync
+
+__all__ = ["examine", "self_check"]
+
+SELF_CHECK_SECONDS = 60.0
+_PACKAGES = ("torch", "tensordict", "anyio", "msgspec", "uvloop", "torchrl", "gymnasium")
+_LOW_FILE_LIMIT = 1024
+_GIB = 2**30
+
+
+def examine(console: Console | None = None) -> bool:
+    """Print what was found; returns whether the self-check succeeded."""
+    console = console or Console()
+    table = Table(title="aiosync doctor", show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, finding in (*_software(), *_processes(), *_memory(), *_cuda()):
+        table.add_row(name, finding)
+    console.print(table)
+    console.print(
+        f"Self-check: 1 MB over shared memory to a spawned worker, in {SELF_CHECK_SECONDS:g} s …"
+    )
+    started = time.monotonic()
+    try:
+        seconds = asyncio.run(self_check())
+    except (aiosync.AiosyncError, OSError) as error:
+        console.print(f"FAILED after {time.monotonic() - started:.1f} s: {error}", style="bold red")
+        return False
+    console.print(
+        f"OK: connected after {seconds['connect']:.1f} s, sent and applied in "
+        f"{seconds['send'] * 1e3:.2f} ms",
+        style="bold green",
+    )
+    return True
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _software() -> Iterator[tuple[str, str]]:
+    yield "aiosync", _version("aiosync")
+    yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
+    yield "system", f"{platform.platform()}, {os.cpu_count()} CPUs"
+    for package in _PACKAGES:
+        yield package, _version(package)
+
+
+def _processes() -> Iterator[tuple[str, str]]:
+    methods = multiprocessing.get_all_start_methods()
+    yield "start methods", f"{', '.join(methods)} (default: {multiprocessing.get_start_method()})"
+    if sys.platform != "win32":
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        note = "  low: raise it with `ulimit -n`" if soft < _LOW_FILE_LIMIT else ""
+        yield "open files", f"{soft} (may be raised to {hard}){note}"
+
+
+def _memory() -> Iterator[tuple[str, str]]:
+    if "memfd_create" in dir(os):
+        yield "memfd", "yes"
+    else:
+        yield "memfd", "no: shared weights go to a file in the temporary folder"
+    if (available := _available_memory()) is not None:
+        yield "memory for weights", f"{available / _GIB:.1f} GiB available"
+    if Path("/dev/shm").is_dir():
+        usage = shutil.disk_usage("/dev/shm")
+        # aiosync keeps nothing there; torch's own shared tensors do.
+        free = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
+        yield "/dev/shm", f"{free} (used by torch, not by aiosync)"
+
+
+def _available_memory() -> int | None:
+    """Bytes that may still be taken: the system's, or this cgroup's where that is less."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    system = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except OSError:
+        return system
+    return system if limit == "max" else min(system, int(limit) - used)
+
+
+def _cuda() -> Iterator[tuple[str, str]]:
+    if not torch.cuda.is_available():
+        yield "CUDA", f"not available (this torch: {torch.version.cuda or 'built for CPU only'})"
+        return
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    yield "CUDA", f"{torch.version.cuda}: {', '.join(names)}"
+    # CUDA IPC exists on Linux only, and not for the caching allocator's expandable segments.
+    expandable = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if sys.platform != "linux":
+        yield "CUDA IPC", "no: only on Linux"
+    elif expandable:
+        yield "CUDA IPC", "unsure: PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True"
+    else:
+        yield "CUDA IPC", "yes"
+
+
+# ---- the self-check ------------------------------------------------------------------------------
+
+
+def _model() -> nn.Module:
+    return nn.Linear(512, 512, bias=False)  # 1 MB of fp32
+
+
+async def self_check() -> dict[str, float]:
+    """Send a new version to a spawned worker; returns the seconds of ``connect`` and of ``send``.
+
+    Raises:
+        SyncTimeoutError: if the worker did not answer in time.
+        WorkerLostError: if the worker died.
+    """
+    ctx = multiprocessing.get_context("spawn")
+    model = _model()
+    scheme = aiosync.SharedMemWeightSyncScheme(timeout=SELF_CHECK_SECONDS)
+    scheme.init_on_sender(model_id="doctor", model=model, num_workers=1, ctx=ctx)
+    process = ctx.Process(target=_worker, args=(scheme,), daemon=True)
+    process.start()
+    try:
+        started = time.perf_counter()
+        async with scheme:
+            connected = time.perf_counter()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1.0)
+            await scheme.send(model)
+            sent = time.perf_counter()
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.join)
+        process.close()
+    return {"connect": connected - started, "send": sent - connected}
+
+
+def _worker(scheme: aiosync.SharedMemWeightSyncScheme) -> None:
+    asyncio.run(_receive(scheme))
+
+
+async def _receive(scheme: aiosync.SharedMemWeightSyncScheme) -> None:
+    scheme.init_on_receiver(model_id="doctor", model=_model(), worker_idx=0)
+    async with scheme, scheme.receiving():
+        await scheme.wait_closed()

@@ -1,0 +1,101 @@
+"""The command ``aiosync``: ``demo`` learns CartPole, ``bench`` measures, ``doctor`` examines."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# What a module that is not there belongs to: a bare traceback would not say what to install.
+_EXTRA_OF = {
+    "gymnasium": "rl",
+    "matplotlib": "cli",
+    "rich": "cli",
+    "torchrl": "torchrl",
+    "typer": "cli",
+}
+
+
+def _say_what_is_missing(missing: ModuleNotFoundError, command: str) -> SystemExit:
+    extra = _EXTRA_OF.get((missing.name or "").partition(".")[0])
+    if extra is None:
+        raise missing
+    return SystemExit(
+        f"{command} needs {missing.name}, which is not installed: "
+        f"python -m pip install 'aiosync[{extra}]'"
+    )
+
+
+try:
+    import typer
+except ModuleNotFoundError as missing:
+    raise _say_what_is_missing(missing, "aiosync") from None
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="A trainer's model weights to the workers that play the policy out.",
+)
+
+# The commands below hand their whole command line, --help included, to the program that they run.
+_FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _bundled(folder: str) -> Path:
+    """Where ``examples`` or ``benchmarks`` lies: in an installed wheel, or in the checkout."""
+    here = Path(__file__).resolve().parent
+    installed = here / "_bundled" / folder
+    return installed if installed.is_dir() else here.parent / folder
+
+
+def _load(command: str, search: Path, module: str) -> Any:
+    """Import a bundled ``module``.
+
+    Its folder goes on ``sys.path``, and not only into a loader, because spawned workers import the
+    functions that they run by name, with the search path of the process that started them.
+    """
+    sys.path.insert(0, str(search))
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as missing:
+        raise _say_what_is_missing(missing, f"aiosync {command}") from None
+
+
+@app.command(add_help_option=False, context_settings=_FORWARD)
+def demo(context: typer.Context) -> None:
+    """Learn CartPole with an asyncio trainer and two workers; a table and a picture at the end."""
+    example = _load("demo", _bundled("examples"), "async_cartpole")
+    program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    program.command()(example.main)
+    program(context.args, prog_name="aiosync demo")
+
+
+@app.command(add_help_option=False, context_settings=_FORWARD)
+def bench(context: typer.Context) -> None:
+    """Measure aiosync beside torchrl and beside one memcpy; a table, JSON and a picture."""
+    module = _load("bench", _bundled("benchmarks").parent, "benchmarks.bench")
+    module.app(context.args, prog_name="aiosync bench")
+
+
+@app.command()
+def doctor() -> None:
+    """Look at this machine, and send a small model to a spawned worker (exit status 1: failed)."""
+    try:
+        from aiosync._doctor import examine
+    except ModuleNotFoundError as missing:
+        raise _say_what_is_missing(missing, "aiosync doctor") from None
+    raise typer.Exit(0 if examine() else 1)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line ``args`` (default: this process's) and exit."""
+    app(args, prog_name="aiosync")
+
+
+if __name__ == "__main__":
+    main()

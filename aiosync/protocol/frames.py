@@ -1,0 +1,270 @@
+"""Frames: the messages of the protocol, and how they become bytes.
+
+A frame is a 12-byte header and a msgpack body. The header is ``b"AS"``, the protocol's version, a zero
+byte, the body's length and the body's CRC-32, both as unsigned 32-bit big-endian integers. The body is
+one of the structs below, told apart by its ``type`` field. Nothing here is ever unpickled.
+
+Who says what::
+
+    worker                              sender
+      Hello ----------------------------->        who I am, and a nonce
+            <----------------------------- Challenge   proof that I know the token, and a nonce
+      Proof ----------------------------->        so do I
+            <----------------------------- Welcome | Refused    the layout and the newest update
+      Ack | Nack ------------------------>        ... of version 0
+            <----------------------------- Notify      there is something newer
+      Fetch ----------------------------->        I am ready to take whatever is newest now
+            <----------------------------- Update      here it lies; it is yours until you answer
+      Staged ---------------------------->        (only where the commit has to wait) I have it
+      Ack | Nack ------------------------>
+            <----------------------------- Abort       a joint update is off
+      Bye  <----------------------------> Bye
+
+A worker asks for an update when it can take it, so one that is slow or stopped holds nothing but the
+version that it runs on, and goes straight to the newest when it comes back.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import msgspec
+
+from aiosync.errors import FrameError
+
+__all__ = [
+    "HEADER_SIZE",
+    "MAX_FRAME",
+    "MAX_GREETING",
+    "PROTOCOL_VERSION",
+    "Abort",
+    "Ack",
+    "Bye",
+    "Challenge",
+    "Fetch",
+    "Frame",
+    "FrameDecoder",
+    "Hello",
+    "Joint",
+    "Nack",
+    "Notify",
+    "Proof",
+    "Refused",
+    "Staged",
+    "Update",
+    "Welcome",
+    "decode_body",
+    "encode",
+]
+
+PROTOCOL_VERSION = 1
+MAX_FRAME = 256 * 1024 * 1024
+"""Largest body in bytes that is accepted from an authenticated peer (a layout of a million entries)."""
+MAX_GREETING = 4096
+"""Largest body in bytes that is accepted from a peer that has not authenticated."""
+
+_HEADER = struct.Struct(">2sBBII")
+_MAGIC = b"AS"
+HEADER_SIZE = _HEADER.size
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    pass
+
+
+class Hello(_Message, tag="hello"):
+    """A worker's first words. ``nonce`` is 16 random bytes; ``pid`` is 0 where it means nothing."""
+
+    protocol: int
+    worker: int
+    pid: int
+    nonce: bytes
+    model_id: str | None = None
+
+
+class Challenge(_Message, tag="challenge"):
+    """The sender's answer: its own nonce, and HMAC-SHA256 over both under the shared token."""
+
+    nonce: bytes
+    proof: bytes
+    pid: int
+
+
+class Proof(_Message, tag="proof"):
+    """The worker's HMAC-SHA256 over both nonces."""
+
+    proof: bytes
+
+
+class Refused(_Message, tag="refused"):
+    """The sender will not serve this worker; the connection ends."""
+
+    reason: str
+
+
+class Joint(_Message, tag="joint"):
+    """Marks an update as one part of a joint update of ``size`` models."""
+
+    id: str
+    size: int
+
+
+class Update(_Message, tag="update"):
+    """One version of the weights, and where it lies.
+
+    ``round`` counts what was sent and is never used twice; ``version`` is what users see. ``names`` are
+    the entries that changed against ``base`` where the sender gave a subset, None where it gave all.
+    ``payload`` belongs to the carrier: the session hands it through.
+    """
+
+    round: int
+    version: int
+    payload: dict[str, Any]
+    base: int = -1
+    names: list[str] | None = None
+    joint: Joint | None = None
+
+
+class Welcome(_Message, tag="welcome"):
+    """The sender takes the worker in: the layout of all updates to come, and the newest update."""
+
+    layout: dict[str, Any]
+    update: Update
+
+
+class Notify(_Message, tag="notify"):
+    """There is something newer than what the worker has."""
+
+    round: int
+
+
+class Fetch(_Message, tag="fetch"):
+    """The worker is ready to take the newest update."""
+
+
+class Staged(_Message, tag="staged"):
+    """The worker holds the update in a back slot of its own and waits for the moment to commit."""
+
+    round: int
+    copied: bool
+
+
+class Ack(_Message, tag="ack"):
+    """The worker runs on this version now. ``seconds`` per phase as the worker measured them."""
+
+    round: int
+    version: int
+    seconds: dict[str, float]
+
+
+class Nack(_Message, tag="nack"):
+    """The worker refused an update and kept what it had. ``kind``: layout, apply or joint."""
+
+    round: int
+    version: int
+    kind: str
+    error_type: str
+    message: str
+    traceback: str = ""
+    missing: list[str] = []
+    unexpected: list[str] = []
+    differing: dict[str, tuple[str, str]] = {}
+
+
+class Abort(_Message, tag="abort"):
+    """A joint update is given up: whoever still holds a part of it lets it go."""
+
+    joint: str
+
+
+class Bye(_Message, tag="bye"):
+    """The last frame of an orderly end. ``dropped``: the sender goes on without this worker."""
+
+    reason: str = ""
+    dropped: bool = False
+
+
+Frame: TypeAlias = (
+    Hello
+    | Challenge
+    | Proof
+    | Refused
+    | Welcome
+    | Notify
+    | Fetch
+    | Update
+    | Staged
+    | Ack
+    | Nack
+    | Abort
+    | Bye
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+def encode(frame: Frame) -> bytes:
+    """Header and body of one frame."""
+    body = _encoder.encode(frame)
+    return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, 0, len(body), zlib.crc32(body)) + body
+
+
+def decode_body(body: bytes) -> Frame:
+    """The frame that ``body`` (without its header) holds.
+
+    Raises:
+        FrameError: if it is not msgpack, not one of our frames, or has a field of a wrong type.
+    """
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise FrameError(f"a frame's body cannot be read: {exc}") from exc
+
+
+class FrameDecoder:
+    """Turns a stream of bytes, cut anywhere, into frames.
+
+    Once it has raised it stays broken: a stream that lost its framing has no next frame.
+    """
+
+    def __init__(self, limit: int = MAX_FRAME) -> None:
+        self.limit = limit
+        self._buffer = bytearray()
+
+    @property
+    def buffered(self) -> int:
+        """Bytes held that do not make a whole frame yet."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
+        """Yield every frame that ``data`` completes.
+
+        Raises:
+            FrameError: on a wrong magic number, another protocol version, a body over ``limit`` or a
+                checksum that does not match.
+        """
+        self._buffer += data
+        while len(self._buffer) >= HEADER_SIZE:
+            length, checksum = self._read_header()
+            end = HEADER_SIZE + length
+            if len(self._buffer) < end:
+                return
+            body = bytes(memoryview(self._buffer)[HEADER_SIZE:end])
+            if zlib.crc32(body) != checksum:
+                raise FrameError(f"a frame of {length} bytes arrived corrupted (checksum differs)")
+            del self._buffer[:end]
+            yield decode_body(body)
+
+    def _read_header(self) -> tuple[int, int]:
+        magic, version, _, length, checksum = _HEADER.unpack_from(self._buffer)
+        if magic != _MAGIC:
+            raise FrameError(f"expected a frame that starts with {_MAGIC!r}, got {bytes(magic)!r}")
+        if version != PROTOCOL_VERSION:
+            raise FrameError(f"expected protocol version {PROTOCOL_VERSION}, got {version}")
+        if length > self.limit:
+            raise FrameError(f"a frame of {length} bytes is over the limit of {self.limit}")
+        return length, checksum

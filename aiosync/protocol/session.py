@@ -1,0 +1,399 @@
+"""Sessions: what may be said when, on each side of one connection.
+
+Both are sans I/O. Feed them the frames that arrived (:meth:`receive` returns events) or tell them what
+happened here (the other methods); take what has to be sent from :meth:`frames_to_send`.
+
+The sender's session of one worker::
+
+    GREETING --Hello--> PROVING --Proof--> WELCOMING --welcome()--> LEASED --Ack|Nack--> IDLE
+                                                                      ^                   |
+                                                                      |                publish()
+                                                                   offer()                v
+                                                                    READY <--Fetch-- NOTIFIED
+
+and from everywhere to CLOSED. ``publish`` in NOTIFIED changes nothing and in LEASED is remembered: at
+most one frame is ever under way to a worker, whatever the sender publishes (latest wins).
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import os
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+from aiosync.errors import HandshakeError, ProtocolError
+from aiosync.protocol import frames as f
+
+__all__ = [
+    "Aborted",
+    "Applied",
+    "Fetched",
+    "Greeted",
+    "Left",
+    "ReceiverSession",
+    "ReceiverState",
+    "Rejected",
+    "SenderSession",
+    "SenderState",
+    "StageDone",
+    "UpdateArrived",
+    "Verified",
+]
+
+_NONCE_SIZE = 16
+
+
+def _proof(token: bytes, role: bytes, mine: bytes, theirs: bytes) -> bytes:
+    return hmac.new(token, b"aiosync/1 " + role + mine + theirs, hashlib.sha256).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Greeted:
+    """A worker proved that it knows the token; answer with ``welcome`` or ``refuse``."""
+
+    hello: f.Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The worker is ready; answer with ``offer``."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageDone:
+    """The worker waits for its moment to commit; ``copied``: it needs the sender's memory no more."""
+
+    round: int
+    copied: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The worker runs on ``version``."""
+
+    round: int
+    version: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The worker refused an update."""
+
+    nack: f.Nack
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The peer ended the session in order."""
+
+    reason: str
+    dropped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The sender proved that it knows the token; its process id is ``pid`` (0: not on this machine)."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateArrived:
+    """An update to stage and commit. ``welcome`` is set for the first, which brings the layout."""
+
+    update: f.Update
+    welcome: f.Welcome | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """A joint update is off."""
+
+    joint: str
+
+
+SenderEvent: TypeAlias = Greeted | Fetched | StageDone | Applied | Rejected | Left
+ReceiverEvent: TypeAlias = Verified | UpdateArrived | Aborted | Left
+
+
+class SenderState(enum.Enum):
+    """Where a worker's session stands, seen from the sender."""
+
+    GREETING = "greeting"
+    PROVING = "proving"
+    WELCOMING = "welcoming"
+    IDLE = "idle"
+    NOTIFIED = "notified"
+    READY = "ready"
+    LEASED = "leased"
+    CLOSED = "closed"
+
+
+class _Session:
+    def __init__(self) -> None:
+        self._outgoing: list[f.Frame] = []
+
+    def frames_to_send(self) -> list[f.Frame]:
+        """The frames to send now, in order; each is handed out once."""
+        out, self._outgoing = self._outgoing, []
+        return out
+
+
+class SenderSession(_Session):
+    """One worker's session, on the sender.
+
+    Args:
+        token: the secret that both sides hold.
+        pid: this process, for the worker to watch; 0 where the worker is on another machine.
+    """
+
+    def __init__(self, token: bytes, pid: int = 0) -> None:
+        super().__init__()
+        self.state = SenderState.GREETING
+        self.acked_version = -1
+        self.leased_round = -1
+        self._token = token
+        self._pid = pid
+        self._hello: f.Hello | None = None
+        self._nonce = os.urandom(_NONCE_SIZE)
+        self._newest = -1
+
+    @property
+    def authenticated(self) -> bool:
+        """Whether the worker has proved that it knows the token."""
+        return self.state not in (SenderState.GREETING, SenderState.PROVING, SenderState.CLOSED)
+
+    def receive(self, frame: f.Frame) -> list[SenderEvent]:
+        """Take one frame from the worker.
+
+        Raises:
+            HandshakeError: the worker speaks another protocol or does not know the token.
+            ProtocolError: a frame that may not come in this state.
+        """
+        match self.state, frame:
+            case SenderState.CLOSED, _:
+                return []
+            case SenderState.GREETING, f.Hello():
+                return self._challenge(frame)
+            case SenderState.PROVING, f.Proof():
+                return self._verify(frame)
+            case _, f.Bye() if self.authenticated:
+                self.state = SenderState.CLOSED
+                return [Left(frame.reason)]
+            case SenderState.NOTIFIED, f.Fetch():
+                self.state = SenderState.READY
+                return [Fetched()]
+            case SenderState.LEASED, f.Staged() if frame.round == self.leased_round:
+                return [StageDone(frame.round, frame.copied)]
+            case SenderState.LEASED, f.Ack() if frame.round == self.leased_round:
+                self.acked_version = frame.version
+                self._settle()
+                return [Applied(frame.round, frame.version, frame.seconds)]
+            case SenderState.LEASED, f.Nack() if frame.round == self.leased_round:
+                self._settle()
+                return [Rejected(frame)]
+            case _:
+                raise ProtocolError(
+                    f"a {type(frame).__name__} frame may not come in state {self.state.value}"
+                )
+
+    def welcome(self, layout: dict[str, object], update: f.Update) -> None:
+        """Take the worker in and lease it ``update`` as its first."""
+        self._expect(SenderState.WELCOMING)
+        self._lease(update)
+        self._outgoing.append(f.Welcome(layout=layout, update=update))
+
+    def refuse(self, reason: str) -> None:
+        """Turn the worker away."""
+        self._outgoing.append(f.Refused(reason=reason))
+        self.state = SenderState.CLOSED
+
+    def publish(self, round_: int) -> None:
+        """There is a newer update: tell the worker, now or when it has answered for the last one."""
+        self._newest = max(self._newest, round_)
+        if self.state is SenderState.IDLE:
+            self._notify()
+
+    def offer(self, update: f.Update) -> None:
+        """Answer the worker's fetch."""
+        self._expect(SenderState.READY)
+        self._lease(update)
+        self._outgoing.append(update)
+
+    def abort(self, joint: str) -> None:
+        """Call a joint update off."""
+        if self.authenticated:
+            self._outgoing.append(f.Abort(joint=joint))
+
+    def close(self, reason: str = "", *, dropped: bool = False) -> None:
+        """Say goodbye."""
+        if self.authenticated:
+            self._outgoing.append(f.Bye(reason=reason, dropped=dropped))
+        self.state = SenderState.CLOSED
+
+    def _challenge(self, hello: f.Hello) -> list[SenderEvent]:
+        if hello.protocol != f.PROTOCOL_VERSION:
+            raise HandshakeError(
+                f"worker {hello.worker} speaks protocol {hello.protocol}, this side {f.PROTOCOL_VERSION}"
+            )
+        if len(hello.nonce) != _NONCE_SIZE:
+            raise HandshakeError(f"a nonce has {_NONCE_SIZE} bytes, not {len(hello.nonce)}")
+        self._hello = hello
+        self.state = SenderState.PROVING
+        proof = _proof(self._token, b"sender", self._nonce, hello.nonce)
+        self._outgoing.append(f.Challenge(nonce=self._nonce, proof=proof, pid=self._pid))
+        return []
+
+    def _verify(self, answer: f.Proof) -> list[SenderEvent]:
+        hello = self._hello
+        assert hello is not None
+        expected = _proof(self._token, b"worker", hello.nonce, self._nonce)
+        if not hmac.compare_digest(expected, answer.proof):
+            raise HandshakeError(f"worker {hello.worker} does not know this scheme's token")
+        self.state = SenderState.WELCOMING
+        return [Greeted(hello)]
+
+    def _lease(self, update: f.Update) -> None:
+        self.state = SenderState.LEASED
+        self.leased_round = update.round
+        self._newest = max(self._newest, update.round)
+
+    def _settle(self) -> None:
+        self.state = SenderState.IDLE
+        if self._newest > self.leased_round:
+            self._notify()
+
+    def _notify(self) -> None:
+        self.state = SenderState.NOTIFIED
+        self._outgoing.append(f.Notify(round=self._newest))
+
+    def _expect(self, state: SenderState) -> None:
+        if self.state is not state:
+            raise ProtocolError(f"not possible in state {self.state.value}, only in {state.value}")
+
+
+class ReceiverState(enum.Enum):
+    """Where the session stands, seen from the worker."""
+
+    GREETING = "greeting"
+    JOINING = "joining"
+    IDLE = "idle"
+    FETCHING = "fetching"
+    HOLDING = "holding"
+    CLOSED = "closed"
+
+
+class ReceiverSession(_Session):
+    """The worker's side. It asks for the next update as soon as it has answered for the last one.
+
+    Args:
+        token: the secret that both sides hold.
+        worker: this worker's index, >= 0.
+        pid: this process, for the sender to watch; 0 where the sender is on another machine.
+        model_id: the model to be kept up to date; the sender refuses another than its own.
+    """
+
+    def __init__(self, token: bytes, worker: int, *, pid: int = 0, model_id: str | None = None) -> None:
+        super().__init__()
+        self.state = ReceiverState.GREETING
+        self.version = -1
+        self.sender_pid = 0
+        self._token = token
+        self._worker = worker
+        self._nonce = os.urandom(_NONCE_SIZE)
+        self._round = -1
+        self._notified = False
+        self._outgoing.append(
+            f.Hello(
+                protocol=f.PROTOCOL_VERSION, worker=worker, pid=pid, nonce=self._nonce, model_id=model_id
+            )
+        )
+
+    def receive(self, frame: f.Frame) -> list[ReceiverEvent]:
+        """Take one frame from the sender.
+
+        Raises:
+            HandshakeError: the sender refused this worker, or does not know the token.
+            ProtocolError: a frame that may not come in this state.
+        """
+        match self.state, frame:
+            case ReceiverState.CLOSED, _:
+                return []
+            case (ReceiverState.GREETING | ReceiverState.JOINING), f.Refused():
+                self.state = ReceiverState.CLOSED
+                raise HandshakeError(f"the sender refused worker {self._worker}: {frame.reason}")
+            case ReceiverState.GREETING, f.Challenge():
+                return self._answer(frame)
+            case ReceiverState.JOINING, f.Welcome():
+                self._hold(frame.update)
+                return [UpdateArrived(frame.update, frame)]
+            case (ReceiverState.IDLE | ReceiverState.HOLDING), f.Notify():
+                self._notified = True
+                self._fetch_if_idle()
+                return []
+            case ReceiverState.FETCHING, f.Update():
+                self._hold(frame)
+                return [UpdateArrived(frame)]
+            case _, f.Abort():
+                return [Aborted(frame.joint)]
+            case _, f.Bye():
+                self.state = ReceiverState.CLOSED
+                return [Left(frame.reason, frame.dropped)]
+            case _:
+                raise ProtocolError(
+                    f"a {type(frame).__name__} frame may not come in state {self.state.value}"
+                )
+
+    def staged(self, *, copied: bool) -> None:
+        """The held update waits for its moment; ``copied``: the sender's memory is not needed any more."""
+        if self.state is ReceiverState.HOLDING:
+            self._outgoing.append(f.Staged(round=self._round, copied=copied))
+
+    def applied(self, version: int, seconds: dict[str, float]) -> None:
+        """The held update has been committed (or was no newer than what is in service)."""
+        self.version = max(self.version, version)
+        self._reply(f.Ack(round=self._round, version=self.version, seconds=seconds))
+
+    def refused(self, nack: f.Nack) -> None:
+        """The held update could not be applied; ``nack.round`` is filled in here."""
+        self._reply(msgspec.structs.replace(nack, round=self._round))
+
+    def close(self, reason: str = "") -> None:
+        """Say goodbye."""
+        if self.state not in (ReceiverState.GREETING, ReceiverState.CLOSED):
+            self._outgoing.append(f.Bye(reason=reason))
+        self.state = ReceiverState.CLOSED
+
+    def _answer(self, challenge: f.Challenge) -> list[ReceiverEvent]:
+        expected = _proof(self._token, b"sender", challenge.nonce, self._nonce)
+        if not hmac.compare_digest(expected, challenge.proof):
+            self.state = ReceiverState.CLOSED
+            raise HandshakeError("whoever answers at the sender's address does not know the token")
+        self.state = ReceiverState.JOINING
+        self.sender_pid = challenge.pid
+        proof = _proof(self._token, b"worker", self._nonce, challenge.nonce)
+        self._outgoing.append(f.Proof(proof=proof))
+        return [Verified(challenge.pid)]
+
+    def _hold(self, update: f.Update) -> None:
+        self.state = ReceiverState.HOLDING
+        self._round = update.round
+
+    def _reply(self, frame: f.Ack | f.Nack) -> None:
+        if self.state is not ReceiverState.HOLDING:
+            return  # the sender has gone, or let this worker go, while the update was being applied
+        self._outgoing.append(frame)
+        self.state = ReceiverState.IDLE
+        self._fetch_if_idle()
+
+    def _fetch_if_idle(self) -> None:
+        if self._notified and self.state is ReceiverState.IDLE:
+            self._notified = False
+            self.state = ReceiverState.FETCHING
+            self._outgoing.append(f.Fetch())

@@ -1,0 +1,169 @@
+"""Joint updates on the sending side: several models, all or none on each worker."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+
+from aiosync._deadline import Deadline
+from aiosync.errors import InvalidArgumentError
+from aiosync.protocol.frames import Joint
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.report import SendReport
+from aiosync.schemes.rounds import Round, first_failure
+from aiosync.schemes.sender import Prepared, WeightSender
+
+__all__ = ["JointUpdate", "atomic"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    weights: Any = None
+    strict: bool = True
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    scheme: WeightSyncScheme
+    sender: WeightSender
+    prepared: Prepared
+    round: Round | None = None
+
+
+class JointUpdate:
+    """Several models (a policy and its value net, say) that commit together on each worker, or not at all.
+
+    ::
+
+        async with aiosync.atomic(policy_scheme, value_scheme) as tx:
+            tx.send(policy_scheme, policy)
+            tx.send(value_scheme, value_net)
+        tx.reports[policy_scheme].version
+
+    Leaving the body sends; a scheme that ``tx.send`` was not called for sends what ``scheme.send()``
+    would. If the body raises nothing is sent. All is sent to the workers that every scheme serves, and
+    waited for, whatever the schemes' ``sync``. The receivers of one worker must live in one process.
+
+    Args:
+        schemes: connected senders, each once.
+        timeout: seconds for all of it; None: the longest of the schemes' own.
+
+    Attributes:
+        reports: scheme -> its report, when the body has been left.
+
+    Raises:
+        InvalidArgumentError: no schemes, or one twice.
+        LayoutMismatchError, RemoteApplyError, WorkerLostError, SyncTimeoutError: as ``send`` does; on
+            the workers concerned no model changed, the others have been updated.
+    """
+
+    def __init__(self, schemes: tuple[WeightSyncScheme, ...], timeout: float | None) -> None:
+        if not schemes or len({id(scheme) for scheme in schemes}) < len(schemes):
+            raise InvalidArgumentError("atomic() takes one or more different schemes")
+        self.reports: Mapping[WeightSyncScheme, SendReport] = {}
+        self._parts = {scheme: _Part() for scheme in schemes}
+        self._timeout = timeout
+
+    def send(self, scheme: WeightSyncScheme, weights: Any = None, *, strict: bool = True) -> None:
+        """Say what this scheme is to send; nothing is sent before the body is left.
+
+        Raises:
+            InvalidArgumentError: not one of this update's schemes.
+        """
+        if scheme not in self._parts:
+            raise InvalidArgumentError(f"{scheme!r} is not part of this joint update")
+        self._parts[scheme] = _Part(weights, strict)
+
+    async def __aenter__(self) -> Self:
+        for scheme in self._parts:
+            scheme.get_sender()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            await self._send_all()
+
+    async def _send_all(self) -> None:
+        timeouts = [scheme._spec.seconds(self._timeout) for scheme in self._parts]
+        deadline = Deadline.after(max(timeouts))
+        joint = Joint(id=secrets.token_hex(8), size=len(self._parts))
+        async with AsyncExitStack() as held:
+            # Always in the same order: two joint updates of the same schemes then cannot wait for
+            # each other.
+            for scheme in sorted(self._parts, key=id):
+                await held.enter_async_context(scheme.get_sender().exclusive(deadline))
+            under_way = await self._prepare_all(joint, deadline)
+            await _publish_all(under_way)
+        await self._finish_all(under_way, joint)
+        reports = [(worker, report) for r in self.reports.values() for worker, report in r.workers.items()]
+        failure = first_failure((report for _, report in reports), deadline)
+        if failure is not None:
+            failure.report = next(r for r in self.reports.values() if not r.ok)
+            raise failure
+
+    async def _prepare_all(self, joint: Joint, deadline: Deadline) -> list[_UnderWay]:
+        senders = [scheme.get_sender() for scheme in self._parts]
+        targets = set.intersection(*(sender.roster.workers for sender in senders))
+        under_way: list[_UnderWay] = []
+        try:
+            for scheme, part in self._parts.items():
+                sender = scheme.get_sender()
+                sources = await scheme._sources(part.weights, targets)
+                prepared = await sender.prepare(
+                    sources, set(targets), strict=part.strict, joint=joint, deadline=deadline
+                )
+                under_way.append(_UnderWay(scheme, sender, prepared))
+        except BaseException:
+            for item in under_way:
+                item.sender.discard(item.prepared, begun=False)
+            raise
+        return under_way
+
+    async def _finish_all(self, under_way: list[_UnderWay], joint: Joint) -> None:
+        for item in under_way:
+            assert item.round is not None
+            siblings = [other.sender for other in under_way if other is not item]
+            item.round.watch(lambda worker, to=siblings: _abort(to, joint, worker))
+        reports: dict[WeightSyncScheme, SendReport] = {}
+
+        async def finish(item: _UnderWay) -> None:
+            assert item.round is not None
+            report = await item.sender.finish(item.prepared, item.round, wait=True)
+            for worker, part in report.workers.items():
+                if part.status == "timeout":
+                    _abort([other.sender for other in under_way], joint, worker)
+            reports[item.scheme] = report
+
+        async with anyio.create_task_group() as tasks:
+            for item in under_way:
+                tasks.start_soon(finish, item)
+        self.reports = reports
+
+
+def atomic(*schemes: WeightSyncScheme, timeout: float | None = None) -> JointUpdate:
+    """Update several models jointly: ``async with atomic(a, b) as tx``. See :class:`JointUpdate`."""
+    return JointUpdate(schemes, timeout)
+
+
+async def _publish_all(under_way: list[_UnderWay]) -> None:
+    """Write all, then tell the workers. What fails before the first is published gives up all."""
+    for index, item in enumerate(under_way):
+        try:
+            item.round = await item.sender.publish(item.prepared, fallback=True)
+        except BaseException:
+            for other in under_way[index + 1 :]:
+                other.sender.discard(other.prepared, begun=False)
+            raise
+
+
+def _abort(senders: list[WeightSender], joint: Joint, worker: int) -> None:
+    for sender in senders:
+        sender.roster.abort(joint, worker)

@@ -1,0 +1,222 @@
+"""One copy of the weights on the sender, and the workers that read it.
+
+Who may still read a slot is written into its holders:
+
+``worker``              has it in service, or is fetching it
+``("due", worker)``     was told of it and has not come for it yet
+``LATEST``              it is the newest: a worker that joins late gets it, a partial update builds on it
+``("fallback", round)`` it is what the newest replaced, as long as all workers may yet refuse the newest
+``WRITER``              it is being written
+``("orphan", pid)``     a process that lost its channel but still runs may be computing with it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aiosync._deadline import Deadline
+from aiosync.errors import SyncTimeoutError
+from aiosync.transports._offload import Offloader
+from aiosync.weights.arena import Arena, Slot
+from aiosync.weights.copying import INLINE_LIMIT, copy_pairs
+
+__all__ = ["Draft", "Published", "WeightGroup"]
+
+LATEST = "latest"
+WRITER = "writer"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One version in its slot. ``names``: what changed against ``base``, None for everything."""
+
+    slot: Slot
+    round: int
+    version: int
+    base: int
+    names: tuple[str, ...] | None
+
+
+@dataclass(slots=True)
+class Draft:
+    """A slot about to be written, and what goes in.
+
+    Attributes:
+        pairs: (destination, source) tensors.
+        reclaimed: the slot holds a version that was published and not fetched: from the first byte
+            written there is no way back, so this write goes through even if its caller is cancelled.
+    """
+
+    group: WeightGroup
+    slot: Slot
+    pairs: list[tuple[Tensor, Tensor]]
+    names: tuple[str, ...] | None
+    reclaimed: bool
+
+
+class WeightGroup:
+    """Workers that share one copy of the weights.
+
+    Args:
+        workers: their indices.
+        device: where the copy lies.
+        arena: its slots.
+        offloader: the thread that copies.
+    """
+
+    def __init__(
+        self, workers: Iterable[int], device: torch.device, arena: Arena, offloader: Offloader
+    ) -> None:
+        self.workers = set(workers)
+        self.device = device
+        self.arena = arena
+        self.latest: Published | None = None
+        self._offloader = offloader
+        self._freed = asyncio.Event()
+
+    async def reserve(self, count: int) -> None:
+        """Take memory for this many slots."""
+        while len(self.arena.slots) < count:
+            await self._grow()
+
+    # -- writing --------------------------------------------------------------------------------
+
+    async def draft(
+        self,
+        given: Sequence[tuple[str, Tensor]],
+        targets: set[int],
+        parked: Iterable[Hashable],
+        deadline: Deadline,
+    ) -> Draft:
+        """Take a slot and pair its tensors with ``given`` ones (entry name, tensor).
+
+        Entries that are not given keep the newest version's values.
+
+        Raises:
+            SyncTimeoutError: every slot was in use until the deadline; names the workers that read them.
+            ArenaAllocationError: there is no memory for another slot.
+        """
+        slot, reclaimed = await self._writable_slot(targets, set(parked), deadline)
+        slot.holders.add(WRITER)
+        pairs = [(slot.views[name], tensor) for name, tensor in given]
+        names = None
+        if len(given) < len(self.arena.layout.entries):
+            names = tuple(name for name, _ in given)
+            pairs += self._rest(slot, set(names))
+        return Draft(self, slot, pairs, names, reclaimed)
+
+    async def write(self, draft: Draft, cancelled: Callable[[], bool]) -> bool:
+        """Copy; returns whether all was copied (not, if cancelled in between)."""
+        if self.device.type == "cpu" and draft.slot.segment.nbytes <= INLINE_LIMIT:
+            return copy_pairs(draft.pairs)
+        return await self._offloader.run(lambda _: copy_pairs(draft.pairs, cancelled))
+
+    def publish(self, draft: Draft, round_: int, version: int, *, fallback: bool) -> Published:
+        """Make what was drafted the newest."""
+        before = self.latest
+        published = Published(
+            draft.slot, round_, version, before.version if before else -1, draft.names
+        )
+        if before is not None:
+            before.slot.holders.discard(LATEST)
+            if fallback and before.slot is not draft.slot:
+                before.slot.holders.add(("fallback", round_))
+        draft.slot.version = version
+        draft.slot.holders.discard(WRITER)
+        draft.slot.holders.add(LATEST)
+        self.latest = published
+        return published
+
+    def discard(self, draft: Draft, *, begun: bool) -> None:
+        """Give a drafted slot back unpublished. ``begun``: it may have been written into."""
+        draft.slot.holders.discard(WRITER)
+        if begun and draft.reclaimed:
+            # Its copy failed half way and what it held before is gone: nobody may be given it.
+            draft.slot.holders.clear()
+            self.latest = None
+        self.wake()
+
+    def offerable(self, published: Published | None) -> bool:
+        """Whether a worker may be given this version now."""
+        return published is not None and WRITER not in published.slot.holders
+
+    def settle(self, round_: int, before: Published | None, *, withdrawn: bool) -> None:
+        """A round is over. ``withdrawn``: nobody took it, so what it replaced is the newest again."""
+        latest = self.latest
+        if withdrawn and before is not None and latest is not None and latest.round == round_:
+            latest.slot.holders.discard(LATEST)
+            before.slot.holders.add(LATEST)
+            self.latest = before
+        self.release(("fallback", round_))
+
+    # -- readers --------------------------------------------------------------------------------
+
+    def release(self, holder: Hashable, *, keep: Slot | None = None) -> None:
+        """``holder`` reads no slot any more but ``keep``."""
+        self.arena.release(holder, keep=keep)
+        self.wake()
+
+    def wake(self) -> None:
+        """A slot may have become free."""
+        self.arena.trim()
+        self._freed.set()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.arena.close()
+        self._freed.set()
+
+    def _rest(self, slot: Slot, given: set[str]) -> list[tuple[Tensor, Tensor]]:
+        latest = self.latest
+        if latest is None or latest.slot is slot:
+            return []
+        return [
+            (slot.views[entry.name], latest.slot.views[entry.name])
+            for entry in self.arena.layout.entries
+            if entry.name not in given
+        ]
+
+    async def _writable_slot(
+        self, targets: set[int], parked: set[Hashable], deadline: Deadline
+    ) -> tuple[Slot, bool]:
+        while True:
+            slot = self.arena.free_slot()
+            if slot is None and self.arena.may_grow(parked):
+                slot = await self._grow()
+            if slot is not None:
+                return slot, False
+            slot = self._superseded(targets)
+            if slot is not None:
+                return slot, True
+            await self._until_freed(deadline)
+
+    async def _grow(self) -> Slot:
+        if self.device.type == "cpu" and self.arena.layout.nbytes <= INLINE_LIMIT:
+            return self.arena.grow()
+        return await self._offloader.run(lambda _: self.arena.grow())
+
+    def _superseded(self, targets: set[int]) -> Slot | None:
+        """The newest slot, if all that it waits for is workers that the next version goes to."""
+        slot = self.latest.slot if self.latest else None
+        allowed = {LATEST, *(("due", worker) for worker in targets)}
+        return slot if slot is not None and slot.holders <= allowed else None
+
+    async def _until_freed(self, deadline: Deadline) -> None:
+        self._freed.clear()
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                await self._freed.wait()
+        except TimeoutError:
+            holders = {h for slot in self.arena.slots for h in slot.holders if isinstance(h, int)}
+            raise SyncTimeoutError(
+                "stage",
+                seconds=deadline.seconds,
+                workers=holders,
+                hint="every slot is in use by these workers; raise max_slots, or send less often",
+            ) from None
+

@@ -1,0 +1,105 @@
+"""Joint updates on the receiving side: several models of one process commit together, or none does.
+
+Each model has its own connection, and its part arrives when it arrives. The parts of one joint update
+meet here, in a table of the process. The last to be staged submits one commit for all, which needs the
+gates of all models at once and runs their commits one inside the other: whichever raises takes back
+those around it. A part that fails before takes the others with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+
+from aiosync.errors import JointUpdateError
+from aiosync.protocol.frames import Joint
+from aiosync.schemes.gate import CommitGate, CommitJob, submit
+
+__all__ = ["JointPart", "give_up", "join"]
+
+Committing = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(eq=False)
+class JointPart:
+    """One model's part.
+
+    Attributes:
+        done: resolves when all parts have been committed; raises if none was.
+    """
+
+    gate: CommitGate
+    committing: Committing
+    done: Future[None] = field(default_factory=Future)
+
+
+@dataclass(eq=False)
+class _Meeting:
+    size: int
+    parts: list[JointPart] = field(default_factory=list)
+    job: CommitJob | None = None
+
+
+_meetings: dict[str, _Meeting] = {}
+# A part may be given up before it is staged; that has to be known when it comes to join.
+_given_up: deque[str] = deque(maxlen=1024)
+_lock = threading.RLock()
+
+
+def join(joint: Joint, gate: CommitGate, committing: Committing) -> JointPart:
+    """Add a staged part; the last one makes the commit happen as soon as the gates are free.
+
+    Raises:
+        JointUpdateError: it has been given up already.
+    """
+    part = JointPart(gate, committing)
+    with _lock:
+        if joint.id in _given_up:
+            raise JointUpdateError("this joint update was called off before it could be committed")
+        meeting = _meetings.setdefault(joint.id, _Meeting(joint.size))
+        meeting.parts.append(part)
+        if len(meeting.parts) < meeting.size:
+            return part
+        gates = list(dict.fromkeys(p.gate for p in meeting.parts))
+        meeting.job = submit(gates, lambda: _commit(meeting.parts))
+        meeting.job.done.add_done_callback(lambda job: _concluded(joint.id, job))
+    return part
+
+
+def give_up(joint_id: str, reason: str) -> None:
+    """Fail every part that has not been committed; nothing happens if all have."""
+    with _lock:
+        meeting = _meetings.get(joint_id)
+        if meeting is None:
+            _given_up.append(joint_id)
+            return
+        if meeting.job is not None and not meeting.job.withdraw():
+            return
+        del _meetings[joint_id]
+        _given_up.append(joint_id)
+        for part in meeting.parts:
+            if not part.done.done():
+                part.done.set_exception(JointUpdateError(reason))
+
+
+def _commit(parts: list[JointPart]) -> None:
+    with ExitStack() as undo:
+        for part in parts:
+            undo.enter_context(part.committing())
+
+
+def _concluded(joint_id: str, job: Future[None]) -> None:
+    if job.cancelled():
+        return  # given up: whoever did that has told the parts
+    with _lock:
+        meeting = _meetings.pop(joint_id, None)
+    error = job.exception()
+    for part in meeting.parts if meeting else ():
+        if error is None:
+            part.done.set_result(None)
+        else:
+            part.done.set_exception(error)

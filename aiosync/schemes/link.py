@@ -1,0 +1,176 @@
+"""One worker, seen from the sender: its connection, its session, and the slots it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from aiosync.errors import WorkerLostError
+from aiosync.protocol.frames import Frame, Joint, Update
+from aiosync.protocol.session import SenderEvent, SenderSession, SenderState
+from aiosync.schemes.group import Published, WeightGroup
+from aiosync.transports.base import Transport
+from aiosync.transports.liveness import ProcessWatch
+
+__all__ = ["WorkerLink"]
+
+
+class WorkerLink:
+    """A connected worker.
+
+    Args:
+        worker: its index.
+        pid: its process, for noticing its end; 0 if unknown.
+        holds: whether it goes on reading a slot while that version is in service (it views the
+            memory), or only until it has answered (it copied).
+        on_event, on_lost: told what happens.
+
+    Attributes:
+        due: the version that it was told of and has not fetched.
+        late: it has missed a deadline and not answered since.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        pid: int,
+        transport: Transport,
+        session: SenderSession,
+        group: WeightGroup,
+        *,
+        holds: bool,
+        on_event: Callable[[WorkerLink, SenderEvent], None],
+        on_lost: Callable[[WorkerLink, str], None],
+    ) -> None:
+        self.worker = worker
+        self.pid = pid
+        self.transport = transport
+        self.session = session
+        self.group = group
+        self.due: Published | None = None
+        self.late = False
+        self._holds = holds
+        self._leased: Published | None = None
+        self._in_service: Published | None = None
+        self._told: dict[int, dict[str, Any]] = {}
+        self._on_event = on_event
+        self._on_lost = on_lost
+        self._watch = ProcessWatch(pid, lambda: self.connection_lost(f"its process {pid} has ended"))
+
+    @property
+    def behind(self) -> bool:
+        """Whether it was told of a version that it has not answered for."""
+        return self.due is not None or self._leased is not None
+
+    @property
+    def awaited(self) -> int:
+        """The version that it will run on when it has answered for all it was told of."""
+        newest = self.due or self._leased or self._in_service
+        return newest.version if newest else -1
+
+    @property
+    def parked(self) -> bool:
+        """Whether it is not expected to move on from what it reads by itself."""
+        return self.late or (self.session.state is SenderState.IDLE and self.due is None)
+
+    # -- the transport's sink ----------------------------------------------------------------------
+
+    def frame_received(self, frame: Frame) -> None:
+        """A frame from the worker."""
+        for event in self.session.receive(frame):
+            self._on_event(self, event)
+        self.transport.flush(self.session)
+
+    def connection_lost(self, reason: str) -> None:
+        """The worker is gone."""
+        self._on_lost(self, reason)
+
+    # -- what the sender tells it ------------------------------------------------------------------
+
+    def announce(self, published: Published) -> None:
+        """There is a newer version for this worker."""
+        if self.due is not None:
+            self.due.slot.holders.discard(("due", self.worker))
+        self.due = published
+        published.slot.holders.add(("due", self.worker))
+        self.session.publish(published.round)
+        self.transport.flush(self.session)
+
+    def revoke(self, published: Published) -> None:
+        """``published`` is about to be overwritten: it is not due any more."""
+        if self.due is published:
+            self.due = None
+
+    def serve(self, joint: Joint | None) -> None:
+        """Give the worker what it is waiting for, if it is waiting and there is something to give."""
+        group, state = self.group, self.session.state
+        if state is SenderState.WELCOMING and group.offerable(group.latest):
+            assert group.latest is not None
+            update = self._lease(group.latest, None)
+            update.payload["device"] = str(group.device)
+            self.session.welcome(group.arena.layout.to_wire(), update)
+        elif state is SenderState.READY and group.offerable(self.due):
+            assert self.due is not None
+            self.session.offer(self._lease(self.due, joint))
+        self.transport.flush(self.session)
+
+    def applied(self) -> bool:
+        """It runs on the leased version now; returns whether that is its first."""
+        first = self._in_service is None
+        self._in_service = self._leased
+        self._answered()
+        return first
+
+    def rejected(self) -> None:
+        """It refused the leased version."""
+        self._answered()
+
+    def copied(self) -> None:
+        """It has the leased version in memory of its own."""
+        self.group.release(self.worker)
+
+    def leave(self, reason: str, *, orphan: Hashable | None = None) -> WorkerLostError:
+        """Forget it; what it reads stays held in the name of ``orphan``, if that is given.
+
+        Returns the error for whoever waits for it.
+        """
+        self._watch.close()
+        if self.due is not None:
+            self.due.slot.holders.discard(("due", self.worker))
+            self.due = None
+        if orphan is not None:
+            for slot in self.group.arena.slots:
+                if self.worker in slot.holders:
+                    slot.holders.add(orphan)
+        self.group.release(self.worker)
+        return WorkerLostError([self.worker], reason)
+
+    def _answered(self) -> None:
+        self.late = False
+        self._leased = None
+        keep = self._in_service.slot if self._holds and self._in_service else None
+        self.group.release(self.worker, keep=keep)
+
+    def _lease(self, published: Published, joint: Joint | None) -> Update:
+        published.slot.holders.discard(("due", self.worker))
+        published.slot.holders.add(self.worker)
+        self.due = None
+        self._leased = published
+        partial = published.names is not None and self.session.acked_version == published.base
+        names = list(published.names) if partial and published.names is not None else None
+        return Update(
+            round=published.round,
+            version=published.version,
+            base=published.base,
+            names=names,
+            joint=joint,
+            payload=self._payload(published),
+        )
+
+    def _payload(self, published: Published) -> dict[str, Any]:
+        """Where the version lies, and which slots came and went since the worker was last told."""
+        slots = {slot.index: slot.segment.handle or {} for slot in self.group.arena.slots}
+        new = [[index, handle] for index, handle in slots.items() if index not in self._told]
+        gone = [index for index in self._told if index not in slots]
+        self._told = slots
+        return {"slot": published.slot.index, "new": new, "gone": gone}

@@ -1,0 +1,63 @@
+"""Weights inside one process, with scripted faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+
+from aiosync.errors import NotInitializedError
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.transports.base import Listener
+from aiosync.transports.memory import Fault, MemoryListener, MemoryTransport
+from aiosync.weights.segment import Segment
+
+__all__ = ["MemoryWeightSyncScheme"]
+
+
+class MemoryWeightSyncScheme(WeightSyncScheme):
+    """Sender and workers in one process, each with its own copy of the scheme object.
+
+    For tests: the whole machinery runs, without a second process, and ``faults`` says what goes wrong
+    with which frame. Give each receiver ``copy.copy(scheme)``.
+
+    Args:
+        faults: what happens to which frames.
+        options: see :class:`~aiosync.WeightSyncScheme`.
+    """
+
+    backends = ("memory",)
+    _holds = False
+
+    def __init__(self, *, faults: Sequence[Fault] = (), **options: Any) -> None:
+        super().__init__(**options)
+        self._faults = tuple(faults)
+        self._address: str | None = None
+
+    def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
+        listener = MemoryListener(self._faults)
+        self._address = listener.address
+        return listener
+
+    def create_transport(self, *, worker_idx: int) -> MemoryTransport:
+        """A worker's end of a pair, not open yet.
+
+        Raises:
+            NotInitializedError: the scheme was copied before ``init_on_sender`` gave it an address.
+        """
+        if self._address is None:
+            raise NotInitializedError(
+                "this scheme does not know its sender: call init_on_sender() before copying it"
+            )
+        return MemoryTransport(self._address, worker_idx)
+
+    def _allocate(self, nbytes: int, device: torch.device) -> Segment:
+        return Segment.local(nbytes, device)
+
+    def _recipe(self, *, inherit: bool) -> dict[str, Any]:
+        return {"address": self._address, "faults": self._faults}
+
+    def _restore(self, recipe: Mapping[str, Any]) -> None:
+        self._address, self._faults = recipe["address"], recipe["faults"]

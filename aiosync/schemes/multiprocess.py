@@ -1,0 +1,131 @@
+"""Weights handed over by multiprocessing queues, or by pipes that the caller has."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from aiosync.errors import InvalidArgumentError, NotInitializedError
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.transports.base import Listener, Transport
+from aiosync.transports.mp_queue import (
+    MPTransport,
+    PipeListener,
+    PipeTransport,
+    QueueListener,
+    QueuePair,
+)
+
+__all__ = ["MultiProcessWeightSyncScheme"]
+
+
+class MultiProcessWeightSyncScheme(WeightSyncScheme):
+    """Each worker takes a copy of its own, out of one buffer per update.
+
+    The trainer's weights are copied once into a buffer, whose handle goes to the workers by a
+    ``multiprocessing`` queue; each copies it into a back slot of its own, off its event loop, and flips
+    to that. Between updates nothing is shared, so a worker may write into its parameters.
+
+    Memory: two buffers of the model's size on the sender, a third while a worker is still copying,
+    whatever the number of workers; two slots in each worker (one with ``commit="copy"``).
+
+    Queues can only be handed to a process while it is being started, so pass the scheme to ``Process``
+    after ``init_on_sender``. A worker that was killed finds new queues when it is started again. The
+    queues pickle each message, as all of ``multiprocessing`` does; they are inherited, and no other
+    process can write to them.
+
+    Args:
+        pipes: in place of queues, one end of a duplex ``multiprocessing.Pipe`` per worker, in order
+            (or a context that has ``pipes``). They are watched without a thread and stay open.
+        on_other_message: takes (worker, message) for what arrives on a pipe and is not aiosync's; on a
+            receiver the worker is its own index.
+        options: see :class:`~aiosync.WeightSyncScheme`.
+    """
+
+    backends = ("process", "multiprocessing")
+    _holds = False
+
+    def __init__(
+        self,
+        *args: Any,
+        pipes: Sequence[Connection[Any, Any]] | None = None,
+        on_other_message: Callable[[int, Any], None] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self._pipes = pipes
+        self.on_other_message = on_other_message
+        self._pipe: Connection[Any, Any] | None = None
+        self._pairs: dict[int, QueuePair] = {}
+
+    def init_on_sender(
+        self, *, pipes: Sequence[Connection[Any, Any]] | None = None, **arguments: Any
+    ) -> None:
+        """See :meth:`WeightSyncScheme.init_on_sender`; also takes ``pipes``, one end per worker."""
+        context = arguments.get("context")
+        given = pipes if pipes is not None else self._pipes
+        self._pipes = given if given is not None else getattr(context, "pipes", None)
+        super().init_on_sender(**arguments)
+
+    def init_on_receiver(
+        self, *, pipe: Connection[Any, Any] | None = None, **arguments: Any
+    ) -> None:
+        """See :meth:`WeightSyncScheme.init_on_receiver`; also takes ``pipe``, this worker's end."""
+        context = arguments.get("context")
+        super().init_on_receiver(**arguments)
+        self._pipe = pipe if pipe is not None else getattr(context, "pipe", None)
+
+    init_on_worker = init_on_receiver
+
+    def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
+        workers = sorted(workers)
+        if self._pipes is None:
+            return QueueListener(workers, ctx or multiprocessing.get_context("spawn"))
+        if workers != list(range(len(self._pipes))):
+            raise InvalidArgumentError(
+                f"pipes: expected one per worker, {len(workers)}, got {len(self._pipes)}"
+            )
+        return PipeListener(self._pipes, lambda worker, message: self._other(worker, message))
+
+    def _other(self, worker: int, message: Any) -> None:
+        if self.on_other_message is None:
+            raise InvalidArgumentError(
+                f"worker {worker}'s pipe brought a message that is not aiosync's, and there is no "
+                "on_other_message to take it"
+            )
+        self.on_other_message(worker, message)
+
+    def create_transport(self, *, worker_idx: int) -> Transport:
+        """A worker's queues or pipe, not watched yet.
+
+        Raises:
+            NotInitializedError: the scheme came to this process in another way than by starting it.
+        """
+        if self._pipe is not None:
+            return PipeTransport(self._pipe, lambda message: self._other(worker_idx, message))
+        pair = self._pairs.pop(worker_idx, None)
+        # Only this worker's own queues are kept: a sibling's end held open here would hide its death.
+        for other in self._pairs.values():
+            if other.owner != os.getpid():
+                other.close()
+        self._pairs.clear()
+        if pair is None:
+            raise NotInitializedError(
+                f"there are no queues for worker {worker_idx}: call init_on_sender() first, then pass "
+                "the scheme to Process(args=...), which is the only way that queues can travel"
+            )
+        return MPTransport(pair.to_worker, pair.to_sender)
+
+    def _recipe(self, *, inherit: bool) -> dict[str, Any]:
+        listener = self._listener
+        pairs = dict(listener.pairs) if isinstance(listener, QueueListener) else self._pairs
+        return {"pairs": pairs if inherit else {}, "on_other": self.on_other_message}
+
+    def _restore(self, recipe: Mapping[str, Any]) -> None:
+        self._pairs = dict(recipe["pairs"])
+        self.on_other_message = recipe["on_other"]
+        self._pipes = self._pipe = None

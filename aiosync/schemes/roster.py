@@ -1,0 +1,342 @@
+"""Who is connected to a sender, and what becomes of a worker's answers, refusals and death."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from aiosync._deadline import Deadline
+from aiosync.errors import AiosyncError, UnknownWorkerError, WorkerLostError
+from aiosync.protocol.frames import Hello, Joint
+from aiosync.protocol.session import (
+    Applied,
+    Fetched,
+    Left,
+    Rejected,
+    SenderEvent,
+    SenderSession,
+    StageDone,
+)
+from aiosync.schemes._host import TaskHost
+from aiosync.schemes.group import WeightGroup
+from aiosync.schemes.link import WorkerLink
+from aiosync.schemes.report import WorkerReport
+from aiosync.schemes.rounds import Round, remote_error
+from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, SyncEvent, logger
+from aiosync.transports.base import Listener, Transport
+from aiosync.transports.liveness import ProcessWatch
+
+__all__ = ["Roster"]
+
+
+class Roster:
+    """The workers of one sender.
+
+    Args:
+        workers: the indices that are served.
+        model_id: a worker that asks for another model is refused.
+        listener: where they connect.
+        token: the secret that they must know.
+        holds: whether they view the memory that they are given, instead of copying from it.
+
+    Attributes:
+        workers: the indices that a send without ``worker_ids`` goes to.
+        links: those that are connected.
+        rounds: what is being waited for.
+        stats: the sender's figures.
+    """
+
+    def __init__(
+        self,
+        workers: Iterable[int],
+        model_id: str | None,
+        listener: Listener,
+        token: bytes,
+        *,
+        holds: bool,
+        events: EventSource,
+        stats: SchemeStats,
+    ) -> None:
+        self.workers = set(workers)
+        self.links: dict[int, WorkerLink] = {}
+        self.rounds: list[Round] = []
+        self._model_id = model_id
+        self._listener = listener
+        self._token = token
+        self._holds = holds
+        self._events = events
+        self.stats = stats
+        self._groups: Sequence[WeightGroup] = ()
+        self._host: TaskHost | None = None
+        self._lost: dict[int, WorkerLostError] = {}
+        self._unreported: dict[int, AiosyncError] = {}
+        self._orphans: dict[int, ProcessWatch] = {}
+
+    async def open(self, host: TaskHost, groups: Sequence[WeightGroup]) -> None:
+        """Let workers in; each group has something to welcome them with."""
+        self._host, self._groups = host, groups
+        await self._listener.listen(self._accept)
+
+    async def close(self, reason: str) -> None:
+        """Say goodbye to everybody and close the connections."""
+        self._host = None
+        links, self.links = list(self.links.values()), {}
+        for link in links:
+            link.session.close(reason)
+            link.transport.flush(link.session)
+            link.leave(reason)
+        for link in links:
+            await link.transport.aclose()
+        for watch in self._orphans.values():
+            watch.close()
+        self._orphans.clear()
+
+    # -- asked by the sender ------------------------------------------------------------------------
+
+    def resolve(self, worker_ids: int | Iterable[int] | None) -> set[int]:
+        """The workers that ``worker_ids`` means.
+
+        Raises:
+            UnknownWorkerError: one that this scheme does not serve.
+        """
+        if worker_ids is None:
+            return set(self.workers)
+        ids = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
+        for worker in ids:
+            if isinstance(worker, bool) or worker not in self.workers:
+                raise UnknownWorkerError(worker, self.workers)
+        return set(ids)
+
+    def members(self, group: WeightGroup) -> list[WorkerLink]:
+        """The connected workers of a group."""
+        return [link for link in self.links.values() if link.group is group]
+
+    def parked(self, group: WeightGroup) -> set[Any]:
+        """The holders of a group's slots that are not expected to move on."""
+        parked: set[Any] = {("orphan", pid) for pid in self._orphans}
+        for link in self.members(group):
+            if link.parked:
+                parked |= {link.worker, ("due", link.worker)}
+        return parked
+
+    def tell(self, round_: Round) -> None:
+        """Announce the newest version to the round's workers."""
+        for worker in list(round_.phases):
+            link = self.links.get(worker)
+            if link is None or link.group.latest is None:
+                round_.settle(self._absent(worker))
+                continue
+            link.announce(link.group.latest)
+            link.serve(round_.joint)
+
+    def await_all(self, targets: Iterable[int]) -> Round:
+        """A round for what was sent before; the caller takes it out of ``rounds`` again."""
+        round_ = Round(-1, max((link.awaited for link in self.links.values()), default=-1), targets)
+        for worker in list(round_.phases):
+            link = self.links.get(worker)
+            if link is None:
+                round_.settle(self._absent(worker))
+                continue
+            round_.wanted[worker] = link.awaited
+            version = link.session.acked_version
+            error = self._unreported.pop(worker, None)
+            if error is not None:
+                round_.settle(WorkerReport(worker, "failed", version, error=error))
+            elif not link.behind:
+                round_.settle(WorkerReport(worker, "applied", version))
+        self.rounds.append(round_)
+        return round_
+
+    def take_unreported(self, targets: Iterable[int]) -> list[WorkerReport]:
+        """Refusals of updates that nobody waited for; each is handed out once."""
+        reports = []
+        for worker in targets:
+            error = self._unreported.pop(worker, None)
+            if error is not None:
+                reports.append(WorkerReport(worker, "failed", self.version_of(worker), error=error))
+        return reports
+
+    def version_of(self, worker: int) -> int:
+        """The version that a worker last acknowledged; -1 for none."""
+        link = self.links.get(worker)
+        return link.session.acked_version if link else -1
+
+    def mark_late(self, worker: int) -> None:
+        """A worker has missed a deadline: until it answers, it is not waited for with a slot."""
+        link = self.links.get(worker)
+        if link is not None:
+            link.late = True
+            link.group.wake()
+
+    def drop(self, worker: int, reason: str) -> None:
+        """Go on without a worker; it is told, if it can be, and may come back."""
+        self.workers.discard(worker)
+        link = self.links.get(worker)
+        if link is not None:
+            link.session.close(reason, dropped=True)
+            link.transport.flush(link.session)
+            self._on_lost(link, reason)
+        self._emit("dropped", worker=worker, message=reason)
+
+    def abort(self, joint: Joint, worker: int) -> None:
+        """Call a worker's part of a joint update off."""
+        link = self.links.get(worker)
+        if link is not None:
+            link.session.abort(joint.id)
+            link.transport.flush(link.session)
+
+    # -- workers come -------------------------------------------------------------------------------
+
+    def _accept(self, transport: Transport) -> None:
+        if self._host is not None:
+            self._host.spawn(self._greet, transport)
+
+    async def _greet(self, transport: Transport) -> None:
+        session = SenderSession(self._token, os.getpid())
+        admitted = False
+        try:
+            deadline = Deadline.after(self._listener.patience)
+            greeted = await transport.setup_connection_and_weights_on_sender(session, deadline)
+            admitted = self._admit(greeted.hello, transport, session)
+        except WorkerLostError:
+            return  # it hung up before it had said who it was
+        except (AiosyncError, OSError) as exc:
+            logger.warning("a connection was refused: %s", exc)
+        finally:
+            if not admitted:
+                await self._hang_up(transport)
+
+    def _admit(self, hello: Hello, transport: Transport, session: SenderSession) -> bool:
+        worker = hello.worker
+        group = next((g for g in self._groups if worker in g.workers), None)
+        if group is None:
+            known = sorted(w for g in self._groups for w in g.workers)
+            session.refuse(f"there is no worker {worker} here, only {known}")
+        elif hello.model_id != self._model_id:
+            session.refuse(f"this is about model {self._model_id!r}, not {hello.model_id!r}")
+        if group is None or hello.model_id != self._model_id:
+            transport.flush(session)
+            return False
+        if worker in self.links:
+            self._on_lost(self.links[worker], "another connection took its place")
+        self._lost.pop(worker, None)
+        self.workers.add(worker)
+        link = self.links[worker] = WorkerLink(
+            worker,
+            transport.peer_pid or hello.pid,
+            transport,
+            session,
+            group,
+            holds=self._holds,
+            on_event=self._on_event,
+            on_lost=self._on_lost,
+        )
+        link.serve(None)
+        transport.start(link)
+        return True
+
+    # -- what they say ------------------------------------------------------------------------------
+
+    def _on_event(self, link: WorkerLink, event: SenderEvent) -> None:
+        match event:
+            case Fetched():
+                link.serve(self._joint_of(link))
+            case StageDone(copied=copied):
+                for round_ in self.rounds:
+                    if link.worker in round_.phases:
+                        round_.phases[link.worker] = "commit"
+                if copied:
+                    link.copied()
+            case Applied():
+                self._on_applied(link, event)
+            case Rejected():
+                self._on_rejected(link, event)
+            case Left(reason=reason):
+                self._on_lost(link, reason or "it closed its side", orderly=True)
+            case _:
+                pass
+
+    def _on_applied(self, link: WorkerLink, event: Applied) -> None:
+        kind: EventKind = "joined" if link.applied() else "applied"
+        report = WorkerReport(link.worker, "applied", event.version, event.seconds)
+        for round_ in self.rounds:
+            if event.version >= round_.wanted.get(link.worker, event.version + 1):
+                round_.settle(report)
+        self._unreported.pop(link.worker, None)
+        self._emit(kind, event.version, link.worker, seconds=event.seconds)
+
+    def _on_rejected(self, link: WorkerLink, event: Rejected) -> None:
+        nack, worker = event.nack, link.worker
+        error = remote_error(worker, nack)
+        link.rejected()
+        self.stats.failures += 1
+        report = WorkerReport(worker, "failed", link.session.acked_version, error=error)
+        waiting = [r for r in self.rounds if worker in r.pending and nack.version >= r.wanted[worker]]
+        for round_ in waiting:
+            round_.settle(report)
+        if not waiting:
+            self._unreported[worker] = error
+        self._emit("failed", nack.version, worker, message=str(error))
+
+    def _on_lost(self, link: WorkerLink, reason: str, *, orderly: bool = False) -> None:
+        worker = link.worker
+        if self.links.get(worker) is not link:
+            return
+        del self.links[worker]
+        orphan = None if orderly or not self._holds else self._orphan(link)
+        error = self._lost[worker] = link.leave(reason, orphan=orphan)
+        self.stats.lost += 1
+        for round_ in self.rounds:
+            round_.settle(WorkerReport(worker, "lost", link.session.acked_version, error=error))
+        if self._host is not None:
+            self._host.spawn(self._hang_up, link.transport)
+        self._emit("lost", worker=worker, message=reason)
+
+    def _orphan(self, link: WorkerLink) -> tuple[str, int] | None:
+        """A process that lost its channel but runs on may still be computing with a slot: the slot
+        stays held in its name until it has ended. In this process a lost channel is all there is."""
+        pid, group = link.pid, link.group
+        if pid in (0, os.getpid()):
+            return None
+
+        def ended() -> None:
+            self._orphans.pop(pid, None)
+            group.release(("orphan", pid))
+
+        watch = ProcessWatch(pid, ended)
+        if not watch.watching:
+            return None
+        self._orphans[pid] = watch
+        return ("orphan", pid)
+
+    async def _hang_up(self, transport: Transport) -> None:
+        await transport.aclose()
+        if self._host is not None:
+            await self._listener.replace(transport)
+
+    def _absent(self, worker: int) -> WorkerReport:
+        error = self._lost.get(worker) or WorkerLostError([worker], "it has not connected yet")
+        return WorkerReport(worker, "lost", -1, error=error)
+
+    def _joint_of(self, link: WorkerLink) -> Joint | None:
+        for round_ in self.rounds:
+            if link.due and link.due.round == round_.number and link.worker in round_.pending:
+                return round_.joint
+        return None
+
+    def _emit(
+        self,
+        kind: EventKind,
+        version: int = -1,
+        worker: int | None = None,
+        *,
+        seconds: dict[str, float] | None = None,
+        message: str = "",
+    ) -> None:
+        if self._events.heard:
+            self._events.emit(
+                SyncEvent(kind, self._model_id, version, worker, seconds=seconds or {}, message=message)
+            )
+
+

@@ -1,0 +1,141 @@
+"""Rounds: one published version, and who has answered for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from aiosync._deadline import Deadline
+from aiosync.errors import (
+    AiosyncError,
+    JointUpdateError,
+    LayoutMismatchError,
+    Phase,
+    RemoteApplyError,
+    SyncTimeoutError,
+    WorkerLostError,
+)
+from aiosync.protocol.frames import Joint, Nack
+from aiosync.schemes.report import WorkerReport
+
+__all__ = ["Round", "first_failure", "remote_error"]
+
+
+class Round:
+    """Waits for the answers of some workers.
+
+    Attributes:
+        number: never used twice; -1 for one that only waits for what was sent before.
+        version: the version that workers have to reach.
+        reports: the answers so far.
+        phases: how far each worker got that has not answered.
+        wanted: the version that each worker has to reach.
+        joint: set if this is one part of a joint update.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        version: int,
+        workers: Iterable[int],
+        joint: Joint | None = None,
+        *,
+        phase: Phase = "stage",
+    ) -> None:
+        self.number = number
+        self.version = version
+        self.reports: dict[int, WorkerReport] = {}
+        self.joint = joint
+        self.phases: dict[int, Phase] = dict.fromkeys(workers, phase)
+        self.wanted: dict[int, int] = dict.fromkeys(self.phases, version)
+        self._on_failure: Callable[[int], None] | None = None
+        self._done = asyncio.Event()
+        if not self.phases:
+            self._done.set()
+
+    @property
+    def pending(self) -> set[int]:
+        """Workers that have not answered."""
+        return self.phases.keys() - self.reports.keys()
+
+    @property
+    def withdrawn(self) -> bool:
+        """Whether every worker answered that it did not take this version."""
+        statuses = {report.status for report in self.reports.values()}
+        return not self.pending and "failed" in statuses and statuses <= {"failed", "lost"}
+
+    def watch(self, on_failure: Callable[[int], None]) -> None:
+        """Call ``on_failure`` with every worker that has failed or will."""
+        self._on_failure = on_failure
+        for worker, report in self.reports.items():
+            if report.status != "applied":
+                on_failure(worker)
+
+    def settle(self, report: WorkerReport) -> None:
+        """Take a worker's answer; only its first counts."""
+        if report.worker in self.phases and report.worker not in self.reports:
+            self.reports[report.worker] = report
+            if report.status != "applied" and self._on_failure is not None:
+                self._on_failure(report.worker)
+            if not self.pending:
+                self._done.set()
+
+    async def wait(self, deadline: Deadline) -> bool:
+        """Wait until all have answered, or the deadline; returns whether they have."""
+        if not self._done.is_set():
+            try:
+                async with asyncio.timeout(deadline.remaining()):
+                    await self._done.wait()
+            except TimeoutError:
+                return False
+        return True
+
+
+def remote_error(worker: int, nack: Nack) -> AiosyncError:
+    """The error that a worker's refusal stands for here."""
+    if nack.kind == "layout":
+        return LayoutMismatchError(
+            missing=nack.missing, unexpected=nack.unexpected, differing=nack.differing, worker=worker
+        )
+    if nack.kind == "joint":
+        return JointUpdateError(f"worker {worker} gave up version {nack.version}: {nack.message}")
+    return RemoteApplyError(worker, nack.version, nack.error_type, nack.message, nack.traceback)
+
+
+def first_failure(reports: Iterable[WorkerReport], deadline: Deadline) -> AiosyncError | None:
+    """The one error to raise for a send: a refusal before a loss before a deadline.
+
+    Losses are raised as one error that names all lost workers, and so are deadlines. What is not
+    raised itself is added to it as notes.
+    """
+    refused: list[AiosyncError] = []
+    lost: dict[int, str] = {}
+    late: list[WorkerReport] = []
+    for report in reports:
+        if report.status == "lost" and isinstance(report.error, WorkerLostError):
+            lost[report.worker] = report.error.reason
+        elif report.status == "timeout":
+            late.append(report)
+        elif report.error is not None:
+            refused.append(report.error)
+    # Of a joint update the cause says more than the siblings that gave way to it.
+    found: list[AiosyncError] = sorted(refused, key=lambda e: isinstance(e, JointUpdateError))
+    if lost:
+        found.append(WorkerLostError(lost, "; ".join(sorted(set(lost.values())))))
+    if late:
+        found.append(_timeout(late, deadline))
+    if not found:
+        return None
+    for other in found[1:]:
+        found[0].add_note(f"also: {type(other).__name__}: {other}")
+    return found[0]
+
+
+def _timeout(late: list[WorkerReport], deadline: Deadline) -> SyncTimeoutError:
+    known = [report.error for report in late if isinstance(report.error, SyncTimeoutError)]
+    order: tuple[Phase, ...] = ("connect", "stage", "commit", "ack")
+    phase = min((error.phase for error in known), key=order.index, default="ack")
+    version = known[0].version if known else None
+    return SyncTimeoutError(
+        phase, seconds=deadline.seconds, workers=[r.worker for r in late], version=version
+    )

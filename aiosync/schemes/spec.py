@@ -1,0 +1,67 @@
+"""What a scheme is told when it is made: the part of it that is pickled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from aiosync._deadline import check_timeout, default_timeout
+from aiosync.errors import InvalidArgumentError
+from aiosync.weights.binding import CommitMode
+from aiosync.weights.strategy import WeightStrategy, get_strategy
+
+__all__ = ["OnFailure", "SchemeSpec", "StrategyName"]
+
+OnFailure = Literal["raise", "drop"]
+StrategyName = Literal["tensordict", "state_dict"]
+
+
+@dataclass(frozen=True)
+class SchemeSpec:
+    """Options that all schemes share; see :class:`~aiosync.WeightSyncScheme` for what they mean."""
+
+    strategy: StrategyName = "tensordict"
+    sync: bool = True
+    timeout: float | None = None
+    cast: torch.dtype | None = None
+    commit: CommitMode = "flip"
+    on_failure: OnFailure = "raise"
+    per_worker_weights: bool = False
+    max_slots: int = 3
+
+    def __post_init__(self) -> None:
+        get_strategy(self.strategy)
+        if self.timeout is not None:
+            check_timeout(self.timeout, f"timeout={self.timeout!r}")
+        if self.cast is not None and not (
+            isinstance(self.cast, torch.dtype) and self.cast.is_floating_point
+        ):
+            raise InvalidArgumentError(f"cast: expected a floating torch.dtype, got {self.cast!r}")
+        _choose("commit", self.commit, get_args(CommitMode))
+        _choose("on_failure", self.on_failure, get_args(OnFailure))
+        if self.max_slots < 2:
+            raise InvalidArgumentError(
+                f"max_slots={self.max_slots}: expected at least 2, one in service and one to write"
+            )
+
+    def make_strategy(self) -> WeightStrategy:
+        """The strategy by its name."""
+        return get_strategy(self.strategy)
+
+    def seconds(self, timeout: float | None) -> float:
+        """The seconds that a call may take: its own ``timeout``, else the scheme's, else the default's.
+
+        Raises:
+            InvalidArgumentError: a timeout that is negative or not finite.
+        """
+        if timeout is None:
+            return self.timeout if self.timeout is not None else default_timeout()
+        # Zero asks for what is there already, without waiting.
+        return timeout if timeout == 0 else check_timeout(timeout, f"timeout={timeout!r}")
+
+
+def _choose(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise InvalidArgumentError(f"{name}={value!r}: expected one of {', '.join(map(repr, known))}")

@@ -1,0 +1,128 @@
+"""Where an update's bytes are on the receiving side, between their arrival and the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiosync.errors import ProtocolError
+from aiosync.protocol.frames import Update
+from aiosync.weights.arena import Arena, Slot
+from aiosync.weights.binding import Binding
+from aiosync.weights.copying import INLINE_LIMIT, copy_pairs
+from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
+
+__all__ = ["Stager"]
+
+
+class Stager:
+    """Maps the sender's slots and turns an update into the tensors to commit.
+
+    What a parameter will view must have its dtype and device, so entries that differ are converted
+    into slots of this process; with ``copies`` so is everything else, and the sender's memory is
+    needed only until the update is staged. Two slots take turns: the front one is in service.
+
+    Args:
+        binding: the model, bound to the sender's layout.
+        device: where the sender's slots lie.
+        copies: whether to copy everything.
+    """
+
+    def __init__(self, binding: Binding, device: torch.device, *, copies: bool) -> None:
+        self.copies = copies
+        self._layout = binding.layout
+        self._attached: dict[int, dict[str, Tensor]] = {}
+        self._arenas = _own_arenas(binding, device, copies)
+        self._back: dict[torch.device, Slot] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this process has taken for staging."""
+        return sum(arena.nbytes for arena in self._arenas.values())
+
+    def reserve(self) -> None:
+        """Take the memory for both slots now, so that later updates run into warm pages."""
+        for arena in self._arenas.values():
+            while len(arena.slots) < 2:
+                arena.grow()
+
+    def is_quick(self, update: Update) -> bool:
+        """Whether staging moves so few bytes that a thread would take longer."""
+        if self._layout.nbytes <= INLINE_LIMIT:
+            return True
+        return not self._arenas and not update.payload.get("new")
+
+    def stage(self, update: Update) -> Mapping[str, Tensor]:
+        """Every name -> the tensor to commit. Blocking; may be run in a thread.
+
+        Raises:
+            ProtocolError: the update does not say where it lies, or its memory cannot be mapped.
+            ArenaAllocationError: there is no memory for slots of this process's own.
+        """
+        views = dict(self._source(update.payload))
+        if not self._arenas:
+            return views
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for device, arena in self._arenas.items():
+            slot = self._back[device] = arena.free_slot() or arena.grow()
+            pairs += [(own, views[name]) for name, own in slot.views.items()]
+            views |= slot.views
+        copy_pairs(pairs)
+        for alias, name in self._layout.aliases.items():
+            views[alias] = views[name]
+        return views
+
+    def committed(self) -> None:
+        """What was staged last is in service now: the slots before it are free."""
+        for device, slot in self._back.items():
+            for other in self._arenas[device].slots:
+                other.holders.clear()
+            slot.holders.add("front")
+        self._back.clear()
+
+    def close(self) -> None:
+        """Let go of everything; tensors in service stay valid."""
+        self._attached.clear()
+        for arena in self._arenas.values():
+            arena.close()
+
+    def _source(self, payload: Mapping[str, Any]) -> dict[str, Tensor]:
+        for index in payload.get("gone", ()):
+            self._attached.pop(index, None)
+        for index, handle in payload.get("new", ()):
+            segment = Segment.attach(handle)
+            if segment.nbytes < self._layout.nbytes:
+                raise ProtocolError(
+                    f"slot {index} has {segment.nbytes} bytes, the layout needs {self._layout.nbytes}"
+                )
+            self._attached[index] = self._layout.views(segment.buffer)
+        try:
+            return self._attached[payload["slot"]]
+        except KeyError as exc:
+            raise ProtocolError(f"an update lies in a slot that was never announced: {exc}") from exc
+
+
+def _own_arenas(
+    binding: Binding, source: torch.device, copies: bool
+) -> dict[torch.device, Arena]:
+    """Slots of this process, one arena per device, for the entries that cannot be viewed as they are."""
+    wanted: dict[torch.device, list[tuple[str, tuple[int, ...], torch.dtype]]] = {}
+    viewed = binding.viewed()
+    targets = {binding.layout[name].name: parameter for name, parameter in viewed.items()}
+    for entry in binding.layout:
+        target = targets.get(entry.name)
+        device = source if target is None or target.is_meta else target.device
+        dtype = entry.dtype if target is None else target.dtype
+        if copies or dtype != entry.dtype or device != source:
+            wanted.setdefault(device, []).append((entry.name, entry.shape, dtype))
+    return {
+        device: Arena(Layout(specs), _allocator(device), max_slots=2) for device, specs in wanted.items()
+    }
+
+
+def _allocator(device: torch.device) -> Any:
+    return lambda nbytes: Segment.private(nbytes, device)

@@ -1,0 +1,1 @@
+"""Transports: how frames get from one process to another."""

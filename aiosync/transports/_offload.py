@@ -1,0 +1,142 @@
+"""Threads: the only place of the package that starts them (the blocking twins' loop thread aside).
+
+Two kinds. :class:`Offloader` runs pieces of blocking work, one after the other, for coroutines that
+await them. :class:`QueueReader` waits on a multiprocessing queue for as long as it is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import wait
+from multiprocessing.queues import SimpleQueue
+from typing import Any, TypeVar
+
+__all__ = ["Offloader", "QueueReader", "uninterrupted"]
+
+T = TypeVar("T")
+
+
+class Offloader:
+    """One lazily started thread. The endpoint that owns it closes it.
+
+    Work that has begun always ends before its ``run`` returns or raises, also when the caller is
+    cancelled: it may be reading the caller's tensors or writing into a slot, and nobody else may have
+    those before it is done. So work that can be long takes care to be cut into pieces (``cancelled``).
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._executor: ThreadPoolExecutor | None = None
+
+    async def run(self, work: Callable[[Callable[[], bool]], T]) -> T:
+        """Run ``work(cancelled)`` in the thread; ``cancelled()`` tells that the caller has given up.
+
+        Raises:
+            Exception: whatever ``work`` raises.
+            CancelledError: the caller was cancelled; ``work`` has ended.
+        """
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+        gone = threading.Event()
+        done: Future[T] = self._executor.submit(work, gone.is_set)
+        future = asyncio.wrap_future(done)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            gone.set()
+            await _outlast(future)
+            raise
+
+    def close(self) -> None:
+        """End the thread; idempotent. Call it when no work is under way: it waits for the thread."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(wait=True)
+
+
+async def uninterrupted(work: Callable[[Callable[[], bool]], Coroutine[Any, Any, T]]) -> T:
+    """Await ``work(cancelled)`` to its end even if the caller is cancelled.
+
+    A cancelled caller gets its ``CancelledError`` when the work has ended; the work itself is not
+    interrupted, it may ask ``cancelled()`` and end early in a state of its own choice.
+    """
+    gone = threading.Event()
+    task = asyncio.ensure_future(work(gone.is_set))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        gone.set()
+        await _outlast(task)
+        raise
+
+
+async def _outlast(future: asyncio.Future[Any]) -> None:
+    # A task can be cancelled again while it waits: the wait goes on, since the work does.
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            continue
+    if not future.cancelled():
+        future.exception()  # the caller is gone: nobody else will look at it
+
+
+class QueueReader:
+    """A thread that waits on a multiprocessing queue and hands each item to the event loop.
+
+    It waits on the queue's descriptor and on one of its own, so that :meth:`close` can wake it without
+    a word from the other side.
+
+    Args:
+        queue: the queue to read; nobody else in this process may read it.
+        loop: the loop that ``on_item`` and ``on_end`` are called on.
+        on_item: takes one item.
+        on_end: takes the reason, once, if the queue breaks before :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        queue: SimpleQueue[bytes],
+        loop: asyncio.AbstractEventLoop,
+        on_item: Callable[[bytes], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        self._queue = queue
+        self._loop = loop
+        self._on_item = on_item
+        self._on_end = on_end
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="aiosync-queue", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wake the thread and wait for its end (it never blocks for long); idempotent."""
+        if self._wake_write < 0:
+            return
+        os.write(self._wake_write, b"x")
+        self._thread.join()
+        os.close(self._wake_write)
+        os.close(self._wake_read)
+        self._wake_write = -1
+
+    def _run(self) -> None:
+        # The queue's public face has no descriptor to wait on; its reading end has.
+        reader = self._queue._reader  # type: ignore[attr-defined]
+        try:
+            while True:
+                ready = wait([reader, self._wake_read])
+                if self._wake_read in ready:
+                    return
+                self._post(self._on_item, self._queue.get())
+        except (OSError, EOFError) as exc:
+            self._post(self._on_end, f"its queue broke: {exc!r}")
+
+    def _post(self, callback: Callable[[Any], None], value: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback, value)
+        except RuntimeError:
+            return  # the loop is closed: nobody is left to tell

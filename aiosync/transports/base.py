@@ -1,0 +1,284 @@
+"""What a transport is: one ordered connection to one peer, which moves frames and knows no more."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from aiosync._deadline import Deadline
+from aiosync.errors import FrameError, ProtocolError, SyncTimeoutError, WorkerLostError
+from aiosync.protocol.frames import (
+    MAX_FRAME,
+    MAX_GREETING,
+    Ack,
+    Frame,
+    FrameDecoder,
+    Nack,
+    Update,
+    encode,
+)
+from aiosync.protocol.session import Greeted, ReceiverSession, SenderSession, UpdateArrived
+
+__all__ = ["Listener", "Sink", "Transport"]
+
+F = TypeVar("F")
+
+
+class Listener(ABC):
+    """Where workers connect. Made with ``init_on_sender``, so that no worker can come too early.
+
+    Attributes:
+        patience: seconds that a connection may take to authenticate.
+    """
+
+    patience = 10.0
+
+    @abstractmethod
+    async def listen(self, on_connection: Callable[[Transport], None]) -> None:
+        """Call ``on_connection`` for every worker that connects, on the running loop."""
+
+    async def replace(self, ended: Transport) -> None:
+        """``ended`` is closed: make room for its worker to come back, where that takes something."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """In a forked child: let go of the parent's descriptors without ending anything."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop listening; idempotent."""
+
+
+class Sink(Protocol):
+    """Where a started transport delivers, on the event loop."""
+
+    def frame_received(self, frame: Frame) -> None:
+        """One frame from the peer. Raising ``ProtocolError`` ends the connection."""
+
+    def connection_lost(self, reason: str) -> None:
+        """Called once; nothing comes after it. Not called for an end by ``aclose``."""
+
+
+class Transport(ABC):
+    """One connection to one peer.
+
+    It begins in inbox mode, in which frames are awaited one by one (the handshake is written so); with
+    :meth:`start` it changes over to delivering them to a sink. Until :meth:`trust` is called no more
+    than a few KiB are accepted from the peer.
+
+    A subclass brings ``open``, ``_write`` and ``_close``, and calls ``_feed`` and ``_lost``.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = FrameDecoder(MAX_GREETING)
+        self._inbox: deque[Frame] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
+        self._end: str | None = None
+        self._closed = False
+
+    # -- what a subclass fills in ---------------------------------------------------------------
+
+    @abstractmethod
+    async def open(self, deadline: Deadline) -> None:
+        """Make the connection, on the side that dials.
+
+        Raises:
+            WorkerLostError: nobody is there.
+            SyncTimeoutError: the deadline passed.
+        """
+
+    @abstractmethod
+    def _write(self, data: bytes) -> None:
+        """Hand ``data`` over without waiting.
+
+        Raises:
+            OSError: the connection is broken.
+        """
+
+    @abstractmethod
+    async def _close(self) -> None:
+        """Let go of descriptors and threads. Called once, shielded from cancellation."""
+
+    # -- frames ---------------------------------------------------------------------------------
+
+    @property
+    def peer_pid(self) -> int:
+        """The peer's process id as the operating system tells it, or 0 where it does not."""
+        return 0
+
+    def check_connection(self) -> bool:
+        """Whether frames can still be moved, as far as is known without asking the peer."""
+        return not self._closed and self._end is None
+
+    def trust(self) -> None:
+        """The peer has authenticated: accept frames of any sensible size."""
+        self._decoder.limit = MAX_FRAME
+
+    def write(self, frame: Frame) -> None:
+        """Send one frame without waiting; a connection that turns out to be broken is reported lost."""
+        if not self.check_connection():
+            return
+        try:
+            self._write(encode(frame))
+        except OSError as exc:
+            self._lost(f"writing failed: {exc.strerror or exc}")
+
+    def start(self, sink: Sink) -> None:
+        """Deliver to ``sink`` from now on, beginning with what has arrived already."""
+        self._sink = sink
+        while self._inbox:
+            self._deliver(self._inbox.popleft())
+        if self._end is not None and not self._closed:
+            sink.connection_lost(self._end)
+
+    async def receive(self, deadline: Deadline) -> Frame:
+        """The next frame (inbox mode only).
+
+        Raises:
+            WorkerLostError: the peer has gone.
+            SyncTimeoutError: the deadline passed.
+        """
+        while not self._inbox:
+            if self._end is not None or self._closed:
+                raise WorkerLostError((), self._end or "this side has closed the connection")
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(deadline.remaining()):
+                    await self._waiter
+            except TimeoutError:
+                raise deadline.error("receive") from None
+            finally:
+                self._waiter = None
+        return self._inbox.popleft()
+
+    async def aclose(self) -> None:
+        """End the connection and wait until nothing of it is left; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._wake()
+        await self._close()
+
+    # -- the words of the weight-update vocabulary -------------------------------------------------
+
+    async def send_weights_async(self, update: Update) -> None:
+        """Send an update; do not wait for the answer."""
+        self.write(update)
+
+    async def send_weights(self, update: Update, timeout: float) -> Ack | Nack:
+        """Send an update and wait for the answer (inbox mode), ``timeout`` seconds at most."""
+        self.write(update)
+        return await self.wait_ack(timeout)
+
+    async def wait_ack(self, timeout: float) -> Ack | Nack:
+        """The next answer to an update (inbox mode), within ``timeout`` seconds.
+
+        Raises:
+            SyncTimeoutError: none came in time.
+            WorkerLostError: the peer has gone.
+            ProtocolError: something else came.
+        """
+        return _expect(await self.receive(Deadline.after(timeout)), (Ack, Nack))
+
+    async def receive_weights(self, timeout: float) -> Update | None:
+        """The next update (inbox mode), or None if none came within ``timeout`` seconds.
+
+        Raises:
+            WorkerLostError: the peer has gone.
+            ProtocolError: something else came.
+        """
+        try:
+            return _expect(await self.receive(Deadline.after(timeout)), (Update,))
+        except SyncTimeoutError:
+            return None
+
+    async def send_ack(self, answer: Ack | Nack) -> None:
+        """Answer an update."""
+        self.write(answer)
+
+    async def setup_connection_and_weights_on_sender(
+        self, session: SenderSession, deadline: Deadline
+    ) -> Greeted:
+        """Authenticate the worker; it then waits for its welcome, which brings the weights.
+
+        Raises:
+            HandshakeError, ProtocolError: it is not one of ours.
+            WorkerLostError: it has gone.
+            SyncTimeoutError: it took too long.
+        """
+        while True:
+            events = session.receive(await self.receive(deadline))
+            self.flush(session)
+            for event in events:
+                if isinstance(event, Greeted):
+                    self.trust()
+                    return event
+
+    async def setup_connection_and_weights_on_receiver(
+        self, session: ReceiverSession, deadline: Deadline
+    ) -> UpdateArrived:
+        """Authenticate the sender and wait for the welcome with the initial weights.
+
+        Raises:
+            HandshakeError: refused, or the sender does not know the token.
+            WorkerLostError: the sender has gone.
+            SyncTimeoutError: it did not answer in time.
+        """
+        self.flush(session)
+        while True:
+            events = session.receive(await self.receive(deadline))
+            self.flush(session)
+            for event in events:
+                if isinstance(event, UpdateArrived):
+                    return event
+                self.trust()
+
+    def flush(self, session: SenderSession | ReceiverSession) -> None:
+        """Send what the session has to say."""
+        for frame in session.frames_to_send():
+            self.write(frame)
+
+    # -- for subclasses ---------------------------------------------------------------------------
+
+    def _feed(self, data: bytes) -> None:
+        """Bytes have arrived."""
+        try:
+            for frame in self._decoder.feed(data):
+                self._deliver(frame)
+                if not self.check_connection():
+                    return
+        except ProtocolError as exc:
+            self._lost(str(exc))
+
+    def _lost(self, reason: str) -> None:
+        """The connection is of no use any more. Reported once; ``aclose`` is still to come."""
+        if self._end is not None or self._closed:
+            return
+        self._end = reason
+        self._wake()
+        if self._sink is not None:
+            self._sink.connection_lost(reason)
+
+    def _deliver(self, frame: Frame) -> None:
+        if self._sink is not None:
+            self._sink.frame_received(frame)
+        elif len(self._inbox) < 16:
+            self._inbox.append(frame)
+            self._wake()
+        else:
+            raise FrameError("the peer sends frames without waiting for answers")
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _expect(frame: Frame, kinds: tuple[type[F], ...]) -> F:
+    if isinstance(frame, kinds):
+        return frame
+    wanted = " or ".join(kind.__name__ for kind in kinds)
+    raise ProtocolError(f"expected {wanted}, got {type(frame).__name__}")

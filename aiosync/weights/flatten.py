@@ -1,0 +1,162 @@
+"""From a model in any form to flat dotted names, the same names whichever form it came in.
+
+========================  ============================================================
+form                      names
+========================  ============================================================
+``nn.Module``             as in ``state_dict()``: parameters and persistent buffers, a tied
+                          one under each of its names
+``TensorDictBase``        nested keys joined by dots
+mapping                   flat dotted keys, nested mappings, or a mix
+========================  ============================================================
+
+Extra state travels in all of them under ``__extra_state__`` (torch's own ``_extra_state`` is read
+as the same), and the ``_orig_mod`` that ``torch.compile`` adds is dropped.
+
+Non-persistent buffers are the one thing that the forms disagree about: ``state_dict()`` leaves
+them out and ``TensorDict.from_module`` does not. A module is sent without them: by their author's
+word they are not part of its state (masks, caches, tables). Where a TensorDict brings them, the
+sender's layout lets them pass and a receiver takes them: to both they are *optional*
+(:func:`optional_names`). Only a receiver whose non-persistent buffers are on ``meta`` needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, TypeAlias
+
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from aiosync.errors import InvalidArgumentError
+from aiosync.weights.dense import check_dense
+from aiosync.weights.extra_state import flatten_extra
+from aiosync.weights.names import (
+    EXTRA_STATE,
+    TORCH_EXTRA_STATE,
+    is_extra_state,
+    join,
+    normalized,
+)
+from aiosync.weights.walk import (
+    extra_state_owners,
+    has_extra_state,
+    is_transient,
+    leaves,
+    modules,
+)
+
+__all__ = ["Extracts", "WeightSource", "named_tensors", "optional_names"]
+
+WeightSource: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
+"""What weights can be given as."""
+
+
+class Extracts(Protocol):
+    """What :func:`named_tensors` needs of a strategy."""
+
+    def extract_weights(self, source: Any) -> TensorDictBase | dict[str, Any]:
+        """The weights of a model, as a TensorDict or a mapping."""
+        ...
+
+
+def named_tensors(source: WeightSource, *, strategy: Extracts | None = None) -> dict[str, Tensor]:
+    """The weights as flat dotted names -> tensors: detached, not copied.
+
+    Args:
+        source: a module, a TensorDict, or a mapping, flat or nested. Models with adapters
+            (``merge_and_unload``) give their merged weights, from a copy.
+        strategy: extracts first, for a strategy of your own making; by default nothing does.
+
+    Returns:
+        Names in the source's order. Tied tensors come under each name and share memory.
+
+    Raises:
+        UnsupportedTensorError: an entry that is no tensor, is uninitialised, or is on ``meta``.
+        InvalidArgumentError: the source is none of the above, a key is not a string, or two keys
+            stand for the same name.
+    """
+    if strategy is not None:
+        source = strategy.extract_weights(source)
+    out = _Named()
+    # A TensorDict of parameters is a module too; its names are those of a TensorDict.
+    if isinstance(source, TensorDictBase | Mapping):
+        _add_mapping(out, source, "")
+    elif isinstance(source, nn.Module):
+        _add_module(out, source)
+    else:
+        raise InvalidArgumentError(
+            "weights must be an nn.Module, a TensorDict or a dict of tensors, "
+            f"got {type(source).__qualname__}"
+        )
+    return out.tensors
+
+
+class _Named:
+    """Collects names, and keeps a tensor that comes twice the same object when detached."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        # The original is held too: a freed one's id could come again.
+        self._detached: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, name: str, tensor: object) -> None:
+        if not isinstance(tensor, Tensor) or is_lazy(tensor) or tensor.is_meta:
+            check_dense(name, tensor, allow_meta=False)
+        if name in self.tensors:
+            raise InvalidArgumentError(f"two keys stand for the weight {name!r}")
+        assert isinstance(tensor, Tensor)
+        if tensor.requires_grad or isinstance(tensor, nn.Parameter):
+            known = self._detached.get(id(tensor))
+            if known is None:
+                known = self._detached[id(tensor)] = (tensor, tensor.detach())
+            tensor = known[1]
+        self.tensors[name] = tensor
+
+    def add_all(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in named:
+            self.add(name, tensor)
+
+
+def _add_module(out: _Named, source: nn.Module) -> None:
+    for prefix, module in modules(source, merge=True):
+        for key, tensor in leaves(module):
+            if not is_transient(module, key):
+                out.add(join(prefix, key), tensor)
+        if has_extra_state(module):
+            root = join(prefix, EXTRA_STATE)
+            out.add_all(flatten_extra(root, module.get_extra_state()).items())
+
+
+def _add_mapping(out: _Named, source: Any, prefix: str) -> None:
+    for key, value in source.items():
+        if not isinstance(key, str):
+            raise InvalidArgumentError(f"the keys of weights must be strings, got {key!r}")
+        name = join(prefix, normalized(key))
+        parent, _, last = name.rpartition(".")
+        if last == TORCH_EXTRA_STATE:
+            out.add_all(flatten_extra(join(parent, EXTRA_STATE), value).items())
+        elif is_extra_state(name):
+            out.add_all(flatten_extra(name, value).items())
+        elif isinstance(value, TensorDictBase | Mapping):
+            _add_mapping(out, value, name)
+        else:
+            out.add(name, value)
+
+
+def optional_names(model: object) -> frozenset[str]:
+    """The names that may be given for this model or left out.
+
+    For a module: its non-persistent buffers, except those on ``meta`` (their values have to come
+    from somewhere), and the roots of its extra states, which stand for all names below them.
+    For anything else: none.
+    """
+    if not isinstance(model, nn.Module):
+        return frozenset()
+    buffers = {
+        join(prefix, key)
+        for prefix, module in modules(model, merge=False)
+        for key, tensor in leaves(module)
+        if is_transient(module, key) and not tensor.is_meta
+    }
+    return frozenset(buffers | extra_state_owners(model).keys())

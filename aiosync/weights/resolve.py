@@ -1,0 +1,66 @@
+"""Finding a model inside a context by a path such as ``env.transform[0].module``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NoReturn
+
+__all__ = ["resolve_model"]
+
+# A quoted key runs to the same quote and may hold dots, brackets and the other kind of quote.
+_STEP = re.compile(
+    r"""\.?(?P<name>[^.\[\]'"\s]+)"""
+    r"""|\[\s*(?P<index>[+-]?\d+)\s*\]"""
+    r"""|\[\s*(?P<quote>['"])(?P<key>.*?)(?P=quote)\s*\]"""
+)
+
+
+def resolve_model(context: Any, path: str) -> Any:
+    """Follow a dotted path from ``context``.
+
+    A part is an attribute, ``[0]`` or ``[-1]`` for an item of a sequence, or ``["key"]`` or
+    ``['key']`` for an item of a mapping; a quoted key may contain dots and brackets. Several
+    subscripts may follow one another, and a path may start with one. Nothing is evaluated.
+
+    Args:
+        context: where the path starts.
+        path: such as ``policy``, ``env.transform[0].module`` or ``models["actor.net"]``.
+
+    Returns:
+        What is there.
+
+    Raises:
+        AttributeError: a part that is not there (it names the part, how far the path got and what
+            type was found there), or a path that is not well formed.
+    """
+    reached, at = context, 0
+    if not path:
+        _malformed(path, at, "it is empty")
+    while at < len(path):
+        match = _STEP.match(path, at)
+        if match is None or (match["name"] is not None and (at > 0) != (path[at] == ".")):
+            _malformed(path, at, 'expected .name, [0] or ["key"]')
+        reached = _step(reached, match, path)
+        at = match.end()
+    return reached
+
+
+def _step(value: Any, match: re.Match[str], path: str) -> Any:
+    try:
+        if match["name"] is not None:
+            return getattr(value, match["name"])
+        return value[int(match["index"]) if match["index"] is not None else match["key"]]
+    except (AttributeError, LookupError, TypeError) as error:
+        part = match[0].removeprefix(".")
+        so_far = path[: match.start()]
+        where = f"{so_far!r}" if so_far else "the context"
+        raise AttributeError(
+            f"cannot resolve {path!r}: no {part!r} in {where}, "
+            f"which is a {type(value).__qualname__} ({type(error).__name__}: {error})",
+            name=part,
+            obj=value,
+        ) from error
+
+
+def _malformed(path: str, at: int, reason: str) -> NoReturn:
+    raise AttributeError(f"cannot resolve {path!r}: malformed at position {at}: {reason}")

@@ -1,0 +1,191 @@
+"""Segments: one contiguous piece of memory, private to a process or shared by several.
+
+Shared CPU memory is an anonymous file (``memfd`` on Linux): it has no name in ``/dev/shm``, is not
+bounded by that mount's size, and goes with the last process that maps it, however that process ends.
+Another process opens it through ``/proc/<pid>/fd``. Where there is no ``memfd`` a file in the temporary
+directory does the same, and is deleted when its owner closes the segment. CUDA memory is shared by
+CUDA IPC.
+
+No segment is ever unmapped by hand: tensors may view it, and their references keep it mapped. What
+:meth:`Segment.close` ends is the way for others to open it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiosync.errors import ArenaAllocationError, ProtocolError
+
+__all__ = ["Segment"]
+
+_PAGE = mmap.PAGESIZE
+_local: dict[str, Tensor] = {}
+
+
+class Segment:
+    """A 1-D ``uint8`` tensor, and the handle by which another process can map the same memory.
+
+    Attributes:
+        buffer: the memory, shape ``(nbytes,)``, dtype ``uint8``.
+        handle: plain values for :meth:`attach`, or None for private memory.
+    """
+
+    def __init__(
+        self, buffer: Tensor, handle: dict[str, Any] | None = None, release: Callable[[], None] | None = None
+    ) -> None:
+        self.buffer = buffer
+        self.handle = handle
+        self._release = release
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.buffer.numel()
+
+    @classmethod
+    def private(cls, nbytes: int, device: torch.device | None = None) -> Segment:
+        """Memory of this process alone, its pages touched once so that later copies run warm.
+
+        Raises:
+            ArenaAllocationError: if there is not that much memory.
+        """
+        try:
+            return cls(torch.empty(nbytes, dtype=torch.uint8, device=device).zero_())
+        except RuntimeError as exc:  # what torch raises when it is out of memory
+            raise ArenaAllocationError(nbytes, str(exc).splitlines()[0]) from exc
+
+    @classmethod
+    def shared(cls, nbytes: int, device: torch.device | None = None) -> Segment:
+        """Memory that other processes of this machine can map.
+
+        Raises:
+            ArenaAllocationError: if there is not that much memory, or a limit forbids it.
+        """
+        if device is not None and device.type == "cuda":
+            segment = cls.private(nbytes, device)
+            segment.handle = _export_cuda(segment.buffer)
+            return segment
+        return _share_file(cls, nbytes)
+
+    @classmethod
+    def local(cls, nbytes: int, device: torch.device | None = None) -> Segment:
+        """Memory that other endpoints of this process can attach to (and no other process).
+
+        Raises:
+            ArenaAllocationError: if there is not that much memory.
+        """
+        segment = cls.private(nbytes, device)
+        key = secrets.token_hex(8)
+        segment.handle = {"kind": "local", "key": key, "nbytes": nbytes}
+        _local[key] = segment.buffer
+
+        def release() -> None:
+            _local.pop(key, None)
+
+        segment._release = release
+        return segment
+
+    @classmethod
+    def attach(cls, handle: dict[str, Any]) -> Segment:
+        """Map the memory that another process shared.
+
+        Raises:
+            ProtocolError: if the handle is not one of ours, or its owner has closed it.
+        """
+        try:
+            match handle:
+                case {"kind": "memfd", "pid": int(pid), "fd": int(fd), "inode": int(inode), "nbytes": int(n)}:
+                    return cls(_map_existing(f"/proc/{pid}/fd/{fd}", n, inode), handle)
+                case {"kind": "file", "path": str(path), "inode": int(inode), "nbytes": int(n)}:
+                    return cls(_map_existing(path, n, inode), handle)
+                case {"kind": "local", "key": str(key), "nbytes": int()} if key in _local:
+                    return cls(_local[key], handle)
+                case {"kind": "cuda", "nbytes": int(n), "ipc": list(parts)}:
+                    return cls(_import_cuda(parts, n), handle)
+        except OSError as exc:
+            raise ProtocolError(f"the sender's memory cannot be mapped: {exc}") from exc
+        raise ProtocolError(f"expected a handle of shared memory, got {handle!r}")
+
+    def close(self) -> None:
+        """End the way for others to attach; idempotent. Tensors that view the memory stay valid."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+
+def _share_file(cls: type[Segment], nbytes: int) -> Segment:
+    fd, path = _anonymous_file()
+    try:
+        # Takes the pages now: without it a machine that is out of memory answers the first write
+        # into the mapping with SIGBUS, and no error can be raised any more.
+        os.posix_fallocate(fd, 0, nbytes)
+        buffer = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+        buffer.zero_()  # a taken page is cleared at its first use: pay for that here, once
+        inode = os.fstat(fd).st_ino
+    except OSError as exc:
+        _discard(fd, path)
+        raise ArenaAllocationError(nbytes, exc.strerror or str(exc)) from exc
+    handle: dict[str, Any] = {"inode": inode, "nbytes": nbytes}
+    if path is None:
+        handle |= {"kind": "memfd", "pid": os.getpid(), "fd": fd}
+    else:
+        handle |= {"kind": "file", "path": path}
+    owner = os.getpid()
+
+    def release() -> None:
+        # A forked child has its own copy of the descriptor, but the file is its parent's to delete.
+        _discard(fd, path if os.getpid() == owner else None)
+
+    return cls(buffer, handle, release)
+
+
+def _anonymous_file() -> tuple[int, str | None]:
+    if "memfd_create" in dir(os):
+        return os.memfd_create("aiosync"), None
+    return tempfile.mkstemp(prefix="aiosync-")
+
+
+def _discard(fd: int, path: str | None) -> None:
+    os.close(fd)
+    if path is not None:
+        os.unlink(path)
+
+
+def _map_existing(path: str, nbytes: int, inode: int) -> Tensor:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        if found.st_ino != inode or found.st_size < nbytes:
+            raise ProtocolError(
+                f"expected shared memory of {nbytes} bytes with inode {inode}, "
+                f"got {found.st_size} bytes with inode {found.st_ino}: its owner has closed it"
+            )
+        buffer = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+    finally:
+        os.close(fd)
+    # Reads one byte of each page, with the GIL released: the page tables are filled here, off the
+    # loop, and not by the first forward pass.
+    buffer[::_PAGE].sum()
+    return buffer
+
+
+def _export_cuda(buffer: Tensor) -> dict[str, Any]:
+    return {
+        "kind": "cuda",
+        "nbytes": buffer.numel(),
+        "ipc": list(buffer.untyped_storage()._share_cuda_()),
+    }
+
+
+def _import_cuda(parts: list[Any], nbytes: int) -> Tensor:
+    torch.cuda._lazy_init()
+    storage = torch.UntypedStorage._new_shared_cuda(*parts)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:nbytes]

@@ -1,0 +1,178 @@
+"""Taking weights out of a model and putting them into another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, Literal, TypeAlias, get_args
+
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from aiosync.errors import InvalidArgumentError, LayoutMismatchError
+from aiosync.weights.dense import memory_key
+from aiosync.weights.extra_state import applying_extra_state
+from aiosync.weights.flatten import WeightSource, named_tensors, optional_names
+from aiosync.weights.layout import Layout
+from aiosync.weights.names import extra_state_root, is_extra_state
+from aiosync.weights.target import Slot, WeightTarget, receiver_slots, write
+from aiosync.weights.ties import untied
+
+__all__ = ["StrategyName", "WeightStrategy", "get_strategy", "to_state_dict", "to_tensordict"]
+
+StrategyName: TypeAlias = Literal["tensordict", "state_dict"]
+"""The formats that weights are extracted in."""
+
+
+class WeightStrategy:
+    """Takes weights out of models in one format, and applies them in either.
+
+    Args:
+        extract_as: ``"tensordict"`` for a nested TensorDict, ``"state_dict"`` for a flat dict with
+            dotted keys. Both carry the same names and values, and either applies anywhere.
+
+    Raises:
+        InvalidArgumentError: another format.
+    """
+
+    def __init__(self, extract_as: StrategyName = "tensordict") -> None:
+        if extract_as not in get_args(StrategyName):
+            raise InvalidArgumentError(
+                f"unknown strategy {extract_as!r}: expected 'tensordict' or 'state_dict'"
+            )
+        self.extract_as: StrategyName = extract_as
+
+    def __repr__(self) -> str:
+        return f"WeightStrategy(extract_as={self.extract_as!r})"
+
+    def extract_weights(self, source: WeightSource) -> TensorDictBase | dict[str, Tensor]:
+        """The weights of a module, TensorDict or dict (flat, nested or mixed).
+
+        The tensors are detached and share the source's memory: clone what has to last. A model
+        with ``merge_and_unload`` (PEFT, LoRA) gives the merged weights of a copy of it.
+
+        Returns:
+            A TensorDict of batch size ``[]``, or a flat dict, according to ``extract_as``.
+
+        Raises: as :func:`~aiosync.weights.named_tensors`.
+        """
+        if self.extract_as == "tensordict":
+            return to_tensordict(source)
+        return to_state_dict(source)
+
+    def apply_weights(
+        self,
+        destination: WeightTarget,
+        weights: WeightSource | None,
+        inplace: bool = True,
+        *,
+        strict: bool = True,
+    ) -> None:
+        """Write weights into a module, a TensorDict or a dict: all of them, or none.
+
+        Everything is checked before anything is written. Values convert to the destination's
+        floating dtype and move to its device; parameters stay registered, the same objects, and
+        keep ``requires_grad``. Tensors on ``meta`` come to life on the device of the weights.
+        ``weights`` is neither changed nor kept.
+
+        A TensorDict or dict without any extra state of a module's has no place for it, and does
+        without; one that has some takes it as it takes tensors.
+
+        Args:
+            destination: what to write to.
+            weights: what to write, in any form; None does nothing.
+            inplace: write into the destination's memory, as CUDA graphs and holders of raw
+                pointers need it. Otherwise each tensor is pointed at new memory, still as the
+                same object, and views of the old memory keep the old values.
+            strict: every name of the destination must be given. Otherwise a subset will do.
+
+        Raises:
+            LayoutMismatchError: names, shapes or dtypes differ, or two values were given for what
+                is one tensor there. The destination is as it was.
+            UnsupportedTensorError: an entry, here or there, that has no dense values.
+            InvalidArgumentError: no form of weights or of a destination.
+            Exception: what a module's ``set_extra_state`` raised. The destination is as it was.
+        """
+        if weights is None:
+            return
+        values = named_tensors(weights)
+        slots = {slot.name: slot for slot in receiver_slots(destination)}
+        module = destination if isinstance(destination, nn.Module) else None
+        if isinstance(destination, TensorDictBase | Mapping):
+            values = _placeable(values, slots)
+            module = None
+        _check(values, slots, optional_names(module), strict=strict)
+        extra = (
+            nullcontext()
+            if module is None
+            else applying_extra_state(module, values, merge=not strict)
+        )
+        with extra:
+            pairs = [(slots[name], value) for name, value in values.items() if name in slots]
+            write(pairs, inplace=inplace)
+
+
+def get_strategy(name: str | WeightStrategy) -> WeightStrategy:
+    """The strategy of that name; one that is already a strategy comes back as it is.
+
+    Raises:
+        InvalidArgumentError: an unknown name.
+    """
+    if isinstance(name, WeightStrategy):
+        return name
+    return WeightStrategy(name)  # type: ignore[arg-type]  # checked there
+
+
+def to_state_dict(weights: WeightSource) -> dict[str, Tensor]:
+    """Weights in any form as a flat dict with dotted keys; detached, memory shared.
+
+    Raises: as :func:`~aiosync.weights.named_tensors`.
+    """
+    return named_tensors(weights)
+
+
+def to_tensordict(weights: WeightSource) -> TensorDictBase:
+    """Weights in any form as a nested TensorDict of batch size ``[]``; detached, memory shared.
+
+    Raises:
+        InvalidArgumentError: a name is both a tensor and the start of another name; or as
+            :func:`~aiosync.weights.named_tensors`.
+    """
+    nested: dict[str, Any] = {}
+    for name, tensor in named_tensors(weights).items():
+        *parents, last = name.split(".")
+        node: Any = nested
+        for part in parents:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise InvalidArgumentError(f"weight {name!r} lies below a tensor, not a group")
+        if last in node:
+            raise InvalidArgumentError(f"weight {name!r} is both a tensor and a group of tensors")
+        node[last] = tensor
+    return TensorDict(nested, batch_size=[])
+
+
+def _placeable(values: dict[str, Tensor], slots: Mapping[str, Slot]) -> dict[str, Tensor]:
+    roots = {extra_state_root(name) for name in slots if is_extra_state(name)}
+    return {
+        name: value
+        for name, value in values.items()
+        if not is_extra_state(name) or extra_state_root(name) in roots
+    }
+
+
+def _check(
+    values: Mapping[str, Tensor],
+    slots: Mapping[str, Slot],
+    optional: frozenset[str],
+    *,
+    strict: bool,
+) -> None:
+    tensors = {name: slot.tensor for name, slot in slots.items()}
+    Layout.of(values).check_receiver(tensors, optional=optional, strict=strict)
+    first: dict[object, str] = {}
+    ties = {name: first.setdefault(memory_key(t), name) for name, t in tensors.items()}
+    ties = {name: primary for name, primary in ties.items() if name != primary}
+    differing = untied(values, ties, {name: tensors[name].dtype for name in ties})
+    if differing:
+        raise LayoutMismatchError(differing=differing)

@@ -1,0 +1,215 @@
+"""Where weights land: the tensors of a module, a TensorDict or a dict, and how to write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from torch import Tensor, nn
+
+from aiosync.errors import InvalidArgumentError, UnsupportedTensorError
+from aiosync.weights.dense import check_dense, memory_key
+from aiosync.weights.extra_state import flatten_extra, typed_like
+from aiosync.weights.names import (
+    EXTRA_STATE,
+    TORCH_EXTRA_STATE,
+    is_extra_state,
+    join,
+    normalized,
+)
+from aiosync.weights.walk import leaves, modules
+
+__all__ = ["Slot", "WeightTarget", "overlaps_itself", "receiver_slots", "receiver_tensors", "write"]
+
+WeightTarget: TypeAlias = "nn.Module | TensorDictBase | MutableMapping[str, Any]"
+"""What weights can be applied to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One place that a weight lands in.
+
+    Attributes:
+        name: its dotted name.
+        tensor: what is there now: the live parameter or buffer itself, not a copy.
+        register: puts another tensor in its place.
+        rewritable: whether ``tensor`` is what the owner holds; a number in a dict is not.
+    """
+
+    name: str
+    tensor: Tensor
+    register: Callable[[Tensor], None]
+    rewritable: bool = True
+
+
+def receiver_tensors(destination: WeightTarget) -> dict[str, Tensor]:
+    """The live tensors of a model that receives, by name; ``meta`` is welcome.
+
+    Unlike :func:`~aiosync.weights.named_tensors` this gives the parameters and buffers themselves,
+    non-persistent buffers too, and a module's extra state not at all: that is for
+    :func:`~aiosync.weights.applying_extra_state`.
+
+    Raises:
+        UnsupportedTensorError: a sparse, quantised, nested, wrapped or uninitialised tensor.
+        InvalidArgumentError: the destination is no module, TensorDict or dict.
+    """
+    return {slot.name: slot.tensor for slot in receiver_slots(destination)}
+
+
+def receiver_slots(destination: WeightTarget) -> list[Slot]:
+    """Every place in the destination that a weight can land in, aliases included.
+
+    Raises: as :func:`receiver_tensors`.
+    """
+    if isinstance(destination, TensorDictBase | MutableMapping):
+        slots = list(_mapping_slots(destination, ""))
+    elif isinstance(destination, nn.Module):
+        slots = list(_module_slots(destination))
+    else:
+        raise InvalidArgumentError(
+            "weights apply to an nn.Module, a TensorDict or a dict, "
+            f"not to {type(destination).__qualname__}"
+        )
+    for slot in slots:
+        check_dense(slot.name, slot.tensor)
+    return slots
+
+
+def _module_slots(destination: nn.Module) -> Iterator[Slot]:
+    for prefix, module in modules(destination, merge=False):
+        if isinstance(module, TensorDictBase):
+            yield from _mapping_slots(module, prefix)
+            continue
+        for key, tensor in leaves(module):
+            # setattr, not the registry: some modules (LSTM) keep lists of their own up to date.
+            yield Slot(join(prefix, key), tensor, partial(setattr, module, key))
+
+
+def _mapping_slots(owner: Any, prefix: str) -> Iterator[Slot]:
+    if isinstance(owner, LazyStackedTensorDict):
+        raise UnsupportedTensorError(prefix, "it is a lazy stack; apply to stack.contiguous()")
+    for key, value in owner.items():
+        if not isinstance(key, str):
+            raise InvalidArgumentError(f"the keys of weights must be strings, got {key!r}")
+        name = join(prefix, normalized(key))
+        if isinstance(value, TensorDictBase | MutableMapping):
+            parts = [EXTRA_STATE if p == TORCH_EXTRA_STATE else p for p in name.split(".")]
+            yield from _mapping_slots(value, ".".join(parts))
+            continue
+        parent, _, last = name.rpartition(".")
+        if last == TORCH_EXTRA_STATE:
+            name = join(parent, EXTRA_STATE)
+        put = partial(_put, owner, key)
+        if isinstance(value, Tensor) or not is_extra_state(name):
+            yield Slot(name, value, put)
+        else:
+            for leaf, tensor in flatten_extra(name, value).items():
+                yield Slot(leaf, tensor, partial(_put_typed, put, value), rewritable=False)
+
+
+def _put(owner: Any, key: str, value: object) -> None:
+    if isinstance(owner, TensorDictBase) and owner.is_locked:
+        with owner.unlock_():
+            owner.set(key, value)
+    else:
+        owner[key] = value
+
+
+def _put_typed(put: Callable[[Any], None], current: object, value: Tensor) -> None:
+    put(typed_like(value, current))
+
+
+def write(pairs: list[tuple[Slot, Tensor]], *, inplace: bool) -> None:
+    """Write checked values: dtypes convert, shapes are equal, tied slots agree.
+
+    Memory is taken before anything is changed. Parameters stay the same objects; those on
+    ``meta`` take memory on the value's device, as the same object where torch can do that.
+
+    Args:
+        pairs: where and what. Values are only read and never kept.
+        inplace: write into the memory that is there. Otherwise each tensor is pointed at new
+            memory, and whoever holds the old keeps the old values.
+    """
+    # Tied slots are written once, and stay tied when they get new memory.
+    groups: dict[object, list[Slot]] = {}
+    values: dict[object, Tensor] = {}
+    for slot, value in pairs:
+        key = memory_key(slot.tensor)
+        groups.setdefault(key, []).append(slot)
+        values.setdefault(key, value)
+    with torch.no_grad():
+        copies: list[tuple[Tensor, Tensor]] = []
+        moves: list[Callable[[], None]] = []
+        for key, slots in groups.items():
+            first, value = slots[0].tensor, values[key]
+            if not slots[0].rewritable:
+                moves.append(partial(slots[0].register, value))
+            elif inplace and not first.is_meta and not overlaps_itself(first):
+                copies.append((first, value))
+            else:
+                moves.append(_move(slots, _fresh(first, value)))
+        sources = _unaliased(copies)
+        for move in moves:
+            move()
+        _copy([dst for dst, _ in copies], sources)
+
+
+def _fresh(like: Tensor, value: Tensor) -> Tensor:
+    device = value.device if like.is_meta else like.device
+    fresh = torch.empty_like(like, device=device, requires_grad=False)
+    return fresh.detach().copy_(value)
+
+
+def _move(slots: list[Slot], fresh: Tensor) -> Callable[[], None]:
+    def repoint() -> None:
+        for slot in slots:
+            slot.tensor.data = fresh
+
+    # On meta, tied slots hold one object: there is no memory that two could share.
+    return partial(_materialize, slots, fresh) if slots[0].tensor.is_meta else repoint
+
+
+def _materialize(slots: list[Slot], fresh: Tensor) -> None:
+    old, new = slots[0].tensor, fresh
+    if isinstance(old, nn.Parameter):
+        new = torch.Tensor._make_subclass(type(old), fresh, old.requires_grad)
+    new.__dict__.update(old.__dict__)
+    try:
+        # Keeps the object, so that an optimizer or a list that holds it sees the new values too.
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        # Something holds a weak reference to it (an LSTM does): a new object takes its place.
+        for slot in slots:
+            slot.register(new)
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether several elements share memory, as in an expanded tensor."""
+    return any(
+        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def _unaliased(copies: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    # A value that lives in another destination's memory would be overwritten before it is read.
+    written = {dst.untyped_storage().data_ptr() for dst, _ in copies} - {0}
+    sources = []
+    for dst, value in copies:
+        shared = value.untyped_storage().data_ptr() in written
+        sources.append(value.clone() if shared and value.data_ptr() != dst.data_ptr() else value)
+    return sources
+
+
+def _copy(destinations: list[Tensor], sources: list[Tensor]) -> None:
+    if not destinations:
+        return
+    # Tensors born in inference mode can only be written there; inference_mode(False) instead of no
+    # context at all would turn gradients on again.
+    born_there = any(dst.is_inference() for dst in destinations)
+    with torch.inference_mode() if born_there else nullcontext():
+        torch._foreach_copy_(destinations, sources)

@@ -1,0 +1,67 @@
+"""``aiosync bench``: aiosync beside torchrl and beside one warm memcpy, in one run and in turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def bench(
+    models: Annotated[str, typer.Option(help="of tiny, medium, large")] = "tiny,medium,large",
+    workers: Annotated[str, typer.Option(help="how many workers, each")] = "1,2,4",
+    schemes: Annotated[str, typer.Option(help="of shared, process")] = "shared,process",
+    contenders: Annotated[
+        str, typer.Option(help="of aiosync, torchrl, torchrl-alias")
+    ] = "aiosync,torchrl,torchrl-alias",
+    rounds: Annotated[int, typer.Option(help="timed sends each; 0: as suits the model")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="a fifth of the rounds")] = False,
+    torn: Annotated[bool, typer.Option("--torn", help="only count torn reads")] = False,
+    reads: Annotated[int, typer.Option(help="with --torn: reads per case")] = 1_000_000,
+    uvloop: Annotated[bool, typer.Option("--uvloop/--asyncio", help="event loop")] = False,
+    deadline: Annotated[float, typer.Option(help="seconds that one step may take")] = 120.0,
+    json: Annotated[Path | None, typer.Option(help="write everything there")] = None,
+    png: Annotated[Path | None, typer.Option(help="draw a picture there")] = None,
+    check: Annotated[bool, typer.Option("--check", help="exit 1 if a target is missed")] = False,
+) -> None:
+    """Measure aiosync, torchrl and the physical limit side by side, in one run and in turn."""
+    # Here and not above: each spawned process imports this module as its main one.
+    from benchmarks.run import Options, run
+
+    options = Options(
+        models=_split(models),
+        workers=tuple(int(n) for n in _split(workers)),
+        schemes=_split(schemes),
+        contenders=_split(contenders),
+        rounds=rounds,
+        quick=quick,
+        torn=torn,
+        reads=reads,
+        uvloop=uvloop,
+        deadline=deadline,
+    )
+    try:
+        missed = run(options, json_path=json, png_path=png, check_targets=check)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if missed and check:
+        raise typer.Exit(1)
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

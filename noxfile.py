@@ -1,0 +1,97 @@
+"""The project's chores. `nox -s NAME [-- arguments for the tool]`; `nox -l` lists them.
+
+All sessions share one virtual environment, .nox/dev, because torch takes most of the time and space
+of making one. Each session installs the extras that it needs into it and reuses what is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["lint", "types", "facade", "tests"]
+nox.options.default_venv_backend = "none"
+
+ROOT = Path(__file__).parent
+ENVIRONMENT = ROOT / ".nox" / "dev"
+BIN = ENVIRONMENT / ("Scripts" if sys.platform == "win32" else "bin")
+
+
+def install(session: nox.Session, extras: str) -> None:
+    """Have aiosync, editable, with ``extras`` in the shared environment."""
+    python = BIN / "python"
+    if not python.exists():
+        session.run(sys.executable, "-m", "venv", "--clear", str(ENVIRONMENT), external=True)
+    inputs = b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
+    stamp = ENVIRONMENT / f"installed-{extras.replace(',', '-')}"
+    digest = hashlib.sha256(inputs).hexdigest()
+    if stamp.exists() and stamp.read_text() == digest:
+        return
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
+    session.run(*pip, "-c", "constraints.txt", "-e", f".[{extras}]", external=True)
+    stamp.write_text(digest)
+
+
+def python(session: nox.Session, *args: str) -> None:
+    """Run the shared environment's Python; after Ctrl-C it gets the time to end cleanly."""
+    session.run(str(BIN / "python"), *args, external=True, interrupt_timeout=20.0)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """The main job: learn CartPole with two worker processes."""
+    install(session, "cli,rl")
+    python(session, "-m", "aiosync.cli", "demo", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The tests, without the soak."""
+    install(session, "test")
+    python(session, "-m", "pytest", *session.posargs)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """The tests that take minutes."""
+    install(session, "test")
+    python(session, "-m", "pytest", "-m", "soak", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff."""
+    install(session, "lint")
+    python(session, "-m", "ruff", "check", *session.posargs)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy, strict, the tests included."""
+    install(session, "types")
+    python(session, "-m", "mypy", *session.posargs)
+
+
+@nox.session
+def facade(session: nox.Session) -> None:
+    """The generated blocking twins are what the generator makes today."""
+    install(session, "test")
+    python(session, "tools/gen_sync.py", *(session.posargs or ["--check"]))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation, in site/; a warning is an error."""
+    install(session, "docs")
+    python(session, "-m", "mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The benchmarks, side by side with torchrl."""
+    install(session, "cli,torchrl")
+    python(session, "-m", "aiosync.cli", "bench", *session.posargs)

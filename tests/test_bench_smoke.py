@@ -1,0 +1,155 @@
+"""The benchmark in its smallest form, from the command line to the JSON file and the picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.meters import spread
+from benchmarks.results import Case, Key, Results
+from benchmarks.targets import check
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT = 120.0
+"""Seconds; it takes about ten, most of them for importing torch in six processes."""
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run with the tiny model and one worker wrote."""
+    folder = tmp_path_factory.mktemp("bench")
+    options = (
+        "--models=tiny --workers=1 --schemes=shared --contenders=aiosync,torchrl --rounds=4 "
+        f"--deadline=60 --json={folder}/bench.json --png={folder}/bench.png"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.bench", *options.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
+    found: dict[str, Any] = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _case(outcome: dict[str, Any], contender: str) -> dict[str, Any]:
+    (case,) = [c for c in outcome["cases"] if c["contender"] == contender]
+    found: dict[str, Any] = case
+    return found
+
+
+def test_it_says_what_it_ran_on_and_how(outcome: dict[str, Any]) -> None:
+    assert outcome["machine"]["cores"] >= 1
+    assert outcome["machine"]["torch"].startswith("2.")
+    assert outcome["settings"]["models"] == ["tiny"]
+    assert outcome["models"]["tiny"] == {"params": 19978, "tensors": 6, "nbytes": 79912}
+    assert outcome["notes"]
+
+
+def test_it_measures_aiosync(outcome: dict[str, Any]) -> None:
+    case = _case(outcome, "aiosync")
+    assert case["error"] == ""
+    assert case["status"] == "ok"
+    assert case["key"] == {"model": "tiny", "scheme": "shared", "mode": "plain", "workers": 1}
+    send = case["send"]
+    assert send["count"] == len(case["samples"]) == 4
+    assert 0 < send["min"] <= send["median"] <= send["max"]
+    assert case["commit"]["count"] == 4
+    assert case["verified"] is True
+    assert case["stall"]["sender"]["count"] > 0
+    assert case["stall"]["worker"]["count"] > 0
+
+
+def test_it_counts_torn_reads(outcome: dict[str, Any]) -> None:
+    reads = _case(outcome, "aiosync")["reads"]
+    assert reads["reads"] >= 1_000
+    assert reads["versions"] > 1
+    assert (reads["torn"], reads["leaked"], reads["moved"], reads["skewed"]) == (0, 0, 0, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_it_measures_memory(outcome: dict[str, Any]) -> None:
+    memory = _case(outcome, "aiosync")["memory"]
+    assert memory["sender"] > 0
+    assert memory["worker"] > 0
+    assert memory["shared"] > 0
+
+
+def test_it_measures_the_limit_and_compares(outcome: dict[str, Any]) -> None:
+    limit = _case(outcome, "memcpy")["send"]["median"]
+    (ratios,) = outcome["ratios"]
+    expected = limit / _case(outcome, "aiosync")["send"]["median"]
+    assert ratios["memcpy_over_aiosync"] == pytest.approx(expected)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, reason="torchrl is not installed")
+def test_it_measures_torchrl_beside(outcome: dict[str, Any]) -> None:
+    case = _case(outcome, "torchrl")
+    assert case["status"] == "ok", case["error"]
+    assert case["verified"] is True
+    assert case["send"]["count"] == 4
+    assert outcome["ratios"][0]["torchrl_over_aiosync"] > 0
+
+
+def _results(aiosync_ms: float) -> Results:
+    key = Key("tiny", "shared", "plain", 1)
+    sizes = {"tiny": {"params": 1, "tensors": 1, "nbytes": 4}}
+    return Results(
+        machine={},
+        settings={},
+        notes=[],
+        models=sizes,
+        cases=[
+            Case(key, "aiosync", send=spread([aiosync_ms / 1e3])),
+            Case(key, "torchrl", send=spread([1e-3])),
+        ],
+    )
+
+
+@pytest.mark.parametrize(("aiosync_ms", "reached"), [(0.4, True), (0.6, False)])
+def test_a_target_is_reached_or_missed(aiosync_ms: float, reached: bool) -> None:
+    (found,) = check(_results(aiosync_ms))
+    assert found.ok is reached
+    assert found.want == ">= 2"
+    assert found.got == pytest.approx(1.0 / aiosync_ms)
+
+
+def test_a_contender_that_failed_is_a_missed_target() -> None:
+    results = _results(0.4)
+    results.cases[0].status, results.cases[0].error = "timeout", "round: no answer within 60 s"
+    (broken,) = [c for c in check(results) if not c.ok]
+    assert "no answer within 60 s" in broken.what
+
+
+def test_a_spread_of_nothing_is_none() -> None:
+    assert spread([]) is None
+
+
+def test_a_spread_is_in_milliseconds() -> None:
+    found = spread([0.003, 0.001, 0.002])
+    assert found is not None
+    assert (found.count, found.median, found.min, found.max) == (3, 2.0, 1.0, 3.0)
+    assert found.p99 == pytest.approx(2.98)
+
+
+def test_an_unknown_model_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.bench", "--models=huge"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "huge" in done.stderr

@@ -1,0 +1,195 @@
+"""The arrows of the architecture, and the shape of the public surface, read from the source."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "aiosync"
+
+# Who lies under whom: a module may import from its own layer and from those before it.
+LAYERS = (
+    {"errors", "_deadline"},
+    {"weights"},
+    {"protocol"},
+    {"transports"},
+    {"schemes"},
+    {"updaters", "collectors"},
+    {"sync"},
+    {"compat", "cli", "_demo", "_doctor"},
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+PROGRAMS = len(LAYERS) - 1
+PUBLIC = RANK["collectors"]  # what aiosync/__init__.py may re-export
+
+LOOPS = {"anyio", "asyncio", "trio", "uvloop"}
+INPUT_AND_OUTPUT = LOOPS | {"select", "selectors", "socket", "ssl", "threading", "time"}
+MAY_START_THREADS = {"transports/_offload.py", "sync/_portal.py", "_demo.py", "_doctor.py"}
+STARTS_THREADS = {
+    "Thread",
+    "ThreadPoolExecutor",
+    "Timer",
+    "run_in_executor",
+    "start_blocking_portal",
+    "start_new_thread",
+    "to_thread",
+}
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file."""
+
+    path: Path
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.path.read_text(encoding="utf-8"), str(self.path))
+
+    @property
+    def where(self) -> str:
+        return self.path.relative_to(PACKAGE).as_posix()
+
+    @property
+    def name(self) -> str:
+        """Its dotted name, ``aiosync.weights.layout``."""
+        parts = self.path.relative_to(PACKAGE.parent).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
+    def top(self) -> str:
+        """The part below ``aiosync`` that it belongs to; empty for the package's own file."""
+        return self.name.removeprefix("aiosync").removeprefix(".").partition(".")[0]
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """(line, dotted name) of what it imports when it runs; not what only a checker reads."""
+        for node in _running(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield node.lineno, alias.name
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{self.where}:{node.lineno} has a relative import"
+                assert node.module is not None
+                for alias in node.names:
+                    yield node.lineno, f"{node.module}.{alias.name}"
+
+    def exported(self) -> list[str] | None:
+        """Its ``__all__``, or None where it has none."""
+        for node in self.tree.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                    names = ast.literal_eval(value)
+                    assert isinstance(names, list), f"{self.where}: __all__ is a list, literally"
+                    return names
+        return None
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from _running(child)
+
+
+MODULES = [Module(path) for path in sorted(PACKAGE.rglob("*.py")) if "_bundled" not in path.parts]
+every_module = pytest.mark.parametrize("module", MODULES, ids=lambda m: m.where)
+
+
+@every_module
+def test_imports_point_one_way(module: Module) -> None:
+    rank = RANK[module.top] if module.top else PUBLIC
+    for line, name in module.imports():
+        package, _, rest = name.partition(".")
+        if package != "aiosync":
+            continue
+        top = rest.partition(".")[0]
+        if top not in RANK:  # `import aiosync` or `from aiosync import Name`: the whole library
+            assert rank == PROGRAMS, f"{module.where}:{line} imports all of aiosync: a cycle"
+            continue
+        assert RANK[top] <= rank, f"{module.where}:{line} imports upwards: {name}"
+
+
+@every_module
+def test_weights_and_protocol_know_no_event_loop(module: Module) -> None:
+    banned = {"weights": LOOPS, "protocol": INPUT_AND_OUTPUT}.get(module.top, set())
+    for line, name in module.imports():
+        assert name.partition(".")[0] not in banned, f"{module.where}:{line} imports {name}"
+
+
+@every_module
+def test_only_the_compat_module_imports_torchrl(module: Module) -> None:
+    if module.where == "compat/torchrl.py":
+        return
+    for line, name in module.imports():
+        assert name.partition(".")[0] != "torchrl", f"{module.where}:{line} imports {name}"
+
+
+@every_module
+def test_threads_start_in_two_places(module: Module) -> None:
+    if module.where in MAY_START_THREADS:
+        return
+    for node in _running(module.tree):
+        used = (
+            node.attr
+            if isinstance(node, ast.Attribute)
+            else node.id
+            if isinstance(node, ast.Name)
+            else ""
+        )
+        line = getattr(node, "lineno", 0)
+        assert used not in STARTS_THREADS, f"{module.where}:{line} starts a thread: {used}"
+
+
+@every_module
+def test_modules_say_what_they_are_and_what_they_export(module: Module) -> None:
+    assert ast.get_docstring(module.tree), f"{module.where} has no docstring"
+    private = module.path.stem.startswith("_") and module.path.stem != "__init__"
+    exported = module.exported()
+    if exported is None:
+        assert private or len(module.tree.body) == 1, f"{module.where} has no __all__"
+        return
+    assert len(set(exported)) == len(exported), f"{module.where}: a name twice in __all__"
+    for node in module.tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            documented = node.name not in exported or ast.get_docstring(node)
+            assert documented, f"{module.where}: {node.name} has no docstring"
+
+
+@every_module
+def test_exported_names_exist(module: Module) -> None:
+    if module.where == "compat/torchrl.py":
+        pytest.importorskip("torchrl")
+    imported = importlib.import_module(module.name)
+    missing = [name for name in module.exported() or () if name not in dir(imported)]
+    assert not missing, f"{module.where}: __all__ has {missing}, which do not exist"
+
+
+def _public_members() -> Iterator[tuple[str, object]]:
+    library = importlib.import_module("aiosync")
+    for name in library.__all__:
+        thing = getattr(library, name)
+        yield name, thing
+        if inspect.isclass(thing) and thing.__module__.startswith("aiosync"):
+            for member in dir(thing):
+                value = inspect.getattr_static(thing, member)
+                ours = inspect.isroutine(value) or isinstance(value, property)
+                if ours and not member.startswith("_"):
+                    yield f"{name}.{member}", getattr(thing, member)
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    bare = [
+        name
+        for name, thing in _public_members()
+        if (inspect.isclass(thing) or inspect.isroutine(thing) or isinstance(thing, property))
+        and not inspect.getdoc(thing)
+    ]
+    assert not bare, f"without a docstring: {bare}"
