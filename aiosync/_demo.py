@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import multiprocessing
 import signal
 import time
@@ -13,18 +14,20 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from aiosync.errors import AiosyncError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["DemoReport", "LoopTicker", "worker_processes"]
 
@@ -145,13 +148,14 @@ class DemoReport:
     line each; every other error passes.
     """
 
-    def __init__(
-        self, title: str, workers: int, max_updates: int, max_seconds: float, out: Path
-    ) -> None:
+    def __init__(self, title: str, workers: int, max_updates: int, max_seconds: float, out: Path) -> None:
         self.title = title
         self.out = out
         self.evaluated = 0.0
         """The mean return of the newest evaluation."""
+        # Not at the top: workers import this module too and draw nothing. Not at the end: a missing
+        # matplotlib is better known before the training than after it.
+        self._figure: type[Figure] = importlib.import_module("matplotlib.figure").Figure
         self._max_updates = max_updates
         self._max_seconds = max_seconds
         self._console = Console()
@@ -179,9 +183,7 @@ class DemoReport:
 
     def __enter__(self) -> DemoReport:
         self._progress.start()
-        self._bar = self._progress.add_task(
-            "starting workers", total=None, ret=0.0, version=0, lag=0.0
-        )
+        self._bar = self._progress.add_task("starting workers", total=None, ret=0.0, version=0, lag=0.0)
         return self
 
     def __exit__(
@@ -272,15 +274,13 @@ class DemoReport:
         return table
 
     def _picture(self) -> Figure:
-        figure = Figure(figsize=(9, 9), layout="constrained")
+        figure = self._figure(figsize=(9, 9), layout="constrained")
         learning, versions, lag = figure.subplots(3, 1, sharex=True)
         self._draw_learning(learning)
         for worker, series in enumerate(self._version):
             versions.step(series.at, series.value, where="post", label=f"worker {worker}")
         trainer = self._trainer
-        versions.step(
-            trainer.at, trainer.value, where="post", color="0.4", ls=":", label="trainer"
-        )
+        versions.step(trainer.at, trainer.value, where="post", color="0.4", ls=":", label="trainer")
         versions.set(title="Version that acts in each worker", ylabel="version")
         for worker, series in enumerate(self._lag):
             lag.plot(series.at, series.value, ".-", ms=4, lw=0.7, label=f"worker {worker}")

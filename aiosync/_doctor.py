@@ -37,9 +37,7 @@ def examine(console: Console | None = None) -> bool:
     for name, finding in (*_software(), *_processes(), *_memory(), *_cuda()):
         table.add_row(name, finding)
     console.print(table)
-    console.print(
-        f"Self-check: 1 MB over shared memory to a spawned worker, in {SELF_CHECK_SECONDS:g} s …"
-    )
+    console.print(f"Self-check: 1 MB over shared memory to a spawned worker, in {SELF_CHECK_SECONDS:g} s …")
     started = time.monotonic()
     try:
         seconds = asyncio.run(self_check())
@@ -47,8 +45,7 @@ def examine(console: Console | None = None) -> bool:
         console.print(f"FAILED after {time.monotonic() - started:.1f} s: {error}", style="bold red")
         return False
     console.print(
-        f"OK: connected after {seconds['connect']:.1f} s, sent and applied in "
-        f"{seconds['send'] * 1e3:.2f} ms",
+        f"OK: connected after {seconds['connect']:.1f} s, sent and applied in {seconds['send'] * 1e3:.2f} ms",
         style="bold green",
     )
     return True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ def _say_what_is_missing(missing: ModuleNotFoundError, command: str) -> SystemEx
     if extra is None:
         raise missing
     return SystemExit(
-        f"{command} needs {missing.name}, which is not installed: "
-        f"python -m pip install 'aiosync[{extra}]'"
+        f"{command} needs {missing.name}, which is not installed: python -m pip install 'aiosync[{extra}]'"
     )
 
 
@@ -53,43 +53,50 @@ def _bundled(folder: str) -> Path:
     return installed if installed.is_dir() else here.parent / folder
 
 
-def _load(command: str, search: Path, module: str) -> Any:
+def _load(search: Path, module: str) -> Any:
     """Import a bundled ``module``.
 
     Its folder goes on ``sys.path``, and not only into a loader, because spawned workers import the
     functions that they run by name, with the search path of the process that started them.
     """
     sys.path.insert(0, str(search))
+    return importlib.import_module(module)
+
+
+@contextlib.contextmanager
+def _naming_extras(command: str) -> Iterator[None]:
+    """Turn a missing optional package into one line that says what to install."""
     try:
-        return importlib.import_module(module)
+        yield
     except ModuleNotFoundError as missing:
-        raise _say_what_is_missing(missing, f"aiosync {command}") from None
+        raise _say_what_is_missing(missing, command) from None
 
 
 @app.command(add_help_option=False, context_settings=_FORWARD)
 def demo(context: typer.Context) -> None:
     """Learn CartPole with an asyncio trainer and two workers; a table and a picture at the end."""
-    example = _load("demo", _bundled("examples"), "async_cartpole")
-    program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    program.command()(example.main)
-    program(context.args, prog_name="aiosync demo")
+    with _naming_extras("aiosync demo"):
+        example = _load(_bundled("examples"), "async_cartpole")
+        program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        program.command()(example.main)
+        program(context.args, prog_name="aiosync demo")
 
 
 @app.command(add_help_option=False, context_settings=_FORWARD)
 def bench(context: typer.Context) -> None:
     """Measure aiosync beside torchrl and beside one memcpy; a table, JSON and a picture."""
-    module = _load("bench", _bundled("benchmarks").parent, "benchmarks.bench")
-    module.app(context.args, prog_name="aiosync bench")
+    with _naming_extras("aiosync bench"):
+        module = _load(_bundled("benchmarks").parent, "benchmarks.bench")
+        module.app(context.args, prog_name="aiosync bench")
 
 
 @app.command()
 def doctor() -> None:
     """Look at this machine, and send a small model to a spawned worker (exit status 1: failed)."""
-    try:
+    with _naming_extras("aiosync doctor"):
         from aiosync._doctor import examine
-    except ModuleNotFoundError as missing:
-        raise _say_what_is_missing(missing, "aiosync doctor") from None
-    raise typer.Exit(0 if examine() else 1)
+
+        raise typer.Exit(0 if examine() else 1)
 
 
 def main(args: Sequence[str] | None = None) -> None:

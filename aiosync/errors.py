@@ -127,8 +127,10 @@ class LayoutMismatchError(AiosyncError, KeyError):
         super().__init__(self._describe())
 
     def _describe(self) -> str:
-        where = "the weights do not fit the layout" if self.worker is None else (
-            f"worker {self.worker}: the weights do not fit its model"
+        where = (
+            "the weights do not fit the layout"
+            if self.worker is None
+            else (f"worker {self.worker}: the weights do not fit its model")
         )
         parts = [
             f"{label}: {_shortened(names)}"
@@ -145,7 +147,10 @@ class LayoutMismatchError(AiosyncError, KeyError):
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_layout_mismatch, (self.missing, self.unexpected, self.differing, self.worker))
+        return (
+            _rebuild_layout_mismatch,
+            (self.missing, self.unexpected, self.differing, self.worker),
+        )
 
 
 def _rebuild_layout_mismatch(
@@ -154,9 +159,7 @@ def _rebuild_layout_mismatch(
     differing: Mapping[str, tuple[str, str]],
     worker: int | None,
 ) -> LayoutMismatchError:
-    return LayoutMismatchError(
-        missing=missing, unexpected=unexpected, differing=differing, worker=worker
-    )
+    return LayoutMismatchError(missing=missing, unexpected=unexpected, differing=differing, worker=worker)
 
 
 def _shortened(names: Sequence[str], limit: int = 8) -> str:
@@ -266,7 +269,12 @@ class RemoteApplyError(WorkerError):
     """
 
     def __init__(
-        self, worker: int, version: int, remote_type: str, remote_message: str, remote_traceback: str
+        self,
+        worker: int,
+        version: int,
+        remote_type: str,
+        remote_message: str,
+        remote_traceback: str,
     ) -> None:
         self.worker = worker
         self.version = version

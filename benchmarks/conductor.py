@@ -21,9 +21,13 @@ from benchmarks.trainer import TrainerSpec, trainer_main
 
 __all__ = ["ContenderFailed", "Memcpy", "Stage"]
 
+BUILD_TIMEOUT = 300.0
+"""Seconds for a dozen processes to import torch, on two cores that others use too."""
 CLOSE_TIMEOUT = 30.0
 SAMPLE_EVERY = 0.01
-"""Seconds between two looks at the memory, on top of what a look takes."""
+"""Seconds between two looks at the memory, at least."""
+LOOKING_SHARE = 0.2
+"""How much of the time may go into looking: a look holds up who is mapping memory."""
 
 
 class ContenderFailed(Exception):
@@ -65,7 +69,7 @@ class Stage:
         scheme: the backend name.
         model: what is sent.
         workers: how many workers.
-        deadline: seconds that any one command may take.
+        deadline: seconds that any one command may take, but for starting and closing.
         uvloop: whether its processes run on uvloop.
     """
 
@@ -86,9 +90,7 @@ class Stage:
         ctx = get_context("spawn")
         self._conn, theirs = ctx.Pipe()
         spec = TrainerSpec(contender, scheme, model, workers, uvloop)
-        self._process = ctx.Process(
-            target=trainer_main, args=(spec, theirs), name=f"trainer-{contender}"
-        )
+        self._process = ctx.Process(target=trainer_main, args=(spec, theirs), name=f"trainer-{contender}")
         self._process.start()
         theirs.close()
         self._sampler: MemorySampler | None = None
@@ -106,7 +108,7 @@ class Stage:
 
     def build(self) -> None:
         """Wait until the workers that ``post("build")`` spawns are up; note the memory in use."""
-        reply = self.wait("build")
+        reply = self.wait("build", deadline=BUILD_TIMEOUT)
         pids: list[int] = reply["pids"]
         self._kill_workers = _killer(pids)
         assert self._process.pid is not None
@@ -139,11 +141,14 @@ class Stage:
         seconds = self._deadline if deadline is None else deadline
         end = time.monotonic() + seconds
         try:
-            while not self._conn.poll(SAMPLE_EVERY if meanwhile else seconds):
-                if time.monotonic() >= end:
+            pause = SAMPLE_EVERY if meanwhile else seconds
+            while not self._conn.poll(pause):
+                begun = time.monotonic()
+                if begun >= end:
                     raise ContenderFailed("timeout", f"{verb}: no answer within {seconds:g} s")
                 if meanwhile:
                     meanwhile()
+                    pause = max(SAMPLE_EVERY, (time.monotonic() - begun) / LOOKING_SHARE)
             reply: Any = self._conn.recv()
         except (EOFError, OSError) as error:
             raise ContenderFailed("died", f"{verb}: the trainer's process is gone") from error

@@ -52,9 +52,7 @@ TORN_MODELS: dict[str, ModelSpec] = {
 
 class _Mlp(nn.Sequential):
     def __init__(self, width: int) -> None:
-        super().__init__(
-            nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 10)
-        )
+        super().__init__(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 10))
 
 
 class _Block(nn.Module):

@@ -18,9 +18,7 @@ TIMEOUT = 60.0
 """Seconds that any one call may take; a hang is a result, not the end of the run."""
 
 
-def make_sender(
-    name: str, scheme: str, model: nn.Module, num_workers: int, ctx: SpawnContext
-) -> SendPeer:
+def make_sender(name: str, scheme: str, model: nn.Module, num_workers: int, ctx: SpawnContext) -> SendPeer:
     """The sender's end, with every option at its default but the deadline."""
     return _AiosyncSender(scheme, model, num_workers, ctx)
 
@@ -33,9 +31,7 @@ def make_receiver(recipe: object, model: nn.Module, worker_idx: int) -> ReceiveP
 class _AiosyncSender(SendPeer):
     def __init__(self, scheme: str, model: nn.Module, num_workers: int, ctx: SpawnContext) -> None:
         self._scheme = aiosync.WeightSyncScheme.from_backend(scheme, sync=True, timeout=TIMEOUT)
-        self._scheme.init_on_sender(
-            model_id=MODEL_ID, model=model, num_workers=num_workers, ctx=ctx
-        )
+        self._scheme.init_on_sender(model_id=MODEL_ID, model=model, num_workers=num_workers, ctx=ctx)
         self.recipe = self._scheme
 
     async def connect(self) -> None:

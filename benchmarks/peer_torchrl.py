@@ -20,9 +20,7 @@ __all__ = ["make_receiver", "make_sender"]
 MODEL_ID = "policy"
 
 
-def make_sender(
-    name: str, scheme: str, model: nn.Module, num_workers: int, ctx: SpawnContext
-) -> SendPeer:
+def make_sender(name: str, scheme: str, model: nn.Module, num_workers: int, ctx: SpawnContext) -> SendPeer:
     """The sender's end: ``torchrl`` copies the trainer's memory, ``torchrl-alias`` does not."""
     return _TorchrlSender(name == "torchrl-alias", scheme, model, num_workers, ctx)
 
@@ -56,9 +54,7 @@ class _TorchrlSender(SendPeer):
             )
         elif scheme == "shared":
             shared = TensorDict.from_module(model).data.clone().share_memory_()
-            self._scheme.init_on_sender(
-                params_map=dict.fromkeys(range(num_workers), shared), ctx=ctx
-            )
+            self._scheme.init_on_sender(params_map=dict.fromkeys(range(num_workers), shared), ctx=ctx)
         else:
             self._scheme.init_on_sender(
                 model_id=MODEL_ID,

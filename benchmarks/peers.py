@@ -101,9 +101,7 @@ class Contender:
     schemes: tuple[str, ...]
     about: str
 
-    def make_sender(
-        self, scheme: str, model: nn.Module, num_workers: int, ctx: SpawnContext
-    ) -> SendPeer:
+    def make_sender(self, scheme: str, model: nn.Module, num_workers: int, ctx: SpawnContext) -> SendPeer:
         """The sender's end for ``scheme``."""
         peer: SendPeer = self._load().make_sender(self.name, scheme, model, num_workers, ctx)
         return peer

@@ -15,6 +15,8 @@ from benchmarks.worker import ReadCounts
 
 __all__ = ["GroupPlan", "run_group"]
 
+MEMORY_SENDS = 4
+"""Sends that the memory is watched over."""
 WARM_UP = 3
 """Sends before anything is counted: enough for every slot of an arena to have been written."""
 
@@ -30,7 +32,7 @@ class GroupPlan:
         workers: how many.
         contenders: their names.
         rounds: timed sends per contender and mode.
-        extra: sends for each of memory, stalls and torn reads.
+        extra: sends for stalls, and for torn reads at least.
         reads: reads of the model under back-to-back sends, at least.
         deadline: seconds that one command may take.
         uvloop: whether to run on uvloop.
@@ -183,13 +185,11 @@ class _Group:
         )
 
     def _memory(self, entry: _Entry) -> None:
-        entry.case.memory = entry.stage.memory(entry.case.key.mode, self._plan.extra)
+        entry.case.memory = entry.stage.memory(entry.case.key.mode, MEMORY_SENDS)
 
     def _reads(self, entry: _Entry) -> None:
         plan = self._plan
-        counts = entry.stage.call(
-            "torn", mode=entry.case.key.mode, sends=plan.extra, reads=plan.reads
-        )
+        counts = entry.stage.call("torn", mode=entry.case.key.mode, sends=plan.extra, reads=plan.reads)
         del counts["sends"]
         entry.case.reads = ReadCounts(**counts)
 

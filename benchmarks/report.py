@@ -29,8 +29,7 @@ def print_results(results: Results) -> None:
 def print_checks(checks: Sequence[Check]) -> None:
     """Print each target, reached or missed."""
     rows = [
-        ("ok" if c.ok else "MISSED", c.what, "-" if c.got is None else f"{c.got:.4g}", c.want)
-        for c in checks
+        ("ok" if c.ok else "MISSED", c.what, "-" if c.got is None else f"{c.got:.4g}", c.want) for c in checks
     ]
     _print_table("targets", ("", "figure", "got", "want"), rows)
 

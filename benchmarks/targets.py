@@ -52,7 +52,7 @@ _FASTER = (
     _Faster("tiny", "shared", "plain", 4, "torchrl", 2.0),
     _Faster("medium", "process", "fresh", 1, "torchrl", 4.0),
     _Faster("medium", "process", "fresh", 4, "torchrl", 8.0),
-    _Faster("large", "process", "plain", 1, "torchrl", 1.0),
+    _Faster("large", "process", "plain", 1, "torchrl-alias", 1.0),
     _Faster("large", "process", "fresh", 1, "torchrl", 8.0),
     _Faster("tiny", "process", "plain", 1, "torchrl", 3.0),
 )
@@ -103,9 +103,7 @@ def _scaling(results: Results) -> Iterator[Check]:
 def _one_case(results: Results, case: Case) -> Iterator[Check]:
     name = _named(case.key)
     if case.verified is not None:
-        yield Check(
-            f"{name}: every worker holds what was sent", case.verified, "true", case.verified
-        )
+        yield Check(f"{name}: every worker holds what was sent", case.verified, "true", case.verified)
     if case.reads is not None:
         bad = case.reads.torn + case.reads.leaked + case.reads.moved
         yield Check(f"{name}: torn, leaked or moved reads", bad, "0", bad == 0)

@@ -51,9 +51,7 @@ def make_policy() -> nn.ModuleDict:
 # ---- a worker: plays with the weights it has, while newer ones arrive beside it ------------------
 
 
-async def rollouts(
-    scheme: WeightSyncScheme, policy: nn.ModuleDict, seed: int
-) -> AsyncIterator[Rollout]:
+async def rollouts(scheme: WeightSyncScheme, policy: nn.ModuleDict, seed: int) -> AsyncIterator[Rollout]:
     envs = gymnasium.make_vec("CartPole-v1", num_envs=ENVS)
     obs, _ = envs.reset(seed=seed)
     live, score = np.ones(ENVS, bool), np.zeros(ENVS, np.float32)

@@ -44,13 +44,17 @@ def test_a_wrong_scheme_is_named_with_the_right_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "module", "extra"), [("demo", "gymnasium", "rl"), ("doctor", "rich", "cli")]
+    ("command", "module", "extra"),
+    [
+        ("demo", "gymnasium", "rl"),
+        ("demo", "matplotlib.figure", "cli"),
+        ("doctor", "rich.console", "cli"),
+    ],
 )
 def test_a_missing_extra_is_one_line_with_the_command(
     command: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setitem(sys.modules, f"{module}.console", None)
     for loaded in ("async_cartpole", "aiosync._doctor"):
         monkeypatch.delitem(sys.modules, loaded, raising=False)
     with pytest.raises(SystemExit) as caught:

@@ -137,13 +137,7 @@ def test_threads_start_in_two_places(module: Module) -> None:
     if module.where in MAY_START_THREADS:
         return
     for node in _running(module.tree):
-        used = (
-            node.attr
-            if isinstance(node, ast.Attribute)
-            else node.id
-            if isinstance(node, ast.Name)
-            else ""
-        )
+        used = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         line = getattr(node, "lineno", 0)
         assert used not in STARTS_THREADS, f"{module.where}:{line} starts a thread: {used}"
 

@@ -71,11 +71,7 @@ _MAGIC = b"AS"
 HEADER_SIZE = _HEADER.size
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    pass
-
-
-class Hello(_Message, tag="hello"):
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="hello"):
     """A worker's first words. ``nonce`` is 16 random bytes; ``pid`` is 0 where it means nothing."""
 
     protocol: int
@@ -85,7 +81,7 @@ class Hello(_Message, tag="hello"):
     model_id: str | None = None
 
 
-class Challenge(_Message, tag="challenge"):
+class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="challenge"):
     """The sender's answer: its own nonce, and HMAC-SHA256 over both under the shared token."""
 
     nonce: bytes
@@ -93,26 +89,26 @@ class Challenge(_Message, tag="challenge"):
     pid: int
 
 
-class Proof(_Message, tag="proof"):
+class Proof(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="proof"):
     """The worker's HMAC-SHA256 over both nonces."""
 
     proof: bytes
 
 
-class Refused(_Message, tag="refused"):
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="refused"):
     """The sender will not serve this worker; the connection ends."""
 
     reason: str
 
 
-class Joint(_Message, tag="joint"):
+class Joint(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="joint"):
     """Marks an update as one part of a joint update of ``size`` models."""
 
     id: str
     size: int
 
 
-class Update(_Message, tag="update"):
+class Update(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="update"):
     """One version of the weights, and where it lies.
 
     ``round`` counts what was sent and is never used twice; ``version`` is what users see. ``names`` are
@@ -128,31 +124,31 @@ class Update(_Message, tag="update"):
     joint: Joint | None = None
 
 
-class Welcome(_Message, tag="welcome"):
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="welcome"):
     """The sender takes the worker in: the layout of all updates to come, and the newest update."""
 
     layout: dict[str, Any]
     update: Update
 
 
-class Notify(_Message, tag="notify"):
+class Notify(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="notify"):
     """There is something newer than what the worker has."""
 
     round: int
 
 
-class Fetch(_Message, tag="fetch"):
+class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="fetch"):
     """The worker is ready to take the newest update."""
 
 
-class Staged(_Message, tag="staged"):
+class Staged(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="staged"):
     """The worker holds the update in a back slot of its own and waits for the moment to commit."""
 
     round: int
     copied: bool
 
 
-class Ack(_Message, tag="ack"):
+class Ack(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="ack"):
     """The worker runs on this version now. ``seconds`` per phase as the worker measured them."""
 
     round: int
@@ -160,7 +156,7 @@ class Ack(_Message, tag="ack"):
     seconds: dict[str, float]
 
 
-class Nack(_Message, tag="nack"):
+class Nack(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="nack"):
     """The worker refused an update and kept what it had. ``kind``: layout, apply or joint."""
 
     round: int
@@ -174,13 +170,13 @@ class Nack(_Message, tag="nack"):
     differing: dict[str, tuple[str, str]] = {}
 
 
-class Abort(_Message, tag="abort"):
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="abort"):
     """A joint update is given up: whoever still holds a part of it lets it go."""
 
     joint: str
 
 
-class Bye(_Message, tag="bye"):
+class Bye(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="bye"):
     """The last frame of an orderly end. ``dropped``: the sender goes on without this worker."""
 
     reason: str = ""

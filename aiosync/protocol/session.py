@@ -311,7 +311,11 @@ class ReceiverSession(_Session):
         self._notified = False
         self._outgoing.append(
             f.Hello(
-                protocol=f.PROTOCOL_VERSION, worker=worker, pid=pid, nonce=self._nonce, model_id=model_id
+                protocol=f.PROTOCOL_VERSION,
+                worker=worker,
+                pid=pid,
+                nonce=self._nonce,
+                model_id=model_id,
             )
         )
 
@@ -325,7 +329,7 @@ class ReceiverSession(_Session):
         match self.state, frame:
             case ReceiverState.CLOSED, _:
                 return []
-            case (ReceiverState.GREETING | ReceiverState.JOINING), f.Refused():
+            case ((ReceiverState.GREETING | ReceiverState.JOINING), f.Refused()):
                 self.state = ReceiverState.CLOSED
                 raise HandshakeError(f"the sender refused worker {self._worker}: {frame.reason}")
             case ReceiverState.GREETING, f.Challenge():
@@ -333,7 +337,7 @@ class ReceiverSession(_Session):
             case ReceiverState.JOINING, f.Welcome():
                 self._hold(frame.update)
                 return [UpdateArrived(frame.update, frame)]
-            case (ReceiverState.IDLE | ReceiverState.HOLDING), f.Notify():
+            case ((ReceiverState.IDLE | ReceiverState.HOLDING), f.Notify()):
                 self._notified = True
                 self._fetch_if_idle()
                 return []

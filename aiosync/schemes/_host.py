@@ -7,7 +7,7 @@ called by different tasks. So ``connect`` starts this one, and ``aclose`` ends i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import anyio
@@ -35,7 +35,7 @@ class TaskHost:
             await self.aclose()
             raise
 
-    def spawn(self, function: Callable[..., Awaitable[None]], *args: Any) -> None:
+    def spawn(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         """Run ``function(*args)`` as a task of this endpoint; it must let no error out."""
         if self._group is not None and not self._stop.is_set():
             self._group.start_soon(function, *args)

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -86,7 +87,10 @@ class JointUpdate:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             await self._send_all()
@@ -131,7 +135,7 @@ class JointUpdate:
         for item in under_way:
             assert item.round is not None
             siblings = [other.sender for other in under_way if other is not item]
-            item.round.watch(lambda worker, to=siblings: _abort(to, joint, worker))
+            item.round.watch(partial(_abort, siblings, joint))
         reports: dict[WeightSyncScheme, SendReport] = {}
 
         async def finish(item: _UnderWay) -> None:

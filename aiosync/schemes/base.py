@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from multiprocessing.context import BaseContext, get_spawning_popen
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
-import torch
 from torch import Tensor
 
 from aiosync._deadline import Deadline
@@ -24,29 +19,19 @@ from aiosync.errors import (
     NotInitializedError,
 )
 from aiosync.schemes.cascade import in_format
-from aiosync.schemes.plan import SenderArguments, SenderPlan, make_plan, model_of
 from aiosync.schemes.receiver import WeightReceiver
+from aiosync.schemes.recipe import SchemeRecipe, checked_index
 from aiosync.schemes.report import SendReport
 from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.sources import gather_sources
-from aiosync.schemes.spec import OnFailure, SchemeSpec, StrategyName
-from aiosync.schemes.stats import EventHook, EventSource, SchemeStats
-from aiosync.transports.base import Listener, Transport
-from aiosync.weights.binding import CommitMode
 from aiosync.weights.resolve import resolve_model
-from aiosync.weights.segment import Segment
-from aiosync.weights.strategy import WeightStrategy
 
 __all__ = ["WeightSyncBackend", "WeightSyncScheme"]
 
-WeightSyncBackend = Literal[
-    "none", "direct", "shared", "thread", "process", "multiprocessing", "memory"
-]
-
-S = TypeVar("S", bound="type[WeightSyncScheme]")
+WeightSyncBackend = Literal["none", "direct", "shared", "thread", "process", "multiprocessing", "memory"]
 
 
-class WeightSyncScheme(ABC):
+class WeightSyncScheme(SchemeRecipe):
     """Keeps ONE model's weights in workers in step with a trainer's.
 
     A scheme is a recipe: it can be pickled, and each process makes of it the one endpoint that it
@@ -74,54 +59,6 @@ class WeightSyncScheme(ABC):
             that later sends are not addressed to, does not count.
     """
 
-    backends: ClassVar[tuple[str, ...]] = ()
-    _registry: ClassVar[dict[str, type[WeightSyncScheme]]] = {}
-    _holds: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        strategy: StrategyName = "tensordict",
-        sync: bool = True,
-        *,
-        timeout: float | None = None,
-        cast: torch.dtype | None = None,
-        commit: CommitMode = "flip",
-        on_failure: OnFailure = "raise",
-        per_worker_weights: bool = False,
-        max_slots: int = 3,
-    ) -> None:
-        spec = SchemeSpec(
-            strategy, sync, timeout, cast, commit, on_failure, per_worker_weights, max_slots
-        )
-        self._start(spec, None, secrets.token_bytes(32), None)
-
-    def _start(
-        self, spec: SchemeSpec, model_id: str | None, token: bytes, strategy: WeightStrategy | None
-    ) -> None:
-        self._spec = spec
-        self._model_id = model_id
-        self._token = token
-        self._strategy = strategy or spec.make_strategy()
-        self._events = EventSource()
-        self._forget_runtime()
-
-    def _forget_runtime(self) -> None:
-        self._pid = os.getpid()
-        self._model: Any = None
-        self._context: Callable[[], Any] | None = None
-        self._worker_idx: int | None = None
-        self._plan: SenderPlan | None = None
-        self._listener: Listener | None = None
-        self._sender: WeightSender | None = None
-        self._receiver: WeightReceiver | None = None
-        self._receiver_initialized = False
-        self._synchronized = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name in cls.__dict__.get("backends", ()):
-            WeightSyncScheme._registry[name] = cls
-
     @classmethod
     def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
         """Make the scheme that goes by this name.
@@ -140,165 +77,8 @@ class WeightSyncScheme(ABC):
             raise InvalidArgumentError(
                 f"unknown backend {backend!r}: expected one of {', '.join(sorted(cls._registry))}"
             ) from None
+        assert issubclass(found, WeightSyncScheme)
         return found(**kwargs)
-
-    # -- what a scheme is made of: filled in by its file ---------------------------------------------
-
-    @abstractmethod
-    def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
-        """Where workers will connect; from now on the recipe says how to get there."""
-
-    @abstractmethod
-    def create_transport(self, *, worker_idx: int) -> Transport:
-        """A worker's way to the sender, not open yet."""
-
-    def _allocate(self, nbytes: int, device: torch.device) -> Segment:
-        """Memory for a slot."""
-        return Segment.shared(nbytes, device)
-
-    def _recipe(self, *, inherit: bool) -> dict[str, Any]:
-        """What else of the scheme is copied, and how a worker finds the sender.
-
-        ``inherit``: the copy is for this process, or for one that is just being started, so it may
-        hold what can only be inherited.
-        """
-        return {}
-
-    def _restore(self, recipe: Mapping[str, Any]) -> None:
-        """Take in what :meth:`_recipe` gave."""
-
-    # -- pickling ------------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self._state(inherit=get_spawning_popen() is not None)
-
-    def _state(self, *, inherit: bool) -> dict[str, Any]:
-        return {
-            "spec": self._spec,
-            "model_id": self._model_id,
-            "token": self._token,
-            "strategy": self._strategy,
-            "recipe": self._recipe(inherit=inherit),
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._start(state["spec"], state["model_id"], state["token"], state["strategy"])
-        self._restore(state["recipe"])
-
-    def __copy__(self) -> Self:
-        """A copy of the recipe, for another endpoint in this process."""
-        twin = type(self).__new__(type(self))
-        twin.__setstate__(self._state(inherit=True))
-        return twin
-
-    def __repr__(self) -> str:
-        role = "sender" if self._plan else "receiver" if self._receiver_initialized else "recipe"
-        return f"<{type(self).__name__} {role} model_id={self._model_id!r} version={self.version}>"
-
-    # -- initialisation ------------------------------------------------------------------------------
-
-    def init_on_sender(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        weights: Any = None,
-        params_map: Mapping[int, Any] | None = None,
-        devices: list[Any] | None = None,
-        device_map_fn: Callable[[int, Any], Any] | None = None,
-        num_workers: int | None = None,
-        ctx: BaseContext | None = None,
-    ) -> None:
-        """Say whom to send to and what. Nothing is sent yet, but workers may already connect.
-
-        Give one of: ``params_map``; ``context`` with ``model_id``; ``model`` or ``weights`` with
-        ``devices``, with ``device_map_fn`` and ``num_workers``, or with ``num_workers`` alone (CPU).
-
-        Args:
-            model_id: the model's name; on a context, the way to it (``"policy"``, ``"env.net"``).
-            context: an object with ``get_model(model_id)`` or the model as an attribute,
-                ``policy_device`` (one, or one per worker), ``num_workers``, ``policy_factory``.
-            model: an ``nn.Module`` to send the weights of.
-            weights: a TensorDict or dict to send instead of a module's.
-            params_map: worker -> weights; workers with the very same weights share one copy.
-            devices: one per worker; workers on the same share one copy.
-            device_map_fn: takes (worker, weights) and returns the worker's weights, at each send.
-            num_workers: how many workers, numbered from 0.
-            ctx: the multiprocessing context of the queues (MultiProcess only); default spawn, whose
-                queues work under every start method.
-
-        Raises:
-            InvalidArgumentError: a mix that makes no sense; the message names what clashes.
-            AlreadyConnectedError: this scheme has a live endpoint.
-        """
-        self._check_no_endpoint()
-        self._forget_runtime()
-        arguments = SenderArguments(
-            model_id, context, model, weights, params_map, devices, device_map_fn, num_workers
-        )
-        self._plan = make_plan(arguments, per_worker=self._spec.per_worker_weights)
-        self._model_id = model_id
-        self._model = model
-        self.context = context
-        self._listener = self._make_listener(self._plan.workers, ctx)
-
-    def init_on_receiver(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        worker_idx: int | None = None,
-    ) -> None:
-        """Say which model of this process to keep in step.
-
-        Args:
-            model_id: the model's name, as the sender calls it.
-            context: an object that has the model, ``worker_idx``, and perhaps
-                ``update_policy_weights_`` (sync or async), which is told of each update.
-            model: an ``nn.Module``, TensorDict or dict; with neither model nor context the weights
-                are only returned by :meth:`receive`.
-            worker_idx: this worker's index; may also be given to :meth:`connect`.
-
-        Raises:
-            InvalidArgumentError: ``context`` without ``model_id``, or a worker index that is none.
-            AlreadyConnectedError: this object has a live endpoint; give the receiver a copy of its own.
-        """
-        self._check_no_endpoint()
-        if self._listener is not None:
-            self._become_receiver(self._listener)
-        if context is not None:
-            if model_id is None:
-                raise InvalidArgumentError("context= needs model_id=, the name of the model on it")
-            if model is None:
-                model = model_of(context, model_id)
-            worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
-        self._model_id = model_id
-        self._model = model
-        self.context = context
-        self._worker_idx = _checked_index(worker_idx)
-        self._receiver_initialized = True
-
-    init_on_worker = init_on_receiver
-
-    def _become_receiver(self, listener: Listener) -> None:
-        """A sender's object in a forked child, or one that was never connected."""
-        recipe = self._recipe(inherit=True)
-        if self._pid != os.getpid():
-            listener.forget()
-        else:
-            listener.close()
-        self._forget_runtime()
-        self._restore(recipe)
-
-    def _check_no_endpoint(self) -> None:
-        if self._pid != os.getpid():
-            return  # what is live belongs to the parent; this process starts from the recipe
-        if self._sender is not None or self._receiver is not None:
-            raise AlreadyConnectedError(
-                "this scheme object has a live endpoint; aclose() it first, or use a copy of the scheme"
-            )
 
     # -- connect -------------------------------------------------------------------------------------
 
@@ -375,7 +155,7 @@ class WeightSyncScheme(ABC):
         if not self._receiver_initialized:
             raise NotInitializedError("call init_on_receiver() first")
         if worker_idx is not None:
-            self._worker_idx = _checked_index(worker_idx)
+            self._worker_idx = checked_index(worker_idx)
         if self._worker_idx is None:
             raise NotInitializedError("a receiver needs its worker_idx, here or in init_on_receiver()")
         if self._receiver is None:
@@ -551,7 +331,7 @@ class WeightSyncScheme(ABC):
             SyncTimeoutError: a waiting commit was held up by other bodies until the timeout.
         """
         receiver = self.get_receiver()
-        async with receiver.pinned(self._deadline(timeout)) as version:
+        async with receiver.intake.pinned(self._deadline(timeout)) as version:
             yield version
 
     async def wait_closed(self) -> None:
@@ -598,172 +378,16 @@ class WeightSyncScheme(ABC):
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.aclose()
-
-    # -- what can be asked ---------------------------------------------------------------------------
-
-    def on_event(self, hook: EventHook) -> Callable[[], None]:
-        """Call ``hook`` with a :class:`~aiosync.SyncEvent` for whatever happens here; returns what ends that."""
-        return self._events.register(hook)
-
-    @property
-    def stats(self) -> SchemeStats:
-        """Figures of the live endpoint; empty before ``connect``."""
-        if self._sender is not None:
-            return self._sender.stats
-        return self._receiver.stats if self._receiver is not None else SchemeStats()
-
-    @property
-    def version(self) -> int:
-        """The version last published (sender) or in service (receiver); -1 before ``connect``."""
-        if self._sender is not None:
-            return self._sender.version
-        return self._receiver.version if self._receiver is not None else -1
-
-    @property
-    def worker_versions(self) -> dict[int, int]:
-        """On the sender: worker -> the version it last acknowledged, -1 for none."""
-        roster = self.get_sender().roster
-        return {worker: roster.version_of(worker) for worker in sorted(roster.workers)}
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that a call may take where it does not say otherwise."""
-        return self._spec.seconds(None)
-
-    @property
-    def sync(self) -> bool:
-        """Whether ``send`` waits by default."""
-        return self._spec.sync
-
-    @property
-    def model_id(self) -> str | None:
-        """The model's name."""
-        return self._model_id
-
-    @model_id.setter
-    def model_id(self, model_id: str | None) -> None:
-        self._model_id = model_id
-
-    @property
-    def model(self) -> Any:
-        """The model: as given, or found on the context by ``model_id``; None if there is neither."""
-        if self._model is None and self._model_id is not None and self.context is not None:
-            return model_of(self.context, self._model_id)
-        return self._model
-
-    @model.setter
-    def model(self, model: Any) -> None:
-        self._model = model
-
-    @property
-    def context(self) -> Any:
-        """The context, as long as somebody else keeps it alive."""
-        return self._context() if self._context is not None else None
-
-    @context.setter
-    def context(self, context: Any) -> None:
-        self._context = None if context is None else _weakly(context)
-
-    @property
-    def worker_idx(self) -> int | None:
-        """This worker's index; None on the sender."""
-        return self._worker_idx
-
-    @worker_idx.setter
-    def worker_idx(self, worker_idx: int | None) -> None:
-        if self._plan is not None and worker_idx is not None:
-            raise NotInitializedError("worker_idx belongs to a receiver; this is the sender")
-        self._worker_idx = _checked_index(worker_idx)
-
-    @property
-    def weights(self) -> Any:
-        """The weights in service here (receiver) or last published (sender), in the strategy's form;
-        before ``connect`` the model's own. Read only."""
-        if self._receiver is not None and self._receiver.weights:
-            return in_format(self._strategy, self._receiver.weights)
-        if self._sender is not None:
-            published = self._sender.published()
-            if published is not None:
-                return in_format(self._strategy, published)
-        model = self.model
-        return None if model is None else self._strategy.extract_weights(model)
-
-    @property
-    def strategy(self) -> WeightStrategy:
-        """How weights are extracted and applied; one of your own is used as it is."""
-        return self._strategy
-
-    @strategy.setter
-    def strategy(self, strategy: WeightStrategy) -> None:
-        self._strategy = strategy
-
-    @property
-    def strategy_str(self) -> str:
-        """The strategy's name."""
-        return self._strategy.extract_as
-
-    @property
-    def sender_transports(self) -> dict[int, Transport]:
-        """On the sender: worker -> its connection, for those that are connected."""
-        if self._sender is None:
-            return {}
-        return {w: link.transport for w, link in sorted(self._sender.roster.links.items())}
-
-    @property
-    def receiver_transport(self) -> Transport | None:
-        """On a receiver: its connection."""
-        return self._receiver.transport if self._receiver is not None else None
-
-    @property
-    def shared_transport(self) -> Listener | None:
-        """On the sender: where its workers connect."""
-        return self._listener
-
-    @property
-    def initialized_on_sender(self) -> bool:
-        """Whether ``init_on_sender`` was called."""
-        return self._plan is not None
-
-    @property
-    def initialized_on_receiver(self) -> bool:
-        """Whether ``init_on_receiver`` was called."""
-        return self._receiver_initialized
-
-    @property
-    def synchronized_on_sender(self) -> bool:
-        """Whether ``connect`` succeeded, on the sender."""
-        return self._synchronized and self._sender is not None
-
-    @property
-    def synchronized_on_receiver(self) -> bool:
-        """Whether ``connect`` succeeded, on a receiver."""
-        return self._synchronized and self._receiver is not None
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self._spec.seconds(timeout))
 
 
-def _checked_index(worker_idx: int | None) -> int | None:
-    if worker_idx is None:
-        return None
-    if isinstance(worker_idx, bool) or not isinstance(worker_idx, int) or worker_idx < 0:
-        raise InvalidArgumentError(f"worker_idx: expected an integer >= 0, got {worker_idx!r}")
-    return worker_idx
-
-
 def _is_per_worker(weights: Any) -> bool:
-    return (
-        isinstance(weights, Mapping)
-        and bool(weights)
-        and all(isinstance(key, int) for key in weights)
-    )
-
-
-def _weakly(context: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(context)
-    except TypeError:
-        return lambda: context
+    return isinstance(weights, Mapping) and bool(weights) and all(isinstance(key, int) for key in weights)

@@ -119,9 +119,7 @@ class WeightGroup:
     def publish(self, draft: Draft, round_: int, version: int, *, fallback: bool) -> Published:
         """Make what was drafted the newest."""
         before = self.latest
-        published = Published(
-            draft.slot, round_, version, before.version if before else -1, draft.names
-        )
+        published = Published(draft.slot, round_, version, before.version if before else -1, draft.names)
         if before is not None:
             before.slot.holders.discard(LATEST)
             if fallback and before.slot is not draft.slot:
@@ -219,4 +217,3 @@ class WeightGroup:
                 workers=holders,
                 hint="every slot is in use by these workers; raise max_slots, or send less often",
             ) from None
-

@@ -71,9 +71,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         self._pipes = given if given is not None else getattr(context, "pipes", None)
         super().init_on_sender(**arguments)
 
-    def init_on_receiver(
-        self, *, pipe: Connection[Any, Any] | None = None, **arguments: Any
-    ) -> None:
+    def init_on_receiver(self, *, pipe: Connection[Any, Any] | None = None, **arguments: Any) -> None:
         """See :meth:`WeightSyncScheme.init_on_receiver`; also takes ``pipe``, this worker's end."""
         context = arguments.get("context")
         super().init_on_receiver(**arguments)

@@ -84,9 +84,7 @@ def make_plan(args: SenderArguments, *, per_worker: bool) -> SenderPlan:
         AttributeError: ``model_id`` leads nowhere on ``context``.
     """
     if args.params_map is not None:
-        args.clash(
-            "params_map", "context", "model", "weights", "devices", "device_map_fn", "num_workers"
-        )
+        args.clash("params_map", "context", "model", "weights", "devices", "device_map_fn", "num_workers")
         return _from_params_map(args.params_map)
     if args.context is not None:
         args.clash("context", "model", "weights", "devices", "device_map_fn")
@@ -216,4 +214,3 @@ def _count(what: str, count: int | None) -> int:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InvalidArgumentError(f"{what}: expected a number of workers >= 1, got {count!r}")
     return count
-

@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 import traceback
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from aiosync._deadline import Deadline
 from aiosync.errors import (
@@ -32,35 +28,19 @@ from aiosync.errors import (
     ProtocolError,
     WorkerLostError,
 )
-from aiosync.protocol.frames import Frame, Nack, Update
+from aiosync.protocol.frames import Frame, Nack
 from aiosync.protocol.session import Aborted, Left, ReceiverSession, UpdateArrived
-from aiosync.schemes.cascade import cascade
-from aiosync.schemes.gate import CommitGate, CommitJob, ForwardGuard, submit
-from aiosync.schemes.joint import JointPart, give_up, join
+from aiosync.schemes.intake import Held, Intake
+from aiosync.schemes.joint import give_up
 from aiosync.schemes.spec import SchemeSpec
-from aiosync.schemes.stager import Stager
 from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, SyncEvent
-from aiosync.transports._offload import Offloader, uninterrupted
+from aiosync.transports._offload import uninterrupted
 from aiosync.transports.base import Transport
 from aiosync.transports.liveness import ProcessWatch
-from aiosync.weights.binding import Binding, bind
-from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.target import WeightTarget
 
 __all__ = ["WeightReceiver"]
-
-_pins: ContextVar[tuple[object, ...]] = ContextVar("aiosync_pins", default=())
-
-
-@dataclass(slots=True)
-class _Held:
-    """The update in hand, and how far it has come."""
-
-    update: Update
-    views: Mapping[str, Tensor] | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-    committed: bool = False
 
 
 class WeightReceiver:
@@ -78,8 +58,9 @@ class WeightReceiver:
         context: told of each update if it has ``update_policy_weights_`` (sync or async).
 
     Attributes:
-        version: the version in service, -1 before ``connect``.
-        weights: the tensors in service, name -> tensor; read only.
+        intake: the model's side of it.
+        ended: why nothing more will come, or None.
+        lost: whether the sender ended without a goodbye, or let this worker go.
     """
 
     def __init__(
@@ -96,32 +77,32 @@ class WeightReceiver:
         context: Any = None,
         events: EventSource,
     ) -> None:
-        self.spec = spec
-        self.strategy = strategy
-        self.model = model
         self.model_id = model_id
         self.worker_idx = worker_idx
-        self.version = -1
-        self.weights: Mapping[str, Tensor] = {}
         self.stats = SchemeStats()
         self.transport = transport
-        self.gate = CommitGate()
+        self.intake = Intake(spec, strategy, model, model_id, context, holds=holds)
         self.ended: str | None = None
         self.lost = False
         self._holds = holds
-        self._context = context
         self._events = events
         self._session = ReceiverSession(token, worker_idx, pid=os.getpid(), model_id=model_id)
-        self._offloader = Offloader("aiosync-receiver")
-        self._binding: Binding | None = None
-        self._stager: Stager | None = None
-        self._guard: ForwardGuard | None = None
         self._watch: ProcessWatch | None = None
-        self._held: _Held | None = None
+        self._held: Held | None = None
         self._changed = asyncio.Event()
         self._committed = asyncio.Event()
         self._looping = False
         self._closed = False
+
+    @property
+    def version(self) -> int:
+        """The version in service, -1 before ``connect``."""
+        return self.intake.version
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The tensors in service, name -> tensor; read only."""
+        return self.intake.weights
 
     # -- connect ----------------------------------------------------------------------------------
 
@@ -150,31 +131,23 @@ class WeightReceiver:
 
     async def _settle_in(self, arrived: UpdateArrived) -> None:
         assert arrived.welcome is not None
-        self._held = _Held(arrived.update)
+        self._held = Held(arrived.update)
         self.transport.start(self)
         self._watch = ProcessWatch(self._sender_pid(), self._sender_ended)
         try:
-            layout = Layout.from_wire(arrived.welcome.layout)
-            self._binding = bind(self.model, layout, self.strategy, self.spec.commit)
-            device = torch.device(str(arrived.update.payload.get("device", "cpu")))
-            self._stager = Stager(self._binding, device, copies=not self._holds)
+            device = str(arrived.update.payload.get("device", "cpu"))
+            self.intake.open(arrived.welcome.layout, device)
         except (LayoutMismatchError, ProtocolError, TypeError) as exc:
             self._refuse(exc)
             raise
         error = await self._advance()
         if error is not None:
             raise error
-        stager = self._stager
-        await self._offloader.run(lambda _: stager.reserve())
+        await self.intake.reserve()
         self._emit("connected")
 
     def _sender_pid(self) -> int:
         return self.transport.peer_pid or self._session.sender_pid
-
-    def guard_forwards(self, patience: float) -> None:
-        """Keep commits out of forward passes that run in other threads."""
-        if isinstance(self.model, nn.Module) and self._guard is None:
-            self._guard = ForwardGuard(self.gate, self.model, patience)
 
     # -- the transport's sink -----------------------------------------------------------------------
 
@@ -183,7 +156,7 @@ class WeightReceiver:
         for event in self._session.receive(frame):
             match event:
                 case UpdateArrived(update=update):
-                    self._held = _Held(update)
+                    self._held = Held(update)
                 case Aborted(joint=joint):
                     give_up(joint, "the sender called it off")
                 case Left(reason=reason, dropped=dropped):
@@ -243,7 +216,7 @@ class WeightReceiver:
             self._looping = False
 
     def _claim_loop(self) -> None:
-        if self._closed or self._stager is None:
+        if self._closed or not self.intake.ready:
             raise NotConnectedError("connect() first: this receiver is not connected")
         if self._looping:
             raise NotConnectedError("the receiver loop runs already; one is enough")
@@ -261,7 +234,7 @@ class WeightReceiver:
         Raises:
             WorkerLostError: the sender has gone, and nothing more will come.
         """
-        if self._closed or self._stager is None:
+        if self._closed or not self.intake.ready:
             raise NotConnectedError("connect() first: this receiver is not connected")
         before = self.version
         try:
@@ -300,89 +273,27 @@ class WeightReceiver:
             return None
         try:
             if held.views is None:
-                await self._stage(held)
-            await self._commit(held)
+                await self.intake.stage(held)
+            await self.intake.commit(held, self._say_staged)
         except Exception as exc:  # noqa: BLE001 - travels to the sender as a refusal
             self._refuse(exc)
             return exc
         self._answer(held)
         return None
 
-    async def _stage(self, held: _Held) -> None:
-        stager, binding = self._stager, self._binding
-        assert stager is not None and binding is not None
-        started = time.perf_counter()
-        if stager.is_quick(held.update):
-            views = stager.stage(held.update)
-        else:
-            views = await self._offloader.run(lambda _: stager.stage(held.update))
-        binding.check(views)
-        await cascade(self._context, self.model_id, self.strategy, views)
-        held.views = views
-        held.seconds["stage"] = time.perf_counter() - started
+    def _say_staged(self) -> None:
+        self._session.staged(copied=not self._holds)
+        self.transport.flush(self._session)
 
-    async def _commit(self, held: _Held) -> None:
-        if held.committed:
-            return
-        started = time.perf_counter()
-        joint = held.update.joint
-        job: CommitJob | JointPart
-        if joint is None:
-            job = submit([self.gate], lambda: self._commit_alone(held))
-        else:
-            job = join(joint, self.gate, lambda: self._committing(held))
-        if not job.done.done():
-            self._session.staged(copied=not self._holds)
-            self.transport.flush(self._session)
-            try:
-                await asyncio.shield(asyncio.wrap_future(job.done))
-            except asyncio.CancelledError:
-                if isinstance(job, CommitJob):
-                    job.withdraw()
-                elif joint is not None:
-                    give_up(joint.id, "the receiver was cancelled")
-                if held.committed:
-                    self._answer(held)
-                raise
-        error = job.done.exception()
-        if error is not None:
-            raise error
-        held.seconds["wait"] = time.perf_counter() - started - held.seconds.get("commit", 0.0)
-
-    def _commit_alone(self, held: _Held) -> None:
-        with self._committing(held):
-            pass
-
-    @contextmanager
-    def _committing(self, held: _Held) -> Iterator[None]:
-        """The commit itself. Runs in whatever thread freed the gate, nobody reading meanwhile."""
-        binding, views = self._binding, held.views
-        assert binding is not None and views is not None
-        started = time.perf_counter()
-        update = held.update
-        names = update.names if update.base == self.version else None
-        before = self.version, self.weights
-        try:
-            with binding.committing(views, names, reversible=update.joint is not None):
-                self.version, self.weights = update.version, views
-                yield
-        except BaseException:
-            self.version, self.weights = before
-            raise
-        held.committed = True
-        held.seconds["commit"] = time.perf_counter() - started
-
-    def _answer(self, held: _Held) -> None:
-        """The held update is in service: say so."""
+    def _answer(self, held: Held) -> None:
+        """The held update, or a newer version, is in service: say so."""
         self._held = None
         if held.committed:
-            assert self._stager is not None
-            self._stager.committed()
             stats = self.stats
             stats.updates += 1
-            stats.nbytes += self._binding.layout.nbytes if self._binding else 0
-            stats.skipped += max(0, held.update.version - max(held.update.base, 0) - 1)
-            stats.memory = self._stager.nbytes
+            stats.nbytes += self.intake.nbytes
+            stats.skipped += max(0, held.update.version - self._session.version - 1)
+            stats.memory = self.intake.memory
             stats.add_phases(held.seconds)
         self._session.applied(self.version, held.seconds)
         self.transport.flush(self._session)
@@ -400,26 +311,6 @@ class WeightReceiver:
         self.transport.flush(self._session)
         self._committed.set()
         self._emit("failed", message=str(error))
-
-    # -- readers --------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def pinned(self, deadline: Deadline) -> AsyncIterator[int]:
-        """Keep the version that is in service for the length of the body; gives its number.
-
-        Raises:
-            SyncTimeoutError: a commit waited for other readers until the deadline.
-        """
-        chain = _pins.get()
-        # A body inside a body of the same task is the same reader: it would wait for itself.
-        reader = next((pin for pin in chain if self.gate.reads(pin)), None) or object()
-        await self.gate.enter(reader, deadline)
-        reset = _pins.set((*chain, reader))
-        try:
-            yield self.version
-        finally:
-            _pins.reset(reset)
-            self.gate.leave(reader)
 
     # -- close --------------------------------------------------------------------------------------
 
@@ -439,20 +330,12 @@ class WeightReceiver:
     async def _close(self) -> None:
         if self._held is not None and self._held.update.joint is not None:
             give_up(self._held.update.joint.id, "the receiver has closed")
-        if self._guard is not None:
-            self._guard.remove()
         if self._watch is not None:
             self._watch.close()
-        binding = self._binding
-        if binding is not None and self._holds and (self.ended is None or self.lost):
-            # The sender goes on and will write into what the parameters view.
-            await self._offloader.run(lambda _: binding.detach())
+        await self.intake.close(detach=self.ended is None or self.lost)
         self._session.close("the worker has closed")
         self.transport.flush(self._session)
         await self.transport.aclose()
-        if self._stager is not None:
-            self._stager.close()
-        self._offloader.close()
         self._changed.set()
         self._committed.set()
         self._emit("closed")
@@ -463,7 +346,12 @@ class WeightReceiver:
         if self._events.heard:
             self._events.emit(
                 SyncEvent(
-                    kind, self.model_id, self.version, self.worker_idx, seconds=seconds or {}, message=message
+                    kind,
+                    self.model_id,
+                    self.version,
+                    self.worker_idx,
+                    seconds=seconds or {},
+                    message=message,
                 )
             )
 
@@ -474,7 +362,9 @@ def _nack(version: int, error: Exception) -> Nack:
         round=-1,
         version=version,
         kind="joint" if isinstance(error, JointUpdateError) else "apply",
-        error_type=kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
+        error_type=kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}",
         message=str(error),
         traceback="".join(traceback.format_exception(error)),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from aiosync._deadline import Deadline
@@ -338,5 +338,3 @@ class Roster:
             self._events.emit(
                 SyncEvent(kind, self._model_id, version, worker, seconds=seconds or {}, message=message)
             )
-
-

@@ -95,7 +95,10 @@ def remote_error(worker: int, nack: Nack) -> AiosyncError:
     """The error that a worker's refusal stands for here."""
     if nack.kind == "layout":
         return LayoutMismatchError(
-            missing=nack.missing, unexpected=nack.unexpected, differing=nack.differing, worker=worker
+            missing=nack.missing,
+            unexpected=nack.unexpected,
+            differing=nack.differing,
+            worker=worker,
         )
     if nack.kind == "joint":
         return JointUpdateError(f"worker {worker} gave up version {nack.version}: {nack.message}")
@@ -134,7 +137,8 @@ def first_failure(reports: Iterable[WorkerReport], deadline: Deadline) -> Aiosyn
 def _timeout(late: list[WorkerReport], deadline: Deadline) -> SyncTimeoutError:
     known = [report.error for report in late if isinstance(report.error, SyncTimeoutError)]
     order: tuple[Phase, ...] = ("connect", "stage", "commit", "ack")
-    phase = min((error.phase for error in known), key=order.index, default="ack")
+    reached: list[Phase] = [error.phase for error in known]
+    phase = min(reached, key=order.index) if reached else "ack"
     version = known[0].version if known else None
     return SyncTimeoutError(
         phase, seconds=deadline.seconds, workers=[r.worker for r in late], version=version

@@ -192,9 +192,7 @@ class WeightSender:
                 workers have been updated.
         """
         async with self.exclusive(deadline):
-            prepared = await self.prepare(
-                sources, targets, strict=strict, joint=None, deadline=deadline
-            )
+            prepared = await self.prepare(sources, targets, strict=strict, joint=None, deadline=deadline)
             round_ = await self.publish(prepared, fallback=wait)
         report = await self.finish(prepared, round_, wait=wait)
         self._raise_failure(report, deadline)
@@ -272,9 +270,7 @@ class WeightSender:
         """
         return await uninterrupted(lambda gone: self._write_and_publish(prepared, gone, fallback))
 
-    async def _write_and_publish(
-        self, prepared: Prepared, gone: Callable[[], bool], fallback: bool
-    ) -> Round:
+    async def _write_and_publish(self, prepared: Prepared, gone: Callable[[], bool], fallback: bool) -> Round:
         no_way_back = any(draft.reclaimed for draft in prepared.drafts)
 
         def cancelled() -> bool:

@@ -35,9 +35,7 @@ class SchemeSpec:
         get_strategy(self.strategy)
         if self.timeout is not None:
             check_timeout(self.timeout, f"timeout={self.timeout!r}")
-        if self.cast is not None and not (
-            isinstance(self.cast, torch.dtype) and self.cast.is_floating_point
-        ):
+        if self.cast is not None and not (isinstance(self.cast, torch.dtype) and self.cast.is_floating_point):
             raise InvalidArgumentError(f"cast: expected a floating torch.dtype, got {self.cast!r}")
         _choose("commit", self.commit, get_args(CommitMode))
         _choose("on_failure", self.on_failure, get_args(OnFailure))

@@ -106,9 +106,7 @@ class Stager:
             raise ProtocolError(f"an update lies in a slot that was never announced: {exc}") from exc
 
 
-def _own_arenas(
-    binding: Binding, source: torch.device, copies: bool
-) -> dict[torch.device, Arena]:
+def _own_arenas(binding: Binding, source: torch.device, copies: bool) -> dict[torch.device, Arena]:
     """Slots of this process, one arena per device, for the entries that cannot be viewed as they are."""
     wanted: dict[torch.device, list[tuple[str, tuple[int, ...], torch.dtype]]] = {}
     viewed = binding.viewed()
@@ -119,9 +117,7 @@ def _own_arenas(
         dtype = entry.dtype if target is None else target.dtype
         if copies or dtype != entry.dtype or device != source:
             wanted.setdefault(device, []).append((entry.name, entry.shape, dtype))
-    return {
-        device: Arena(Layout(specs), _allocator(device), max_slots=2) for device, specs in wanted.items()
-    }
+    return {device: Arena(Layout(specs), _allocator(device), max_slots=2) for device, specs in wanted.items()}
 
 
 def _allocator(device: torch.device) -> Any:

@@ -7,7 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-__all__ = ["EventHook", "EventKind", "EventSource", "PhaseStats", "SchemeStats", "SyncEvent", "logger"]
+__all__ = [
+    "EventHook",
+    "EventKind",
+    "EventSource",
+    "PhaseStats",
+    "SchemeStats",
+    "SyncEvent",
+    "logger",
+]
 
 logger = logging.getLogger("aiosync")
 
@@ -125,5 +133,5 @@ class EventSource:
         for hook in list(self._hooks):
             try:
                 hook(event)
-            except Exception:  # noqa: BLE001 - an observer's fault must not fail the update observed
+            except Exception:  # an observer's fault must not fail the update observed
                 logger.exception("an event hook raised for %s", event.kind)

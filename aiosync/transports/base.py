@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from aiosync._deadline import Deadline
 from aiosync.errors import FrameError, ProtocolError, SyncTimeoutError, WorkerLostError
@@ -24,8 +24,6 @@ from aiosync.protocol.session import Greeted, ReceiverSession, SenderSession, Up
 
 __all__ = ["Listener", "Sink", "Transport"]
 
-F = TypeVar("F")
-
 
 class Listener(ABC):
     """Where workers connect. Made with ``init_on_sender``, so that no worker can come too early.
@@ -42,6 +40,7 @@ class Listener(ABC):
 
     async def replace(self, ended: Transport) -> None:
         """``ended`` is closed: make room for its worker to come back, where that takes something."""
+        return
 
     @abstractmethod
     def forget(self) -> None:
@@ -182,7 +181,10 @@ class Transport(ABC):
             WorkerLostError: the peer has gone.
             ProtocolError: something else came.
         """
-        return _expect(await self.receive(Deadline.after(timeout)), (Ack, Nack))
+        frame = await self.receive(Deadline.after(timeout))
+        if isinstance(frame, Ack | Nack):
+            return frame
+        raise ProtocolError(f"expected an answer to an update, got {type(frame).__name__}")
 
     async def receive_weights(self, timeout: float) -> Update | None:
         """The next update (inbox mode), or None if none came within ``timeout`` seconds.
@@ -192,9 +194,12 @@ class Transport(ABC):
             ProtocolError: something else came.
         """
         try:
-            return _expect(await self.receive(Deadline.after(timeout)), (Update,))
+            frame = await self.receive(Deadline.after(timeout))
         except SyncTimeoutError:
             return None
+        if isinstance(frame, Update):
+            return frame
+        raise ProtocolError(f"expected an update, got {type(frame).__name__}")
 
     async def send_ack(self, answer: Ack | Nack) -> None:
         """Answer an update."""
@@ -275,10 +280,3 @@ class Transport(ABC):
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def _expect(frame: Frame, kinds: tuple[type[F], ...]) -> F:
-    if isinstance(frame, kinds):
-        return frame
-    wanted = " or ".join(kind.__name__ for kind in kinds)
-    raise ProtocolError(f"expected {wanted}, got {type(frame).__name__}")

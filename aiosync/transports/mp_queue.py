@@ -185,7 +185,9 @@ class PipeTransport(Transport):
     """
 
     def __init__(
-        self, connection: Connection[Any, Any], on_other_message: Callable[[Any], None] | None = None
+        self,
+        connection: Connection[Any, Any],
+        on_other_message: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__()
         self._connection = connection
@@ -309,5 +311,6 @@ def _ioctl_int(fd: int, request: int) -> int:
 def _refuse_if_full(room: int, needed: int) -> None:
     if needed > room:
         raise OSError(
-            errno.ENOBUFS, f"a frame of {needed} bytes does not fit: {room} bytes free, the peer does not read"
+            errno.ENOBUFS,
+            f"a frame of {needed} bytes does not fit: {room} bytes free, the peer does not read",
         )

@@ -17,7 +17,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from aiosync._deadline import Deadline
 from aiosync.errors import WorkerLostError
@@ -35,8 +35,8 @@ class _Protocol(asyncio.Protocol):
         self._owner = owner
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._owner._opened(transport)
+        # uvloop's transports have the methods without the base class.
+        self._owner._opened(cast(asyncio.Transport, transport))
 
     def data_received(self, data: bytes) -> None:
         self._owner._feed(data)

@@ -21,7 +21,13 @@ from aiosync.weights.flatten import optional_names
 from aiosync.weights.layout import Layout
 from aiosync.weights.names import is_extra_state
 from aiosync.weights.strategy import WeightStrategy
-from aiosync.weights.target import WeightTarget, overlaps_itself, receiver_slots, receiver_tensors, write
+from aiosync.weights.target import (
+    WeightTarget,
+    overlaps_itself,
+    receiver_slots,
+    receiver_tensors,
+    write,
+)
 from aiosync.weights.ties import check_tied
 
 __all__ = ["Binding", "CommitMode", "bind"]
@@ -76,9 +82,7 @@ class Binding:
             return
         given = {name: view for name, view in views.items() if names is None or name in names}
         before = [
-            (slot, slot.tensor.clone())
-            for slot in receiver_slots(self.model)
-            if not slot.tensor.is_meta
+            (slot, slot.tensor.clone()) for slot in receiver_slots(self.model) if not slot.tensor.is_meta
         ]
         try:
             self._apply(given)
@@ -108,9 +112,7 @@ class ModuleBinding(Binding):
         mode: ``flip`` or ``copy``, for the parameters.
     """
 
-    def __init__(
-        self, model: nn.Module, layout: Layout, strategy: WeightStrategy, mode: CommitMode
-    ) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, strategy: WeightStrategy, mode: CommitMode) -> None:
         super().__init__(model, layout, strategy)
         self._module = model
         self._mode = mode
@@ -180,9 +182,7 @@ class ModuleBinding(Binding):
                 parameter.data = parameter.data.clone()
 
 
-def bind(
-    model: WeightTarget | None, layout: Layout, strategy: WeightStrategy, mode: CommitMode
-) -> Binding:
+def bind(model: WeightTarget | None, layout: Layout, strategy: WeightStrategy, mode: CommitMode) -> Binding:
     """Bind ``model`` to the sender's ``layout``.
 
     Raises:

@@ -20,16 +20,14 @@ def nbytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def copy_pairs(
-    pairs: Iterable[tuple[Tensor, Tensor]], cancelled: Callable[[], bool] = lambda: False
-) -> bool:
+def copy_pairs(pairs: Iterable[tuple[Tensor, Tensor]], cancelled: Callable[[], bool] = lambda: False) -> bool:
     """Copy each second tensor into the first, converting dtype and device; returns whether it finished.
 
     Args:
         pairs: (destination, source) of equal shapes.
         cancelled: asked before each piece of some tens of megabytes; true ends the copy there.
     """
-    devices = set()
+    devices: set[torch.device] = set()
     with torch.no_grad():
         for batch in _batches(pairs):
             if cancelled():

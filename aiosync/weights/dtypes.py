@@ -15,16 +15,12 @@ _NAMES = (
 )  # fmt: skip
 
 # The newest of these are missing from older torch releases.
-BY_NAME: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in _NAMES if hasattr(torch, name)
-}
+BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES if hasattr(torch, name)}
 """Every dtype that can travel, by its name without ``torch.``."""
 
 # Two values share a byte in float4_e2m1fn_x2, and torch converts it from and to nothing.
 FLOATING: frozenset[torch.dtype] = frozenset(
-    dtype
-    for name, dtype in BY_NAME.items()
-    if dtype.is_floating_point and not name.startswith("float4")
+    dtype for name, dtype in BY_NAME.items() if dtype.is_floating_point and not name.startswith("float4")
 )
 """The floating dtypes that torch converts into one another."""
 

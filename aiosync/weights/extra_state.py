@@ -45,9 +45,7 @@ def _leaves(root: str, path: _Path, state: object) -> Iterator[tuple[_Path, obje
     if isinstance(state, Mapping | TensorDictBase):
         for key, value in state.items():
             if not isinstance(key, str):
-                raise UnsupportedTensorError(
-                    ".".join((root, *path)), f"its key {key!r} is not a string"
-                )
+                raise UnsupportedTensorError(".".join((root, *path)), f"its key {key!r} is not a string")
             yield from _leaves(root, (*path, key), value)
     else:
         yield path, state

@@ -146,9 +146,7 @@ class Layout:
     def signature(self) -> str:
         """A hex digest of all names, shapes and dtypes, the same whatever the order or the ties."""
         if self._signature is None:
-            rows = sorted(
-                (name, list(e.shape), dtype_name(e.dtype)) for name, e in self._index.items()
-            )
+            rows = sorted((name, list(e.shape), dtype_name(e.dtype)) for name, e in self._index.items())
             text = json.dumps(rows, separators=(",", ":"))
             self._signature = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         return self._signature
@@ -224,9 +222,7 @@ class Layout:
             out[alias] = out[name]
         return out
 
-    def fit(
-        self, tensors: Mapping[str, Tensor], *, strict: bool = True
-    ) -> list[tuple[str, Tensor]]:
+    def fit(self, tensors: Mapping[str, Tensor], *, strict: bool = True) -> list[tuple[str, Tensor]]:
         """Check a source on the sender; return ``(entry name, tensor)`` in buffer order.
 
         Shapes must be equal; a floating dtype may differ (the copy converts), any other may not.
@@ -314,9 +310,7 @@ class Layout:
             elif want[0] != entry.shape or not convertible(entry.dtype, want[1]):
                 differing[name] = (spelled(want[1], want[0]), entry.describe())
         missing = [
-            name
-            for name in mine
-            if strict and name not in self._index and lenient.isdisjoint(_keys(name))
+            name for name in mine if strict and name not in self._index and lenient.isdisjoint(_keys(name))
         ]
         if missing or unexpected or differing:
             raise LayoutMismatchError(missing=missing, unexpected=unexpected, differing=differing)
@@ -342,8 +336,7 @@ class Layout:
         """
         return {
             "entries": [
-                [e.name, dtype_name(e.dtype), list(e.shape), e.offset, e.nbytes]
-                for e in self.entries
+                [e.name, dtype_name(e.dtype), list(e.shape), e.offset, e.nbytes] for e in self.entries
             ],
             "aliases": [[alias, name] for alias, name in self.aliases.items()],
             "nbytes": self.nbytes,

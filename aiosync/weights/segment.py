@@ -39,7 +39,10 @@ class Segment:
     """
 
     def __init__(
-        self, buffer: Tensor, handle: dict[str, Any] | None = None, release: Callable[[], None] | None = None
+        self,
+        buffer: Tensor,
+        handle: dict[str, Any] | None = None,
+        release: Callable[[], None] | None = None,
     ) -> None:
         self.buffer = buffer
         self.handle = handle
@@ -102,7 +105,13 @@ class Segment:
         """
         try:
             match handle:
-                case {"kind": "memfd", "pid": int(pid), "fd": int(fd), "inode": int(inode), "nbytes": int(n)}:
+                case {
+                    "kind": "memfd",
+                    "pid": int(pid),
+                    "fd": int(fd),
+                    "inode": int(inode),
+                    "nbytes": int(n),
+                }:
                     return cls(_map_existing(f"/proc/{pid}/fd/{fd}", n, inode), handle)
                 case {"kind": "file", "path": str(path), "inode": int(inode), "nbytes": int(n)}:
                     return cls(_map_existing(path, n, inode), handle)

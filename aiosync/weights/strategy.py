@@ -102,11 +102,7 @@ class WeightStrategy:
             values = _placeable(values, slots)
             module = None
         _check(values, slots, optional_names(module), strict=strict)
-        extra = (
-            nullcontext()
-            if module is None
-            else applying_extra_state(module, values, merge=not strict)
-        )
+        extra = nullcontext() if module is None else applying_extra_state(module, values, merge=not strict)
         with extra:
             pairs = [(slots[name], value) for name, value in values.items() if name in slots]
             write(pairs, inplace=inplace)

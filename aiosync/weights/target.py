@@ -72,8 +72,7 @@ def receiver_slots(destination: WeightTarget) -> list[Slot]:
         slots = list(_module_slots(destination))
     else:
         raise InvalidArgumentError(
-            "weights apply to an nn.Module, a TensorDict or a dict, "
-            f"not to {type(destination).__qualname__}"
+            f"weights apply to an nn.Module, a TensorDict or a dict, not to {type(destination).__qualname__}"
         )
     for slot in slots:
         check_dense(slot.name, slot.tensor)
@@ -190,9 +189,7 @@ def _materialize(slots: list[Slot], fresh: Tensor) -> None:
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether several elements share memory, as in an expanded tensor."""
-    return any(
-        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _unaliased(copies: list[tuple[Tensor, Tensor]]) -> list[Tensor]:

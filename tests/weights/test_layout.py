@@ -274,9 +274,7 @@ def test_check_receiver_expects_what_the_receiver_has() -> None:
 def test_extra_state_is_for_the_receiving_module_to_judge() -> None:
     sent = Layout.of({"net.__extra_state__.mean": torch.ones(2)})
     sent.check_receiver({}, optional={"net.__extra_state__"})
-    Layout.of({}).check_receiver(
-        {"net.__extra_state__.var": torch.ones(1)}, optional={"net.__extra_state__"}
-    )
+    Layout.of({}).check_receiver({"net.__extra_state__.var": torch.ones(1)}, optional={"net.__extra_state__"})
     with pytest.raises(LayoutMismatchError):
         sent.check_receiver({}, optional={"other.__extra_state__"})
 

@@ -11,12 +11,7 @@ from aiosync.errors import ProtocolError
 from aiosync.weights import Layout
 
 junk: st.SearchStrategy[Any] = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=5)
-    | st.binary(max_size=5),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=5)
         | st.dictionaries(st.sampled_from(["entries", "aliases", "nbytes", "x"]), inner, max_size=4)

@@ -1,0 +1,233 @@
+"""Taking an update into the model: stage it, then commit it when nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aiosync._deadline import Deadline
+from aiosync.protocol.frames import Update
+from aiosync.schemes.cascade import cascade
+from aiosync.schemes.gate import CommitGate, CommitJob, ForwardGuard, submit
+from aiosync.schemes.joint import JointPart, give_up, join
+from aiosync.schemes.spec import SchemeSpec
+from aiosync.schemes.stager import Stager
+from aiosync.transports._offload import Offloader
+from aiosync.weights.binding import Binding, bind
+from aiosync.weights.layout import Layout
+from aiosync.weights.strategy import WeightStrategy
+from aiosync.weights.target import WeightTarget
+
+__all__ = ["Held", "Intake"]
+
+_pins: ContextVar[tuple[object, ...]] = ContextVar("aiosync_pins", default=())
+
+
+@dataclass(slots=True)
+class Held:
+    """An update in hand, and how far it has come."""
+
+    update: Update
+    views: Mapping[str, Tensor] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    committed: bool = False
+
+
+class Intake:
+    """One receiving model.
+
+    Args:
+        spec: the scheme's options.
+        strategy: how weights are applied.
+        model: where they go; None if they are only to be looked at.
+        model_id: its name.
+        context: told of each update if it has ``update_policy_weights_``.
+        holds: whether the sender's memory may be viewed while a version is in service.
+
+    Attributes:
+        version: the version in service, -1 before the first.
+        weights: the tensors in service, name -> tensor.
+        gate: keeps commits out while somebody reads.
+    """
+
+    def __init__(
+        self,
+        spec: SchemeSpec,
+        strategy: WeightStrategy,
+        model: WeightTarget | None,
+        model_id: str | None,
+        context: Any,
+        *,
+        holds: bool,
+    ) -> None:
+        self.model = model
+        self.version = -1
+        self.weights: Mapping[str, Tensor] = {}
+        self.gate = CommitGate()
+        self._spec = spec
+        self._strategy = strategy
+        self._model_id = model_id
+        self._context = context
+        self._holds = holds
+        self._offloader = Offloader("aiosync-receiver")
+        self._binding: Binding | None = None
+        self._stager: Stager | None = None
+        self._guard: ForwardGuard | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`open` has succeeded."""
+        return self._stager is not None
+
+    @property
+    def memory(self) -> int:
+        """Bytes taken for staging in this process."""
+        return self._stager.nbytes if self._stager else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one version."""
+        return self._binding.layout.nbytes if self._binding else 0
+
+    def open(self, wire_layout: object, device: str) -> None:
+        """Bind the model to the sender's layout.
+
+        Raises:
+            LayoutMismatchError: they do not fit.
+            ProtocolError: the layout is malformed.
+            UnsupportedTensorError: the model has a tensor that cannot be received into.
+        """
+        binding = bind(self.model, Layout.from_wire(wire_layout), self._strategy, self._spec.commit)
+        self._stager = Stager(binding, torch.device(device), copies=not self._holds)
+        self._binding = binding
+
+    async def reserve(self) -> None:
+        """Take all memory that will be needed, so that later updates run into warm pages."""
+        stager = self._stager
+        assert stager is not None
+        await self._offloader.run(lambda _: stager.reserve())
+
+    def guard_forwards(self, patience: float) -> None:
+        """Keep commits out of forward passes that run in other threads."""
+        if isinstance(self.model, nn.Module) and self._guard is None:
+            self._guard = ForwardGuard(self.gate, self.model, patience)
+
+    async def stage(self, held: Held) -> None:
+        """Bring the bytes to where a commit can use them, off the loop where that takes long.
+
+        Raises:
+            Exception: what mapping, checking or the context raises; ``held`` is as it was.
+        """
+        stager, binding = self._stager, self._binding
+        assert stager is not None and binding is not None
+        started = time.perf_counter()
+        if stager.is_quick(held.update):
+            views = stager.stage(held.update)
+        else:
+            views = await self._offloader.run(lambda _: stager.stage(held.update))
+        binding.check(views)
+        await cascade(self._context, self._model_id, self._strategy, views)
+        held.views = views
+        held.seconds["stage"] = time.perf_counter() - started
+
+    async def commit(self, held: Held, on_wait: Callable[[], None]) -> None:
+        """Put a staged update in service; ``on_wait`` is called if readers hold that up.
+
+        Raises:
+            Exception: what the model raises; the version before is in service, whole.
+            CancelledError: the commit was withdrawn, unless ``held.committed`` says otherwise.
+        """
+        started = time.perf_counter()
+        joint = held.update.joint
+        job: CommitJob | JointPart
+        if joint is None:
+            job = submit([self.gate], lambda: self._commit_alone(held))
+        else:
+            job = join(joint, self.gate, lambda: self._committing(held))
+        if not job.done.done():
+            on_wait()
+            try:
+                await asyncio.shield(asyncio.wrap_future(job.done))
+            except asyncio.CancelledError:
+                if isinstance(job, CommitJob):
+                    job.withdraw()
+                elif joint is not None:
+                    give_up(joint.id, "the receiver was cancelled")
+                if held.committed:
+                    self._committed()
+                raise
+        error = job.done.exception()
+        if error is not None:
+            raise error
+        held.seconds["wait"] = time.perf_counter() - started - held.seconds.get("commit", 0.0)
+        self._committed()
+
+    def _committed(self) -> None:
+        assert self._stager is not None
+        self._stager.committed()
+
+    def _commit_alone(self, held: Held) -> None:
+        with self._committing(held):
+            pass
+
+    @contextmanager
+    def _committing(self, held: Held) -> Iterator[None]:
+        """The commit itself. Runs in whatever thread freed the gate, nobody reading meanwhile."""
+        binding, views = self._binding, held.views
+        assert binding is not None and views is not None
+        started = time.perf_counter()
+        update = held.update
+        names = update.names if update.base == self.version else None
+        before = self.version, self.weights
+        try:
+            with binding.committing(views, names, reversible=update.joint is not None):
+                self.version, self.weights = update.version, views
+                yield
+        except BaseException:
+            self.version, self.weights = before
+            raise
+        held.committed = True
+        held.seconds["commit"] = time.perf_counter() - started
+
+    @asynccontextmanager
+    async def pinned(self, deadline: Deadline) -> AsyncIterator[int]:
+        """Keep the version that is in service for the length of the body; gives its number.
+
+        Raises:
+            SyncTimeoutError: a commit waited for other readers until the deadline.
+        """
+        chain = _pins.get()
+        # A body inside a body of the same task is the same reader: it would wait for itself.
+        reader = next((pin for pin in chain if self.gate.reads(pin)), None) or object()
+        await self.gate.enter(reader, deadline)
+        reset = _pins.set((*chain, reader))
+        try:
+            yield self.version
+        finally:
+            _pins.reset(reset)
+            self.gate.leave(reader)
+
+    async def close(self, *, detach: bool) -> None:
+        """Let go of everything; the model keeps its version.
+
+        Args:
+            detach: the sender goes on, and will write into what the parameters view: give them memory
+                of their own.
+        """
+        if self._guard is not None:
+            self._guard.remove()
+        binding = self._binding
+        if binding is not None and detach and self._holds:
+            await self._offloader.run(lambda _: binding.detach())
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+        self._offloader.close()

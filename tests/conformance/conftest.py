@@ -1,0 +1,37 @@
+"""The conformance suite runs every test on both event loops, over every scheme."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import uvloop
+
+from tests.kit.cases import SCHEMES, SchemeCase
+
+LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
+    "asyncio": asyncio.new_event_loop,
+    "uvloop": uvloop.new_event_loop,
+}
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """asyncio and uvloop."""
+    return LOOPS
+
+
+@pytest.fixture(params=SCHEMES, ids=lambda case: case.name)
+def case(request: pytest.FixtureRequest) -> SchemeCase:
+    """Every scheme, with sender and workers wherever they can be."""
+    found: SchemeCase = request.param
+    return found
+
+
+@pytest.fixture(params=[c for c in SCHEMES if c.processes], ids=lambda case: case.name)
+def process_case(request: pytest.FixtureRequest) -> SchemeCase:
+    """Every scheme whose workers can be processes of their own."""
+    found: SchemeCase = request.param
+    return found

@@ -1,0 +1,78 @@
+"""The schemes under test. A new one joins the conformance suite by a line in :data:`SCHEMES`."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from aiosync import MultiProcessWeightSyncScheme, WeightSyncScheme
+
+__all__ = ["SCHEMES", "Recipe", "SchemeCase"]
+
+
+@dataclass
+class Recipe:
+    """A scheme, and what each worker's ``init_on_receiver`` is given besides.
+
+    Attributes:
+        scheme: not initialised yet.
+        receiver_arguments: worker -> keyword arguments.
+        owned: what the test closes when all is over.
+    """
+
+    scheme: WeightSyncScheme
+    receiver_arguments: dict[int, dict[str, Any]] = field(default_factory=dict)
+    owned: list[Connection[Any, Any]] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Close what the scheme was lent."""
+        for connection in self.owned:
+            connection.close()
+
+
+Build = Callable[[int, dict[str, Any]], Recipe]
+
+
+@dataclass(frozen=True)
+class SchemeCase:
+    """One scheme under test.
+
+    Attributes:
+        name: in the tests' ids.
+        build: takes the number of workers and the scheme's options.
+        processes: whether workers can be other processes.
+        views: whether workers view the sender's memory (so they share it).
+        rejoins: whether an endpoint of a living process can connect a second time.
+        respawns: whether a new process can take a dead worker's place.
+    """
+
+    name: str
+    build: Build
+    processes: bool = True
+    views: bool = False
+    rejoins: bool = True
+    respawns: bool = True
+
+
+def named(backend: str) -> Build:
+    """A scheme that needs nothing but its name."""
+    return lambda workers, options: Recipe(WeightSyncScheme.from_backend(backend, **options))
+
+
+def _over_pipes(workers: int, options: dict[str, Any]) -> Recipe:
+    ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(workers)), strict=True)
+    scheme = MultiProcessWeightSyncScheme(pipes=list(ours), **options)
+    return Recipe(scheme, {w: {"pipe": end} for w, end in enumerate(theirs)}, [*ours, *theirs])
+
+
+SCHEMES = [
+    SchemeCase("shared", named("shared"), views=True),
+    # Queues can only be inherited, so a worker that left in order cannot be given new ones.
+    SchemeCase("process", named("process"), rejoins=False),
+    # The pipe is the caller's: one that has broken with its process cannot be mended.
+    SchemeCase("process-pipes", _over_pipes, respawns=False),
+    SchemeCase("memory", named("memory"), processes=False),
+]
