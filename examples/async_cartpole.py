@@ -28,8 +28,8 @@ from torch.distributions import Categorical
 from aiosync import WeightSyncScheme, WorkerLostError
 from aiosync._demo import DemoReport, worker_processes
 
-ENVS, STEPS = 4, 64  # a rollout is 4 environments played side by side for 64 steps
-EPOCHS, MINIBATCH, LEARNING_RATE = 4, 128, 5e-4
+ENVS, STEPS = 8, 64  # a rollout is 8 environments played side by side for 64 steps
+EPOCHS, MINIBATCH, LEARNING_RATE = 4, 128, 3e-4
 GAMMA, LAMBDA, CLIP = 0.98, 0.9, 0.2
 EVALUATE_EVERY, EPISODES, SOLVED = 10, 20, 475.0
 SPAWN = multiprocessing.get_context("spawn")

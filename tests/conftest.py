@@ -1,4 +1,4 @@
-"""Fixtures for all tests: the server that workers are forked from, and the leak check."""
+"""For all tests: the server that workers are forked from, and the leak check."""
 
 from __future__ import annotations
 
@@ -16,17 +16,44 @@ from tests.kit.processes import warm_up
 CHECKED = ("tests.conformance", "tests.transports", "tests.schemes", "tests.protocol", "tests.sync")
 """Packages whose every test is checked for leaks."""
 
+_before: pytest.StashKey[Snapshot] = pytest.StashKey()
+_warm: pytest.StashKey[bool] = pytest.StashKey()
+
 
 async def _nothing() -> None:
     await asyncio.sleep(0)
 
 
-@pytest.fixture(scope="session")
-def warm() -> None:
+def _warm_up_once(config: pytest.Config) -> None:
     """What is made once per process is made before anything is counted."""
-    warm_up()
-    asyncio.run(_nothing())
-    uvloop.run(_nothing())
+    if not config.stash.get(_warm, False):
+        config.stash[_warm] = True
+        warm_up()
+        asyncio.run(_nothing())
+        uvloop.run(_nothing())
+        # Collecting is quick from here on: what was imported is not looked through each time.
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Count before any fixture is made."""
+    if item.nodeid.replace("/", ".").startswith(CHECKED):
+        _warm_up_once(item.config)
+        gc.collect()
+        item.stash[_before] = Snapshot.take()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Count again when every fixture is gone, the event loop too."""
+    yield
+    before = item.stash.get(_before, None)
+    if before is not None:
+        left = before.left_since()
+        assert not left, f"left behind: {left}"
 
 
 @pytest.fixture
@@ -36,24 +63,14 @@ async def no_task_left() -> AsyncIterator[None]:
     yield
     left = {task for task in asyncio.all_tasks() - before if task is not asyncio.current_task()}
     if left:
-        # What is about to end has one turn of the loop to do so.
-        await asyncio.wait(left, timeout=0.05)
+        # What is about to end has a moment to do so.
+        await asyncio.wait(left, timeout=0.1)
     left = {task for task in left if not task.done()}
     assert not left, f"tasks left behind: {left}"
 
 
 @pytest.fixture(autouse=True)
-def no_leak(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Threads, descriptors, children, shared memory and tasks are back where they were."""
-    module = request.module.__name__
-    if not module.startswith(CHECKED):
-        yield
-        return
-    request.getfixturevalue("warm")
-    gc.collect()
-    before = Snapshot.take()
-    if inspect.iscoroutinefunction(request.function):
+def _checked(request: pytest.FixtureRequest) -> None:
+    function = getattr(request.node, "function", None)
+    if request.node.nodeid.replace("/", ".").startswith(CHECKED) and inspect.iscoroutinefunction(function):
         request.getfixturevalue("no_task_left")
-    yield
-    left = before.left_since()
-    assert not left, f"left behind: {left}"

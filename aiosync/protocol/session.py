@@ -290,7 +290,8 @@ class ReceiverState(enum.Enum):
 
 
 class ReceiverSession(_Session):
-    """The worker's side. It asks for the next update as soon as it has answered for the last one.
+    """The worker's side. It asks for the next update when it has answered for the last one and is
+    :attr:`wanting`: so what it gets is the newest by then.
 
     Args:
         token: the secret that both sides hold.
@@ -309,6 +310,7 @@ class ReceiverSession(_Session):
         self._nonce = os.urandom(_NONCE_SIZE)
         self._round = -1
         self._notified = False
+        self._wanting = False
         self._outgoing.append(
             f.Hello(
                 protocol=f.PROTOCOL_VERSION,
@@ -339,7 +341,7 @@ class ReceiverSession(_Session):
                 return [UpdateArrived(frame.update, frame)]
             case ((ReceiverState.IDLE | ReceiverState.HOLDING), f.Notify()):
                 self._notified = True
-                self._fetch_if_idle()
+                self._fetch_if_wanted()
                 return []
             case ReceiverState.FETCHING, f.Update():
                 self._hold(frame)
@@ -353,6 +355,16 @@ class ReceiverSession(_Session):
                 raise ProtocolError(
                     f"a {type(frame).__name__} frame may not come in state {self.state.value}"
                 )
+
+    @property
+    def wanting(self) -> bool:
+        """Whether the next update may be asked for; goes back to false when it is."""
+        return self._wanting
+
+    @wanting.setter
+    def wanting(self, value: bool) -> None:
+        self._wanting = value
+        self._fetch_if_wanted()
 
     def staged(self, *, copied: bool) -> None:
         """The held update waits for its moment; ``copied``: the sender's memory is not needed any more."""
@@ -394,10 +406,9 @@ class ReceiverSession(_Session):
             return  # the sender has gone, or let this worker go, while the update was being applied
         self._outgoing.append(frame)
         self.state = ReceiverState.IDLE
-        self._fetch_if_idle()
 
-    def _fetch_if_idle(self) -> None:
-        if self._notified and self.state is ReceiverState.IDLE:
-            self._notified = False
+    def _fetch_if_wanted(self) -> None:
+        if self._notified and self._wanting and self.state is ReceiverState.IDLE:
+            self._notified = self._wanting = False
             self.state = ReceiverState.FETCHING
             self._outgoing.append(f.Fetch())

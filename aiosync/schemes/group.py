@@ -8,6 +8,10 @@ Who may still read a slot is written into its holders:
 ``("fallback", round)`` it is what the newest replaced, as long as all workers may yet refuse the newest
 ``WRITER``              it is being written
 ``("orphan", pid)``     a process that lost its channel but still runs may be computing with it
+
+Where every slot is held and the sender is not to wait, a version is *spilled*: written into memory of
+this process alone, over the version spilled before it if that is still there. It moves into a slot as
+soon as one is free. So a sender that does not wait never does, and nothing queues up.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from aiosync.errors import SyncTimeoutError
 from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Arena, Slot
 from aiosync.weights.copying import INLINE_LIMIT, copy_pairs
+from aiosync.weights.segment import Segment
 
 __all__ = ["Draft", "Published", "WeightGroup"]
 
@@ -50,6 +55,7 @@ class Draft:
         pairs: (destination, source) tensors.
         reclaimed: the slot holds a version that was published and not fetched: from the first byte
             written there is no way back, so this write goes through even if its caller is cancelled.
+        spilled: the slot is not one that workers can read.
     """
 
     group: WeightGroup
@@ -57,6 +63,7 @@ class Draft:
     pairs: list[tuple[Tensor, Tensor]]
     names: tuple[str, ...] | None
     reclaimed: bool
+    spilled: bool = False
 
 
 class WeightGroup:
@@ -67,6 +74,11 @@ class WeightGroup:
         device: where the copy lies.
         arena: its slots.
         offloader: the thread that copies.
+
+    Attributes:
+        latest: the newest version in a slot.
+        spill: a newer version that waits for a slot.
+        spill_targets: the workers that it is for.
     """
 
     def __init__(
@@ -76,6 +88,9 @@ class WeightGroup:
         self.device = device
         self.arena = arena
         self.latest: Published | None = None
+        self.spill: Published | None = None
+        self.spill_targets: set[int] = set()
+        self._spill_slot: Slot | None = None
         self._offloader = offloader
         self._freed = asyncio.Event()
 
@@ -92,6 +107,8 @@ class WeightGroup:
         targets: set[int],
         parked: Iterable[Hashable],
         deadline: Deadline,
+        *,
+        may_spill: bool,
     ) -> Draft:
         """Take a slot and pair its tensors with ``given`` ones (entry name, tensor).
 
@@ -101,14 +118,32 @@ class WeightGroup:
             SyncTimeoutError: every slot was in use until the deadline; names the workers that read them.
             ArenaAllocationError: there is no memory for another slot.
         """
-        slot, reclaimed = await self._writable_slot(targets, set(parked), deadline)
+        while True:
+            slot, reclaimed = await self._writable_slot(targets, set(parked))
+            spilled = slot is None and may_spill
+            if slot is None and may_spill:
+                slot, reclaimed = await self._spillable_slot(), self.spill is not None
+            if slot is not None:
+                break
+            await self._until_freed(deadline)
         slot.holders.add(WRITER)
         pairs = [(slot.views[name], tensor) for name, tensor in given]
         names = None
         if len(given) < len(self.arena.layout.entries):
-            names = tuple(name for name, _ in given)
-            pairs += self._rest(slot, set(names))
-        return Draft(self, slot, pairs, names, reclaimed)
+            # After a spill the workers have not seen what this builds on, so all has changed for them.
+            names = None if self.spill is not None else tuple(name for name, _ in given)
+            pairs += self._rest(slot, {name for name, _ in given})
+        return Draft(self, slot, pairs, names, reclaimed, spilled)
+
+    async def draft_unspilled(self, parked: Iterable[Hashable]) -> Draft | None:
+        """A slot for the spilled version, if it is still waiting and a slot is free."""
+        slot, _ = await self._writable_slot(set(), set(parked))
+        spill = self.spill
+        if slot is None or spill is None:
+            return None
+        slot.holders.add(WRITER)
+        pairs = [(slot.views[e.name], spill.slot.views[e.name]) for e in self.arena.layout.entries]
+        return Draft(self, slot, pairs, None, reclaimed=False)
 
     async def write(self, draft: Draft, cancelled: Callable[[], bool]) -> bool:
         """Copy; returns whether all was copied (not, if cancelled in between)."""
@@ -118,14 +153,18 @@ class WeightGroup:
 
     def publish(self, draft: Draft, round_: int, version: int, *, fallback: bool) -> Published:
         """Make what was drafted the newest."""
+        draft.slot.version = version
+        draft.slot.holders.discard(WRITER)
+        if draft.spilled:
+            self.spill = Published(draft.slot, round_, version, -1, None)
+            return self.spill
+        self.spill = None
         before = self.latest
         published = Published(draft.slot, round_, version, before.version if before else -1, draft.names)
         if before is not None:
             before.slot.holders.discard(LATEST)
             if fallback and before.slot is not draft.slot:
                 before.slot.holders.add(("fallback", round_))
-        draft.slot.version = version
-        draft.slot.holders.discard(WRITER)
         draft.slot.holders.add(LATEST)
         self.latest = published
         return published
@@ -133,7 +172,9 @@ class WeightGroup:
     def discard(self, draft: Draft, *, begun: bool) -> None:
         """Give a drafted slot back unpublished. ``begun``: it may have been written into."""
         draft.slot.holders.discard(WRITER)
-        if begun and draft.reclaimed:
+        if begun and draft.spilled:
+            self.spill = None
+        elif begun and draft.reclaimed:
             # Its copy failed half way and what it held before is gone: nobody may be given it.
             draft.slot.holders.clear()
             self.latest = None
@@ -170,28 +211,37 @@ class WeightGroup:
         self._freed.set()
 
     def _rest(self, slot: Slot, given: set[str]) -> list[tuple[Tensor, Tensor]]:
-        latest = self.latest
-        if latest is None or latest.slot is slot:
+        newest = self.spill or self.latest
+        if newest is None or newest.slot is slot:
             return []
         return [
-            (slot.views[entry.name], latest.slot.views[entry.name])
+            (slot.views[entry.name], newest.slot.views[entry.name])
             for entry in self.arena.layout.entries
             if entry.name not in given
         ]
 
-    async def _writable_slot(
-        self, targets: set[int], parked: set[Hashable], deadline: Deadline
-    ) -> tuple[Slot, bool]:
-        while True:
-            slot = self.arena.free_slot()
-            if slot is None and self.arena.may_grow(parked):
-                slot = await self._grow()
-            if slot is not None:
-                return slot, False
-            slot = self._superseded(targets)
-            if slot is not None:
-                return slot, True
-            await self._until_freed(deadline)
+    async def _writable_slot(self, targets: set[int], parked: set[Hashable]) -> tuple[Slot | None, bool]:
+        """A slot to write, and whether it is reclaimed; None if every slot is in use."""
+        slot = self.arena.free_slot()
+        if slot is None and self.arena.may_grow(parked):
+            slot = await self._grow()
+        if slot is not None:
+            return slot, False
+        slot = self._superseded(targets) if targets else None
+        return slot, slot is not None
+
+    async def _spillable_slot(self) -> Slot:
+        if self._spill_slot is None:
+            layout = self.arena.layout
+            self._spill_slot = await self._offloader.run(
+                lambda _: Slot(-1, Segment.private(layout.nbytes, self.device), layout)
+            )
+        return self._spill_slot
+
+    async def freed(self) -> None:
+        """Wait until a slot may have become free."""
+        self._freed.clear()
+        await self._freed.wait()
 
     async def _grow(self) -> Slot:
         if self.device.type == "cpu" and self.arena.layout.nbytes <= INLINE_LIMIT:
@@ -205,10 +255,9 @@ class WeightGroup:
         return slot if slot is not None and slot.holders <= allowed else None
 
     async def _until_freed(self, deadline: Deadline) -> None:
-        self._freed.clear()
         try:
             async with asyncio.timeout(deadline.remaining()):
-                await self._freed.wait()
+                await self.freed()
         except TimeoutError:
             holders = {h for slot in self.arena.slots for h in slot.holders if isinstance(h, int)}
             raise SyncTimeoutError(

@@ -59,14 +59,19 @@ class WorkerLink:
 
     @property
     def behind(self) -> bool:
-        """Whether it was told of a version that it has not answered for."""
-        return self.due is not None or self._leased is not None
+        """Whether a version is on its way to it that it has not answered for."""
+        return self._to_spill or self.due is not None or self._leased is not None
 
     @property
-    def awaited(self) -> int:
-        """The version that it will run on when it has answered for all it was told of."""
-        newest = self.due or self._leased or self._in_service
+    def reaches(self) -> int:
+        """The version that it will run on when it has answered for all that is on its way."""
+        spill = self.group.spill if self._to_spill else None
+        newest = spill or self.due or self._leased or self._in_service
         return newest.version if newest else -1
+
+    @property
+    def _to_spill(self) -> bool:
+        return self.group.spill is not None and self.worker in self.group.spill_targets
 
     @property
     def parked(self) -> bool:

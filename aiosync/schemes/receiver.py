@@ -257,11 +257,16 @@ class WeightReceiver:
 
     async def _await_held(self) -> bool:
         """Wait for an update; false when the sender has gone."""
-        while self._held is None:
-            if self.ended is not None:
-                return False
-            self._changed.clear()
-            await self._changed.wait()
+        try:
+            while self._held is None:
+                if self.ended is not None:
+                    return False
+                self._changed.clear()
+                self._session.wanting = True
+                self.transport.flush(self._session)
+                await self._changed.wait()
+        finally:
+            self._session.wanting = False
         return True
 
     async def _advance(self) -> Exception | None:

@@ -263,8 +263,10 @@ class SchemeRecipe(ABC):
 
     @property
     def worker_versions(self) -> dict[int, int]:
-        """On the sender: worker -> the version it last acknowledged, -1 for none."""
-        roster = self.get_sender().roster
+        """On the sender: worker -> the version it last acknowledged, -1 for none. Else empty."""
+        if self._sender is None:
+            return {}
+        roster = self._sender.roster
         return {worker: roster.version_of(worker) for worker in sorted(roster.workers)}
 
     @property

@@ -120,9 +120,9 @@ class Roster:
                 parked |= {link.worker, ("due", link.worker)}
         return parked
 
-    def tell(self, round_: Round) -> None:
-        """Announce the newest version to the round's workers."""
-        for worker in list(round_.phases):
+    def tell(self, round_: Round, targets: Iterable[int]) -> None:
+        """Announce the newest version of their group to these workers."""
+        for worker in targets:
             link = self.links.get(worker)
             if link is None or link.group.latest is None:
                 round_.settle(self._absent(worker))
@@ -130,15 +130,20 @@ class Roster:
             link.announce(link.group.latest)
             link.serve(round_.joint)
 
+    def note_absent(self, round_: Round, group: WeightGroup) -> None:
+        """Settle the round for the workers of a group that are not there."""
+        for worker in group.workers & round_.pending - self.links.keys():
+            round_.settle(self._absent(worker))
+
     def await_all(self, targets: Iterable[int]) -> Round:
         """A round for what was sent before; the caller takes it out of ``rounds`` again."""
-        round_ = Round(-1, max((link.awaited for link in self.links.values()), default=-1), targets)
+        round_ = Round(-1, max((link.reaches for link in self.links.values()), default=-1), targets)
         for worker in list(round_.phases):
             link = self.links.get(worker)
             if link is None:
                 round_.settle(self._absent(worker))
                 continue
-            round_.wanted[worker] = link.awaited
+            round_.wanted[worker] = link.reaches
             version = link.session.acked_version
             error = self._unreported.pop(worker, None)
             if error is not None:

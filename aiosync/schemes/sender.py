@@ -192,7 +192,9 @@ class WeightSender:
                 workers have been updated.
         """
         async with self.exclusive(deadline):
-            prepared = await self.prepare(sources, targets, strict=strict, joint=None, deadline=deadline)
+            prepared = await self.prepare(
+                sources, targets, strict=strict, joint=None, deadline=deadline, may_spill=not wait
+            )
             round_ = await self.publish(prepared, fallback=wait)
         report = await self.finish(prepared, round_, wait=wait)
         self._raise_failure(report, deadline)
@@ -226,8 +228,12 @@ class WeightSender:
         strict: bool,
         joint: Joint | None,
         deadline: Deadline,
+        may_spill: bool = False,
     ) -> Prepared:
-        """Check the sources and take slots. What it returns is to be published or discarded."""
+        """Check the sources and take slots. What it returns is to be published or discarded.
+
+        ``may_spill``: nobody waits for it, so where no slot is free it need not be in one yet.
+        """
         self._check_open()
         prepared = Prepared([], targets, joint, deadline)
         wanted = [group for group in self._groups if not targets or group.workers & targets]
@@ -240,10 +246,10 @@ class WeightSender:
                         "send all entries once"
                     )
                 parked = self.roster.parked(group)
-                draft = await group.draft(pairs, targets, parked, deadline)
+                draft = await group.draft(pairs, targets, parked, deadline, may_spill=may_spill)
                 prepared.drafts.append(draft)
                 prepared.nbytes += nbytes_of(tensor for _, tensor in pairs)
-                if draft.reclaimed and group.latest is not None:
+                if draft.reclaimed and not draft.spilled and group.latest is not None:
                     for link in self.roster.members(group):
                         link.revoke(group.latest)
         except BaseException:
@@ -257,7 +263,7 @@ class WeightSender:
             draft.group.discard(draft, begun=begun)
             latest = draft.group.latest
             for link in self.roster.members(draft.group):
-                if draft.reclaimed and latest is not None and link.awaited < latest.version:
+                if draft.reclaimed and latest is not None and link.reaches < latest.version:
                     link.announce(latest)
                 link.serve(None)
 
@@ -283,20 +289,45 @@ class WeightSender:
         except BaseException:
             self.discard(prepared, begun=True)
             raise
-        self._round += 1
         self.version += 1
+        round_ = Round(self._round + 1, self.version, prepared.targets, prepared.joint)
+        self.roster.rounds.append(round_)
         for draft in prepared.drafts:
             prepared.before.append(draft.group.latest)
-            draft.group.publish(draft, self._round, self.version, fallback=fallback)
+            self._announce(draft, round_, fallback=fallback)
         prepared.seconds["stage"] = time.perf_counter() - prepared.started
-        round_ = Round(self._round, self.version, prepared.targets, prepared.joint)
-        self.roster.rounds.append(round_)
-        self.roster.tell(round_)
-        for draft in prepared.drafts:
-            draft.group.wake()
-            for link in self.roster.members(draft.group):
-                link.serve(None)  # whoever was to be welcomed while the slot was being written
         return round_
+
+    def _announce(self, draft: Draft, round_: Round, *, fallback: bool) -> None:
+        """Make a written draft the newest of its group and tell the round's workers there."""
+        group = draft.group
+        self._round = max(self._round, round_.number)
+        # Whoever waited for a version that this one replaces gets this one.
+        targets = (set(round_.phases) & group.workers) | group.spill_targets
+        group.publish(draft, round_.number, round_.version, fallback=fallback)
+        if draft.spilled:
+            group.spill_targets = targets
+            self.roster.note_absent(round_, group)
+            self._host.spawn(self._unspill, group)
+            return
+        group.spill_targets = set()
+        self.roster.tell(round_, targets)
+        group.wake()
+        for link in self.roster.members(group):
+            link.serve(None)  # whoever was to be welcomed while the slot was being written
+
+    async def _unspill(self, group: WeightGroup) -> None:
+        """Bring the spilled version into a slot as soon as there is one."""
+        while group.spill is not None:
+            await group.freed()
+            async with self._lock:
+                draft = await group.draft_unspilled(self.roster.parked(group))
+                spill = group.spill
+                if draft is None or spill is None:
+                    continue
+                await group.write(draft, lambda: False)
+                round_ = Round(self._round + 1, spill.version, ())
+                self._announce(draft, round_, fallback=False)
 
     async def finish(self, prepared: Prepared, round_: Round, *, wait: bool) -> SendReport:
         """Wait for the answers if told to, and report; raises nothing but a cancellation."""

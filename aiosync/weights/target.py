@@ -180,7 +180,7 @@ def _materialize(slots: list[Slot], fresh: Tensor) -> None:
     new.__dict__.update(old.__dict__)
     try:
         # Keeps the object, so that an optimizer or a list that holds it sees the new values too.
-        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(old, new)
     except RuntimeError:
         # Something holds a weak reference to it (an LSTM does): a new object takes its place.
         for slot in slots:

@@ -43,9 +43,13 @@ class Snapshot:
         until = time.monotonic() + _SETTLE
         while True:
             left = self._compare()
+            if left:
+                gc.collect()  # multiprocessing's semaphores go with their last reference
+                left = self._compare()
+            left["shared memory"] = [n for n in left.get("shared memory", ()) if not _foreign(n)]
+            left = {what: names for what, names in left.items() if names}
             if not left or time.monotonic() > until:
                 return left
-            gc.collect()
             # A child that is being reaped tells nobody: there is no event to wait on.
             time.sleep(0.005)
 
@@ -55,7 +59,7 @@ class Snapshot:
             "threads": sorted(now.threads - self.threads),
             "descriptors": sorted(now.descriptors - self.descriptors),
             "children": sorted(map(str, now.children - self.children)),
-            "shared memory": sorted(n for n in now.shared - self.shared if not _foreign(n)),
+            "shared memory": sorted(now.shared - self.shared),
         }
         return {what: names for what, names in found.items() if names}
 

@@ -133,6 +133,10 @@ class Worker:
         """Wait for a word from a scenario; returns what came with it."""
         return await within(self._said[name].get())
 
+    def heard(self, name: str) -> bool:
+        """Whether a scenario has said this word, and nobody has taken it yet."""
+        return not self._said[name].empty()
+
     # -- faults ------------------------------------------------------------------------------------
 
     def kill(self) -> None:

@@ -119,6 +119,8 @@ async def read(child: Child, count: int, offset: float = 0.0) -> dict[str, int]:
         distinct += version > last
         last = version
         reads += 1
+        if reads == count:
+            child.say("done")
         await asyncio.sleep(0)
     return {"reads": reads, "distinct": distinct, "last": last}
 
@@ -135,6 +137,8 @@ async def read_pinned(child: Child, count: int) -> dict[str, int]:
                 await asyncio.sleep(0)
         distinct.add(version)
         reads += 1
+        if reads == count:
+            child.say("done")
     return {"reads": reads, "distinct": len(distinct)}
 
 

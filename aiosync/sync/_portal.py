@@ -1,0 +1,161 @@
+"""The event loop behind the blocking twins: one thread per process, started by the first blocking call.
+
+A blocking call posts its coroutine to that loop and sleeps on a lock until the coroutine has ended. The
+thread is a daemon. When the process ends, the endpoints that nobody closed are closed, in bounded time.
+
+After a fork the child starts from nothing: the parent's thread does not exist there, and its loop must
+not be touched, since the two processes share the descriptors under it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from multiprocessing.util import Finalize
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from aiosync.errors import BlockingCallError, NotConnectedError
+from aiosync.schemes.stats import logger
+
+try:
+    from uvloop import new_event_loop
+except ImportError:  # it is not made for every system
+    from asyncio import new_event_loop
+
+__all__ = ["Portal", "portal"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_EXIT_PATIENCE = 5.0
+"""Seconds that closing what was left open may take at the end of the process."""
+
+_EXIT_PRIORITY = 1000
+"""Before multiprocessing joins its children, which may be waiting for our goodbye to end."""
+
+
+class _Call(Generic[T]):
+    """One coroutine on its way through the loop, and the thread that waits for it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Awaitable[T]]) -> None:
+        self._loop = loop
+        self._work = work
+        self._context = contextvars.copy_context()
+        self._task: asyncio.Task[T] | None = None
+        self._unwanted = False
+        self._over = False
+        # Released once, when all is over. A signal interrupts the wait for it, which takes no polling.
+        self._ended = threading.Lock()
+        self._ended.acquire()
+
+    # -- in the loop's thread ---------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start the coroutine, unless the waiting thread has given it up already."""
+        if not self._unwanted:
+            self._task = self._loop.create_task(self._main(), context=self._context)
+            self._task.add_done_callback(self._end)
+
+    async def _main(self) -> T:
+        return await self._work()
+
+    def cancel(self) -> None:
+        """Cancel the coroutine, or keep it from starting; nobody will ask for its result."""
+        self._unwanted = True
+        if self._task is None:
+            self._end(None)
+        elif self._task.done():
+            self._end(self._task)
+        else:
+            self._task.cancel()
+
+    def _end(self, task: asyncio.Task[T] | None) -> None:
+        if self._unwanted and task is not None and not task.cancelled():
+            task.exception()
+        if not self._over:
+            self._over = True
+            self._ended.release()
+
+    # -- in the waiting thread --------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Sleep until the coroutine has ended; may be called again after an interrupt."""
+        if not self._over:
+            self._ended.acquire()
+
+    def result(self) -> T:
+        """What the coroutine returned; raises what it raised."""
+        task = self._task
+        assert task is not None
+        if task.cancelled():
+            raise NotConnectedError("the call was cancelled: this process is ending")
+        return task.result()
+
+
+class Portal:
+    """An event loop in a thread of its own, and what has to be closed before it ends."""
+
+    def __init__(self) -> None:
+        self._loop = new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._endpoints: dict[object, Callable[[], Awaitable[None]]] = {}
+        # Whatever is posted before _closing is set gets its turn before the loop ends.
+        self._posting = threading.Lock()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="aiosync-portal", daemon=True)
+        self._thread.start()
+        Finalize(None, self._at_exit, exitpriority=_EXIT_PRIORITY)
+
+    # -- calls, from other threads ----------------------------------------------------------------
+
+    @property
+    def closing(self) -> bool:
+        """Whether it takes no calls any more."""
+        return self._closing
+
+    def check_thread(self) -> None:
+        """Make sure that the calling thread may wait for the loop.
+
+        Raises:
+            BlockingCallError: it is the loop's own thread, which would wait for itself.
+        """
+        if threading.get_ident() == self._thread.ident:
+            raise BlockingCallError(
+                "a blocking call was made on the event loop that has to serve it (in an event hook, or "
+                "in a coroutine of that loop), where it would wait for itself for ever: make it from "
+                "another thread, or await the asyncio scheme of the same name instead"
+            )
+
+    def call(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``function(*args, **kwargs)`` on the loop, in the caller's context, and wait for its result.
+
+        A thread that runs another event loop may call too; that loop is blocked meanwhile.
+
+        An exception that arrives in the waiting thread (KeyboardInterrupt, say) cancels the coroutine,
+        and goes on when the coroutine has ended; another one meanwhile goes on at once.
+
+        Raises:
+            BlockingCallError: called in the loop's own thread.
+            NotConnectedError: the process is ending.
+            Exception: whatever the coroutine raises.
+        """
+        self.check_thread()
+        call = _Call(self._loop, lambda: function(*args, **kwargs))
+        try:
+            if self._post(call.begin):
+                call.wait()
+        except BaseException:
+            if self._post(call.cancel):
+                call.wait()
+            raise
+        return call.result()
+
+    def _post(self, callback: Callable[[], None]) -> bool:
+        with self._posting:
+            if not self._closing:
+                self._loop.call_soon_threadsafe(callback)
+            return not self._closing
