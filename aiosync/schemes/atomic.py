@@ -16,9 +16,10 @@ from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError
 from aiosync.protocol.frames import Joint
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.publisher import Prepared
 from aiosync.schemes.report import SendReport
 from aiosync.schemes.rounds import Round, first_failure
-from aiosync.schemes.sender import Prepared, WeightSender
+from aiosync.schemes.sender import WeightSender
 
 __all__ = ["JointUpdate", "atomic"]
 
@@ -103,7 +104,7 @@ class JointUpdate:
             # Always in the same order: two joint updates of the same schemes then cannot wait for
             # each other.
             for scheme in sorted(self._parts, key=id):
-                await held.enter_async_context(scheme.get_sender().exclusive(deadline))
+                await held.enter_async_context(scheme.get_sender().publisher.exclusive(deadline))
             under_way = await self._prepare_all(joint, deadline)
             await _publish_all(under_way)
         await self._finish_all(under_way, joint)
@@ -120,14 +121,15 @@ class JointUpdate:
         try:
             for scheme, part in self._parts.items():
                 sender = scheme.get_sender()
+                sender.check_open()
                 sources = await scheme._sources(part.weights, targets)
-                prepared = await sender.prepare(
+                prepared = await sender.publisher.prepare(
                     sources, set(targets), strict=part.strict, joint=joint, deadline=deadline
                 )
                 under_way.append(_UnderWay(scheme, sender, prepared))
         except BaseException:
             for item in under_way:
-                item.sender.discard(item.prepared, begun=False)
+                item.sender.publisher.discard(item.prepared, begun=False)
             raise
         return under_way
 
@@ -161,10 +163,10 @@ async def _publish_all(under_way: list[_UnderWay]) -> None:
     """Write all, then tell the workers. What fails before the first is published gives up all."""
     for index, item in enumerate(under_way):
         try:
-            item.round = await item.sender.publish(item.prepared, fallback=True)
+            item.round = await item.sender.publisher.publish(item.prepared, fallback=True)
         except BaseException:
             for other in under_way[index + 1 :]:
-                other.sender.discard(other.prepared, begun=False)
+                other.sender.publisher.discard(other.prepared, begun=False)
             raise
 
 

@@ -50,6 +50,7 @@ class Intake:
         model: where they go; None if they are only to be looked at.
         model_id: its name.
         context: told of each update if it has ``update_policy_weights_``.
+        worker: the worker's index.
         holds: whether the sender's memory may be viewed while a version is in service.
 
     Attributes:
@@ -65,6 +66,7 @@ class Intake:
         model: WeightTarget | None,
         model_id: str | None,
         context: Any,
+        worker: int,
         *,
         holds: bool,
     ) -> None:
@@ -76,6 +78,7 @@ class Intake:
         self._strategy = strategy
         self._model_id = model_id
         self._context = context
+        self._worker = worker
         self._holds = holds
         self._offloader = Offloader("aiosync-receiver")
         self._binding: Binding | None = None
@@ -151,7 +154,7 @@ class Intake:
         if joint is None:
             job = submit([self.gate], lambda: self._commit_alone(held))
         else:
-            job = join(joint, self.gate, lambda: self._committing(held))
+            job = join(joint, self._worker, self.gate, lambda: self._committing(held))
         if not job.done.done():
             on_wait()
             try:
@@ -160,7 +163,7 @@ class Intake:
                 if isinstance(job, CommitJob):
                     job.withdraw()
                 elif joint is not None:
-                    give_up(joint.id, "the receiver was cancelled")
+                    give_up(joint.id, self._worker, "the receiver was cancelled")
                 if held.committed:
                     self._committed()
                 raise

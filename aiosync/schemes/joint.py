@@ -14,12 +14,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from aiosync.errors import JointUpdateError
 from aiosync.protocol.frames import Joint
 from aiosync.schemes.gate import CommitGate, CommitJob, submit
 
-__all__ = ["JointPart", "give_up", "join"]
+__all__ = ["JointKey", "JointPart", "give_up", "join"]
+
+JointKey: TypeAlias = tuple[str, int]
+"""A joint update's id, and the worker: several workers may live in one process."""
 
 Committing = Callable[[], AbstractContextManager[None]]
 
@@ -44,43 +48,45 @@ class _Meeting:
     job: CommitJob | None = None
 
 
-_meetings: dict[str, _Meeting] = {}
+_meetings: dict[JointKey, _Meeting] = {}
 # A part may be given up before it is staged; that has to be known when it comes to join.
-_given_up: deque[str] = deque(maxlen=1024)
+_given_up: deque[JointKey] = deque(maxlen=1024)
 _lock = threading.RLock()
 
 
-def join(joint: Joint, gate: CommitGate, committing: Committing) -> JointPart:
+def join(joint: Joint, worker: int, gate: CommitGate, committing: Committing) -> JointPart:
     """Add a staged part; the last one makes the commit happen as soon as the gates are free.
 
     Raises:
         JointUpdateError: it has been given up already.
     """
     part = JointPart(gate, committing)
+    key = (joint.id, worker)
     with _lock:
-        if joint.id in _given_up:
+        if key in _given_up:
             raise JointUpdateError("this joint update was called off before it could be committed")
-        meeting = _meetings.setdefault(joint.id, _Meeting(joint.size))
+        meeting = _meetings.setdefault(key, _Meeting(joint.size))
         meeting.parts.append(part)
         if len(meeting.parts) < meeting.size:
             return part
         gates = list(dict.fromkeys(p.gate for p in meeting.parts))
         meeting.job = submit(gates, lambda: _commit(meeting.parts))
-        meeting.job.done.add_done_callback(lambda job: _concluded(joint.id, job))
+        meeting.job.done.add_done_callback(lambda job: _concluded(key, job))
     return part
 
 
-def give_up(joint_id: str, reason: str) -> None:
+def give_up(joint_id: str, worker: int, reason: str) -> None:
     """Fail every part that has not been committed; nothing happens if all have."""
+    key = (joint_id, worker)
     with _lock:
-        meeting = _meetings.get(joint_id)
+        meeting = _meetings.get(key)
         if meeting is None:
-            _given_up.append(joint_id)
+            _given_up.append(key)
             return
         if meeting.job is not None and not meeting.job.withdraw():
             return
-        del _meetings[joint_id]
-        _given_up.append(joint_id)
+        del _meetings[key]
+        _given_up.append(key)
         for part in meeting.parts:
             if not part.done.done():
                 part.done.set_exception(JointUpdateError(reason))
@@ -92,11 +98,11 @@ def _commit(parts: list[JointPart]) -> None:
             undo.enter_context(part.committing())
 
 
-def _concluded(joint_id: str, job: Future[None]) -> None:
+def _concluded(key: JointKey, job: Future[None]) -> None:
     if job.cancelled():
         return  # given up: whoever did that has told the parts
     with _lock:
-        meeting = _meetings.pop(joint_id, None)
+        meeting = _meetings.pop(key, None)
     error = job.exception()
     for part in meeting.parts if meeting else ():
         if error is None:

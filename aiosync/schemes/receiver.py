@@ -81,7 +81,7 @@ class WeightReceiver:
         self.worker_idx = worker_idx
         self.stats = SchemeStats()
         self.transport = transport
-        self.intake = Intake(spec, strategy, model, model_id, context, holds=holds)
+        self.intake = Intake(spec, strategy, model, model_id, context, worker_idx, holds=holds)
         self.ended: str | None = None
         self.lost = False
         self._holds = holds
@@ -158,7 +158,7 @@ class WeightReceiver:
                 case UpdateArrived(update=update):
                     self._held = Held(update)
                 case Aborted(joint=joint):
-                    give_up(joint, "the sender called it off")
+                    give_up(joint, self.worker_idx, "the sender called it off")
                 case Left(reason=reason, dropped=dropped):
                     self._end(reason or "the sender has closed", lost=dropped)
                 case _:
@@ -178,7 +178,7 @@ class WeightReceiver:
             self.ended, self.lost = reason, lost
             held = self._held
             if held is not None and held.update.joint is not None:
-                give_up(held.update.joint.id, f"the connection ended: {reason}")
+                give_up(held.update.joint.id, self.worker_idx, f"the connection ended: {reason}")
             self._changed.set()
             self._committed.set()
             if lost:
@@ -311,7 +311,7 @@ class WeightReceiver:
         assert held is not None
         self.stats.failures += 1
         if held.update.joint is not None:
-            give_up(held.update.joint.id, f"the part of {self.model_id!r} failed: {error}")
+            give_up(held.update.joint.id, self.worker_idx, f"the part of {self.model_id!r} failed: {error}")
         self._session.refused(_nack(held.update.version, error))
         self.transport.flush(self._session)
         self._committed.set()
@@ -334,7 +334,7 @@ class WeightReceiver:
 
     async def _close(self) -> None:
         if self._held is not None and self._held.update.joint is not None:
-            give_up(self._held.update.joint.id, "the receiver has closed")
+            give_up(self._held.update.joint.id, self.worker_idx, "the receiver has closed")
         if self._watch is not None:
             self._watch.close()
         await self.intake.close(detach=self.ended is None or self.lost)

@@ -130,7 +130,7 @@ def first_failure(reports: Iterable[WorkerReport], deadline: Deadline) -> Aiosyn
     if not found:
         return None
     for other in found[1:]:
-        found[0].add_note(f"also: {type(other).__name__}: {other}")
+        found[0].add_note(f"also: {type(other).__name__}: {str(other).splitlines()[0]}")
     return found[0]
 
 

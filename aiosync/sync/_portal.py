@@ -90,9 +90,8 @@ class _Call(Generic[T]):
     def result(self) -> T:
         """What the coroutine returned; raises what it raised."""
         task = self._task
-        assert task is not None
-        if task.cancelled():
-            raise NotConnectedError("the call was cancelled: this process is ending")
+        if task is None or task.cancelled():
+            raise NotConnectedError("no blocking calls any more: this process is ending")
         return task.result()
 
 
@@ -106,6 +105,7 @@ class Portal:
         # Whatever is posted before _closing is set gets its turn before the loop ends.
         self._posting = threading.Lock()
         self._closing = False
+        self._over = False
         self._thread = threading.Thread(target=self._run, name="aiosync-portal", daemon=True)
         self._thread.start()
         Finalize(None, self._at_exit, exitpriority=_EXIT_PRIORITY)
@@ -159,3 +159,106 @@ class Portal:
             if not self._closing:
                 self._loop.call_soon_threadsafe(callback)
             return not self._closing
+
+    # -- what lives longer than a call; in the loop's thread --------------------------------------
+
+    def start_task(self, main: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run ``main`` beside the calls until it ends or :meth:`end_task` ends it."""
+        task = self._loop.create_task(main, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    async def end_task(self, task: asyncio.Task[None]) -> None:
+        """Cancel a task of :meth:`start_task` and wait for its end; idempotent."""
+        if task in self._tasks:  # one that a fork left behind is not
+            task.cancel()
+            await asyncio.wait([task])
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("%s failed", task.get_name(), exc_info=error)
+
+    def adopt(self, endpoint: object, close: Callable[[], Awaitable[None]]) -> None:
+        """Keep a live endpoint, and call ``close()`` at the end of the process if nobody did before."""
+        self._endpoints[endpoint] = close
+
+    def release(self, endpoint: object) -> None:
+        """It is closed; idempotent."""
+        self._endpoints.pop(endpoint, None)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def close(self, patience: float) -> None:
+        """Close what is left, cancel what runs, and end the thread; idempotent. Calls that wait raise.
+
+        Args:
+            patience: seconds for each of these. What takes longer is left behind, in a daemon thread.
+        """
+        with self._posting:
+            if self._closing:
+                return
+            self._closing = True
+        self._loop.call_soon_threadsafe(lambda: self.start_task(self._wind_up(patience), "aiosync-end"))
+        self._thread.join(3 * patience)
+
+    def _at_exit(self) -> None:
+        self.close(_EXIT_PATIENCE)
+
+    async def _wind_up(self, patience: float) -> None:
+        closing = [asyncio.ensure_future(close()) for close in self._endpoints.values()]
+        if closing:
+            done, _ = await asyncio.wait(closing, timeout=patience)
+            for task in done:
+                if not task.cancelled() and task.exception() is not None:
+                    logger.debug("an endpoint did not close at exit", exc_info=task.exception())
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for other in others:
+            other.cancel()
+        if others:
+            _, pending = await asyncio.wait(others, timeout=patience)
+            if pending:
+                return
+        await self._loop.shutdown_asyncgens()
+        self._over = True
+        self._loop.stop()
+
+    def _run(self) -> None:
+        while not self._over:
+            # A task that lets one of these out has kept it for its caller too; the others go on.
+            with suppress(KeyboardInterrupt, SystemExit):
+                self._loop.run_forever()
+        self._loop.close()
+
+
+_portal: Portal | None = None
+_making = threading.Lock()
+_inherited: list[Portal] = []
+
+
+def portal() -> Portal:
+    """This process's portal; the first call makes it."""
+    global _portal
+    if _portal is None:
+        with _making:
+            if _portal is None:
+                _portal = Portal()
+    return _portal
+
+
+def _forked() -> None:
+    """In a forked child: forget the parent's portal, but never free it.
+
+    To free its loop or a connection of it would be to take descriptors out of the epoll that the parent
+    is waiting on.
+    """
+    global _portal, _making
+    _making = threading.Lock()
+    if _portal is not None:
+        _inherited.append(_portal)
+        _portal = None
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,208 @@
+"""Drafting and publishing versions: slots, copies, and who is told.
+
+What a cancellation leaves behind:
+
+1. while *drafting*: slots were taken, nothing was written. The slots are given back.
+2. while *writing*: the copy stops at its next piece and the slots are given back; unless a version that
+   nobody had fetched yet is being overwritten: then it is finished and published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from aiosync._deadline import Deadline
+from aiosync.errors import InvalidArgumentError
+from aiosync.protocol.frames import Joint
+from aiosync.schemes._host import TaskHost
+from aiosync.schemes.group import Draft, Published, WeightGroup
+from aiosync.schemes.roster import Roster
+from aiosync.schemes.rounds import Round
+from aiosync.transports._offload import uninterrupted
+from aiosync.weights.copying import nbytes_of
+
+__all__ = ["Prepared", "Publisher", "Sources"]
+
+Sources = Mapping[int, Mapping[str, Tensor]]
+"""Worker -> entry name -> tensor. The workers of one group have the same."""
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A version on its way.
+
+    Attributes:
+        before: for each draft, what was the newest until this version was published.
+    """
+
+    drafts: list[Draft]
+    targets: set[int]
+    joint: Joint | None
+    deadline: Deadline
+    nbytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    before: list[Published | None] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+
+
+class Publisher:
+    """Publishes one sender's versions.
+
+    Args:
+        groups: the copies of the weights; filled by the sender when it opens.
+        roster: the workers.
+        host: runs what goes on in the background.
+
+    Attributes:
+        version: the version last published, -1 before the first.
+    """
+
+    def __init__(self, groups: Sequence[WeightGroup], roster: Roster, host: TaskHost) -> None:
+        self.version = -1
+        self._groups = groups
+        self._roster = roster
+        self._host = host
+        self._round = -1
+        self._lock = asyncio.Lock()
+
+    @asynccontextmanager
+    async def exclusive(self, deadline: Deadline) -> AsyncIterator[None]:
+        """The right to draft and publish, which one ``send`` has at a time.
+
+        Raises:
+            SyncTimeoutError: another had it until the deadline.
+        """
+        if self._lock.locked():
+            try:
+                async with asyncio.timeout(deadline.remaining()):
+                    await self._lock.acquire()
+            except TimeoutError:
+                raise deadline.error("stage", hint="an earlier send was still copying") from None
+        else:
+            await self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    async def prepare(
+        self,
+        sources: Sources,
+        targets: set[int],
+        *,
+        strict: bool,
+        joint: Joint | None,
+        deadline: Deadline,
+        may_spill: bool = False,
+    ) -> Prepared:
+        """Check the sources and take slots. What it returns is to be published or discarded.
+
+        ``may_spill``: nobody waits for it, so where no slot is free it need not be in one yet.
+        """
+        prepared = Prepared([], targets, joint, deadline)
+        wanted = [group for group in self._groups if not targets or group.workers & targets]
+        fitted = [g.arena.layout.fit(sources[min(g.workers)], strict=strict) for g in wanted]
+        try:
+            for group, pairs in zip(wanted, fitted, strict=True):
+                if len(pairs) < len(group.arena.layout) and group.latest is None:
+                    raise InvalidArgumentError(
+                        "strict=False builds on the version before, and that one was lost: "
+                        "send all entries once"
+                    )
+                parked = self._roster.parked(group)
+                draft = await group.draft(pairs, targets, parked, deadline, may_spill=may_spill)
+                prepared.drafts.append(draft)
+                prepared.nbytes += nbytes_of(tensor for _, tensor in pairs)
+                if draft.reclaimed and not draft.spilled and group.latest is not None:
+                    for link in self._roster.members(group):
+                        link.revoke(group.latest)
+        except BaseException:
+            self.discard(prepared, begun=False)
+            raise
+        return prepared
+
+    def discard(self, prepared: Prepared, *, begun: bool) -> None:
+        """Give up a version that was not published; ``begun``: it may have been written into."""
+        for draft in prepared.drafts:
+            draft.group.discard(draft, begun=begun)
+            latest = draft.group.latest
+            for link in self._roster.members(draft.group):
+                if draft.reclaimed and latest is not None and link.reaches < latest.version:
+                    link.announce(latest)
+                link.serve(None)
+
+    async def publish(self, prepared: Prepared, *, fallback: bool) -> Round:
+        """Copy, and tell the workers. When it raises, nothing has been published; unless it is the
+        caller that was cancelled and a version nobody had fetched was being overwritten.
+
+        Args:
+            fallback: keep what is replaced until the round is settled, in case all workers refuse.
+        """
+        return await uninterrupted(lambda gone: self._write_and_publish(prepared, gone, fallback))
+
+    async def _write_and_publish(self, prepared: Prepared, gone: Callable[[], bool], fallback: bool) -> Round:
+        no_way_back = any(draft.reclaimed for draft in prepared.drafts)
+
+        def cancelled() -> bool:
+            return gone() and not no_way_back
+
+        try:
+            for draft in prepared.drafts:
+                if not await draft.group.write(draft, cancelled):
+                    raise asyncio.CancelledError
+        except BaseException:
+            self.discard(prepared, begun=True)
+            raise
+        self.version += 1
+        round_ = Round(self._round + 1, self.version, prepared.targets, prepared.joint)
+        self._roster.rounds.append(round_)
+        for draft in prepared.drafts:
+            prepared.before.append(draft.group.latest)
+            self._announce(draft, round_, fallback=fallback)
+        prepared.seconds["stage"] = time.perf_counter() - prepared.started
+        return round_
+
+    def _announce(self, draft: Draft, round_: Round, *, fallback: bool) -> None:
+        """Make a written draft the newest of its group and tell the round's workers there."""
+        group = draft.group
+        self._round = max(self._round, round_.number)
+        # Whoever waited for a version that this one replaces gets this one.
+        targets = (set(round_.phases) & group.workers) | group.spill_targets
+        group.publish(draft, round_.number, round_.version, fallback=fallback)
+        if draft.spilled:
+            group.spill_targets = targets
+            self._roster.note_absent(round_, group)
+            self._host.spawn(self._unspill, group)
+            return
+        group.spill_targets = set()
+        self._roster.tell(round_, targets)
+        group.wake()
+        for link in self._roster.members(group):
+            link.serve(None)  # whoever was to be welcomed while the slot was being written
+
+    async def _unspill(self, group: WeightGroup) -> None:
+        """Bring the spilled version into a slot as soon as there is one."""
+        while group.spill is not None:
+            await group.freed()
+            async with self._lock:
+                draft = await group.draft_unspilled(self._roster.parked(group))
+                spill = group.spill
+                if draft is None or spill is None:
+                    continue
+                await group.write(draft, lambda: False)
+                round_ = Round(self._round + 1, spill.version, ())
+                self._announce(draft, round_, fallback=False)
+
+    def settle(self, round_: Round, prepared: Prepared) -> None:
+        """A round is over. If every worker refused, what it replaced is the newest again."""
+        withdrawn = round_.withdrawn and round_.version == self.version
+        if withdrawn:
+            self.version -= 1
+        for draft, before in zip(prepared.drafts, prepared.before, strict=True):
+            draft.group.settle(round_.number, before, withdrawn=withdrawn)
