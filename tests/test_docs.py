@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import aiosync
+from aiosync import errors
+
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PATIENCE = 120.0
@@ -45,3 +48,16 @@ def test_block_runs_as_pasted(where: str, tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^::: aiosync\.(\w+)$", page, re.MULTILINE))
+    in_errors = set(errors.__all__)
+    public = {name for name in aiosync.__all__ if not name.startswith("__")}
+    assert public - in_errors == documented - {"errors"}
+
+
+def test_troubleshooting_has_every_error() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    assert [name for name in errors.__all__ if name.endswith("Error") and name not in page] == []

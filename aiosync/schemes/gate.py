@@ -1,33 +1,39 @@
 """The gate: a commit lands only while nobody is reading the model.
 
-Readers come through ``pinned()`` (asyncio) or through a forward pass of a guarded model (the blocking
-twins, where another thread applies). Whoever brings the number of readers to zero runs the commit that
-waits, right there: the event loop's thread at the end of a ``pinned()`` block, the worker's thread at
-the end of a forward pass. While a commit waits new readers wait too, so that it cannot starve; a reader
-inside a reader passes, since it would wait for itself.
+Readers come through ``pinned()`` or through a forward pass of a guarded model (the blocking twins, where
+another thread applies). Whoever brings the number of readers to zero runs the commit that waits, right
+there: the event loop's thread at the end of a ``pinned()`` block, the worker's thread at the end of a
+forward pass. While a commit waits new readers wait too, so that it cannot starve. A reader that holds the
+commit up itself passes, since it would wait for itself: a forward pass inside a pinned block, or the
+second of two models that commit jointly. A task is one such reader, and so is a thread.
 
 One lock serves all gates of the process, because a joint commit needs several gates at once. It is held
-for bookkeeping and for the commit itself, which re-points parameters and takes microseconds.
+for bookkeeping and for the commit itself, which re-points parameters and takes microseconds; and while
+the process forks, so that no child gets a model half way through a commit.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
+import functools
+import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from types import FrameType
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
 from aiosync._deadline import Deadline
 
-__all__ = ["CommitGate", "CommitJob", "ForwardGuard", "submit"]
+__all__ = ["LOCK", "CommitGate", "CommitJob", "ForwardGuard", "submit"]
 
-_lock = threading.Condition(threading.RLock())
+# The bare lock is entered without running Python code, so that an interrupt (Ctrl-C) cannot come between
+# taking it and the body that gives it back.
+LOCK = threading.RLock()
+_changed = threading.Condition(LOCK)
+os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 
 
 class CommitJob:
@@ -45,7 +51,7 @@ class CommitJob:
 
     def withdraw(self) -> bool:
         """Take the commit back; false if it has run already."""
-        with _lock:
+        with LOCK:
             if self.done.done():
                 return False
             self._leave()
@@ -53,60 +59,66 @@ class CommitJob:
             return True
 
     def _ready(self) -> bool:
-        return all(gate._free() for gate in self.gates)
+        return not any(gate._inside for gate in self.gates)
 
     def _run(self) -> None:
         self._leave()
-        try:
-            self._commit()
-        except BaseException as exc:  # noqa: BLE001 - travels through the future to whoever submitted
-            self.done.set_exception(exc)
-        else:
-            self.done.set_result(None)
+        interrupts: list[BaseException] = []
+        while not self.done.done():
+            try:
+                self._commit()
+            except Exception as exc:  # noqa: BLE001 - travels through the future to whoever submitted
+                self.done.set_exception(exc)
+            except BaseException as exc:  # noqa: BLE001 - raised below
+                # It was this thread that was to be interrupted, not the commit, which has been taken
+                # back and is made again.
+                interrupts.append(exc)
+            else:
+                self.done.set_result(None)
+        if interrupts:
+            raise interrupts[0]
 
     def _leave(self) -> None:
         for gate in self.gates:
             gate._waiting.remove(self)
-        _lock.notify_all()
+        _changed.notify_all()
 
 
 class CommitGate:
-    """Counts the readers of one model."""
+    """Knows the readers of one model.
+
+    A reader enters with a ticket, anything that is its own; leaving with it twice does no harm. Tickets
+    of the same ``reader`` (a task, a thread) pass when one of them holds up what the others wait for.
+    """
 
     def __init__(self) -> None:
-        self._readers: Counter[object] = Counter()
+        self._inside: dict[object, object] = {}
         self._waiting: list[CommitJob] = []
-        self._guard: ForwardGuard | None = None
 
-    def try_enter(self, reader: object) -> bool:
+    def try_enter(self, ticket: object, reader: object) -> bool:
         """Become a reader, unless a commit waits that ``reader`` is not already holding up."""
-        with _lock:
-            if self._waiting and not self._readers[reader]:
+        with LOCK:
+            if not self._open_to(reader):
                 return False
-            self._readers[reader] += 1
+            self._inside[ticket] = reader
             return True
 
-    def reads(self, reader: object) -> bool:
-        """Whether ``reader`` is inside."""
-        with _lock:
-            return self._readers[reader] > 0
-
-    def leave(self, reader: object) -> None:
+    def leave(self, ticket: object) -> None:
         """Stop being a reader; runs the commit that waited for this, if there is one."""
-        with _lock:
-            self._readers[reader] -= 1
-            if self._readers[reader] <= 0:
-                del self._readers[reader]
-            self._run_ready()
+        with LOCK:
+            if self._inside.pop(ticket, None) is not None:
+                for job in list(self._waiting):
+                    if job._ready():
+                        job._run()
 
-    async def enter(self, reader: object, deadline: Deadline) -> None:
+    async def enter(self, ticket: object, reader: object, deadline: Deadline) -> None:
         """Become a reader on the event loop.
 
         Raises:
             SyncTimeoutError: a commit waited for other readers until the deadline.
         """
-        while not self.try_enter(reader):
-            with _lock:
+        while not self.try_enter(ticket, reader):
+            with LOCK:
                 job = self._waiting[-1] if self._waiting else None
             if job is None:
                 continue
@@ -116,30 +128,33 @@ class CommitGate:
             except TimeoutError:
                 raise deadline.error("pin", hint="a commit waits for other readers to leave") from None
 
-    def enter_blocking(self, reader: object, seconds: float) -> None:
-        """Become a reader in a thread; after ``seconds`` of waiting it enters all the same, since a
-        forward pass that is held up for ever is worse than a commit that comes later."""
-        if self.try_enter(reader):
-            return
-        with _lock:
-            _lock.wait_for(lambda: not self._waiting, timeout=seconds)
-            self._readers[reader] += 1
+    def enter_blocking(
+        self, ticket: object, reader: object, seconds: float, *, force: bool = False
+    ) -> bool:
+        """Become a reader in a thread, after ``seconds`` of waiting at most.
 
-    def _free(self) -> bool:
-        if self._readers and self._guard is not None:
-            self._guard.drop_stale(self._readers)
-        return not self._readers
+        Args:
+            force: enter then all the same.
 
-    def _run_ready(self) -> None:
-        for job in list(self._waiting):
-            if job._ready():
-                job._run()
+        Returns:
+            Whether the reader has entered.
+        """
+        with LOCK:
+            entered = _changed.wait_for(lambda: self._open_to(reader), timeout=seconds) or force
+            if entered:
+                self._inside[ticket] = reader
+            return entered
+
+    def _open_to(self, reader: object) -> bool:
+        return not self._waiting or any(
+            reader in gate._inside.values() for job in self._waiting for gate in job.gates
+        )
 
 
 def submit(gates: Sequence[CommitGate], commit: Callable[[], None]) -> CommitJob:
     """Run ``commit`` as soon as no gate has a reader: now, in this thread, if that is so already."""
     job = CommitJob(gates, commit)
-    with _lock:
+    with LOCK:
         for gate in gates:
             gate._waiting.append(job)
         if job._ready():
@@ -148,81 +163,61 @@ def submit(gates: Sequence[CommitGate], commit: Callable[[], None]) -> CommitJob
 
 
 class ForwardGuard:
-    """Makes every forward pass of a module a reader of its gate, by hooks on the module.
+    """Stands in for a module's ``forward`` and makes each forward pass a reader of the module's gate.
 
-    Calls that go around the module's ``__call__`` (``model.forward(x)``, a submodule by itself) are
-    not seen; put ``with scheme.pinned():`` around those.
+    A hook would not do: an interrupt (Ctrl-C) leaves a forward pass without calling its hooks, and the
+    commit would wait for ever for a reader that has gone.
+
+    Methods of the module that do not go through ``forward``, and submodules by themselves, are not seen:
+    put ``with scheme.pinned():`` around those.
 
     Args:
         gate: the gate.
-        patience: seconds that a forward pass waits for a commit that other readers hold up.
+        module: the module; copies of it, pickled or not, have their own ``forward``, and so has it in a
+            forked child.
+        patience: seconds that a forward pass waits for a commit that other readers hold up. It then goes
+            ahead: a commit that comes later is better than a forward pass that never does.
     """
 
-    def __init__(self, gate: CommitGate, model: nn.Module, patience: float) -> None:
-        self._gate = gate
+    def __init__(self, gate: CommitGate, module: nn.Module, patience: float) -> None:
+        self._gate: CommitGate | None = gate
+        self._module = module
         self._patience = patience
-        self._frames: dict[object, list[FrameType]] = {}
-        self._handles = [
-            model.register_forward_pre_hook(self._before, prepend=True),
-            model.register_forward_hook(self._after, always_call=True),
-        ]
-        gate._guard = self
+        self._pid = os.getpid()
+        self._before = module.__dict__.get("forward")
+        self._forward = module.forward
+        functools.update_wrapper(self, self._forward)
+        module.__dict__["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward pass."""
+        gate = self._gate
+        if gate is None or self._pid != os.getpid():
+            return self._forward(*args, **kwargs)
+        ticket = object()
+        try:
+            try:
+                reader = threading.get_ident()
+                gate.try_enter(ticket, reader) or gate.enter_blocking(
+                    ticket, reader, self._patience, force=True
+                )
+                return self._forward(*args, **kwargs)
+            finally:
+                gate.leave(ticket)
+        finally:
+            gate.leave(ticket)  # again, in case an interrupt came in the way of the first
 
     def remove(self) -> None:
-        """Take the hooks off; idempotent."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
-        self._gate._guard = None
+        """Give the module its ``forward`` back; idempotent."""
+        self._gate = None
+        if self._module.__dict__.get("forward") is self:
+            del self._module.__dict__["forward"]
+            if self._before is not None:
+                self._module.__dict__["forward"] = self._before
 
-    def __deepcopy__(self, memo: object) -> _Inert:
-        return _Inert()  # a copy of the model has no receiver
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._module), self._module)
+        return MethodType(type(copied).forward, copied)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_Inert, ())
-
-    def drop_stale(self, readers: Counter[object]) -> None:
-        """Forget forward passes that are over without their hook having run.
-
-        An interrupt (Ctrl-C) leaves a forward pass without calling its hooks. Its frame is then on
-        no thread's stack any more.
-        """
-        running = {id(frame) for top in sys._current_frames().values() for frame in _stack(top)}
-        for reader, frames in list(self._frames.items()):
-            alive = [frame for frame in frames if id(frame) in running]
-            if len(alive) < len(frames):
-                readers[reader] -= len(frames) - len(alive)
-                self._frames[reader] = alive
-                if readers[reader] <= 0:
-                    del readers[reader]
-
-    def _before(self, module: nn.Module, args: Any) -> None:
-        reader = threading.get_ident()
-        self._gate.enter_blocking(reader, self._patience)
-        # The frame of the module's call: two up, past this hook and the code that runs the hooks.
-        self._frames.setdefault(reader, []).append(sys._getframe(1))
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        reader = threading.get_ident()
-        frames = self._frames.get(reader)
-        if frames:
-            frames.pop()
-            self._gate.leave(reader)
-
-
-class _Inert:
-    """What the hooks of a copied or pickled model call: nothing happens."""
-
-    def _before(self, module: nn.Module, args: Any) -> None:
-        pass
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        pass
-
-
-def _stack(frame: FrameType | None) -> list[FrameType]:
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (MethodType, (type(self._module).forward, self._module))

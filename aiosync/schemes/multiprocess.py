@@ -116,7 +116,9 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
                 f"there are no queues for worker {worker_idx}: call init_on_sender() first, then pass "
                 "the scheme to Process(args=...), which is the only way that queues can travel"
             )
-        return MPTransport(pair.to_worker, pair.to_sender)
+        # In the sender's own process the queues are the listener's to close.
+        on_close = pair.close if pair.owner != os.getpid() else None
+        return MPTransport(pair.to_worker, pair.to_sender, on_close)
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
         listener = self._listener

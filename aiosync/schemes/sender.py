@@ -286,9 +286,10 @@ class WeightSender:
             await uninterrupted(lambda _: self._close())
 
     async def _close(self) -> None:
-        self._listener.close()
+        self._listener.stop()
         await self.roster.close("the sender has closed")
         await self._host.aclose()
+        self._listener.close()
         for group in self._groups:
             group.close()
         self._offloader.close()

@@ -46,9 +46,13 @@ class Listener(ABC):
     def forget(self) -> None:
         """In a forked child: let go of the parent's descriptors without ending anything."""
 
+    def stop(self) -> None:
+        """Let nobody in any more; those who are in can still be told goodbye."""
+        return
+
     @abstractmethod
     def close(self) -> None:
-        """Stop listening; idempotent."""
+        """Let go of everything; idempotent."""
 
 
 class Sink(Protocol):

@@ -145,10 +145,17 @@ class MPTransport(Transport):
     Args:
         inbound: read by this process alone.
         outbound: written by this process alone.
+        on_close: called when the transport has closed and does not need the queues any more.
     """
 
-    def __init__(self, inbound: SimpleQueue[bytes], outbound: SimpleQueue[bytes]) -> None:
+    def __init__(
+        self,
+        inbound: SimpleQueue[bytes],
+        outbound: SimpleQueue[bytes],
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
+        self._on_close = on_close
         self._inbound = inbound
         self._outbound = outbound
         self._reader: QueueReader | None = None
@@ -170,6 +177,8 @@ class MPTransport(Transport):
     async def _close(self) -> None:
         if self._reader is not None:
             self._reader.close()
+        if self._on_close is not None:
+            self._on_close()
 
 
 class PipeTransport(Transport):

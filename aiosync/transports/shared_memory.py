@@ -142,6 +142,10 @@ class UnixListener(Listener):
         """In a forked child: let go of the parent's socket without ending it."""
         self._socket.close()
 
+    def stop(self) -> None:
+        """Let nobody in any more."""
+        self.close()
+
     def close(self) -> None:
         """Stop listening; idempotent."""
         if self._server is not None:

@@ -70,6 +70,7 @@ class Child:
 
     def block(self) -> None:
         """Hold this process's event loop until the test says ``go``; nothing else may be told then."""
+        os.set_blocking(self._control.fileno(), True)  # uvloop turns that off for what it watches
         self.say("blocked")
         while msgspec.msgpack.decode(self._control.recv_bytes()).get("tell") != "go":
             pass
