@@ -63,7 +63,7 @@ def _source_for(plan: SenderPlan, given: Any, workers: tuple[int, ...], own: Any
 
 
 async def _extract(source: Any, strategy: WeightStrategy | None) -> Mapping[str, Tensor]:
-    if isinstance(source, nn.Module) and "merge_and_unload" in dir(type(source)):
+    if isinstance(source, nn.Module) and callable(getattr(type(source), "merge_and_unload", None)):
         # Adapters are merged on a copy of the whole model.
         offloader = Offloader("aiosync-merge")
         try:

@@ -1,0 +1,138 @@
+"""A scheme's events as Prometheus or OpenTelemetry metrics (extra ``aiosync[metrics]``).
+
+Both take the events of :meth:`~aiosync.WeightSyncScheme.on_event` and keep nothing of their own::
+
+    from aiosync import metrics
+
+    stop = metrics.to_prometheus(scheme)      # into the default registry
+    stop = metrics.to_opentelemetry(scheme)   # into the global meter provider
+
+===========================  =========  ============================================================
+metric                       kind       what
+===========================  =========  ============================================================
+``aiosync_events``           counter    events by ``kind`` (sent, applied, failed, lost, ...)
+``aiosync_bytes``            counter    bytes of weights copied by the sender
+``aiosync_version``          gauge      the version last sent, applied or committed
+``aiosync_phase_seconds``    histogram  seconds by ``phase`` (extract, stage, ack, commit, ...)
+===========================  =========  ============================================================
+
+Each carries the labels ``model`` and ``worker`` (empty where an event is about no worker in particular).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.stats import SyncEvent
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import Meter
+    from prometheus_client import CollectorRegistry
+
+__all__ = ["to_opentelemetry", "to_prometheus"]
+
+SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+def _labels(event: SyncEvent) -> dict[str, str]:
+    worker = "" if event.worker is None else str(event.worker)
+    return {"model": event.model_id or "", "worker": worker}
+
+
+def to_prometheus(
+    scheme: WeightSyncScheme, registry: CollectorRegistry | None = None
+) -> Callable[[], None]:
+    """Count a scheme's events in a Prometheus registry.
+
+    Args:
+        scheme: a sender or a receiver; several may count into one registry.
+        registry: None for the default one.
+
+    Returns:
+        What ends the counting.
+
+    Raises:
+        ModuleNotFoundError: ``prometheus_client`` is not installed.
+    """
+    from prometheus_client import REGISTRY
+
+    into = REGISTRY if registry is None else registry
+    metrics = _prometheus_metrics(into)
+
+    def count(event: SyncEvent) -> None:
+        labels = _labels(event)
+        metrics.events.labels(kind=event.kind, **labels).inc()
+        if event.nbytes:
+            metrics.nbytes.labels(**labels).inc(event.nbytes)
+        if event.version >= 0:
+            metrics.version.labels(**labels).set(event.version)
+        for phase, seconds in event.seconds.items():
+            metrics.seconds.labels(phase=phase, **labels).observe(seconds)
+
+    return scheme.on_event(count)
+
+
+class _PrometheusMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        who = ["model", "worker"]
+        self.events = Counter(
+            "aiosync_events", "Events of weight synchronisation", ["kind", *who], registry=registry
+        )
+        self.nbytes = Counter("aiosync_bytes", "Bytes of weights copied", who, registry=registry)
+        self.version = Gauge("aiosync_version", "Version of the weights", who, registry=registry)
+        self.seconds = Histogram(
+            "aiosync_phase_seconds",
+            "Seconds per phase",
+            ["phase", *who],
+            registry=registry,
+            buckets=SECONDS,
+        )
+
+
+_by_registry: dict[int, tuple[CollectorRegistry, _PrometheusMetrics]] = {}
+
+
+def _prometheus_metrics(registry: CollectorRegistry) -> _PrometheusMetrics:
+    # A registry takes a name once, and several schemes may count into it.
+    known = _by_registry.get(id(registry))
+    if known is None:
+        known = _by_registry[id(registry)] = (registry, _PrometheusMetrics(registry))
+    return known[1]
+
+
+def to_opentelemetry(scheme: WeightSyncScheme, meter: Meter | None = None) -> Callable[[], None]:
+    """Count a scheme's events with an OpenTelemetry meter.
+
+    Args:
+        scheme: a sender or a receiver.
+        meter: None for the global provider's meter ``aiosync``.
+
+    Returns:
+        What ends the counting.
+
+    Raises:
+        ModuleNotFoundError: ``opentelemetry`` is not installed.
+    """
+    from opentelemetry.metrics import get_meter
+
+    source = get_meter("aiosync") if meter is None else meter
+    events = source.create_counter("aiosync_events", description="Events of weight synchronisation")
+    nbytes = source.create_counter("aiosync_bytes", unit="By", description="Bytes of weights copied")
+    version = source.create_gauge("aiosync_version", description="Version of the weights")
+    spent = source.create_histogram("aiosync_phase_seconds", unit="s", description="Seconds per phase")
+
+    def count(event: SyncEvent) -> None:
+        labels = _labels(event)
+        events.add(1, {"kind": event.kind, **labels})
+        if event.nbytes:
+            nbytes.add(event.nbytes, labels)
+        if event.version >= 0:
+            version.set(event.version, labels)
+        for phase, seconds in event.seconds.items():
+            spent.record(seconds, {"phase": phase, **labels})
+
+    return scheme.on_event(count)

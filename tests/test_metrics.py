@@ -1,0 +1,61 @@
+"""Events as Prometheus and OpenTelemetry metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+import torch
+
+from aiosync import MemoryWeightSyncScheme, metrics
+
+
+async def one_send(scheme: MemoryWeightSyncScheme) -> None:
+    """Connect one worker, send once, close."""
+    scheme.init_on_sender(model_id="policy", model=torch.nn.Linear(3, 2), num_workers=1)
+    worker = copy.copy(scheme)
+    worker.init_on_receiver(model_id="policy", model=torch.nn.Linear(3, 2), worker_idx=0)
+    await asyncio.gather(scheme.connect(), worker.connect())
+    async with worker.receiving():
+        await scheme.send()
+    await worker.aclose()
+    await scheme.aclose()
+
+
+async def test_prometheus_counts_what_happened() -> None:
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    scheme = MemoryWeightSyncScheme(timeout=20)
+    stop = metrics.to_prometheus(scheme, registry)
+    await one_send(scheme)
+    whole = {"model": "policy", "worker": ""}
+    assert registry.get_sample_value("aiosync_events_total", {"kind": "sent", **whole}) == 1
+    assert registry.get_sample_value("aiosync_bytes_total", whole) == 32
+    assert registry.get_sample_value("aiosync_version", whole) == 1
+    assert registry.get_sample_value("aiosync_phase_seconds_count", {"phase": "stage", **whole}) == 1
+    stop()
+    again = MemoryWeightSyncScheme(timeout=20)
+    metrics.to_prometheus(again, registry)
+    await one_send(again)
+    assert registry.get_sample_value("aiosync_events_total", {"kind": "sent", **whole}) == 2
+
+
+async def test_opentelemetry_counts_what_happened() -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.metrics")
+    export = pytest.importorskip("opentelemetry.sdk.metrics.export")
+    reader = export.InMemoryMetricReader()
+    provider = sdk.MeterProvider(metric_readers=[reader])
+    scheme = MemoryWeightSyncScheme(timeout=20)
+    metrics.to_opentelemetry(scheme, provider.get_meter("test"))
+    await one_send(scheme)
+    found = {
+        metric.name: metric
+        for resource in reader.get_metrics_data().resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+    }
+    assert set(found) == {"aiosync_events", "aiosync_bytes", "aiosync_version", "aiosync_phase_seconds"}
+    kinds = {point.attributes["kind"] for point in found["aiosync_events"].data.data_points}
+    assert {"joined", "applied", "sent", "closed"} <= kinds
+    provider.shutdown()
