@@ -28,7 +28,8 @@ from aiosync.weights.target import WeightTarget
 
 __all__ = ["Held", "Intake"]
 
-_pins: ContextVar[tuple[object, ...]] = ContextVar("aiosync_pins", default=())
+# Who reads, in this task and those that it has started: a body inside a body is the same reader.
+_reader: ContextVar[object] = ContextVar("aiosync_reader")
 
 
 @dataclass(slots=True)
@@ -207,16 +208,15 @@ class Intake:
         Raises:
             SyncTimeoutError: a commit waited for other readers until the deadline.
         """
-        chain = _pins.get()
-        # A body inside a body of the same task is the same reader: it would wait for itself.
-        reader = next((pin for pin in chain if self.gate.reads(pin)), None) or object()
-        await self.gate.enter(reader, deadline)
-        reset = _pins.set((*chain, reader))
+        reader = _reader.get(None) or object()
+        ticket = object()
+        await self.gate.enter(ticket, reader, deadline)
+        reset = _reader.set(reader)
         try:
             yield self.version
         finally:
-            _pins.reset(reset)
-            self.gate.leave(reader)
+            _reader.reset(reset)
+            self.gate.leave(ticket)
 
     async def close(self, *, detach: bool) -> None:
         """Let go of everything; the model keeps its version.
