@@ -41,9 +41,7 @@ def _labels(event: SyncEvent) -> dict[str, str]:
     return {"model": event.model_id or "", "worker": worker}
 
 
-def to_prometheus(
-    scheme: WeightSyncScheme, registry: CollectorRegistry | None = None
-) -> Callable[[], None]:
+def to_prometheus(scheme: WeightSyncScheme, registry: CollectorRegistry | None = None) -> Callable[[], None]:
     """Count a scheme's events in a Prometheus registry.
 
     Args:

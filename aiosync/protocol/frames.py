@@ -125,10 +125,14 @@ class Update(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="u
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="welcome"):
-    """The sender takes the worker in: the layout of all updates to come, and the newest update."""
+    """The sender takes the worker in: the layout of all updates to come, and the newest update.
+
+    ``eager``: the worker is to send its Fetch in advance, without waiting for a Notify.
+    """
 
     layout: dict[str, Any]
     update: Update
+    eager: bool = False
 
 
 class Notify(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="notify"):

@@ -11,7 +11,9 @@ The sender's session of one worker::
                                                                    offer()                v
                                                                     READY <--Fetch-- NOTIFIED
 
-and from everywhere to CLOSED. ``publish`` in NOTIFIED changes nothing and in LEASED is remembered: at
+and from everywhere to CLOSED. An eager worker sends its Fetch in IDLE already, in advance, which saves a
+round trip per update; a worker that then stops is left holding an update that it never asked for again,
+so this is for small models. ``publish`` in NOTIFIED changes nothing and in LEASED is remembered: at
 most one frame is ever under way to a worker, whatever the sender publishes (latest wins).
 """
 
@@ -186,7 +188,7 @@ class SenderSession(_Session):
             case _, f.Bye() if self.authenticated:
                 self.state = SenderState.CLOSED
                 return [Left(frame.reason)]
-            case SenderState.NOTIFIED, f.Fetch():
+            case ((SenderState.NOTIFIED | SenderState.IDLE), f.Fetch()):
                 self.state = SenderState.READY
                 return [Fetched()]
             case SenderState.LEASED, f.Staged() if frame.round == self.leased_round:
@@ -203,11 +205,14 @@ class SenderSession(_Session):
                     f"a {type(frame).__name__} frame may not come in state {self.state.value}"
                 )
 
-    def welcome(self, layout: dict[str, object], update: f.Update) -> None:
-        """Take the worker in and lease it ``update`` as its first."""
+    def welcome(self, layout: dict[str, object], update: f.Update, *, eager: bool = False) -> None:
+        """Take the worker in and lease it ``update`` as its first.
+
+        ``eager``: the worker is to ask for the next update in advance.
+        """
         self._expect(SenderState.WELCOMING)
         self._lease(update)
-        self._outgoing.append(f.Welcome(layout=layout, update=update))
+        self._outgoing.append(f.Welcome(layout=layout, update=update, eager=eager))
 
     def refuse(self, reason: str) -> None:
         """Turn the worker away."""
@@ -311,6 +316,7 @@ class ReceiverSession(_Session):
         self._round = -1
         self._notified = False
         self._wanting = False
+        self._eager = False
         self._outgoing.append(
             f.Hello(
                 protocol=f.PROTOCOL_VERSION,
@@ -337,12 +343,15 @@ class ReceiverSession(_Session):
             case ReceiverState.GREETING, f.Challenge():
                 return self._answer(frame)
             case ReceiverState.JOINING, f.Welcome():
+                self._eager = frame.eager
                 self._hold(frame.update)
                 return [UpdateArrived(frame.update, frame)]
             case ((ReceiverState.IDLE | ReceiverState.HOLDING), f.Notify()):
                 self._notified = True
                 self._fetch_if_wanted()
                 return []
+            case ReceiverState.FETCHING, f.Notify() if self._eager:
+                return []  # it crossed the Fetch that was sent in advance
             case ReceiverState.FETCHING, f.Update():
                 self._hold(frame)
                 return [UpdateArrived(frame)]
@@ -406,9 +415,11 @@ class ReceiverSession(_Session):
             return  # the sender has gone, or let this worker go, while the update was being applied
         self._outgoing.append(frame)
         self.state = ReceiverState.IDLE
+        self._fetch_if_wanted()
 
     def _fetch_if_wanted(self) -> None:
-        if self._notified and self._wanting and self.state is ReceiverState.IDLE:
+        due = self._notified or self._eager
+        if due and self._wanting and self.state is ReceiverState.IDLE:
             self._notified = self._wanting = False
             self.state = ReceiverState.FETCHING
             self._outgoing.append(f.Fetch())

@@ -13,6 +13,8 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
+from aiosync.transports._offload import uninterrupted
+
 __all__ = ["TaskHost"]
 
 
@@ -43,10 +45,9 @@ class TaskHost:
     async def aclose(self) -> None:
         """Cancel every task and wait for its end; idempotent."""
         self._stop.set()
-        task = self._task
-        if task is not None and task is not asyncio.current_task():
-            await asyncio.wait([task])
-            self._task = None
+        task, self._task = self._task, None
+        if task is not None:
+            await uninterrupted(lambda _: _end_of(task))
 
     async def _main(self, ready: asyncio.Event) -> None:
         async with anyio.create_task_group() as group:
@@ -54,3 +55,8 @@ class TaskHost:
             ready.set()
             await self._stop.wait()
             group.cancel_scope.cancel()
+
+
+async def _end_of(task: asyncio.Task[None]) -> None:
+    await asyncio.wait([task])
+    task.result()

@@ -23,7 +23,7 @@ from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.recipe import SchemeRecipe, checked_index
 from aiosync.schemes.report import SendReport
 from aiosync.schemes.sender import WeightSender
-from aiosync.schemes.sources import gather_sources
+from aiosync.schemes.sources import gather_sources, is_per_worker
 from aiosync.weights.resolve import resolve_model
 
 __all__ = ["WeightSyncBackend", "WeightSyncScheme"]
@@ -242,7 +242,7 @@ class WeightSyncScheme(SchemeRecipe):
         sender = self.get_sender()
         deadline = self._deadline(timeout)
         targets = sender.roster.resolve(worker_ids)
-        if worker_ids is None and _is_per_worker(weights):
+        if worker_ids is None and is_per_worker(weights):
             targets = sender.roster.resolve(list(weights))
         sources = await self._sources(weights, targets)
         return await sender.send(
@@ -272,7 +272,7 @@ class WeightSyncScheme(SchemeRecipe):
     async def _sources(self, weights: Any, targets: Iterable[int]) -> dict[int, Mapping[str, Tensor]]:
         plan = self._plan
         assert plan is not None
-        given = None if weights is None else weights if _is_per_worker(weights) else self._resolve(weights)
+        given = None if weights is None else weights if is_per_worker(weights) else self._resolve(weights)
         if given is None and plan.weights is None and all(g.weights is None for g in plan.groups):
             given = self._resolve(None)
         return await gather_sources(plan, given, set(targets), self._strategy)
@@ -387,7 +387,3 @@ class WeightSyncScheme(SchemeRecipe):
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self._spec.seconds(timeout))
-
-
-def _is_per_worker(weights: Any) -> bool:
-    return isinstance(weights, Mapping) and bool(weights) and all(isinstance(key, int) for key in weights)

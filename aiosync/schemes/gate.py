@@ -128,9 +128,7 @@ class CommitGate:
             except TimeoutError:
                 raise deadline.error("pin", hint="a commit waits for other readers to leave") from None
 
-    def enter_blocking(
-        self, ticket: object, reader: object, seconds: float, *, force: bool = False
-    ) -> bool:
+    def enter_blocking(self, ticket: object, reader: object, seconds: float, *, force: bool = False) -> bool:
         """Become a reader in a thread, after ``seconds`` of waiting at most.
 
         Args:

@@ -94,6 +94,11 @@ class WeightGroup:
         self._offloader = offloader
         self._freed = asyncio.Event()
 
+    @property
+    def writes_inline(self) -> bool:
+        """Whether a version is so small that no thread is needed to write it."""
+        return self.device.type == "cpu" and self.arena.layout.nbytes <= INLINE_LIMIT
+
     async def reserve(self, count: int) -> None:
         """Take memory for this many slots."""
         while len(self.arena.slots) < count:
@@ -147,7 +152,7 @@ class WeightGroup:
 
     async def write(self, draft: Draft, cancelled: Callable[[], bool]) -> bool:
         """Copy; returns whether all was copied (not, if cancelled in between)."""
-        if self.device.type == "cpu" and draft.slot.segment.nbytes <= INLINE_LIMIT:
+        if self.writes_inline:
             return copy_pairs(draft.pairs)
         return await self._offloader.run(lambda _: copy_pairs(draft.pairs, cancelled))
 
@@ -244,7 +249,7 @@ class WeightGroup:
         await self._freed.wait()
 
     async def _grow(self) -> Slot:
-        if self.device.type == "cpu" and self.arena.layout.nbytes <= INLINE_LIMIT:
+        if self.writes_inline:
             return self.arena.grow()
         return await self._offloader.run(lambda _: self.arena.grow())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from aiosync.errors import WorkerLostError
+from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.frames import Frame, Joint, Update
 from aiosync.protocol.session import SenderEvent, SenderSession, SenderState
 from aiosync.schemes.group import Published, WeightGroup
@@ -13,6 +13,10 @@ from aiosync.transports.base import Transport
 from aiosync.transports.liveness import ProcessWatch
 
 __all__ = ["WorkerLink"]
+
+EAGER_LIMIT = 1 << 20
+"""Bytes up to which a worker is handed an update without having been told of it first: saves a round trip,
+and costs a slot if the worker hangs just then."""
 
 
 class WorkerLink:
@@ -76,13 +80,20 @@ class WorkerLink:
     @property
     def parked(self) -> bool:
         """Whether it is not expected to move on from what it reads by itself."""
-        return self.late or (self.session.state is SenderState.IDLE and self.due is None)
+        waiting = self.session.state in (SenderState.IDLE, SenderState.READY)
+        return self.late or (waiting and self.due is None)
 
     # -- the transport's sink ----------------------------------------------------------------------
 
     def frame_received(self, frame: Frame) -> None:
         """A frame from the worker."""
-        for event in self.session.receive(frame):
+        try:
+            events = self.session.receive(frame)
+        except ProtocolError as exc:
+            self.session.close(str(exc), dropped=True)
+            self.transport.flush(self.session)
+            raise
+        for event in events:
             self._on_event(self, event)
         self.transport.flush(self.session)
 
@@ -113,7 +124,8 @@ class WorkerLink:
             assert group.latest is not None
             update = self._lease(group.latest, None)
             update.payload["device"] = str(group.device)
-            self.session.welcome(group.arena.layout.to_wire(), update)
+            eager = group.arena.layout.nbytes <= EAGER_LIMIT
+            self.session.welcome(group.arena.layout.to_wire(), update, eager=eager)
         elif state is SenderState.READY and group.offerable(self.due):
             assert self.due is not None
             self.session.offer(self._lease(self.due, joint))

@@ -144,6 +144,9 @@ class Publisher:
         Args:
             fallback: keep what is replaced until the round is settled, in case all workers refuse.
         """
+        if all(draft.group.writes_inline for draft in prepared.drafts):
+            # Nothing is awaited in there, so nothing can be cancelled.
+            return await self._write_and_publish(prepared, lambda: False, fallback)
         return await uninterrupted(lambda gone: self._write_and_publish(prepared, gone, fallback))
 
     async def _write_and_publish(self, prepared: Prepared, gone: Callable[[], bool], fallback: bool) -> Round:

@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-import anyio
 from torch import Tensor
 
 from aiosync._deadline import Deadline
@@ -30,6 +29,7 @@ from aiosync.errors import (
 )
 from aiosync.protocol.frames import Frame, Nack
 from aiosync.protocol.session import Aborted, Left, ReceiverSession, UpdateArrived
+from aiosync.schemes._host import TaskHost
 from aiosync.schemes.intake import Held, Intake
 from aiosync.schemes.joint import give_up
 from aiosync.schemes.spec import SchemeSpec
@@ -153,7 +153,13 @@ class WeightReceiver:
 
     def frame_received(self, frame: Frame) -> None:
         """A frame from the sender."""
-        for event in self._session.receive(frame):
+        try:
+            events = self._session.receive(frame)
+        except ProtocolError as exc:
+            self._session.close(str(exc))
+            self.transport.flush(self._session)
+            raise
+        for event in events:
             match event:
                 case UpdateArrived(update=update):
                     self._held = Held(update)
@@ -197,12 +203,14 @@ class WeightReceiver:
             WorkerLostError: at the end of the body, if the sender went without a goodbye.
         """
         self._claim_loop()
+        # Not a task group around the body: what the body raises would come out in an exception group.
+        host = TaskHost("aiosync-receiving")
         try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._loop)
-                yield
-                tasks.cancel_scope.cancel()
+            await host.start()
+            host.spawn(self._loop)
+            yield
         finally:
+            await host.aclose()
             self._looping = False
         if self.lost:
             raise WorkerLostError((), self.ended or "unknown")
@@ -300,6 +308,7 @@ class WeightReceiver:
             stats.skipped += max(0, held.update.version - self._session.version - 1)
             stats.memory = self.intake.memory
             stats.add_phases(held.seconds)
+        self._session.wanting = self._looping  # so that what goes out asks for the next one as well
         self._session.applied(self.version, held.seconds)
         self.transport.flush(self._session)
         self._committed.set()

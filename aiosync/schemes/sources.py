@@ -13,7 +13,13 @@ from aiosync.transports._offload import Offloader
 from aiosync.weights.flatten import named_tensors
 from aiosync.weights.strategy import WeightStrategy, to_tensordict
 
-__all__ = ["gather_sources"]
+__all__ = ["gather_sources", "is_per_worker"]
+
+
+def is_per_worker(weights: Any) -> bool:
+    """Whether this is a dict of worker index -> weights rather than weights."""
+    # A TensorDict calls itself a mapping but cannot be asked whether it is empty.
+    return type(weights) is dict and bool(weights) and all(isinstance(key, int) for key in weights)
 
 
 async def gather_sources(
@@ -49,7 +55,7 @@ async def gather_sources(
 
 
 def _source_for(plan: SenderPlan, given: Any, workers: tuple[int, ...], own: Any) -> Any:
-    if isinstance(given, Mapping) and given and all(isinstance(key, int) for key in given):
+    if is_per_worker(given):
         if not plan.per_worker:
             raise InvalidArgumentError(
                 "weights per worker need per_worker_weights=True: here workers share one copy"

@@ -121,12 +121,12 @@ class Transport(ABC):
         """The peer has authenticated: accept frames of any sensible size."""
         self._decoder.limit = MAX_FRAME
 
-    def write(self, frame: Frame) -> None:
-        """Send one frame without waiting; a connection that turns out to be broken is reported lost."""
-        if not self.check_connection():
+    def write(self, *frames: Frame) -> None:
+        """Send frames without waiting; a connection that turns out to be broken is reported lost."""
+        if not frames or not self.check_connection():
             return
         try:
-            self._write(encode(frame))
+            self._write(b"".join(map(encode, frames)))
         except OSError as exc:
             self._lost(f"writing failed: {exc.strerror or exc}")
 
@@ -248,8 +248,7 @@ class Transport(ABC):
 
     def flush(self, session: SenderSession | ReceiverSession) -> None:
         """Send what the session has to say."""
-        for frame in session.frames_to_send():
-            self.write(frame)
+        self.write(*session.frames_to_send())
 
     # -- for subclasses ---------------------------------------------------------------------------
 
