@@ -27,7 +27,7 @@ from torch import nn
 
 from aiosync._deadline import Deadline
 
-__all__ = ["LOCK", "CommitGate", "CommitJob", "ForwardGuard", "submit"]
+__all__ = ["LOCK", "CommitGate", "CommitJob", "ForwardGuard", "commit_now", "submit"]
 
 # The bare lock is entered without running Python code, so that an interrupt (Ctrl-C) cannot come between
 # taking it and the body that gives it back.
@@ -147,6 +147,18 @@ class CommitGate:
         return not self._waiting or any(
             reader in gate._inside.values() for job in self._waiting for gate in job.gates
         )
+
+
+def commit_now(gate: CommitGate, commit: Callable[[], None]) -> bool:
+    """Run ``commit`` if nobody reads and nobody waits; returns whether it ran. What it raises comes out.
+
+    The short way: no job is made.
+    """
+    with LOCK:
+        if gate._inside or gate._waiting:
+            return False
+        commit()
+        return True
 
 
 def submit(gates: Sequence[CommitGate], commit: Callable[[], None]) -> CommitJob:

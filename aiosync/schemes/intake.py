@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from aiosync._deadline import Deadline
 from aiosync.protocol.frames import Update
 from aiosync.schemes.cascade import cascade
-from aiosync.schemes.gate import CommitGate, CommitJob, ForwardGuard, submit
+from aiosync.schemes.gate import CommitGate, CommitJob, ForwardGuard, commit_now, submit
 from aiosync.schemes.joint import JointPart, give_up, join
 from aiosync.schemes.spec import SchemeSpec
 from aiosync.schemes.stager import Stager
@@ -115,9 +115,14 @@ class Intake:
 
     async def reserve(self) -> None:
         """Take all memory that will be needed, so that later updates run into warm pages."""
-        stager = self._stager
-        assert stager is not None
-        await self._offloader.run(lambda _: stager.reserve())
+        stager, binding = self._stager, self._binding
+        assert stager is not None and binding is not None
+
+        def warm(_: object) -> None:
+            stager.reserve()
+            binding.forget_replaced()
+
+        await self._offloader.run(warm)
 
     def guard_forwards(self, patience: float) -> None:
         """Keep commits out of forward passes that run in other threads."""
@@ -138,7 +143,8 @@ class Intake:
         else:
             views = await self._offloader.run(lambda _: stager.stage(held.update))
         binding.check(views)
-        await cascade(self._context, self._model_id, self._strategy, views)
+        if self._context is not None:
+            await cascade(self._context, self._model_id, self._strategy, views)
         held.views = views
         held.seconds["stage"] = time.perf_counter() - started
 
@@ -151,6 +157,10 @@ class Intake:
         """
         started = time.perf_counter()
         joint = held.update.joint
+        if joint is None and commit_now(self.gate, lambda: self._commit_alone(held)):
+            held.seconds["wait"] = 0.0
+            self._committed()
+            return
         job: CommitJob | JointPart
         if joint is None:
             job = submit([self.gate], lambda: self._commit_alone(held))
@@ -179,25 +189,35 @@ class Intake:
         self._stager.committed()
 
     def _commit_alone(self, held: Held) -> None:
-        with self._committing(held):
-            pass
+        """The commit itself. Runs in whatever thread freed the gate, nobody reading meanwhile."""
+        assert self._binding is not None and held.views is not None
+        started = time.perf_counter()
+        self._binding.commit(held.views, self._changed_names(held))
+        self._in_service(held, started)
 
     @contextmanager
     def _committing(self, held: Held) -> Iterator[None]:
-        """The commit itself. Runs in whatever thread freed the gate, nobody reading meanwhile."""
-        binding, views = self._binding, held.views
-        assert binding is not None and views is not None
+        """The same as one part of a joint commit: taken back if the body raises."""
+        assert self._binding is not None and held.views is not None
         started = time.perf_counter()
-        update = held.update
-        names = update.names if update.base == self.version else None
         before = self.version, self.weights
         try:
-            with binding.committing(views, names, reversible=update.joint is not None):
-                self.version, self.weights = update.version, views
+            names = self._changed_names(held)
+            with self._binding.committing(held.views, names, reversible=True):
+                self._in_service(held, started)
                 yield
         except BaseException:
             self.version, self.weights = before
+            held.committed = False
             raise
+
+    def _changed_names(self, held: Held) -> list[str] | None:
+        # What changed against a version that this model never had is not all that changed for it.
+        return held.update.names if held.update.base == self.version else None
+
+    def _in_service(self, held: Held, started: float) -> None:
+        assert held.views is not None
+        self.version, self.weights = held.update.version, held.views
         held.committed = True
         held.seconds["commit"] = time.perf_counter() - started
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.plan import SenderPlan
 from aiosync.transports._offload import Offloader
 from aiosync.weights.flatten import named_tensors
+from aiosync.weights.index import module_tensors
 from aiosync.weights.strategy import WeightStrategy, to_tensordict
 
 __all__ = ["gather_sources", "is_per_worker"]
@@ -76,4 +78,6 @@ async def _extract(source: Any, strategy: WeightStrategy | None) -> Mapping[str,
             return await offloader.run(lambda _: named_tensors(source, strategy=strategy))
         finally:
             offloader.close()
+    if strategy is None and isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):
+        return module_tensors(source)
     return named_tensors(source, strategy=strategy)

@@ -63,9 +63,10 @@ class Stager:
             ProtocolError: the update does not say where it lies, or its memory cannot be mapped.
             ArenaAllocationError: there is no memory for slots of this process's own.
         """
-        views = dict(self._source(update.payload))
+        source = self._source(update.payload)
         if not self._arenas:
-            return views
+            return source
+        views = dict(source)
         pairs: list[tuple[Tensor, Tensor]] = []
         for device, arena in self._arenas.items():
             slot = self._back[device] = arena.free_slot() or arena.grow()

@@ -98,8 +98,17 @@ class Binding:
         else:
             self._strategy.apply_weights(self.model, weights)
 
+    def commit(self, views: Mapping[str, Tensor], names: Collection[str] | None = None) -> None:
+        """Put ``views`` in service; raises as :meth:`committing`."""
+        with self.committing(views, names):
+            pass
+
     def detach(self) -> None:
         """Give the model memory of its own again, with the values that it has."""
+
+    def forget_replaced(self) -> None:
+        """Free what the last commit put out of service. Takes time where that was the model's own
+        memory, so call it in a thread after the first."""
 
 
 class ModuleBinding(Binding):
@@ -119,6 +128,7 @@ class ModuleBinding(Binding):
         self._flips: dict[str, nn.Parameter] = {}
         self._copies: dict[str, Tensor] = {}
         self._meta = False
+        self._replaced: list[tuple[nn.Parameter, Tensor]] = []
         self._sort()
         self._extra = tuple(name for name in layout.names if is_extra_state(name))
 
@@ -170,16 +180,38 @@ class ModuleBinding(Binding):
                         # A parameter is saved only if it has to be: that would cost a second copy.
                         saved = reversible or not isinstance(target, nn.Parameter)
                         _copy(target, views[name], undo if saved else None)
-                for name, parameter in self._flips.items():
-                    _flip(parameter, views[name], undo)
+            undo.callback(_point_back, self._flip(views))
             yield
             undo.pop_all()
+
+    def commit(self, views: Mapping[str, Tensor], names: Collection[str] | None = None) -> None:
+        """See :meth:`Binding.commit`. Where there is nothing but flips this is a plain loop."""
+        if self._extra or self._copies or self._meta:
+            super().commit(views, names)
+        else:
+            self._flip(views)
+
+    def _flip(self, views: Mapping[str, Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
+        replaced: list[tuple[nn.Parameter, Tensor]] = []
+        try:
+            for name, parameter in self._flips.items():
+                replaced.append((parameter, parameter.data))
+                parameter.data = views[name]
+        except BaseException:
+            _point_back(replaced)
+            raise
+        self._replaced = replaced
+        return replaced
 
     def detach(self) -> None:
         """Give the parameters memory of their own, with the values that they have."""
         with torch.no_grad():
             for parameter in self._flips.values():
                 parameter.data = parameter.data.clone()
+
+    def forget_replaced(self) -> None:
+        """See :meth:`Binding.forget_replaced`."""
+        self._replaced = []
 
 
 def bind(model: WeightTarget | None, layout: Layout, strategy: WeightStrategy, mode: CommitMode) -> Binding:
@@ -196,9 +228,9 @@ def bind(model: WeightTarget | None, layout: Layout, strategy: WeightStrategy, m
     return Binding(model, layout, strategy)
 
 
-def _flip(parameter: nn.Parameter, view: Tensor, undo: ExitStack) -> None:
-    undo.callback(setattr, parameter, "data", parameter.data)
-    parameter.data = view
+def _point_back(replaced: list[tuple[nn.Parameter, Tensor]]) -> None:
+    for parameter, before in reversed(replaced):
+        parameter.data = before
 
 
 def _copy(target: Tensor, view: Tensor, undo: ExitStack | None) -> None:

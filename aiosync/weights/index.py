@@ -1,0 +1,68 @@
+"""The tensors of a module by name, found again quickly as long as the module is built the same.
+
+Walking a model of two thousand tensors takes milliseconds, on each send, on the trainer's event loop.
+Whether it still has the same parts takes a tenth of that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from aiosync.weights.dense import check_dense
+from aiosync.weights.flatten import named_tensors
+from aiosync.weights.names import join
+from aiosync.weights.walk import has_extra_state, is_transient, leaves, modules
+
+__all__ = ["module_tensors"]
+
+
+class _Index:
+    """What a walk found, and what has to be the same for it to be found again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.reusable = True
+        self._sizes: list[tuple[dict[str, Any], int]] = []
+        self._parts: list[tuple[dict[str, Any], str, Any]] = []
+        own = {id(part) for part in module.modules()}
+        for prefix, part in modules(module, merge=True):
+            # An adapter's merged copy is none of the module's own parts, and is made anew each time.
+            if id(part) not in own or isinstance(part, TensorDictBase) or has_extra_state(part):
+                self.reusable = False
+                return
+            for registry in (part._parameters, part._buffers, part._modules):
+                self._sizes.append((registry, len(registry)))
+                self._parts += [(registry, key, value) for key, value in registry.items()]
+            for key, tensor in leaves(part):
+                if not is_transient(part, key):
+                    name = join(prefix, key)
+                    check_dense(name, tensor, allow_meta=False)
+                    self.tensors[name] = tensor
+
+    def holds(self) -> bool:
+        """Whether the module still has these parts and no others."""
+        return all(len(registry) == size for registry, size in self._sizes) and all(
+            registry.get(key) is part for registry, key, part in self._parts
+        )
+
+
+_known: WeakKeyDictionary[nn.Module, _Index] = WeakKeyDictionary()
+
+
+def module_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """As :func:`named_tensors` of a module, but the parameters themselves where nothing forbids it.
+
+    Raises: as :func:`named_tensors`.
+    """
+    index = _known.get(module)
+    if index is None or not index.holds():
+        index = _Index(module)
+        if not index.reusable:
+            _known.pop(module, None)
+            return named_tensors(module)
+        _known[module] = index
+    return index.tensors
