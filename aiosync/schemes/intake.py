@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -235,8 +235,9 @@ class Intake:
         try:
             yield self.version
         finally:
-            _reader.reset(reset)
             self.gate.leave(ticket)
+            with suppress(ValueError):  # an abandoned generator is closed in another context than its own
+                _reader.reset(reset)
 
     async def close(self, *, detach: bool) -> None:
         """Let go of everything; the model keeps its version.

@@ -22,9 +22,11 @@ from aiosync.errors import BlockingCallError, NotConnectedError
 from aiosync.schemes.stats import logger
 
 try:
-    from uvloop import new_event_loop
+    import uvloop
 except ImportError:  # it is not made for every system
-    from asyncio import new_event_loop
+    _new_event_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+else:
+    _new_event_loop = uvloop.new_event_loop
 
 __all__ = ["Portal", "portal"]
 
@@ -99,7 +101,7 @@ class Portal:
     """An event loop in a thread of its own, and what has to be closed before it ends."""
 
     def __init__(self) -> None:
-        self._loop = new_event_loop()
+        self._loop = _new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._endpoints: dict[object, Callable[[], Awaitable[None]]] = {}
         # Whatever is posted before _closing is set gets its turn before the loop ends.

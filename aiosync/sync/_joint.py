@@ -1,0 +1,60 @@
+"""The blocking twin of joint updates. By hand: it takes twins and hands on what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import aiosync
+from aiosync.schemes.report import SendReport
+from aiosync.sync._generated_schemes import WeightSyncScheme
+from aiosync.sync._portal import portal
+
+__all__ = ["JointUpdate", "atomic"]
+
+
+class JointUpdate:
+    """Several models that commit together on each worker, or not at all; see :class:`aiosync.JointUpdate`.
+
+    ::
+
+        with aiosync.sync.atomic(policy_scheme, value_scheme) as tx:
+            tx.send(policy_scheme, policy)
+            tx.send(value_scheme, value_net)
+
+    Args:
+        schemes: connected senders, each once.
+        timeout: seconds for all of it; None: the longest of the schemes' own.
+
+    Raises:
+        As :class:`aiosync.JointUpdate`.
+    """
+
+    def __init__(self, schemes: tuple[WeightSyncScheme, ...], timeout: float | None) -> None:
+        self._schemes = schemes
+        self._async = aiosync.JointUpdate(tuple(scheme._async for scheme in schemes), timeout)
+
+    @property
+    def reports(self) -> Mapping[WeightSyncScheme, SendReport]:
+        """Scheme -> its report, when the body has been left."""
+        found = self._async.reports
+        return {scheme: found[scheme._async] for scheme in self._schemes if scheme._async in found}
+
+    def send(self, scheme: WeightSyncScheme, weights: Any = None, *, strict: bool = True) -> None:
+        """Say what this scheme is to send; nothing is sent before the body is left."""
+        self._async.send(scheme._async, weights, strict=strict)
+
+    def __enter__(self) -> Self:
+        portal().call(self._async.__aenter__)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        portal().call(self._async.__aexit__, kind, error, trace)
+
+
+def atomic(*schemes: WeightSyncScheme, timeout: float | None = None) -> JointUpdate:
+    """Update several models jointly: ``with atomic(a, b) as tx``. See :class:`JointUpdate`."""
+    return JointUpdate(schemes, timeout)

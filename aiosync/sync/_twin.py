@@ -1,0 +1,145 @@
+"""What all blocking twins have in common, written by hand; the generated classes delegate to it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import aiosync
+from aiosync.errors import InvalidArgumentError, SyncTimeoutError
+from aiosync.schemes.report import SendReport
+from aiosync.sync._portal import portal
+
+if TYPE_CHECKING:
+    import asyncio
+
+__all__ = ["BlockingTwin"]
+
+
+class BlockingTwin:
+    """Holds the asyncio scheme and runs its coroutines on the process's portal."""
+
+    _async_class: ClassVar[type[aiosync.WeightSyncScheme]]
+    _twins: ClassVar[dict[type[aiosync.WeightSyncScheme], type[BlockingTwin]]] = {}
+
+    _async: aiosync.WeightSyncScheme
+    _task: asyncio.Task[None] | None = None
+    _pending: SendReport | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_async_class" in cls.__dict__:
+            BlockingTwin._twins[cls._async_class] = cls
+
+    def _make_async(self, *args: Any, **options: Any) -> Any:
+        return self._async_class(*args, **options)
+
+    # -- pickling ------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_async": self._async}
+
+    def __copy__(self) -> Self:
+        """A copy of the recipe, for another endpoint in this process."""
+        twin = type(self).__new__(type(self))
+        twin._async = copy.copy(self._async)
+        return twin
+
+    def __repr__(self) -> str:
+        return repr(self._async).replace("<", "<blocking ", 1)
+
+    # -- what the generated methods call ---------------------------------------------------------------
+
+    @classmethod
+    def _blocking_from_backend(cls, backend: str, **kwargs: Any) -> Any:
+        found = aiosync.WeightSyncScheme._registry.get(backend)
+        for asynchronous, twin in BlockingTwin._twins.items():
+            if asynchronous is found:
+                return twin(**kwargs)
+        known = ", ".join(sorted(aiosync.WeightSyncScheme._registry))
+        raise InvalidArgumentError(f"unknown backend {backend!r}: expected one of {known}")
+
+    def _blocking_connect(self, **arguments: Any) -> None:
+        portal().call(self._connect, arguments)
+
+    async def _connect(self, arguments: dict[str, Any]) -> None:
+        scheme = self._async
+        await scheme.connect(**arguments)
+        portal().adopt(self, self._close)
+        if scheme.synchronized_on_receiver and not isinstance(scheme, aiosync.NoWeightSyncScheme):
+            receiver = scheme.get_receiver()
+            # Before the loop begins: from its first commit on, none may land in a running forward pass.
+            receiver.intake.guard_forwards(scheme.timeout)
+            self._task = portal().start_task(receiver.run(), f"aiosync-receiver-{scheme.worker_idx}")
+
+    def _blocking_receiving(self) -> AbstractContextManager[None]:
+        if not isinstance(self._async, aiosync.NoWeightSyncScheme):
+            self._async.get_receiver()
+        return nullcontext()
+
+    @contextmanager
+    def _blocking_pinned(self, timeout: float | None = None) -> Iterator[int]:
+        if isinstance(self._async, aiosync.NoWeightSyncScheme):
+            yield self._async.version
+            return
+        receiver = self._async.get_receiver()
+        seconds = self._async._spec.seconds(timeout)
+        ticket = object()
+        gate = receiver.intake.gate
+        try:
+            if not gate.enter_blocking(ticket, threading.get_ident(), seconds):
+                raise SyncTimeoutError("pin", seconds=seconds, hint="a commit waits for other readers")
+            yield receiver.version
+        finally:
+            gate.leave(ticket)
+
+    # -- what the twins have and the asyncio schemes do not --------------------------------------------
+
+    def send_async(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
+        """Publish the next version and return without waiting for the workers.
+
+        Raises:
+            As ``send``, for what was sent before.
+        """
+        portal().call(self._async.send, weights, worker_ids, wait=False)
+
+    def wait_async(
+        self, worker_ids: int | list[int] | None = None, timeout: float | None = None
+    ) -> SendReport:
+        """Wait until workers run on what :meth:`send_async` published to them.
+
+        Raises:
+            As ``send``.
+        """
+        return portal().call(self._async.wait_ack, worker_ids, timeout)
+
+    def close(self) -> None:
+        """Close this process's endpoint; idempotent. Nobody else's: a worker that closes leaves its
+        siblings connected, and a model keeps the version that it has."""
+        portal().call(self._close)
+
+    def shutdown(self) -> None:
+        """The same as :meth:`close`."""
+        self.close()
+
+    async def _close(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            await portal().end_task(task)
+        await self._async.aclose()
+        portal().release(self)
+
+    def __enter__(self) -> Self:
+        self._blocking_connect()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+

@@ -1,0 +1,187 @@
+"""Blocking twins inside one process: what they share with the asyncio schemes, and where they differ."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import aiosync
+from aiosync import sync
+from aiosync.sync._portal import portal
+
+TIMEOUT = 20.0
+KINDS = [
+    sync.MemoryWeightSyncScheme,
+    sync.SharedMemWeightSyncScheme,
+    sync.MultiProcessWeightSyncScheme,
+]
+
+
+class Pair:
+    """A sender and one receiver in this process."""
+
+    def __init__(self, kind: type[sync.WeightSyncScheme]) -> None:
+        self.model = torch.nn.Linear(3, 2)
+        self.mirror = torch.nn.Linear(3, 2)
+        self.sender = kind(timeout=TIMEOUT)
+        self.sender.init_on_sender(model_id="policy", model=self.model, num_workers=1)
+        self.receiver = copy.copy(self.sender)
+        self.receiver.init_on_receiver(model_id="policy", model=self.mirror, worker_idx=0)
+
+    def __enter__(self) -> Pair:
+        other = threading.Thread(target=self.receiver.connect)
+        other.start()
+        self.sender.connect()
+        other.join()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.receiver.close()
+        self.sender.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_send_and_receive(kind: type[sync.WeightSyncScheme]) -> None:
+    with Pair(kind) as pair:
+        assert torch.equal(pair.mirror.weight, pair.model.weight)
+        torch.nn.init.constant_(pair.model.weight, 3.0)
+        assert pair.sender.send().version == 1
+        assert torch.equal(pair.mirror.weight, pair.model.weight)
+        pair.sender.send_async({"weight": torch.ones(2, 3), "bias": torch.ones(2)})
+        assert pair.sender.wait_async().ok
+        assert (pair.mirror.bias == 1).all()
+        with pair.receiver.pinned() as version, pair.receiver.pinned() as again:
+            assert version == again == 2
+        assert pair.receiver.receive(timeout=0) is None
+        with pair.receiver.receiving():
+            assert pair.receiver.version == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pinned_holds_commits_up(kind: type[sync.WeightSyncScheme]) -> None:
+    with Pair(kind) as pair:
+        with pair.receiver.pinned() as version:
+            with pytest.raises(aiosync.SyncTimeoutError) as caught:
+                pair.sender.send(timeout=0.2)
+            assert caught.value.phase == "commit"
+            assert pair.receiver.version == version == 0
+        assert pair.sender.wait_async().workers[0].version == 1
+        assert pair.receiver.version == 1
+
+
+def test_joint_update() -> None:
+    with Pair(sync.SharedMemWeightSyncScheme) as a, Pair(sync.SharedMemWeightSyncScheme) as b:
+        torch.nn.init.constant_(a.model.weight, 1.0)
+        torch.nn.init.constant_(b.model.weight, 2.0)
+        with sync.atomic(a.sender, b.sender) as tx:
+            tx.send(a.sender)
+        assert tx.reports[a.sender].version == tx.reports[b.sender].version == 1
+        assert (a.mirror.weight == 1).all() and (b.mirror.weight == 2).all()
+
+
+def test_a_call_from_the_loop_that_would_serve_it_raises() -> None:
+    with Pair(sync.MemoryWeightSyncScheme) as pair:
+        caught: list[BaseException] = []
+
+        def hook(event: aiosync.SyncEvent) -> None:
+            try:
+                pair.sender.send()
+            except aiosync.BlockingCallError as exc:
+                caught.append(exc)
+
+        stop = pair.sender.on_event(hook)
+        pair.sender.send()
+        stop()
+        assert caught and "another thread" in str(caught[0])
+        assert pair.sender.send().ok
+
+
+def test_an_interrupted_send_leaves_the_scheme_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair(sync.SharedMemWeightSyncScheme) as pair:
+        with pair.receiver.pinned():
+            from aiosync.sync import _portal
+
+            wait = _portal._Call.wait
+
+            def interrupted(call: _portal._Call[object]) -> None:
+                monkeypatch.setattr(_portal._Call, "wait", wait)
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(_portal._Call, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pair.sender.send()
+        torch.nn.init.constant_(pair.model.weight, 9.0)
+        assert pair.sender.send().ok
+        assert (pair.mirror.weight == 9).all()
+
+
+def test_a_twin_is_pickled_as_a_recipe() -> None:
+    scheme = sync.SharedMemWeightSyncScheme(timeout=7)
+    scheme.init_on_sender(model_id="policy", model=torch.nn.Linear(3, 2), num_workers=1)
+    again = pickle.loads(pickle.dumps(scheme))
+    assert type(again) is type(scheme)
+    assert not again.initialized_on_sender
+    assert again.timeout == 7
+    with pytest.raises(aiosync.NotConnectedError, match="init_on_sender"):
+        again.send()
+    scheme.close()
+
+
+def test_from_backend_makes_twins() -> None:
+    assert type(sync.WeightSyncScheme.from_backend("shared")) is sync.SharedMemWeightSyncScheme
+    assert type(sync.WeightSyncScheme.from_backend("thread")) is sync.SharedMemWeightSyncScheme
+    assert type(sync.WeightSyncScheme.from_backend("none")) is sync.NoWeightSyncScheme
+    with pytest.raises(aiosync.InvalidArgumentError, match="shared"):
+        sync.WeightSyncScheme.from_backend("carrier pigeon")
+
+
+def test_no_weight_sync() -> None:
+    scheme = sync.NoWeightSyncScheme()
+    scheme.init_on_receiver(model_id="policy", worker_idx=0)
+    with scheme, scheme.pinned() as version, scheme.receiving():
+        assert version == 0
+        assert scheme.receive(timeout=1) is None
+
+
+@pytest.mark.parametrize("name", sorted(set(sync.__all__) - {"JointUpdate", "atomic"}))
+def test_signatures_are_the_asyncio_schemes_own(name: str) -> None:
+    twin, original = getattr(sync, name), getattr(aiosync, name)
+    for member, function in inspect.getmembers(original, inspect.isfunction):
+        if member.startswith("_") or member in ("aclose", "shutdown", "create_sender", "create_receiver"):
+            continue
+        ours = inspect.signature(getattr(twin, member)).parameters
+        assert list(ours) == list(inspect.signature(function).parameters), member
+    made = inspect.signature(twin.__init__).parameters
+    assert list(made) == list(inspect.signature(original.__init__).parameters)
+
+
+def test_the_portal_is_one_thread_and_outlives_schemes() -> None:
+    first = portal()
+    with Pair(sync.MemoryWeightSyncScheme):
+        assert portal() is first
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("aiosync-portal") == 1
+
+
+def test_a_process_that_closes_nothing_ends_all_the_same() -> None:
+    script = (
+        "import copy, threading, torch\n"
+        "from aiosync import sync\n"
+        "s = sync.SharedMemWeightSyncScheme(timeout=20)\n"
+        "s.init_on_sender(model_id='p', model=torch.nn.Linear(2, 2), num_workers=1)\n"
+        "r = copy.copy(s)\n"
+        "r.init_on_receiver(model_id='p', model=torch.nn.Linear(2, 2), worker_idx=0)\n"
+        "t = threading.Thread(target=r.connect)\n"
+        "t.start(); s.connect(); t.join(); s.send()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
