@@ -189,6 +189,8 @@ class _Group:
 
     def _reads(self, entry: _Entry) -> None:
         plan = self._plan
+        if entry.case.key.mode != "plain":
+            return  # it is the receiver that may tear, and that is the same in every mode
         counts = entry.stage.call("torn", mode=entry.case.key.mode, sends=plan.extra, reads=plan.reads)
         del counts["sends"]
         entry.case.reads = ReadCounts(**counts)

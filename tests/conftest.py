@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import uvloop
 
+from aiosync.sync._portal import portal
 from tests.kit.leaks import Snapshot
 from tests.kit.processes import warm_up
 
@@ -29,6 +30,7 @@ def _warm_up_once(config: pytest.Config) -> None:
     if not config.stash.get(_warm, False):
         config.stash[_warm] = True
         warm_up()
+        portal()
         asyncio.run(_nothing())
         uvloop.run(_nothing())
         # Collecting is quick from here on: what was imported is not looked through each time.

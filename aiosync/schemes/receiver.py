@@ -284,6 +284,11 @@ class WeightReceiver:
         if held.update.version <= self.version:
             self._answer(held)
             return None
+        if held.views is None and held.update.joint is None and self._session.superseded:
+            self._held = None
+            self._session.skip()
+            self.transport.flush(self._session)
+            return None
         try:
             if held.views is None:
                 await self.intake.stage(held)
@@ -342,7 +347,9 @@ class WeightReceiver:
             await uninterrupted(lambda _: self._close())
 
     async def _close(self) -> None:
-        if self._held is not None and self._held.update.joint is not None:
+        if self._held is not None and self._held.committed:
+            self._answer(self._held)  # cancelled between the commit and the answer: the sender waits for it
+        elif self._held is not None and self._held.update.joint is not None:
             give_up(self._held.update.joint.id, self.worker_idx, "the receiver has closed")
         if self._watch is not None:
             self._watch.close()

@@ -209,6 +209,8 @@ class SchemeRecipe(ABC):
         self._check_no_endpoint()
         if self._listener is not None:
             self._become_receiver(self._listener)
+        elif self._pid != os.getpid():
+            self._forget_runtime()  # a receiver's object in a forked child
         if context is not None:
             if model_id is None:
                 raise InvalidArgumentError("context= needs model_id=, the name of the model on it")
@@ -385,6 +387,11 @@ class SchemeRecipe(ABC):
 
 
 def checked_index(worker_idx: int | None) -> int | None:
+    """A worker's index as it was given.
+
+    Raises:
+        InvalidArgumentError: it is none.
+    """
     if worker_idx is None:
         return None
     if isinstance(worker_idx, bool) or not isinstance(worker_idx, int) or worker_idx < 0:

@@ -296,5 +296,6 @@ class WeightSender:
         self._events.emit(SyncEvent("closed", self.model_id, self.version))
 
     def check_open(self) -> None:
+        """Raise NotConnectedError if this endpoint has been closed."""
         if self._closed:
             raise NotConnectedError("this sender is closed; make a new scheme to send again")

@@ -27,7 +27,8 @@ def is_per_worker(weights: Any) -> bool:
 async def gather_sources(
     plan: SenderPlan, given: Any, targets: set[int], strategy: WeightStrategy
 ) -> dict[int, Mapping[str, Tensor]]:
-    """Worker -> entry name -> tensor, for the workers of every group that a target is in.
+    """Worker -> entry name -> tensor, for the workers of every group that a target is in; without
+    targets, of every group.
 
     Args:
         plan: whom to send to, and what by default.
@@ -43,7 +44,7 @@ async def gather_sources(
     cache: dict[int, Mapping[str, Tensor]] = {}
     sources: dict[int, Mapping[str, Tensor]] = {}
     for group in plan.groups:
-        if not targets & set(group.workers):
+        if targets and not targets & set(group.workers):
             continue
         source = _source_for(plan, given, group.workers, group.weights)
         if id(source) not in cache:

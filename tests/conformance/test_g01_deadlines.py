@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from aiosync import InvalidArgumentError, SyncTimeoutError, WeightSyncScheme
+from aiosync import InvalidArgumentError, SyncTimeoutError
 from tests.kit import scenarios
 from tests.kit.cases import SchemeCase
 from tests.kit.clock import BRIEF, PATIENCE, within
@@ -140,13 +140,13 @@ async def test_the_schemes_own_timeout_counts(case: SchemeCase) -> None:
         assert caught.value.seconds == BRIEF * 10
 
 
-async def test_the_environments_timeout_counts(
-    case: SchemeCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scheme = case.build(1, {}).scheme if case.name != "process-pipes" else WeightSyncScheme.from_backend("process")
-    assert scheme.timeout == 120.0
+def test_the_environments_timeout_counts(case: SchemeCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = case.build(1, {})
+    monkeypatch.delenv("AIOSYNC_TIMEOUT", raising=False)
+    assert recipe.scheme.timeout == 120.0
     monkeypatch.setenv("AIOSYNC_TIMEOUT", "7.5")
-    assert scheme.timeout == 7.5
+    assert recipe.scheme.timeout == 7.5
+    recipe.close()
 
 
 @pytest.mark.parametrize("timeout", [-1.0, float("inf"), float("nan")])

@@ -52,9 +52,7 @@ async def test_killed_during_a_send(process_case: SchemeCase) -> None:
         await victim.says("blocked")
         fill(cluster.model, 1)
         send = asyncio.create_task(cluster.scheme.send())
-        await eventually(
-            lambda: cluster.scheme.worker_versions == {0: 1, 1: 0, 2: 1}, "the healthy have it"
-        )
+        await eventually(lambda: cluster.scheme.worker_versions == {0: 1, 1: 0, 2: 1}, "the healthy have it")
         assert not send.done()
         victim.kill()
         killed = time.monotonic()
@@ -72,12 +70,8 @@ async def test_killed_during_a_send(process_case: SchemeCase) -> None:
         fill(cluster.model, 2)
         with pytest.raises(WorkerLostError):
             await cluster.scheme.send()
-        await cluster.scheme.send([*_same(cluster)][0], worker_ids=[0, 2])
+        await cluster.scheme.send(worker_ids=[0, 2])
         assert cluster.scheme.worker_versions[2] == 3
-
-
-def _same(cluster: ProcessCluster) -> list[object]:
-    return [cluster.model]
 
 
 async def test_killed_while_pinned(process_case: SchemeCase) -> None:

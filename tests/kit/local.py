@@ -28,9 +28,7 @@ class LocalWorker:
         lost: what ``receiving()`` raised at its end, if it did.
     """
 
-    def __init__(
-        self, scheme: WeightSyncScheme, index: int, model: Any, arguments: dict[str, Any]
-    ) -> None:
+    def __init__(self, scheme: WeightSyncScheme, index: int, model: Any, arguments: dict[str, Any]) -> None:
         self.scheme = scheme
         self.index = index
         self.model = model

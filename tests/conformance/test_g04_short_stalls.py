@@ -1,0 +1,66 @@
+"""G4: bytes are staged off the loop; neither side's loop stalls for weight-sized work.
+
+The bounds are wide, because speed belongs to ``benchmarks/``: these tests tell a loop that copies tens
+of megabytes by itself, again and again, from one that does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from tests.kit import scenarios
+from tests.kit.cases import SchemeCase
+from tests.kit.clock import SCALE, within
+from tests.kit.local import LocalCluster
+from tests.kit.models import Uniform, fill, value_of
+from tests.kit.processes import ProcessCluster
+
+MEGABYTES_32 = {"tensors": 8, "size": 1 << 20}
+
+
+async def test_the_loop_turns_while_a_send_copies(case: SchemeCase) -> None:
+    turns = 0
+
+    async def ticker() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async with LocalCluster(case, workers=1, model=lambda: Uniform(**MEGABYTES_32)) as cluster:
+        task = asyncio.create_task(ticker())
+        for version in range(1, 4):
+            fill(cluster.model, version)
+            turns = 0
+            report = await cluster.scheme.send()
+            # Copied on the loop, the copy would be one single turn of it.
+            assert turns > 20, f"only {turns} turns in {report.seconds['total']:.3f} s"
+        task.cancel()
+        assert value_of(cluster.workers[0].model) == 3
+
+
+async def test_a_workers_loop_does_not_stall(process_case: SchemeCase) -> None:
+    async with ProcessCluster(process_case, workers=1, **MEGABYTES_32) as cluster:
+        worker = cluster.workers[0]
+        ticking = worker.begin(scenarios.stall, seconds=0.001)
+        await worker.says("ticking")
+        worst, last = 0.0, time.perf_counter()
+        for _ in range(5):
+            await cluster.scheme.send()
+            worst, last = max(worst, time.perf_counter() - last), time.perf_counter()
+        worker.tell("enough")
+        assert await within(ticking) < 0.5 * max(1.0, SCALE)
+
+
+@pytest.mark.parametrize("commit", ["flip", "copy"])
+async def test_the_report_says_where_the_time_went(case: SchemeCase, commit: str) -> None:
+    async with LocalCluster(case, commit=commit) as cluster:
+        report = await cluster.scheme.send()
+        assert set(report.seconds) >= {"stage", "ack", "total"}
+        for part in report.workers.values():
+            assert set(part.seconds) == {"stage", "wait", "commit"}
+            assert all(0 <= s < 60 for s in part.seconds.values())
+        assert report.seconds["total"] >= report.seconds["stage"]
