@@ -159,7 +159,8 @@ def members(cls: type[Any], *, whole: bool) -> dict[str, object]:
     return {
         name: member
         for name, member in found.items()
-        if not name.startswith("_") and name not in LEFT_OUT
+        if not name.startswith("_")
+        and name not in LEFT_OUT
         and isinstance(member, FunctionType | classmethod | property)
     }
 

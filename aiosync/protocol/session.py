@@ -13,8 +13,9 @@ The sender's session of one worker::
 
 and from everywhere to CLOSED. An eager worker sends its Fetch in IDLE already, in advance, which saves a
 round trip per update; a worker that then stops is left holding an update that it never asked for again,
-so this is for small models. ``publish`` in NOTIFIED changes nothing and in LEASED is remembered: at
-most one frame is ever under way to a worker, whatever the sender publishes (latest wins).
+so this is for small models. ``publish`` in NOTIFIED changes nothing, and in LEASED is told once: a worker
+that has not begun with its update then sends a Fetch in place of an answer and gets the newest. So at
+most two frames are ever under way to a worker, whatever the sender publishes (latest wins).
 """
 
 from __future__ import annotations
@@ -165,6 +166,7 @@ class SenderSession(_Session):
         self._hello: f.Hello | None = None
         self._nonce = os.urandom(_NONCE_SIZE)
         self._newest = -1
+        self._told = False
 
     @property
     def authenticated(self) -> bool:
@@ -188,7 +190,7 @@ class SenderSession(_Session):
             case _, f.Bye() if self.authenticated:
                 self.state = SenderState.CLOSED
                 return [Left(frame.reason)]
-            case ((SenderState.NOTIFIED | SenderState.IDLE), f.Fetch()):
+            case ((SenderState.NOTIFIED | SenderState.IDLE | SenderState.LEASED), f.Fetch()):
                 self.state = SenderState.READY
                 return [Fetched()]
             case SenderState.LEASED, f.Staged() if frame.round == self.leased_round:
@@ -224,6 +226,9 @@ class SenderSession(_Session):
         self._newest = max(self._newest, round_)
         if self.state is SenderState.IDLE:
             self._notify()
+        elif self.state is SenderState.LEASED and not self._told:
+            self._told = True
+            self._outgoing.append(f.Notify(round=self._newest))
 
     def offer(self, update: f.Update) -> None:
         """Answer the worker's fetch."""
@@ -267,11 +272,14 @@ class SenderSession(_Session):
     def _lease(self, update: f.Update) -> None:
         self.state = SenderState.LEASED
         self.leased_round = update.round
+        self._told = False
         self._newest = max(self._newest, update.round)
 
     def _settle(self) -> None:
         self.state = SenderState.IDLE
-        if self._newest > self.leased_round:
+        if self._told:
+            self.state = SenderState.NOTIFIED
+        elif self._newest > self.leased_round:
             self._notify()
 
     def _notify(self) -> None:
@@ -374,6 +382,17 @@ class ReceiverSession(_Session):
     def wanting(self, value: bool) -> None:
         self._wanting = value
         self._fetch_if_wanted()
+
+    @property
+    def superseded(self) -> bool:
+        """Whether there is something newer than the held update."""
+        return self._notified and self.state is ReceiverState.HOLDING
+
+    def skip(self) -> None:
+        """Give the held update back unused, and ask for the newest in its place."""
+        self._notified = self._wanting = False
+        self.state = ReceiverState.FETCHING
+        self._outgoing.append(f.Fetch())
 
     def staged(self, *, copied: bool) -> None:
         """The held update waits for its moment; ``copied``: the sender's memory is not needed any more."""

@@ -6,13 +6,13 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from aiosync.errors import ProtocolError, WorkerLostError
-from aiosync.protocol.frames import Frame, Joint, Update
+from aiosync.protocol.frames import Bye, Frame, Joint, Update
 from aiosync.protocol.session import SenderEvent, SenderSession, SenderState
 from aiosync.schemes.group import Published, WeightGroup
 from aiosync.transports.base import Transport
 from aiosync.transports.liveness import ProcessWatch
 
-__all__ = ["WorkerLink"]
+__all__ = ["Lingering", "WorkerLink"]
 
 EAGER_LIMIT = 1 << 20
 """Bytes up to which a worker is handed an update without having been told of it first: saves a round trip,
@@ -142,6 +142,11 @@ class WorkerLink:
         """It refused the leased version."""
         self._answered()
 
+    def fetched(self) -> None:
+        """It is ready for the newest; what it had leased and not begun with, it gives back."""
+        if self._leased is not None:
+            self._answered()
+
     def copied(self) -> None:
         """It has the leased version in memory of its own."""
         self.group.release(self.worker)
@@ -191,3 +196,25 @@ class WorkerLink:
         gone = [index for index in self._told if index not in slots]
         self._told = slots
         return {"slot": published.slot.index, "new": new, "gone": gone}
+
+
+class Lingering:
+    """What hears a worker that was dropped: only its end counts.
+
+    Args:
+        on_end: called once.
+    """
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self._on_end: Callable[[], None] | None = on_end
+
+    def frame_received(self, frame: Frame) -> None:
+        """Its goodbye is its end, whatever else it says is too late."""
+        if isinstance(frame, Bye):
+            self.connection_lost(frame.reason)
+
+    def connection_lost(self, reason: str) -> None:
+        """It is gone."""
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end()

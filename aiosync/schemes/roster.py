@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from aiosync._deadline import Deadline
@@ -20,7 +20,7 @@ from aiosync.protocol.session import (
 )
 from aiosync.schemes._host import TaskHost
 from aiosync.schemes.group import WeightGroup
-from aiosync.schemes.link import WorkerLink
+from aiosync.schemes.link import Lingering, WorkerLink
 from aiosync.schemes.report import WorkerReport
 from aiosync.schemes.rounds import Round, remote_error
 from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, SyncEvent, logger
@@ -72,6 +72,7 @@ class Roster:
         self._lost: dict[int, WorkerLostError] = {}
         self._unreported: dict[int, AiosyncError] = {}
         self._orphans: dict[int, ProcessWatch] = {}
+        self._lingering: dict[Transport, Lingering] = {}
 
     async def open(self, host: TaskHost, groups: Sequence[WeightGroup]) -> None:
         """Let workers in; each group has something to welcome them with."""
@@ -86,8 +87,9 @@ class Roster:
             link.session.close(reason)
             link.transport.flush(link.session)
             link.leave(reason)
-        for link in links:
-            await link.transport.aclose()
+        for transport in [*(link.transport for link in links), *self._lingering]:
+            await transport.aclose()
+        self._lingering.clear()
         for watch in self._orphans.values():
             watch.close()
         self._orphans.clear()
@@ -114,7 +116,12 @@ class Roster:
 
     def parked(self, group: WeightGroup) -> set[Any]:
         """The holders of a group's slots that are not expected to move on."""
-        parked: set[Any] = {("orphan", pid) for pid in self._orphans}
+        parked: set[Any] = {
+            holder
+            for slot in group.arena.slots
+            for holder in slot.holders
+            if isinstance(holder, tuple) and holder[0] == "orphan"
+        }
         for link in self.members(group):
             if link.parked:
                 parked |= {link.worker, ("due", link.worker)}
@@ -177,12 +184,22 @@ class Roster:
     def drop(self, worker: int, reason: str) -> None:
         """Go on without a worker; it is told, if it can be, and may come back."""
         self.workers.discard(worker)
-        link = self.links.get(worker)
+        link = self.links.pop(worker, None)
         if link is not None:
             link.session.close(reason, dropped=True)
             link.transport.flush(link.session)
-            self._on_lost(link, reason)
+            # It may be computing with a slot until it hears of this: the slot is its own until its
+            # side of the connection closes.
+            orphan = ("orphan", id(link))
+            self._lost[worker] = link.leave(reason, orphan=orphan if self._holds else None)
+            self._lingering[link.transport] = Lingering(lambda: self._forget(link, orphan))
+            link.transport.start(self._lingering[link.transport])
         self._emit("dropped", worker=worker, message=reason)
+
+    def _forget(self, link: WorkerLink, orphan: Hashable) -> None:
+        link.group.release(orphan)
+        if self._lingering.pop(link.transport, None) is not None and self._host is not None:
+            self._host.spawn(self._hang_up, link.transport)
 
     def abort(self, joint: Joint, worker: int) -> None:
         """Call a worker's part of a joint update off."""
@@ -246,6 +263,7 @@ class Roster:
     def _on_event(self, link: WorkerLink, event: SenderEvent) -> None:
         match event:
             case Fetched():
+                link.fetched()
                 link.serve(self._joint_of(link))
             case StageDone(copied=copied):
                 for round_ in self.rounds:

@@ -25,7 +25,7 @@ def workers(
     scheme: sync.WeightSyncScheme, method: str, count: int, target: Target
 ) -> Iterator[list[tuple[BaseProcess, Connection[Any, Any]]]]:
     """Start worker processes; kill what is left of them."""
-    ctx = multiprocessing.get_context(method)
+    ctx: Any = multiprocessing.get_context(method)
     if method == "forkserver":
         ctx.set_forkserver_preload(["torch", "tensordict", "aiosync.sync"])
     started = []
