@@ -217,6 +217,9 @@ class WeightSyncScheme(SchemeRecipe):
     ) -> SendReport:
         """Publish the next version.
 
+        Where workers refuse, are lost or do not answer in time, the others are updated all the same; the
+        error that is raised then says in its ``report`` who.
+
         Args:
             weights: an ``nn.Module``, TensorDict, dict (flat or nested), a dotted path on the context,
                 or None for the model or context that ``init_on_sender`` was given. With
@@ -237,7 +240,6 @@ class WeightSyncScheme(SchemeRecipe):
             RemoteApplyError, LayoutMismatchError: a worker refused and kept what it had.
             WorkerLostError: workers are gone.
             SyncTimeoutError: workers did not answer in time.
-            In these three cases the other workers have been updated, and the error's ``report`` says who.
         """
         sender = self.get_sender()
         deadline = self._deadline(timeout)

@@ -288,6 +288,9 @@ class WeightSyncScheme(BlockingTwin):
     def send(self, weights: Any=None, worker_ids: int | list[int] | None=None, *, wait: bool | None=None, strict: bool=True, timeout: float | None=None) -> SendReport:
         """Publish the next version.
 
+        Where workers refuse, are lost or do not answer in time, the others are updated all the same; the
+        error that is raised then says in its ``report`` who.
+
         Args:
             weights: an ``nn.Module``, TensorDict, dict (flat or nested), a dotted path on the context,
                 or None for the model or context that ``init_on_sender`` was given. With
@@ -308,7 +311,6 @@ class WeightSyncScheme(BlockingTwin):
             RemoteApplyError, LayoutMismatchError: a worker refused and kept what it had.
             WorkerLostError: workers are gone.
             SyncTimeoutError: workers did not answer in time.
-            In these three cases the other workers have been updated, and the error's ``report`` says who.
         """
         return portal().call(self._async.send, weights, worker_ids, wait=wait, strict=strict, timeout=timeout)
 

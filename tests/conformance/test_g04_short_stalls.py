@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.kit.local import LocalCluster
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.processes import ProcessCluster
 
-MEGABYTES_32 = {"tensors": 8, "size": 1 << 20}
+MEGABYTES_32: dict[str, Any] = {"tensors": 8, "size": 1 << 20}
 
 
 async def test_the_loop_turns_while_a_send_copies(case: SchemeCase) -> None:
