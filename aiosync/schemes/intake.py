@@ -26,7 +26,7 @@ from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.target import WeightTarget
 
-__all__ = ["Held", "Intake"]
+__all__ = ["Held", "Intake", "Overtaken"]
 
 # Who reads, in this task and those that it has started: a body inside a body is the same reader.
 _reader: ContextVar[object] = ContextVar("aiosync_reader")
@@ -40,6 +40,10 @@ class Held:
     views: Mapping[str, Tensor] | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     committed: bool = False
+
+
+class Overtaken(Exception):
+    """A newer version came while a commit waited for readers."""
 
 
 class Intake:
@@ -85,6 +89,7 @@ class Intake:
         self._binding: Binding | None = None
         self._stager: Stager | None = None
         self._guard: ForwardGuard | None = None
+        self._waiting: CommitJob | JointPart | None = None
 
     @property
     def ready(self) -> bool:
@@ -153,6 +158,7 @@ class Intake:
 
         Raises:
             Exception: what the model raises; the version before is in service, whole.
+            Overtaken: :meth:`overtake` was called while readers held it up.
             CancelledError: the commit was withdrawn, unless ``held.committed`` says otherwise.
         """
         started = time.perf_counter()
@@ -168,8 +174,10 @@ class Intake:
             job = join(joint, self._worker, self.gate, lambda: self._committing(held))
         if not job.done.done():
             on_wait()
+            self._waiting = job
+            done = asyncio.wrap_future(job.done)
             try:
-                await asyncio.shield(asyncio.wrap_future(job.done))
+                await asyncio.wait([done])
             except asyncio.CancelledError:
                 if isinstance(job, CommitJob):
                     job.withdraw()
@@ -178,6 +186,12 @@ class Intake:
                 if held.committed:
                     self._committed()
                 raise
+            finally:
+                self._waiting = None
+                if done.done() and not done.cancelled():
+                    done.exception()  # read here, raised below
+        if job.done.cancelled():
+            raise Overtaken
         error = job.done.exception()
         if error is not None:
             raise error
@@ -187,6 +201,12 @@ class Intake:
     def _committed(self) -> None:
         assert self._stager is not None
         self._stager.committed()
+
+    def overtake(self) -> None:
+        """There is something newer: what waits for readers is not to be committed any more. It would
+        only keep the sender's memory from being used again."""
+        if isinstance(self._waiting, CommitJob):
+            self._waiting.withdraw()
 
     def _commit_alone(self, held: Held) -> None:
         """The commit itself. Runs in whatever thread freed the gate, nobody reading meanwhile."""

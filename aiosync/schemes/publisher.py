@@ -192,15 +192,15 @@ class Publisher:
     async def _unspill(self, group: WeightGroup) -> None:
         """Bring the spilled version into a slot as soon as there is one."""
         while group.spill is not None:
-            await group.freed()
             async with self._lock:
                 draft = await group.draft_unspilled(self._roster.parked(group))
                 spill = group.spill
-                if draft is None or spill is None:
-                    continue
-                await group.write(draft, lambda: False)
-                round_ = Round(self._round + 1, spill.version, ())
-                self._announce(draft, round_, fallback=False)
+                if draft is not None and spill is not None:
+                    await group.write(draft, lambda: False)
+                    self._announce(draft, Round(self._round + 1, spill.version, ()), fallback=False)
+                    return
+            # Nothing is awaited between finding no slot and this, so no slot is freed unnoticed.
+            await group.freed()
 
     def settle(self, round_: Round, prepared: Prepared) -> None:
         """A round is over. If every worker refused, what it replaced is the newest again."""

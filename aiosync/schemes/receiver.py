@@ -30,7 +30,7 @@ from aiosync.errors import (
 from aiosync.protocol.frames import Frame, Nack
 from aiosync.protocol.session import Aborted, Left, ReceiverSession, UpdateArrived
 from aiosync.schemes._host import TaskHost
-from aiosync.schemes.intake import Held, Intake
+from aiosync.schemes.intake import Held, Intake, Overtaken
 from aiosync.schemes.joint import give_up
 from aiosync.schemes.spec import SchemeSpec
 from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, SyncEvent
@@ -170,6 +170,8 @@ class WeightReceiver:
                 case _:
                     pass
         self.transport.flush(self._session)
+        if self._session.superseded:
+            self.intake.overtake()
         self._changed.set()
 
     def connection_lost(self, reason: str) -> None:
@@ -285,19 +287,26 @@ class WeightReceiver:
             self._answer(held)
             return None
         if held.views is None and held.update.joint is None and self._session.superseded:
-            self._held = None
-            self._session.skip()
-            self.transport.flush(self._session)
+            self._skip()
             return None
         try:
             if held.views is None:
                 await self.intake.stage(held)
             await self.intake.commit(held, self._say_staged)
+        except Overtaken:
+            self._skip()
+            return None
         except Exception as exc:  # noqa: BLE001 - travels to the sender as a refusal
             self._refuse(exc)
             return exc
         self._answer(held)
         return None
+
+    def _skip(self) -> None:
+        """Give the held update back for a newer one."""
+        self._held = None
+        self._session.skip()
+        self.transport.flush(self._session)
 
     def _say_staged(self) -> None:
         self._session.staged(copied=not self._holds)

