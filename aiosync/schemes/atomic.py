@@ -165,6 +165,8 @@ async def _publish_all(under_way: list[_UnderWay]) -> None:
         try:
             item.round = await item.sender.publisher.publish(item.prepared, fallback=True)
         except BaseException:
+            for other in under_way[:index]:
+                other.sender.publisher.abandon(other.prepared)
             for other in under_way[index + 1 :]:
                 other.sender.publisher.discard(other.prepared, begun=False)
             raise

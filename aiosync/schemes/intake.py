@@ -202,6 +202,11 @@ class Intake:
         assert self._stager is not None
         self._stager.committed()
 
+    def note(self, held: Held) -> None:
+        """An update is given back unused: take in what it said besides."""
+        if self._stager is not None:
+            self._stager.note(held.update.payload)
+
     def overtake(self) -> None:
         """There is something newer: what waits for readers is not to be committed any more. It would
         only keep the sender's memory from being used again."""

@@ -39,6 +39,7 @@ class Prepared:
 
     Attributes:
         before: for each draft, what was the newest until this version was published.
+        round: set when it has been published.
     """
 
     drafts: list[Draft]
@@ -48,6 +49,7 @@ class Prepared:
     nbytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     before: list[Published | None] = field(default_factory=list)
+    round: Round | None = None
     started: float = field(default_factory=time.perf_counter)
 
 
@@ -147,7 +149,11 @@ class Publisher:
         if all(draft.group.writes_inline for draft in prepared.drafts):
             # Nothing is awaited in there, so nothing can be cancelled.
             return await self._write_and_publish(prepared, lambda: False, fallback)
-        return await uninterrupted(lambda gone: self._write_and_publish(prepared, gone, fallback))
+        try:
+            return await uninterrupted(lambda gone: self._write_and_publish(prepared, gone, fallback))
+        except asyncio.CancelledError:
+            self.abandon(prepared)
+            raise
 
     async def _write_and_publish(self, prepared: Prepared, gone: Callable[[], bool], fallback: bool) -> Round:
         no_way_back = any(draft.reclaimed for draft in prepared.drafts)
@@ -165,6 +171,7 @@ class Publisher:
         self.version += 1
         round_ = Round(self._round + 1, self.version, prepared.targets, prepared.joint)
         self._roster.rounds.append(round_)
+        prepared.round = round_
         for draft in prepared.drafts:
             prepared.before.append(draft.group.latest)
             self._announce(draft, round_, fallback=fallback)
@@ -201,6 +208,13 @@ class Publisher:
                     return
             # Nothing is awaited between finding no slot and this, so no slot is freed unnoticed.
             await group.freed()
+
+    def abandon(self, prepared: Prepared) -> None:
+        """Nobody will wait for the answers: what was published stays so, and what it replaced may go."""
+        round_, prepared.round = prepared.round, None
+        if round_ is not None:
+            self._roster.rounds.remove(round_)
+            self.settle(round_, prepared)
 
     def settle(self, round_: Round, prepared: Prepared) -> None:
         """A round is over. If every worker refused, what it replaced is the newest again."""

@@ -304,7 +304,9 @@ class WeightReceiver:
 
     def _skip(self) -> None:
         """Give the held update back for a newer one."""
-        self._held = None
+        held, self._held = self._held, None
+        if held is not None and held.views is None:
+            self.intake.note(held)
         self._session.skip()
         self.transport.flush(self._session)
 

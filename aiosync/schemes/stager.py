@@ -36,6 +36,7 @@ class Stager:
         self.copies = copies
         self._layout = binding.layout
         self._attached: dict[int, dict[str, Tensor]] = {}
+        self._announced: dict[int, dict[str, Any]] = {}
         self._arenas = _own_arenas(binding, device, copies)
         self._back: dict[torch.device, Slot] = {}
 
@@ -54,7 +55,7 @@ class Stager:
         """Whether staging moves so few bytes that a thread would take longer."""
         if self._layout.nbytes <= INLINE_LIMIT:
             return True
-        return not self._arenas and not update.payload.get("new")
+        return not self._arenas and not self._announced and not update.payload.get("new")
 
     def stage(self, update: Update) -> Mapping[str, Tensor]:
         """Every name -> the tensor to commit. Blocking; may be run in a thread.
@@ -77,6 +78,14 @@ class Stager:
             views[alias] = views[name]
         return views
 
+    def note(self, payload: Mapping[str, Any]) -> None:
+        """Which slots the sender has now. It says so once, so this is not to be missed even if the
+        update that says it is not staged."""
+        for index in payload.get("gone", ()):
+            self._attached.pop(index, None)
+            self._announced.pop(index, None)
+        self._announced.update((index, handle) for index, handle in payload.get("new", ()))
+
     def committed(self) -> None:
         """What was staged last is in service now: the slots before it are free."""
         for device, slot in self._back.items():
@@ -92,9 +101,9 @@ class Stager:
             arena.close()
 
     def _source(self, payload: Mapping[str, Any]) -> dict[str, Tensor]:
-        for index in payload.get("gone", ()):
-            self._attached.pop(index, None)
-        for index, handle in payload.get("new", ()):
+        self.note(payload)
+        while self._announced:
+            index, handle = self._announced.popitem()
             segment = Segment.attach(handle)
             if segment.nbytes < self._layout.nbytes:
                 raise ProtocolError(
