@@ -25,12 +25,19 @@ async def _nothing() -> None:
     await asyncio.sleep(0)
 
 
+async def _listen_once() -> None:
+    """The portal's loop keeps a descriptor in reserve from the first time that it listens."""
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    server.close()
+    await server.wait_closed()
+
+
 def _warm_up_once(config: pytest.Config) -> None:
     """What is made once per process is made before anything is counted."""
     if not config.stash.get(_warm, False):
         config.stash[_warm] = True
         warm_up()
-        portal()
+        portal().call(_listen_once)
         asyncio.run(_nothing())
         uvloop.run(_nothing())
         # Collecting is quick from here on: what was imported is not looked through each time.
