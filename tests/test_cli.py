@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -108,7 +109,17 @@ def test_demo_ends_with_a_table_and_a_picture(scheme: str, tmp_path: Path) -> No
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.fixture
+def heeded_interrupts() -> Iterator[None]:
+    """Processes started inside heed Ctrl-C; a shell starts its background jobs so that they do not,
+    and what they start inherits that."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C of a process group is a POSIX thing")
+@pytest.mark.usefixtures("heeded_interrupts")
 def test_ctrl_c_ends_the_demo_cleanly(tmp_path: Path) -> None:
     command = [*DEMO, "--updates", "100000", "--minutes", "60", "--out", str(tmp_path / "x.png")]
     with subprocess.Popen(
