@@ -36,8 +36,8 @@ from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.shared import SharedMemWeightSyncScheme
 from aiosync.schemes.stats import PhaseStats, SchemeStats, SyncEvent
 from aiosync.transports.base import Listener, Transport
+from aiosync.transports.carrier import MPTransport
 from aiosync.transports.memory import Fault, MemoryTransport
-from aiosync.transports.mp_queue import MPTransport, PipeTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.weights import Layout, WeightStrategy, resolve_model
 
@@ -66,7 +66,6 @@ __all__ = [
     "NotConnectedError",
     "NotInitializedError",
     "PhaseStats",
-    "PipeTransport",
     "ProtocolError",
     "RemoteApplyError",
     "SchemeStats",

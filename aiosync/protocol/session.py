@@ -187,7 +187,7 @@ class SenderSession(_Session):
                 return self._challenge(frame)
             case SenderState.PROVING, f.Proof():
                 return self._verify(frame)
-            case _, f.Bye() if self.authenticated:
+            case _, f.Bye():
                 self.state = SenderState.CLOSED
                 return [Left(frame.reason)]
             case ((SenderState.NOTIFIED | SenderState.IDLE | SenderState.LEASED), f.Fetch()):

@@ -364,12 +364,15 @@ class WeightSyncScheme(SchemeRecipe):
         self._sender = self._receiver = self._listener = None
         self._plan = None
         self._receiver_initialized = False
-        if sender is not None:
-            await sender.aclose()
-        elif listener is not None:
-            listener.close()
-        if receiver is not None:
-            await receiver.aclose()
+        try:
+            if sender is not None:
+                await sender.aclose()
+            elif listener is not None:
+                listener.close()
+            if receiver is not None:
+                await receiver.aclose()
+        finally:
+            self._release()
 
     async def shutdown(self) -> None:
         """The same as :meth:`aclose`."""

@@ -32,6 +32,7 @@ class WorkerLink:
     Attributes:
         due: the version that it was told of and has not fetched.
         late: it has missed a deadline and not answered since.
+        died: its process has ended.
     """
 
     def __init__(
@@ -53,13 +54,14 @@ class WorkerLink:
         self.group = group
         self.due: Published | None = None
         self.late = False
+        self.died = False
         self._holds = holds
         self._leased: Published | None = None
         self._in_service: Published | None = None
         self._told: dict[int, dict[str, Any]] = {}
         self._on_event = on_event
         self._on_lost = on_lost
-        self._watch = ProcessWatch(pid, lambda: self.connection_lost(f"its process {pid} has ended"))
+        self._watch = ProcessWatch(pid, self._process_ended)
 
     @property
     def behind(self) -> bool:
@@ -100,6 +102,10 @@ class WorkerLink:
     def connection_lost(self, reason: str) -> None:
         """The worker is gone."""
         self._on_lost(self, reason)
+
+    def _process_ended(self) -> None:
+        self.died = True
+        self.connection_lost(f"its process {self.pid} has ended")
 
     # -- what the sender tells it ------------------------------------------------------------------
 

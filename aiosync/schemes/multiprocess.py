@@ -12,13 +12,9 @@ from typing import Any
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.mp_queue import (
-    MPTransport,
-    PipeListener,
-    PipeTransport,
-    QueueListener,
-    QueuePair,
-)
+from aiosync.transports.carrier import MPTransport
+from aiosync.transports.mp_pipe import NobodyTakesIt, PipeCarrier, PipeListener
+from aiosync.transports.mp_queue import QueueCarrier, QueueListener, QueuePair
 
 __all__ = ["MultiProcessWeightSyncScheme"]
 
@@ -34,7 +30,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     whatever the number of workers; two slots in each worker (one with ``commit="copy"``).
 
     Queues can only be handed to a process while it is being started, so pass the scheme to ``Process``
-    after ``init_on_sender``. A worker that was killed finds new queues when it is started again. The
+    after ``init_on_sender``. A worker that was killed can be started again in the same way. The
     queues pickle each message, as all of ``multiprocessing`` does; they are inherited, and no other
     process can write to them.
 
@@ -91,7 +87,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     def _other(self, worker: int, message: Any) -> None:
         if self.on_other_message is None:
-            raise InvalidArgumentError(
+            raise NobodyTakesIt(
                 f"worker {worker}'s pipe brought a message that is not aiosync's, and there is no "
                 "on_other_message to take it"
             )
@@ -104,21 +100,23 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             NotInitializedError: the scheme came to this process in another way than by starting it.
         """
         if self._pipe is not None:
-            return PipeTransport(self._pipe, lambda message: self._other(worker_idx, message))
+            return MPTransport(PipeCarrier(self._pipe, lambda message: self._other(worker_idx, message)))
         pair = self._pairs.pop(worker_idx, None)
         # Only this worker's own queues are kept: a sibling's end held open here would hide its death.
-        for other in self._pairs.values():
-            if other.owner != os.getpid():
-                other.close()
-        self._pairs.clear()
+        self._release()
         if pair is None:
             raise NotInitializedError(
                 f"there are no queues for worker {worker_idx}: call init_on_sender() first, then pass "
                 "the scheme to Process(args=...), which is the only way that queues can travel"
             )
-        # In the sender's own process the queues are the listener's to close.
-        on_close = pair.close if pair.owner != os.getpid() else None
-        return MPTransport(pair.to_worker, pair.to_sender, on_close)
+        self._pairs[worker_idx] = pair
+        return MPTransport(QueueCarrier(pair.to_worker, pair.to_sender))
+
+    def _release(self) -> None:
+        for worker, pair in list(self._pairs.items()):
+            if pair.owner != os.getpid():  # in the sender's own process they are the listener's to close
+                pair.close()
+                del self._pairs[worker]
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
         listener = self._listener

@@ -108,6 +108,10 @@ class SchemeRecipe(ABC):
         """Take in what :meth:`_recipe` gave."""
         return
 
+    def _release(self) -> None:
+        """A receiver has closed: let go of what :meth:`_restore` took in and only the closing can free."""
+        return
+
     # -- pickling ------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:

@@ -313,7 +313,7 @@ class Roster:
         for round_ in self.rounds:
             round_.settle(WorkerReport(worker, "lost", link.session.acked_version, error=error))
         if self._host is not None:
-            self._host.spawn(self._hang_up, link.transport)
+            self._host.spawn(self._hang_up, link.transport, link.died)
         self._emit("lost", worker=worker, message=reason)
 
     def _orphan(self, link: WorkerLink) -> tuple[str, int] | None:
@@ -333,9 +333,9 @@ class Roster:
         self._orphans[pid] = watch
         return ("orphan", pid)
 
-    async def _hang_up(self, transport: Transport) -> None:
+    async def _hang_up(self, transport: Transport, died: bool = False) -> None:
         await transport.aclose()
-        if self._host is not None:
+        if died and self._host is not None:
             await self._listener.replace(transport)
 
     def _absent(self, worker: int) -> WorkerReport:

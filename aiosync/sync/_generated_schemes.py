@@ -430,7 +430,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     whatever the number of workers; two slots in each worker (one with ``commit="copy"``).
 
     Queues can only be handed to a process while it is being started, so pass the scheme to ``Process``
-    after ``init_on_sender``. A worker that was killed finds new queues when it is started again. The
+    after ``init_on_sender``. A worker that was killed can be started again in the same way. The
     queues pickle each message, as all of ``multiprocessing`` does; they are inherited, and no other
     process can write to them.
 

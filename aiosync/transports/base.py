@@ -20,7 +20,7 @@ from aiosync.protocol.frames import (
     Update,
     encode,
 )
-from aiosync.protocol.session import Greeted, ReceiverSession, SenderSession, UpdateArrived
+from aiosync.protocol.session import Greeted, Left, ReceiverSession, SenderSession, UpdateArrived
 
 __all__ = ["Listener", "Sink", "Transport"]
 
@@ -39,7 +39,8 @@ class Listener(ABC):
         """Call ``on_connection`` for every worker that connects, on the running loop."""
 
     async def replace(self, ended: Transport) -> None:
-        """``ended`` is closed: make room for its worker to come back, where that takes something."""
+        """The process at the other end of ``ended`` has died: make room for its worker to come back, where
+        that takes something."""
         return
 
     @abstractmethod
@@ -223,6 +224,8 @@ class Transport(ABC):
             events = session.receive(await self.receive(deadline))
             self.flush(session)
             for event in events:
+                if isinstance(event, Left):
+                    raise WorkerLostError((), event.reason)
                 if isinstance(event, Greeted):
                     self.trust()
                     return event

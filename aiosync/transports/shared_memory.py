@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from aiosync._deadline import Deadline
 from aiosync.errors import WorkerLostError
+from aiosync.transports._offload import uninterrupted
 from aiosync.transports.base import Listener, Transport
 
 __all__ = ["SharedMemTransport", "UnixListener"]
@@ -75,9 +76,12 @@ class SharedMemTransport(Transport):
             sock.setblocking(False)
             sock.connect(_os_address(self._address))
             loop = asyncio.get_running_loop()
-            await loop.create_unix_connection(lambda: _Protocol(self), sock=sock)
+            # A few turns of the loop. Cancelled between them, uvloop would leave a stream that is neither
+            # open nor reported closed.
+            await uninterrupted(lambda _: loop.create_unix_connection(lambda: _Protocol(self), sock=sock))
         except BaseException as exc:
-            sock.close()
+            if self._stream is None:
+                sock.close()
             if isinstance(exc, OSError):
                 raise WorkerLostError((), _why_not_connected(exc)) from exc
             raise

@@ -45,7 +45,6 @@ class SchemeCase:
         build: takes the number of workers and the scheme's options.
         processes: whether workers can be other processes.
         views: whether workers view the sender's memory (so they share it).
-        rejoins: whether an endpoint of a living process can connect a second time.
         respawns: whether a new process can take a dead worker's place.
     """
 
@@ -53,7 +52,6 @@ class SchemeCase:
     build: Build
     processes: bool = True
     views: bool = False
-    rejoins: bool = True
     respawns: bool = True
 
 
@@ -70,8 +68,7 @@ def _over_pipes(workers: int, options: dict[str, Any]) -> Recipe:
 
 SCHEMES = [
     SchemeCase("shared", named("shared"), views=True),
-    # Queues can only be inherited, so a worker that left in order cannot be given new ones.
-    SchemeCase("process", named("process"), rejoins=False),
+    SchemeCase("process", named("process")),
     # The pipe is the caller's: one that has broken with its process cannot be mended.
     SchemeCase("process-pipes", _over_pipes, respawns=False),
     SchemeCase("memory", named("memory"), processes=False),

@@ -1,0 +1,15 @@
+"""Asking the kernel how much lies in a pipe or a socket."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+
+__all__ = ["ioctl_int"]
+
+
+def ioctl_int(fd: int, request: int) -> int:
+    """The int that ``request`` gives for ``fd``."""
+    value = array.array("i", [0])
+    fcntl.ioctl(fd, request, value)
+    return value[0]
