@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,9 +15,9 @@ from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError
 from aiosync.protocol.frames import Joint
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.publisher import Prepared
+from aiosync.schemes.publisher import Prepared, publish_together
 from aiosync.schemes.report import SendReport
-from aiosync.schemes.rounds import Round, first_failure
+from aiosync.schemes.rounds import JointRound, Round, first_failure
 from aiosync.schemes.sender import WeightSender
 
 __all__ = ["JointUpdate", "atomic"]
@@ -35,7 +34,6 @@ class _UnderWay:
     scheme: WeightSyncScheme
     sender: WeightSender
     prepared: Prepared
-    round: Round | None = None
 
 
 class JointUpdate:
@@ -99,22 +97,29 @@ class JointUpdate:
     async def _send_all(self) -> None:
         timeouts = [scheme._spec.seconds(self._timeout) for scheme in self._parts]
         deadline = Deadline.after(max(timeouts))
-        joint = Joint(id=secrets.token_hex(8), size=len(self._parts))
+        senders = [scheme.get_sender() for scheme in self._parts]
+        mark = Joint(id=secrets.token_hex(8), size=len(senders))
+
+        def call_off(worker: int) -> None:
+            for sender in senders:
+                sender.roster.abort(mark, worker)
+
         async with AsyncExitStack() as held:
             # Always in the same order: two joint updates of the same schemes then cannot wait for
             # each other.
             for scheme in sorted(self._parts, key=id):
                 await held.enter_async_context(scheme.get_sender().publisher.exclusive(deadline))
-            under_way = await self._prepare_all(joint, deadline)
-            await _publish_all(under_way)
-        await self._finish_all(under_way, joint)
+            under_way = await self._prepare_all(JointRound(mark, call_off), deadline)
+            items = [(item.sender.publisher, item.prepared) for item in under_way]
+            rounds = await publish_together(items, fallback=True)
+        await self._finish_all(under_way, rounds)
         reports = [(worker, report) for r in self.reports.values() for worker, report in r.workers.items()]
         failure = first_failure((report for _, report in reports), deadline)
         if failure is not None:
             failure.report = next(r for r in self.reports.values() if not r.ok)
             raise failure
 
-    async def _prepare_all(self, joint: Joint, deadline: Deadline) -> list[_UnderWay]:
+    async def _prepare_all(self, joint: JointRound, deadline: Deadline) -> list[_UnderWay]:
         senders = [scheme.get_sender() for scheme in self._parts]
         targets = set.intersection(*(sender.roster.workers for sender in senders))
         under_way: list[_UnderWay] = []
@@ -129,49 +134,26 @@ class JointUpdate:
                 under_way.append(_UnderWay(scheme, sender, prepared))
         except BaseException:
             for item in under_way:
-                item.sender.publisher.discard(item.prepared, begun=False)
+                item.sender.publisher.discard(item.prepared)
             raise
         return under_way
 
-    async def _finish_all(self, under_way: list[_UnderWay], joint: Joint) -> None:
-        for item in under_way:
-            assert item.round is not None
-            siblings = [other.sender for other in under_way if other is not item]
-            item.round.watch(partial(_abort, siblings, joint))
+    async def _finish_all(self, under_way: list[_UnderWay], rounds: list[Round]) -> None:
         reports: dict[WeightSyncScheme, SendReport] = {}
 
-        async def finish(item: _UnderWay) -> None:
-            assert item.round is not None
-            report = await item.sender.finish(item.prepared, item.round, wait=True)
-            for worker, part in report.workers.items():
-                if part.status == "timeout":
-                    _abort([other.sender for other in under_way], joint, worker)
-            reports[item.scheme] = report
+        async def finish(item: _UnderWay, round_: Round) -> None:
+            reports[item.scheme] = await item.sender.finish(item.prepared, round_, wait=True)
 
-        async with anyio.create_task_group() as tasks:
-            for item in under_way:
-                tasks.start_soon(finish, item)
+        try:
+            async with anyio.create_task_group() as tasks:
+                for item, round_ in zip(under_way, rounds, strict=True):
+                    tasks.start_soon(finish, item, round_)
+        finally:
+            for item in under_way:  # cancelled at once, a task may not have begun
+                item.sender.publisher.settle(item.prepared)
         self.reports = reports
 
 
 def atomic(*schemes: WeightSyncScheme, timeout: float | None = None) -> JointUpdate:
     """Update several models jointly: ``async with atomic(a, b) as tx``. See :class:`JointUpdate`."""
     return JointUpdate(schemes, timeout)
-
-
-async def _publish_all(under_way: list[_UnderWay]) -> None:
-    """Write all, then tell the workers. What fails before the first is published gives up all."""
-    for index, item in enumerate(under_way):
-        try:
-            item.round = await item.sender.publisher.publish(item.prepared, fallback=True)
-        except BaseException:
-            for other in under_way[:index]:
-                other.sender.publisher.abandon(other.prepared)
-            for other in under_way[index + 1 :]:
-                other.sender.publisher.discard(other.prepared, begun=False)
-            raise
-
-
-def _abort(senders: list[WeightSender], joint: Joint, worker: int) -> None:
-    for sender in senders:
-        sender.roster.abort(joint, worker)

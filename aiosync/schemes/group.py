@@ -25,6 +25,7 @@ from torch import Tensor
 
 from aiosync._deadline import Deadline
 from aiosync.errors import SyncTimeoutError
+from aiosync.schemes.rounds import JointRound
 from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Arena, Slot
 from aiosync.weights.copying import INLINE_LIMIT, copy_pairs
@@ -38,13 +39,19 @@ WRITER = "writer"
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One version in its slot. ``names``: what changed against ``base``, None for everything."""
+    """One version in its slot.
+
+    Attributes:
+        names: what changed against ``base``, None for everything.
+        joint: what it is a part of.
+    """
 
     slot: Slot
     round: int
     version: int
     base: int
     names: tuple[str, ...] | None
+    joint: JointRound | None = None
 
 
 @dataclass(slots=True)
@@ -56,6 +63,7 @@ class Draft:
         reclaimed: the slot holds a version that was published and not fetched: from the first byte
             written there is no way back, so this write goes through even if its caller is cancelled.
         spilled: the slot is not one that workers can read.
+        begun: it may have been written into.
     """
 
     group: WeightGroup
@@ -64,6 +72,7 @@ class Draft:
     names: tuple[str, ...] | None
     reclaimed: bool
     spilled: bool = False
+    begun: bool = False
 
 
 class WeightGroup:
@@ -152,11 +161,14 @@ class WeightGroup:
 
     async def write(self, draft: Draft, cancelled: Callable[[], bool]) -> bool:
         """Copy; returns whether all was copied (not, if cancelled in between)."""
+        draft.begun = True
         if self.writes_inline:
             return copy_pairs(draft.pairs)
         return await self._offloader.run(lambda _: copy_pairs(draft.pairs, cancelled))
 
-    def publish(self, draft: Draft, round_: int, version: int, *, fallback: bool) -> Published:
+    def publish(
+        self, draft: Draft, round_: int, version: int, *, fallback: bool, joint: JointRound | None = None
+    ) -> Published:
         """Make what was drafted the newest."""
         draft.slot.version = version
         draft.slot.holders.discard(WRITER)
@@ -165,7 +177,8 @@ class WeightGroup:
             return self.spill
         self.spill = None
         before = self.latest
-        published = Published(draft.slot, round_, version, before.version if before else -1, draft.names)
+        base = before.version if before else -1
+        published = Published(draft.slot, round_, version, base, draft.names, joint)
         if before is not None:
             before.slot.holders.discard(LATEST)
             if fallback and before.slot is not draft.slot:
@@ -174,12 +187,12 @@ class WeightGroup:
         self.latest = published
         return published
 
-    def discard(self, draft: Draft, *, begun: bool) -> None:
-        """Give a drafted slot back unpublished. ``begun``: it may have been written into."""
+    def discard(self, draft: Draft) -> None:
+        """Give a drafted slot back unpublished."""
         draft.slot.holders.discard(WRITER)
-        if begun and draft.spilled:
+        if draft.begun and draft.spilled:
             self.spill = None
-        elif begun and draft.reclaimed:
+        elif draft.begun and draft.reclaimed:
             # Its copy failed half way and what it held before is gone: nobody may be given it.
             draft.slot.holders.clear()
             self.latest = None

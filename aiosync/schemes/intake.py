@@ -17,7 +17,7 @@ from aiosync._deadline import Deadline
 from aiosync.protocol.frames import Update
 from aiosync.schemes.cascade import cascade
 from aiosync.schemes.gate import CommitGate, CommitJob, ForwardGuard, commit_now, submit
-from aiosync.schemes.joint import JointPart, give_up, join
+from aiosync.schemes.joint import JointPart, join, leave
 from aiosync.schemes.spec import SchemeSpec
 from aiosync.schemes.stager import Stager
 from aiosync.transports._offload import Offloader
@@ -182,7 +182,7 @@ class Intake:
                 if isinstance(job, CommitJob):
                     job.withdraw()
                 elif joint is not None:
-                    give_up(joint.id, self._worker, "the receiver was cancelled")
+                    leave(joint, self._worker, job)
                 if held.committed:
                     self._committed()
                 raise

@@ -20,7 +20,7 @@ from aiosync.errors import JointUpdateError
 from aiosync.protocol.frames import Joint
 from aiosync.schemes.gate import CommitGate, CommitJob, submit
 
-__all__ = ["JointKey", "JointPart", "give_up", "join"]
+__all__ = ["JointKey", "JointPart", "give_up", "join", "leave"]
 
 JointKey: TypeAlias = tuple[str, int]
 """A joint update's id, and the worker: several workers may live in one process."""
@@ -73,6 +73,16 @@ def join(joint: Joint, worker: int, gate: CommitGate, committing: Committing) ->
         meeting.job = submit(gates, lambda: _commit(meeting.parts))
         meeting.job.done.add_done_callback(lambda job: _concluded(key, job))
     return part
+
+
+def leave(joint: Joint, worker: int, part: JointPart) -> None:
+    """Take a part back that will be joined again; nothing happens if it has been committed."""
+    with _lock:
+        meeting = _meetings.get((joint.id, worker))
+        if meeting is None or (meeting.job is not None and not meeting.job.withdraw()):
+            return
+        meeting.job = None
+        meeting.parts.remove(part)
 
 
 def give_up(joint_id: str, worker: int, reason: str) -> None:

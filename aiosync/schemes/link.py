@@ -6,9 +6,10 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from aiosync.errors import ProtocolError, WorkerLostError
-from aiosync.protocol.frames import Bye, Frame, Joint, Update
+from aiosync.protocol.frames import Bye, Frame, Update
 from aiosync.protocol.session import SenderEvent, SenderSession, SenderState
 from aiosync.schemes.group import Published, WeightGroup
+from aiosync.schemes.rounds import JointRound
 from aiosync.transports.base import Transport
 from aiosync.transports.liveness import ProcessWatch
 
@@ -111,8 +112,8 @@ class WorkerLink:
 
     def announce(self, published: Published) -> None:
         """There is a newer version for this worker."""
-        if self.due is not None:
-            self.due.slot.holders.discard(("due", self.worker))
+        if self.due is not None and self.due is not published:
+            self._forgo(self.due)
         self.due = published
         published.slot.holders.add(("due", self.worker))
         self.session.publish(published.round)
@@ -121,20 +122,20 @@ class WorkerLink:
     def revoke(self, published: Published) -> None:
         """``published`` is about to be overwritten: it is not due any more."""
         if self.due is published:
-            self.due = None
+            self._forgo(published)
 
-    def serve(self, joint: Joint | None) -> None:
+    def serve(self) -> None:
         """Give the worker what it is waiting for, if it is waiting and there is something to give."""
         group, state = self.group, self.session.state
         if state is SenderState.WELCOMING and group.offerable(group.latest):
             assert group.latest is not None
-            update = self._lease(group.latest, None)
+            update = self._lease(group.latest)
             update.payload["device"] = str(group.device)
             eager = group.arena.layout.nbytes <= EAGER_LIMIT
             self.session.welcome(group.arena.layout.to_wire(), update, eager=eager)
         elif state is SenderState.READY and group.offerable(self.due):
             assert self.due is not None
-            self.session.offer(self._lease(self.due, joint))
+            self.session.offer(self._lease(self.due, self.due.joint))
         self.transport.flush(self.session)
 
     def applied(self) -> bool:
@@ -146,6 +147,7 @@ class WorkerLink:
 
     def rejected(self) -> None:
         """It refused the leased version."""
+        self._call_off(self._leased)
         self._answered()
 
     def fetched(self) -> None:
@@ -163,9 +165,9 @@ class WorkerLink:
         Returns the error for whoever waits for it.
         """
         self._watch.close()
+        self._call_off(self._leased)
         if self.due is not None:
-            self.due.slot.holders.discard(("due", self.worker))
-            self.due = None
+            self._forgo(self.due)
         if orphan is not None:
             for slot in self.group.arena.slots:
                 if self.worker in slot.holders:
@@ -173,13 +175,23 @@ class WorkerLink:
         self.group.release(self.worker)
         return WorkerLostError([self.worker], reason)
 
+    def _forgo(self, due: Published) -> None:
+        """It will not come for this one any more."""
+        due.slot.holders.discard(("due", self.worker))
+        self.due = None
+        self._call_off(due)
+
+    def _call_off(self, published: Published | None) -> None:
+        if published is not None and published.joint is not None:
+            published.joint.call_off(self.worker)
+
     def _answered(self) -> None:
         self.late = False
         self._leased = None
         keep = self._in_service.slot if self._holds and self._in_service else None
         self.group.release(self.worker, keep=keep)
 
-    def _lease(self, published: Published, joint: Joint | None) -> Update:
+    def _lease(self, published: Published, joint: JointRound | None = None) -> Update:
         published.slot.holders.discard(("due", self.worker))
         published.slot.holders.add(self.worker)
         self.due = None
@@ -191,7 +203,7 @@ class WorkerLink:
             version=published.version,
             base=published.base,
             names=names,
-            joint=joint,
+            joint=joint.mark if joint else None,
             payload=self._payload(published),
         )
 

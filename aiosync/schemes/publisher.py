@@ -19,15 +19,14 @@ from torch import Tensor
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError
-from aiosync.protocol.frames import Joint
 from aiosync.schemes._host import TaskHost
 from aiosync.schemes.group import Draft, Published, WeightGroup
 from aiosync.schemes.roster import Roster
-from aiosync.schemes.rounds import Round
+from aiosync.schemes.rounds import JointRound, Round
 from aiosync.transports._offload import uninterrupted
 from aiosync.weights.copying import nbytes_of
 
-__all__ = ["Prepared", "Publisher", "Sources"]
+__all__ = ["Prepared", "Publisher", "Sources", "publish_together"]
 
 Sources = Mapping[int, Mapping[str, Tensor]]
 """Worker -> entry name -> tensor. The workers of one group have the same."""
@@ -44,7 +43,7 @@ class Prepared:
 
     drafts: list[Draft]
     targets: set[int]
-    joint: Joint | None
+    joint: JointRound | None
     deadline: Deadline
     nbytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -99,7 +98,7 @@ class Publisher:
         targets: set[int],
         *,
         strict: bool,
-        joint: Joint | None,
+        joint: JointRound | None,
         deadline: Deadline,
         may_spill: bool = False,
     ) -> Prepared:
@@ -125,49 +124,26 @@ class Publisher:
                     for link in self._roster.members(group):
                         link.revoke(group.latest)
         except BaseException:
-            self.discard(prepared, begun=False)
+            self.discard(prepared)
             raise
         return prepared
 
-    def discard(self, prepared: Prepared, *, begun: bool) -> None:
-        """Give up a version that was not published; ``begun``: it may have been written into."""
+    def discard(self, prepared: Prepared) -> None:
+        """Give up a version that was not published."""
         for draft in prepared.drafts:
-            draft.group.discard(draft, begun=begun)
+            draft.group.discard(draft)
             latest = draft.group.latest
             for link in self._roster.members(draft.group):
                 if draft.reclaimed and latest is not None and link.reaches < latest.version:
                     link.announce(latest)
-                link.serve(None)
+                link.serve()
 
     async def publish(self, prepared: Prepared, *, fallback: bool) -> Round:
-        """Copy, and tell the workers. When it raises, nothing has been published; unless it is the
-        caller that was cancelled and a version nobody had fetched was being overwritten.
+        """Copy, and tell the workers; see :func:`publish_together`."""
+        return (await publish_together([(self, prepared)], fallback=fallback))[0]
 
-        Args:
-            fallback: keep what is replaced until the round is settled, in case all workers refuse.
-        """
-        if all(draft.group.writes_inline for draft in prepared.drafts):
-            # Nothing is awaited in there, so nothing can be cancelled.
-            return await self._write_and_publish(prepared, lambda: False, fallback)
-        try:
-            return await uninterrupted(lambda gone: self._write_and_publish(prepared, gone, fallback))
-        except asyncio.CancelledError:
-            self.abandon(prepared)
-            raise
-
-    async def _write_and_publish(self, prepared: Prepared, gone: Callable[[], bool], fallback: bool) -> Round:
-        no_way_back = any(draft.reclaimed for draft in prepared.drafts)
-
-        def cancelled() -> bool:
-            return gone() and not no_way_back
-
-        try:
-            for draft in prepared.drafts:
-                if not await draft.group.write(draft, cancelled):
-                    raise asyncio.CancelledError
-        except BaseException:
-            self.discard(prepared, begun=True)
-            raise
+    def announce(self, prepared: Prepared, *, fallback: bool) -> Round:
+        """What has been written is the next version: tell the workers."""
         self.version += 1
         round_ = Round(self._round + 1, self.version, prepared.targets, prepared.joint)
         self._roster.rounds.append(round_)
@@ -184,7 +160,7 @@ class Publisher:
         self._round = max(self._round, round_.number)
         # Whoever waited for a version that this one replaces gets this one.
         targets = (set(round_.phases) & group.workers) | group.spill_targets
-        group.publish(draft, round_.number, round_.version, fallback=fallback)
+        group.publish(draft, round_.number, round_.version, fallback=fallback, joint=round_.joint)
         if draft.spilled:
             group.spill_targets = targets
             self._roster.note_absent(round_, group)
@@ -194,7 +170,7 @@ class Publisher:
         self._roster.tell(round_, targets)
         group.wake()
         for link in self._roster.members(group):
-            link.serve(None)  # whoever was to be welcomed while the slot was being written
+            link.serve()  # whoever was to be welcomed while the slot was being written
 
     async def _unspill(self, group: WeightGroup) -> None:
         """Bring the spilled version into a slot as soon as there is one."""
@@ -209,17 +185,52 @@ class Publisher:
             # Nothing is awaited between finding no slot and this, so no slot is freed unnoticed.
             await group.freed()
 
-    def abandon(self, prepared: Prepared) -> None:
-        """Nobody will wait for the answers: what was published stays so, and what it replaced may go."""
+    def settle(self, prepared: Prepared) -> None:
+        """Nobody waits for answers any more, so what was replaced may go; or is the newest again, if every
+        worker refused. Nothing happens if it was not published, or has been settled."""
         round_, prepared.round = prepared.round, None
-        if round_ is not None:
-            self._roster.rounds.remove(round_)
-            self.settle(round_, prepared)
-
-    def settle(self, round_: Round, prepared: Prepared) -> None:
-        """A round is over. If every worker refused, what it replaced is the newest again."""
+        if round_ is None:
+            return
+        self._roster.rounds.remove(round_)
         withdrawn = round_.withdrawn and round_.version == self.version
         if withdrawn:
             self.version -= 1
         for draft, before in zip(prepared.drafts, prepared.before, strict=True):
             draft.group.settle(round_.number, before, withdrawn=withdrawn)
+
+
+async def publish_together(
+    items: Sequence[tuple[Publisher, Prepared]], *, fallback: bool
+) -> list[Round]:
+    """Copy all, then tell the workers of all, with nothing awaited in between: so either all have been
+    published or none. When it raises it is none; unless it is the caller that was cancelled and a version
+    nobody had fetched was being overwritten.
+
+    Args:
+        fallback: keep what is replaced until the round is settled, in case all workers refuse.
+    """
+    if all(draft.group.writes_inline for _, prepared in items for draft in prepared.drafts):
+        # Nothing is awaited in there, so nothing can be cancelled.
+        return await _write_and_announce(items, lambda: False, fallback)
+    try:
+        return await uninterrupted(lambda gone: _write_and_announce(items, gone, fallback))
+    except asyncio.CancelledError:
+        for publisher, prepared in items:
+            publisher.settle(prepared)
+        raise
+
+
+async def _write_and_announce(
+    items: Sequence[tuple[Publisher, Prepared]], gone: Callable[[], bool], fallback: bool
+) -> list[Round]:
+    drafts = [draft for _, prepared in items for draft in prepared.drafts]
+    no_way_back = any(draft.reclaimed for draft in drafts)
+    try:
+        for draft in drafts:
+            if not await draft.group.write(draft, lambda: gone() and not no_way_back):
+                raise asyncio.CancelledError
+    except BaseException:
+        for publisher, prepared in items:
+            publisher.discard(prepared)
+        raise
+    return [publisher.announce(prepared, fallback=fallback) for publisher, prepared in items]

@@ -132,10 +132,12 @@ class Roster:
         for worker in targets:
             link = self.links.get(worker)
             if link is None or link.group.latest is None:
+                if round_.joint is not None:
+                    round_.joint.call_off(worker)
                 round_.settle(self._absent(worker))
                 continue
             link.announce(link.group.latest)
-            link.serve(round_.joint)
+            link.serve()
 
     def note_absent(self, round_: Round, group: WeightGroup) -> None:
         """Settle the round for the workers of a group that are not there."""
@@ -254,7 +256,7 @@ class Roster:
             on_event=self._on_event,
             on_lost=self._on_lost,
         )
-        link.serve(None)
+        link.serve()
         transport.start(link)
         return True
 
@@ -264,7 +266,7 @@ class Roster:
         match event:
             case Fetched():
                 link.fetched()
-                link.serve(self._joint_of(link))
+                link.serve()
             case StageDone(copied=copied):
                 for round_ in self.rounds:
                     if link.worker in round_.phases:
@@ -341,12 +343,6 @@ class Roster:
     def _absent(self, worker: int) -> WorkerReport:
         error = self._lost.get(worker) or WorkerLostError([worker], "it has not connected yet")
         return WorkerReport(worker, "lost", -1, error=error)
-
-    def _joint_of(self, link: WorkerLink) -> Joint | None:
-        for round_ in self.rounds:
-            if link.due and link.due.round == round_.number and link.worker in round_.pending:
-                return round_.joint
-        return None
 
     def _emit(
         self,

@@ -18,7 +18,23 @@ from aiosync.errors import (
 from aiosync.protocol.frames import Joint, Nack
 from aiosync.schemes.report import WorkerReport
 
-__all__ = ["Round", "first_failure", "remote_error"]
+__all__ = ["JointRound", "Round", "first_failure", "remote_error"]
+
+
+class JointRound:
+    """What the parts of one joint update share on the sender.
+
+    Every version published in it bears this for as long as it can be fetched, whoever waits or not: a
+    worker that comes late for one part still commits it with the others.
+
+    Args:
+        mark: goes to the workers with each part.
+        call_off: takes a worker, and tells it that a part it may wait for will not come.
+    """
+
+    def __init__(self, mark: Joint, call_off: Callable[[int], None]) -> None:
+        self.mark = mark
+        self.call_off = call_off
 
 
 class Round:
@@ -38,7 +54,7 @@ class Round:
         number: int,
         version: int,
         workers: Iterable[int],
-        joint: Joint | None = None,
+        joint: JointRound | None = None,
         *,
         phase: Phase = "stage",
     ) -> None:
@@ -48,7 +64,6 @@ class Round:
         self.joint = joint
         self.phases: dict[int, Phase] = dict.fromkeys(workers, phase)
         self.wanted: dict[int, int] = dict.fromkeys(self.phases, version)
-        self._on_failure: Callable[[int], None] | None = None
         self._done = asyncio.Event()
         if not self.phases:
             self._done.set()
@@ -64,19 +79,10 @@ class Round:
         statuses = {report.status for report in self.reports.values()}
         return not self.pending and "failed" in statuses and statuses <= {"failed", "lost"}
 
-    def watch(self, on_failure: Callable[[int], None]) -> None:
-        """Call ``on_failure`` with every worker that has failed or will."""
-        self._on_failure = on_failure
-        for worker, report in self.reports.items():
-            if report.status != "applied":
-                on_failure(worker)
-
     def settle(self, report: WorkerReport) -> None:
         """Take a worker's answer; only its first counts."""
         if report.worker in self.phases and report.worker not in self.reports:
             self.reports[report.worker] = report
-            if report.status != "applied" and self._on_failure is not None:
-                self._on_failure(report.worker)
             if not self.pending:
                 self._done.set()
 

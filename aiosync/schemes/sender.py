@@ -186,8 +186,7 @@ class WeightSender:
             if wait:
                 await round_.wait(prepared.deadline)
         finally:
-            self.roster.rounds.remove(round_)
-            self.publisher.settle(round_, prepared)
+            self.publisher.settle(prepared)
         prepared.seconds["ack"] = time.perf_counter() - begun
         report = self._conclude(round_, prepared, waited=wait)
         stats = self.roster.stats
