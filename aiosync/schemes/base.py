@@ -379,7 +379,11 @@ class WeightSyncScheme(SchemeRecipe):
         await self.aclose()
 
     async def __aenter__(self) -> Self:
-        await self.connect()
+        try:
+            await self.connect()
+        except BaseException:
+            await self.aclose()  # nobody else will: the body is not entered
+            raise
         return self
 
     async def __aexit__(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from aiosync._deadline import Deadline
-from aiosync.errors import SyncTimeoutError
+from aiosync.errors import NotConnectedError, SyncTimeoutError
 from aiosync.schemes.rounds import JointRound
 from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Arena, Slot
@@ -102,6 +102,7 @@ class WeightGroup:
         self._spill_slot: Slot | None = None
         self._offloader = offloader
         self._freed = asyncio.Event()
+        self._stopped = False
 
     @property
     def writes_inline(self) -> bool:
@@ -130,9 +131,12 @@ class WeightGroup:
 
         Raises:
             SyncTimeoutError: every slot was in use until the deadline; names the workers that read them.
+            NotConnectedError: the sender is being closed.
             ArenaAllocationError: there is no memory for another slot.
         """
         while True:
+            if self._stopped:
+                raise NotConnectedError("the sender was closed before this version could be written")
             slot, reclaimed = await self._writable_slot(targets, set(parked))
             spilled = slot is None and may_spill
             if slot is None and may_spill:
@@ -221,6 +225,11 @@ class WeightGroup:
     def wake(self) -> None:
         """A slot may have become free."""
         self.arena.trim()
+        self._freed.set()
+
+    def stop(self) -> None:
+        """Hand out no more slots; whoever waits for one is told."""
+        self._stopped = True
         self._freed.set()
 
     def close(self) -> None:

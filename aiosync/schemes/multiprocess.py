@@ -110,7 +110,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
                 "the scheme to Process(args=...), which is the only way that queues can travel"
             )
         self._pairs[worker_idx] = pair
-        return MPTransport(QueueCarrier(pair.to_worker, pair.to_sender))
+        return MPTransport(QueueCarrier(pair, pair.to_worker, pair.to_sender))
 
     def _release(self) -> None:
         for worker, pair in list(self._pairs.items()):

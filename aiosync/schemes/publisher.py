@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from aiosync._deadline import Deadline
-from aiosync.errors import InvalidArgumentError
+from aiosync.errors import InvalidArgumentError, NotConnectedError
 from aiosync.schemes._host import TaskHost
 from aiosync.schemes.group import Draft, Published, WeightGroup
 from aiosync.schemes.roster import Roster
@@ -62,6 +62,7 @@ class Publisher:
 
     Attributes:
         version: the version last published, -1 before the first.
+        stopped: whether nothing more may be published.
     """
 
     def __init__(self, groups: Sequence[WeightGroup], roster: Roster, host: TaskHost) -> None:
@@ -70,6 +71,7 @@ class Publisher:
         self._roster = roster
         self._host = host
         self._round = -1
+        self.stopped = False
         self._lock = asyncio.Lock()
 
     @asynccontextmanager
@@ -92,6 +94,20 @@ class Publisher:
         finally:
             self._lock.release()
 
+    async def stop(self) -> None:
+        """Let nothing more be published, and wait until nobody writes: what is being copied stops at its
+        next piece, and whoever waits, for a slot or for another to be done, is told."""
+        self.stopped = True
+        for group in self._groups:
+            group.stop()
+        async with self._lock:
+            return
+
+    def check_open(self) -> None:
+        """Raise NotConnectedError after :meth:`stop`."""
+        if self.stopped:
+            raise NotConnectedError("the sender was closed before this version was published")
+
     async def prepare(
         self,
         sources: Sources,
@@ -106,6 +122,7 @@ class Publisher:
 
         ``may_spill``: nobody waits for it, so where no slot is free it need not be in one yet.
         """
+        self.check_open()
         prepared = Prepared([], targets, joint, deadline)
         wanted = [group for group in self._groups if not targets or group.workers & targets]
         fitted = [g.arena.layout.fit(sources[min(g.workers)], strict=strict) for g in wanted]
@@ -225,9 +242,17 @@ async def _write_and_announce(
 ) -> list[Round]:
     drafts = [draft for _, prepared in items for draft in prepared.drafts]
     no_way_back = any(draft.reclaimed for draft in drafts)
+    publishers = [publisher for publisher, _ in items]
+
+    def cut_off() -> bool:
+        return (gone() and not no_way_back) or any(publisher.stopped for publisher in publishers)
+
     try:
         for draft in drafts:
-            if not await draft.group.write(draft, lambda: gone() and not no_way_back):
+            whole = await draft.group.write(draft, cut_off)
+            for publisher in publishers:
+                publisher.check_open()
+            if not whole:
                 raise asyncio.CancelledError
     except BaseException:
         for publisher, prepared in items:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from aiosync._deadline import Deadline
-from aiosync.errors import AiosyncError, UnknownWorkerError, WorkerLostError
+from aiosync.errors import AiosyncError, NotConnectedError, UnknownWorkerError, WorkerLostError
 from aiosync.protocol.frames import Hello, Joint
 from aiosync.protocol.session import (
     Applied,
@@ -80,8 +80,12 @@ class Roster:
         await self._listener.listen(self._accept)
 
     async def close(self, reason: str) -> None:
-        """Say goodbye to everybody and close the connections."""
+        """Say goodbye to everybody and close the connections; whoever waits for answers is told."""
         self._host = None
+        for round_ in self.rounds:
+            for worker in round_.pending:
+                error = NotConnectedError(f"{reason} before worker {worker} had answered")
+                round_.settle(WorkerReport(worker, "lost", self.version_of(worker), error=error))
         links, self.links = list(self.links.values()), {}
         for link in links:
             link.session.close(reason)

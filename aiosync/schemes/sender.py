@@ -286,6 +286,7 @@ class WeightSender:
 
     async def _close(self) -> None:
         self._listener.stop()
+        await self.publisher.stop()
         await self.roster.close("the sender has closed")
         await self._host.aclose()
         self._listener.close()

@@ -134,7 +134,11 @@ class BlockingTwin:
         portal().release(self)
 
     def __enter__(self) -> Self:
-        self._blocking_connect()
+        try:
+            self._blocking_connect()
+        except BaseException:
+            self.close()  # nobody else will: the body is not entered
+            raise
         return self
 
     def __exit__(

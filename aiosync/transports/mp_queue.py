@@ -8,6 +8,7 @@ import os
 import sys
 import termios
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from multiprocessing.queues import SimpleQueue
 
@@ -27,12 +28,15 @@ _PICKLE_OVERHEAD = 64
 class QueuePair:
     """Two queues between the sender and one worker. Pickled to the worker when it is spawned.
 
+    A worker in the sender's own process has the very same pair, so it closes when both are done with it.
+
     Attributes:
         owner: the process that made it, which is the sender's.
     """
 
     def __init__(self, ctx: BaseContext) -> None:
         self.owner = os.getpid()
+        self._users = _Users()
         self.to_worker: SimpleQueue[bytes] = ctx.SimpleQueue()
         self.to_sender: SimpleQueue[bytes] = ctx.SimpleQueue()
         for queue in (self.to_worker, self.to_sender):
@@ -50,27 +54,58 @@ class QueuePair:
             lock.release()
         return False
 
+    def hold(self) -> None:
+        """Keep it open until :meth:`release`."""
+        if not self._users.here():
+            self._users = _Users()  # those that were counted are the parent's
+        self._users.count += 1
+
+    def release(self) -> None:
+        """Hold it no more."""
+        self._users.count -= 1
+        if self._users.closing:
+            self.close()
+
     def close(self) -> None:
-        """Close this process's copy; idempotent."""
+        """Close this process's copy, now or when nobody here holds it any more; idempotent."""
+        if self._users.here() and self._users.count > 0:
+            self._users.closing = True
+            return
         self.to_worker.close()
         self.to_sender.close()
+
+
+@dataclass
+class _Users:
+    """Who holds a pair in this process."""
+
+    pid: int = field(default_factory=os.getpid)
+    count: int = 0
+    closing: bool = False
+
+    def here(self) -> bool:
+        return self.pid == os.getpid()
 
 
 class QueueCarrier(Carrier):
     """A queue to read and a queue to write.
 
     Args:
-        inbound: read by this process alone.
-        outbound: written by this process alone.
+        pair: both.
+        inbound, outbound: which is which. Nobody else in this process reads or writes the same one.
     """
 
-    def __init__(self, inbound: SimpleQueue[bytes], outbound: SimpleQueue[bytes]) -> None:
+    def __init__(
+        self, pair: QueuePair, inbound: SimpleQueue[bytes], outbound: SimpleQueue[bytes]
+    ) -> None:
+        self._pair = pair
         self._inbound = inbound
         self._outbound = outbound
         self._reader: QueueReader | None = None
 
     def open(self, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
         """Start the thread that reads."""
+        self._pair.hold()
         self._reader = QueueReader(self._inbound, asyncio.get_running_loop(), on_message, on_lost)
 
     def put(self, message: bytes) -> None:
@@ -83,6 +118,7 @@ class QueueCarrier(Carrier):
         if self._reader is not None:
             self._reader.close()
             self._reader = None
+            self._pair.release()
 
 
 class QueueListener(CarrierListener):
@@ -103,7 +139,7 @@ class QueueListener(CarrierListener):
 
     def _carrier(self, worker: int) -> Carrier:
         pair = self.pairs[worker]
-        return QueueCarrier(pair.to_sender, pair.to_worker)
+        return QueueCarrier(pair, pair.to_sender, pair.to_worker)
 
     async def replace(self, ended: Transport) -> None:
         """New queues for a worker whose process has ended and left its old ones locked."""

@@ -16,9 +16,6 @@ from tests.kit.clock import BRIEF, eventually, steps, within
 from tests.kit.local import LocalCluster
 from tests.kit.models import Uniform, fill, value_of
 
-# Takes minutes: every scheme, at many points of every call.
-pytestmark = pytest.mark.soak
-
 POINTS = 24
 """How many turns of the loop, at most, a call is given before it is cancelled."""
 
