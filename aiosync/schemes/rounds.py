@@ -118,6 +118,7 @@ def first_failure(reports: Iterable[WorkerReport], deadline: Deadline) -> Aiosyn
     raised itself is added to it as notes.
     """
     refused: list[AiosyncError] = []
+    gave_way: list[AiosyncError] = []
     lost: dict[int, str] = {}
     late: list[WorkerReport] = []
     for report in reports:
@@ -126,13 +127,14 @@ def first_failure(reports: Iterable[WorkerReport], deadline: Deadline) -> Aiosyn
         elif report.status == "timeout":
             late.append(report)
         elif report.error is not None:
-            refused.append(report.error)
-    # Of a joint update the cause says more than the siblings that gave way to it.
-    found: list[AiosyncError] = sorted(refused, key=lambda e: isinstance(e, JointUpdateError))
+            # Of a joint update the cause says more than the siblings that gave way to it.
+            (gave_way if isinstance(report.error, JointUpdateError) else refused).append(report.error)
+    found = refused
     if lost:
         found.append(WorkerLostError(lost, "; ".join(sorted(set(lost.values())))))
     if late:
         found.append(_timeout(late, deadline))
+    found += gave_way
     if not found:
         return None
     for other in found[1:]:
@@ -147,5 +149,5 @@ def _timeout(late: list[WorkerReport], deadline: Deadline) -> SyncTimeoutError:
     phase = min(reached, key=order.index) if reached else "ack"
     version = known[0].version if known else None
     return SyncTimeoutError(
-        phase, seconds=deadline.seconds, workers=[r.worker for r in late], version=version
+        phase, seconds=deadline.seconds, workers={r.worker for r in late}, version=version
     )

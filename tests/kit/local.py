@@ -109,7 +109,7 @@ class LocalCluster:
         self.scheme.init_on_sender(**{"model_id": "policy", **(source if init is None else init)})
         given = worker_models or {}
         for index in range(workers):
-            self.add(index, given.get(index, None) or model())
+            self.add(index, given.get(index))
 
     def add(self, index: int, model: nn.Module | None = None) -> LocalWorker:
         """Another worker endpoint (a late one, or one that comes again); not connected."""

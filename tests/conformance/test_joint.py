@@ -1,0 +1,174 @@
+"""Joint updates: several models together, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+import aiosync
+from aiosync import (
+    InvalidArgumentError,
+    LayoutMismatchError,
+    RemoteApplyError,
+    SyncTimeoutError,
+    WorkerLostError,
+)
+from tests.kit.cases import SchemeCase
+from tests.kit.clock import BRIEF, steps, within
+from tests.kit.local import LocalCluster
+from tests.kit.models import Norm, fill, value_of
+
+
+async def _send_both(*clusters: LocalCluster, **options: Any) -> aiosync.JointUpdate:
+    async with aiosync.atomic(*(c.scheme for c in clusters), **options) as tx:
+        pass
+    return tx
+
+
+async def test_a_joint_update(case: SchemeCase) -> None:
+    async with LocalCluster(case) as policy, LocalCluster(case, model=Norm) as value:
+        fill(policy.model, 1)
+        head = {n: torch.full_like(p, 2.0) for n, p in value.model.state_dict().items()}
+        async with aiosync.atomic(policy.scheme, value.scheme) as tx:
+            tx.send(policy.scheme)
+            tx.send(value.scheme, head)
+            assert policy.scheme.version == value.scheme.version == 0
+        assert tx.reports[policy.scheme].version == tx.reports[value.scheme].version == 1
+        for one, two in zip(policy.workers, value.workers, strict=True):
+            assert value_of(one.model) == 1
+            assert value_of(two.model) == 2
+
+
+async def test_a_joint_update_is_seen_as_one(case: SchemeCase) -> None:
+    async with LocalCluster(case) as policy, LocalCluster(case) as value:
+        stop = False
+
+        async def reader() -> int:
+            reads = 0
+            while not stop:
+                for one, two in zip(policy.workers, value.workers, strict=True):
+                    assert value_of(one.model) == value_of(two.model)
+                reads += 1
+                await asyncio.sleep(0)
+            return reads
+
+        reading = asyncio.create_task(reader())
+        for version in range(1, 30):
+            fill(policy.model, version)
+            fill(value.model, version)
+            await _send_both(policy, value)
+        stop = True
+        assert await within(reading) > 20
+
+
+async def test_a_joint_update_waits_for_both_pins(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=1) as policy, LocalCluster(case, workers=1) as value:
+        one, two = policy.workers[0], value.workers[0]
+        fill(policy.model, 1)
+        fill(value.model, 1)
+        async with two.scheme.pinned():
+            joint = asyncio.create_task(_send_both(policy, value))
+            await steps(60)
+            assert value_of(one.model) == value_of(two.model) == 0
+            async with one.scheme.pinned():
+                assert value_of(one.model) == 0
+        await within(joint)
+        assert value_of(one.model) == value_of(two.model) == 1
+
+
+class _Context:
+    def __init__(self) -> None:
+        self.worker_idx = 0
+        self.bad = True
+
+    def update_policy_weights_(self, policy_or_weights: Any = None, model_id: str = "") -> None:
+        if self.bad:
+            raise OSError("not this one")
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_one_part_is_refused(case: SchemeCase, first: bool) -> None:
+    policy, value = LocalCluster(case), LocalCluster(case)
+    context = _Context()
+    context.bad = False
+    (policy if first else value).workers[1].init(context=context)
+    async with policy, value:
+        context.bad = True
+        fill(policy.model, 1)
+        fill(value.model, 1)
+        with pytest.raises(RemoteApplyError, match="not this one") as caught:
+            await _send_both(policy, value)
+        assert caught.value.worker == 1
+        for cluster in (policy, value):
+            assert [value_of(w.model) for w in cluster.workers] == [1, 0]
+        context.bad = False
+        fill(policy.model, 2)
+        fill(value.model, 2)
+        await _send_both(policy, value)
+        for cluster in (policy, value):
+            assert [value_of(w.model) for w in cluster.workers] == [2, 2]
+        for cluster in (policy, value):
+            assert (await cluster.scheme.send()).ok
+
+
+async def test_one_part_does_not_fit(case: SchemeCase) -> None:
+    async with LocalCluster(case) as policy, LocalCluster(case) as value:
+        with pytest.raises(LayoutMismatchError):
+            async with aiosync.atomic(policy.scheme, value.scheme) as tx:
+                tx.send(value.scheme, {"values.0": torch.zeros(16)})
+        assert policy.scheme.version == value.scheme.version == 0
+        await _send_both(policy, value)
+        assert policy.scheme.version == value.scheme.version == 1
+
+
+async def test_a_part_is_late(case: SchemeCase) -> None:
+    async with LocalCluster(case) as policy, LocalCluster(case) as value:
+        await value.workers[0].rest()
+        fill(policy.model, 1)
+        fill(value.model, 1)
+        with pytest.raises(SyncTimeoutError) as caught:
+            await _send_both(policy, value, timeout=BRIEF * 2)
+        assert caught.value.workers == (0,)
+        assert [value_of(w.model) for w in policy.workers] == [0, 1]
+        assert [value_of(w.model) for w in value.workers] == [0, 1]
+        await value.workers[0].serve()
+        fill(policy.model, 2)
+        fill(value.model, 2)
+        await _send_both(policy, value)
+        for cluster in (policy, value):
+            assert [value_of(w.model) for w in cluster.workers] == [2, 2]
+
+
+async def test_a_part_is_lost(case: SchemeCase) -> None:
+    async with LocalCluster(case) as policy, LocalCluster(case) as value:
+        await value.workers[0].close()
+        fill(policy.model, 1)
+        fill(value.model, 1)
+        with pytest.raises(WorkerLostError) as caught:
+            await _send_both(policy, value)
+        assert caught.value.workers == (0,)
+        assert [value_of(w.model) for w in policy.workers] == [0, 1]
+        assert [value_of(w.model) for w in value.workers] == [0, 1]
+
+
+async def test_a_body_that_raises_sends_nothing(case: SchemeCase) -> None:
+    async with LocalCluster(case) as policy, LocalCluster(case) as value:
+        with pytest.raises(ZeroDivisionError):
+            async with aiosync.atomic(policy.scheme, value.scheme):
+                raise ZeroDivisionError
+        assert policy.scheme.version == value.scheme.version == 0
+
+
+async def test_wrong_joint_updates(case: SchemeCase) -> None:
+    async with LocalCluster(case) as policy:
+        with pytest.raises(InvalidArgumentError):
+            aiosync.atomic()
+        with pytest.raises(InvalidArgumentError):
+            aiosync.atomic(policy.scheme, policy.scheme)
+        with pytest.raises(InvalidArgumentError):
+            aiosync.atomic(policy.scheme).send(policy.workers[0].scheme)
+
+

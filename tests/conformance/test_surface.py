@@ -1,0 +1,266 @@
+"""Arguments, receive(), figures, events, properties, and what users may replace."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import aiosync
+from aiosync import (
+    InvalidArgumentError,
+    SyncEvent,
+    WorkerLostError,
+)
+from tests.kit import scenarios
+from tests.kit.cases import SchemeCase
+from tests.kit.clock import steps, within
+from tests.kit.local import LocalCluster
+from tests.kit.models import Uniform, fill, value_of
+from tests.kit.processes import ProcessCluster
+
+# -- arguments ---------------------------------------------------------------------------------------
+
+MODEL = Uniform()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({}, "num_workers"),
+        ({"model": MODEL}, "num_workers"),
+        ({"model": MODEL, "num_workers": 0}, "num_workers"),
+        ({"model": MODEL, "weights": {}, "num_workers": 1}, "weights"),
+        ({"model": MODEL, "params_map": {0: MODEL}}, "model"),
+        ({"params_map": {0: MODEL}, "num_workers": 1}, "num_workers"),
+        ({"params_map": {}}, "params_map"),
+        ({"params_map": {-1: MODEL}}, "params_map"),
+        ({"model": MODEL, "devices": ["cpu"], "num_workers": 2}, "devices"),
+        ({"model": MODEL, "devices": []}, "devices"),
+        ({"model": MODEL, "devices": ["nowhere"]}, "nowhere"),
+        ({"model": MODEL, "device_map_fn": lambda w, t: t}, "num_workers"),
+        ({"model": MODEL, "devices": ["cpu"], "device_map_fn": lambda w, t: t}, "devices"),
+        ({"context": object()}, "model_id"),
+        ({"model": {"a": torch.zeros(1)}, "num_workers": 1}, "nn.Module"),
+    ],
+)
+def test_wrong_mixes_of_arguments(case: SchemeCase, arguments: dict[str, Any], named: str) -> None:
+    recipe = case.build(1, {})
+    with pytest.raises(InvalidArgumentError, match=named):
+        recipe.scheme.init_on_sender(**arguments)
+    recipe.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "nonsense"},
+        {"commit": "nonsense"},
+        {"on_failure": "nonsense"},
+        {"cast": torch.int8},
+        {"max_slots": 1},
+        {"timeout": 0},
+    ],
+)
+def test_wrong_options(case: SchemeCase, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        case.build(1, options)
+
+
+def test_from_backend() -> None:
+    for name, kind in {
+        "shared": aiosync.SharedMemWeightSyncScheme,
+        "thread": aiosync.SharedMemWeightSyncScheme,
+        "process": aiosync.MultiProcessWeightSyncScheme,
+        "multiprocessing": aiosync.MultiProcessWeightSyncScheme,
+        "none": aiosync.NoWeightSyncScheme,
+        "direct": aiosync.NoWeightSyncScheme,
+        "memory": aiosync.MemoryWeightSyncScheme,
+    }.items():
+        assert type(aiosync.WeightSyncScheme.from_backend(name, timeout=3)) is kind
+    with pytest.raises(InvalidArgumentError, match="nonsense"):
+        aiosync.WeightSyncScheme.from_backend("nonsense")
+
+
+async def test_init_on_worker_is_the_same(case: SchemeCase) -> None:
+    cluster = LocalCluster(case, workers=1)
+    arguments = cluster.recipe.receiver_arguments.get(0, {})
+    worker = cluster.workers[0]
+    worker.scheme = copy.copy(cluster.scheme)
+    worker.scheme.init_on_worker(model_id="policy", model=worker.model, worker_idx=0, **arguments)
+    async with cluster:
+        assert value_of(worker.model) == 0
+
+
+# -- receive -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+async def test_receive_gives_the_strategys_form(case: SchemeCase, strategy: str) -> None:
+    async with LocalCluster(case, workers=1, serve=False, strategy=strategy) as cluster:
+        worker = cluster.workers[0]
+        assert worker.scheme.strategy_str == strategy
+        fill(cluster.model, 1)
+        await cluster.scheme.send(wait=False)
+        weights = await worker.scheme.receive()
+        assert isinstance(weights, TensorDict if strategy == "tensordict" else dict)
+        flat: Any = weights
+        assert value_of((flat.flatten_keys(".") if strategy == "tensordict" else flat).values()) == 1
+
+
+async def test_receive_beside_receiving(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=1) as cluster:
+        worker = cluster.workers[0]
+        for version in range(1, 4):
+            waiting = asyncio.create_task(worker.scheme.receive())
+            await steps(5)
+            fill(cluster.model, version)
+            await cluster.scheme.send()
+            weights = await within(waiting)
+            assert value_of(weights.values(True, True)) == version
+
+
+async def test_receive_when_the_sender_has_gone(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=1, serve=False) as cluster:
+        await cluster.scheme.aclose()
+        with pytest.raises(WorkerLostError):
+            await cluster.workers[0].scheme.receive()
+
+
+async def test_what_the_body_raises_comes_out_of_receiving(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=1, serve=False) as cluster:
+        with pytest.raises(ZeroDivisionError):
+            async with cluster.workers[0].scheme.receiving():
+                raise ZeroDivisionError
+
+
+# -- figures and events ------------------------------------------------------------------------------
+
+
+async def test_stats(case: SchemeCase) -> None:
+    async with LocalCluster(case) as cluster:
+        for _ in range(3):
+            await cluster.scheme.send()
+        stats = cluster.scheme.stats
+        assert (stats.updates, stats.failures, stats.lost) == (3, 0, 0)
+        assert stats.nbytes == 3 * 4 * 16 * 4
+        assert stats.lag == {0: 0, 1: 0}
+        assert stats.phases["total"].count == 3
+        assert stats.phases["total"].mean <= stats.phases["total"].max
+        theirs = cluster.workers[0].scheme.stats
+        assert theirs.updates == 4
+        assert set(theirs.phases) >= {"stage", "wait", "commit"}
+
+
+async def test_events(case: SchemeCase) -> None:
+    sender: list[SyncEvent] = []
+    receiver: list[SyncEvent] = []
+    cluster = LocalCluster(case, workers=1)
+    remove = cluster.scheme.on_event(sender.append)
+    cluster.workers[0].scheme.on_event(receiver.append)
+    async with cluster:
+        await cluster.scheme.send()
+        remove()
+        await cluster.scheme.send()
+    assert [e.kind for e in sender] == ["joined", "connected", "applied", "sent"]
+    kinds = [e.kind for e in receiver]
+    assert kinds == ["committed", "connected", "committed", "committed", "closed"]
+    assert [e.version for e in receiver if e.kind == "committed"] == [0, 1, 2]
+    assert all(e.model_id == "policy" for e in sender + receiver)
+
+
+async def test_one_info_line_per_send(case: SchemeCase, caplog: pytest.LogCaptureFixture) -> None:
+    async with LocalCluster(case) as cluster:
+        with caplog.at_level(logging.INFO, "aiosync"):
+            caplog.clear()
+            for _ in range(3):
+                await cluster.scheme.send()
+        lines = [r for r in caplog.records if r.name.startswith("aiosync")]
+        assert len(lines) == 3
+        assert all(r.levelno == logging.INFO for r in lines)
+        assert "version 1" in lines[0].getMessage()
+
+
+async def test_properties(case: SchemeCase) -> None:
+    cluster = LocalCluster(case)
+    scheme, worker = cluster.scheme, cluster.workers[0].scheme
+    assert scheme.initialized_on_sender and not scheme.initialized_on_receiver
+    assert worker.initialized_on_receiver and not worker.initialized_on_sender
+    assert not scheme.synchronized_on_sender
+    async with cluster:
+        assert scheme.synchronized_on_sender and not scheme.synchronized_on_receiver
+        assert worker.synchronized_on_receiver and not worker.synchronized_on_sender
+        assert scheme.model is cluster.model
+        assert worker.model is cluster.workers[0].model
+        assert scheme.model_id == worker.model_id == "policy"
+        assert worker.worker_idx == 0
+        assert scheme.worker_idx is None
+        assert set(scheme.sender_transports) == {0, 1}
+        assert all(t.check_connection() for t in scheme.sender_transports.values())
+        assert worker.receiver_transport is not None
+        assert worker.receiver_transport.check_connection()
+        assert scheme.shared_transport is not None
+        assert scheme.get_sender().version == 0
+        assert worker.get_receiver().version == 0
+        assert value_of(scheme.weights.values(True, True)) == 0
+
+
+async def test_a_prepared_update_is_not_copied(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=1) as cluster:
+        weights = cluster.scheme.prepare_weights()
+        fill(cluster.model, 3)
+        assert value_of(weights.values(True, True)) == 3
+        cluster.workers[0].scheme.apply_weights(Uniform(8.0))
+        assert value_of(cluster.workers[0].model) == 8
+        assert cluster.workers[0].scheme.version == 0
+        await cluster.scheme.send()
+        assert value_of(cluster.workers[0].model) == 3
+
+
+# -- subclassing and no scheme at all ----------------------------------------------------------------
+
+
+async def test_a_strategy_of_ones_own(case: SchemeCase) -> None:
+    class Doubling(aiosync.WeightStrategy):
+        def extract_weights(self, source: Any, *args: Any, **kwargs: Any) -> Any:
+            weights: Any = super().extract_weights(source, *args, **kwargs)
+            return weights.apply(lambda t: t * 2)
+
+    cluster = LocalCluster(case, workers=1)
+    cluster.scheme.strategy = Doubling()
+    async with cluster:
+        fill(cluster.model, 3)
+        await cluster.scheme.send()
+        assert value_of(cluster.workers[0].model) == 6
+
+
+async def test_no_scheme_at_all() -> None:
+    scheme = aiosync.NoWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", model=Uniform(), num_workers=3)
+    worker = copy.copy(scheme)
+    worker.init_on_receiver(model_id="policy", model=Uniform(), worker_idx=0)
+    await scheme.connect()
+    await worker.connect()
+    assert (await scheme.send()).version == 1
+    assert (await scheme.wait_ack()).ok
+    assert await worker.receive() is None
+    async with worker.receiving(), worker.pinned() as version:
+        assert version == 0
+    closing = asyncio.create_task(worker.wait_closed())
+    await steps(2)
+    await worker.aclose()
+    await within(closing)
+    await scheme.aclose()
+    await scheme.aclose()
+
+
+async def test_a_cast_between_processes(process_case: SchemeCase) -> None:
+    async with ProcessCluster(process_case, workers=1, cast=torch.bfloat16) as cluster:
+        fill(cluster.model, 3)
+        await cluster.scheme.send()
+        assert (await cluster.workers[0].run(scenarios.report))["value"] == 3
