@@ -23,7 +23,9 @@ class ModelSpec:
         width: features per layer.
         blocks: transformer blocks of 12 tensors each; 0 makes the MLP.
         vocab: rows of the embedding at either end (unused by the MLP).
-        rounds: sends per contender where the command line names none.
+        rounds: turns per contender where the command line names none.
+        turn: sends in one turn: several where one takes less time than it takes to get going again
+            after another contender had the processor.
     """
 
     name: str
@@ -31,12 +33,13 @@ class ModelSpec:
     blocks: int
     vocab: int
     rounds: int
+    turn: int = 1
 
 
 MODELS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (
-        ModelSpec("tiny", width=128, blocks=0, vocab=0, rounds=200),  # 20 k parameters, 6 tensors
+        ModelSpec("tiny", width=128, blocks=0, vocab=0, rounds=40, turn=10),  # 20 k parameters, 6 tensors
         ModelSpec("medium", width=704, blocks=4, vocab=850, rounds=40),  # 25 M, 52 tensors
         ModelSpec("large", width=1344, blocks=12, vocab=3000, rounds=12),  # 256 Mi = 1 GiB, 148
     )

@@ -31,7 +31,7 @@ class GroupPlan:
         scheme: backend name.
         workers: how many.
         contenders: their names.
-        rounds: timed sends per contender and mode.
+        rounds: turns per contender and mode.
         extra: sends for stalls, and for torn reads at least.
         reads: reads of the model under back-to-back sends, at least.
         deadline: seconds that one command may take.
@@ -66,24 +66,29 @@ class _Entry:
     stage: Stage
     case: Case
     seconds: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
     commit: list[float] = field(default_factory=list)
     phases: dict[str, list[float]] = field(default_factory=dict)
 
     def round(self) -> None:
-        reply = self.stage.call("round", mode=self.case.key.mode)
-        self.seconds.append(reply["seconds"])
-        self.commit.extend(reply["commit"].values())
-        for name, seconds in reply["phases"].items():
-            self.phases.setdefault(name, []).append(seconds)
+        sends = self.stage.call("round", mode=self.case.key.mode)["sends"]
+        self.first.append(sends[0]["seconds"])
+        for send in sends:
+            self.seconds.append(send["seconds"])
+            self.commit.extend(send["commit"].values())
+            for name, seconds in send["phases"].items():
+                self.phases.setdefault(name, []).append(seconds)
 
     def forget(self) -> None:
         """The warm-up is over."""
         self.seconds.clear()
+        self.first.clear()
         self.commit.clear()
         self.phases.clear()
 
     def finish(self) -> Case:
         self.case.send = spread(self.seconds)
+        self.case.first = spread(self.first)
         self.case.samples = [s * 1e3 for s in self.seconds]
         self.case.commit = spread(self.commit)
         medians = {name: spread(seconds) for name, seconds in self.phases.items()}
@@ -159,11 +164,11 @@ class _Group:
 
     def _take_turns(self, limit: Memcpy, rounds: int) -> None:
         """A B C, B C A, C A B: who comes first changes from round to round."""
-        self._say(f"{rounds} rounds")
+        self._say(f"{rounds} rounds of {self._plan.spec.turn} sends each")
         for turn in range(rounds):
             runners = self._alive()
             cut = turn % max(1, len(runners))
-            self._limit.append(limit.round(turn))
+            self._limit.extend(limit.round(turn) for _ in range(self._plan.spec.turn))
             for entry in runners[cut:] + runners[:cut]:
                 self._guard(entry.stage, entry.round)
 

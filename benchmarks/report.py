@@ -36,7 +36,7 @@ def print_checks(checks: Sequence[Check]) -> None:
 
 _SEND_HEAD = (
     "model", "scheme", "mode", "workers", "contender",
-    "send", "vs aiosync", "vs memcpy", "1 worker in turn",
+    "send", "vs aiosync", "vs memcpy", "first of its turn", "1 worker in turn",
 )  # fmt: skip
 
 
@@ -52,6 +52,7 @@ def _send_rows(results: Results) -> Iterable[Sequence[str]]:
                 _spread(case.send) if case.status == "ok" else _failure(case),
                 _times(results.ratio(key, name, "aiosync")),
                 _times(results.ratio(key, name, LIMIT)),
+                "-" if case.first is None else _ms(case.first.median),
                 "-" if case.one_worker is None else _spread(case.one_worker),
             )
 

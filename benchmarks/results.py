@@ -63,6 +63,7 @@ class Case:
             short, the others run in a block of their own, with the limit in turn with them too.
         send: from the call of send to the last worker's acknowledgement that it has applied.
         samples: every one of those, in order.
+        first: the first of each turn, right after another contender had the processor.
         limit: one warm memcpy of the same bytes, taken in turn with these.
         one_worker: the same for the same contender with one worker, taken in turn with these.
         commit: the time that the commit itself took in the workers.
@@ -77,6 +78,7 @@ class Case:
     turns: str = "all"
     send: Spread | None = None
     samples: list[float] = field(default_factory=list)
+    first: Spread | None = None
     limit: Spread | None = None
     one_worker: Spread | None = None
     commit: Spread | None = None

@@ -191,6 +191,8 @@ def _notes(contenders: tuple[str, ...]) -> list[str]:
         *(f"{name}: {CONTENDERS[name].about}" for name in contenders),
         "memcpy: dst.copy_(src) of the same bytes, both buffers already resident, with as many "
         "threads as the trainers have; taken in turn with the sends",
+        "a turn is ten sends of the tiny model, one of the others: its first pays for waking up after "
+        "another contender had the processor, and is also given by itself",
         "every trainer changes all its weights in place between two sends, which is not timed; "
         "mode fresh clones them as well, so that each send brings new tensors (not timed either)",
         "torchrl's process scheme moves the tensors it is given into shared memory: in mode plain "

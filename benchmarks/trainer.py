@@ -105,12 +105,15 @@ class _Trainer:
         return {}
 
     async def round(self, values: Mapping[str, Any]) -> Values:
-        """One training step (not timed), then one send (timed)."""
-        weights = self._train(values["mode"])
-        start = time.perf_counter()
-        sent = await self._sender.send(weights)
-        seconds = time.perf_counter() - start
-        return {"seconds": seconds, "commit": dict(sent.commit), "phases": dict(sent.phases)}
+        """One turn: a training step (not timed), a send (timed), as often as the model says."""
+        sends = []
+        for _ in range(self._spec.model.turn):
+            weights = self._train(values["mode"])
+            start = time.perf_counter()
+            sent = await self._sender.send(weights)
+            seconds = time.perf_counter() - start
+            sends.append({"seconds": seconds, "commit": dict(sent.commit), "phases": dict(sent.phases)})
+        return {"sends": sends}
 
     async def burst(self, values: Mapping[str, Any]) -> Values:
         """Several training steps and sends, for somebody who watches from outside."""
