@@ -140,18 +140,46 @@ class Intake:
         Raises:
             Exception: what mapping, checking or the context raises; ``held`` is as it was.
         """
-        stager, binding = self._stager, self._binding
-        assert stager is not None and binding is not None
+        stager = self._stager
+        assert stager is not None
         started = time.perf_counter()
         if stager.is_quick(held.update):
             views = stager.stage(held.update)
         else:
             views = await self._offloader.run(lambda _: stager.stage(held.update))
-        binding.check(views)
+        self._check(views)
         if self._context is not None:
             await cascade(self._context, self._model_id, self._strategy, views)
         held.views = views
         held.seconds["stage"] = time.perf_counter() - started
+
+    def take_at_once(self, held: Held) -> bool:
+        """Stage and commit with nothing awaited, where that is possible; returns whether it has been done.
+
+        Raises:
+            Exception: as :meth:`stage` and :meth:`commit`.
+        """
+        stager = self._stager
+        assert stager is not None
+        if held.update.joint is not None or self._context is not None or not stager.is_quick(held.update):
+            return False
+        started = time.perf_counter()
+        views = stager.stage(held.update)
+        self._check(views)
+        held.views = views
+        held.seconds["stage"] = time.perf_counter() - started
+        return self._commit_now(held)
+
+    def _check(self, views: Mapping[str, Tensor]) -> None:
+        assert self._binding is not None
+        self._binding.check(views)
+
+    def _commit_now(self, held: Held) -> bool:
+        if not commit_now(self.gate, lambda: self._commit_alone(held)):
+            return False
+        held.seconds["wait"] = 0.0
+        self._committed()
+        return True
 
     async def commit(self, held: Held, on_wait: Callable[[], None]) -> None:
         """Put a staged update in service; ``on_wait`` is called if readers hold that up.
@@ -163,9 +191,7 @@ class Intake:
         """
         started = time.perf_counter()
         joint = held.update.joint
-        if joint is None and commit_now(self.gate, lambda: self._commit_alone(held)):
-            held.seconds["wait"] = 0.0
-            self._committed()
+        if joint is None and self._commit_now(held):
             return
         job: CommitJob | JointPart
         if joint is None:
@@ -173,8 +199,8 @@ class Intake:
         else:
             job = join(joint, self._worker, self.gate, lambda: self._committing(held))
         if not job.done.done():
-            on_wait()
             self._waiting = job
+            on_wait()
             done = asyncio.wrap_future(job.done)
             try:
                 await asyncio.wait([done])

@@ -92,6 +92,7 @@ class WeightReceiver:
         self._changed = asyncio.Event()
         self._committed = asyncio.Event()
         self._looping = False
+        self._idle = False
         self._closed = False
 
     @property
@@ -172,7 +173,8 @@ class WeightReceiver:
         self.transport.flush(self._session)
         if self._session.superseded:
             self.intake.overtake()
-        self._changed.set()
+        if not (self._idle and self._take_at_once()):
+            self._changed.set()
 
     def connection_lost(self, reason: str) -> None:
         """The channel broke."""
@@ -233,8 +235,30 @@ class WeightReceiver:
         self._looping = True
 
     async def _loop(self) -> None:
-        while await self._await_held():
+        while await self._await_next():
             await self._advance()
+
+    async def _await_next(self) -> bool:
+        self._idle = True
+        try:
+            return await self._await_held()
+        finally:
+            self._idle = False
+
+    def _take_at_once(self) -> bool:
+        """While the loop waits: take the held update to its end without waking it, if nothing has to be
+        awaited for that; returns whether it is done."""
+        held = self._held
+        if held is None or held.update.version <= self.version:
+            return False
+        try:
+            if not self.intake.take_at_once(held):
+                return False
+        except Exception as exc:  # noqa: BLE001 - travels to the sender as a refusal
+            self._refuse(exc)
+        else:
+            self._answer(held)
+        return True
 
     async def receive(self, deadline: Deadline) -> Mapping[str, Tensor] | None:
         """The next update's weights once they are in service, or None if none came in time.
@@ -292,7 +316,7 @@ class WeightReceiver:
         try:
             if held.views is None:
                 await self.intake.stage(held)
-            await self.intake.commit(held, self._say_staged)
+            await self.intake.commit(held, self._held_up)
         except Overtaken:
             self._skip()
             return None
@@ -310,9 +334,12 @@ class WeightReceiver:
         self._session.skip()
         self.transport.flush(self._session)
 
-    def _say_staged(self) -> None:
+    def _held_up(self) -> None:
+        """What is staged waits for readers."""
         self._session.staged(copied=not self._holds)
         self.transport.flush(self._session)
+        if self._session.superseded:  # since it began to be staged
+            self.intake.overtake()
 
     def _answer(self, held: Held) -> None:
         """The held update, or a newer version, is in service: say so."""

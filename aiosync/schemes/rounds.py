@@ -64,9 +64,7 @@ class Round:
         self.joint = joint
         self.phases: dict[int, Phase] = dict.fromkeys(workers, phase)
         self.wanted: dict[int, int] = dict.fromkeys(self.phases, version)
-        self._done = asyncio.Event()
-        if not self.phases:
-            self._done.set()
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def pending(self) -> set[int]:
@@ -83,18 +81,28 @@ class Round:
         """Take a worker's answer; only its first counts."""
         if report.worker in self.phases and report.worker not in self.reports:
             self.reports[report.worker] = report
-            if not self.pending:
-                self._done.set()
+            if self._waiter is not None and not self._waiter.done() and not self.pending:
+                self._waiter.set_result(None)
 
     async def wait(self, deadline: Deadline) -> bool:
         """Wait until all have answered, or the deadline; returns whether they have."""
-        if not self._done.is_set():
-            try:
-                async with asyncio.timeout(deadline.remaining()):
-                    await self._done.wait()
-            except TimeoutError:
-                return False
-        return True
+        if not self.pending:
+            return True
+        loop = asyncio.get_running_loop()
+        waiter = self._waiter = loop.create_future()
+        # By hand, and not by asyncio.timeout: a small model's send is mostly such things.
+        timer = loop.call_later(deadline.remaining(), _give_up, waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+        return not self.pending
+
+
+def _give_up(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def remote_error(worker: int, nack: Nack) -> AiosyncError:

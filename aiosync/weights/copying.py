@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,36 +17,37 @@ _PIECE = 32 * 1024 * 1024
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes that these tensors hold."""
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(t.nbytes for t in tensors)
 
 
-def copy_pairs(pairs: Iterable[tuple[Tensor, Tensor]], cancelled: Callable[[], bool] = lambda: False) -> bool:
+def copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]], cancelled: Callable[[], bool] = lambda: False) -> bool:
     """Copy each second tensor into the first, converting dtype and device; returns whether it finished.
 
     Args:
         pairs: (destination, source) of equal shapes.
         cancelled: asked before each piece of some tens of megabytes; true ends the copy there.
     """
-    devices: set[torch.device] = set()
+    if not pairs:
+        return True
+    small = nbytes_of(destination for destination, _ in pairs) <= _PIECE
     with torch.no_grad():
-        for batch in _batches(pairs):
+        for batch in [pairs] if small else _batches(pairs):
             if cancelled():
                 return False
             torch._foreach_copy_([d for d, _ in batch], [s for _, s in batch])
-            devices.update(t.device for pair in batch for t in pair if t.is_cuda)
-    for device in devices:
+    for device in {t.device for pair in pairs for t in pair if t.is_cuda}:
         # A copy on a device is only begun by now; whoever is told next reads from another stream.
         torch.cuda.current_stream(device).synchronize()
     return True
 
 
-def _batches(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+def _batches(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
     batch: list[tuple[Tensor, Tensor]] = []
     size = 0
     for pair in pairs:
         for piece in _pieces(*pair):
             batch.append(piece)
-            size += piece[0].numel() * piece[0].element_size()
+            size += piece[0].nbytes
             if size >= _PIECE:
                 yield batch
                 batch, size = [], 0
@@ -56,8 +57,7 @@ def _batches(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tens
 
 def _pieces(destination: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     source = source.detach()
-    size = destination.numel() * destination.element_size()
-    if size <= 2 * _PIECE or not (destination.is_contiguous() and source.is_contiguous()):
+    if destination.nbytes <= 2 * _PIECE or not (destination.is_contiguous() and source.is_contiguous()):
         yield destination, source
         return
     step = _PIECE // destination.element_size()
