@@ -98,7 +98,7 @@ def test_it_measures_torchrl_beside(outcome: dict[str, Any]) -> None:
     case = _case(outcome, "torchrl")
     assert case["status"] == "ok", case["error"]
     assert case["verified"] is True
-    assert case["send"]["count"] == 4
+    assert case["send"]["count"] == 40
     assert outcome["ratios"][0]["torchrl_over_aiosync"] > 0
 
 

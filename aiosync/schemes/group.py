@@ -82,7 +82,7 @@ class WeightGroup:
         workers: their indices.
         device: where the copy lies.
         arena: its slots.
-        offloader: the thread that copies.
+        offloader: the threads that copy.
 
     Attributes:
         latest: the newest version in a slot.
@@ -168,7 +168,7 @@ class WeightGroup:
         draft.begun = True
         if self.writes_inline:
             return copy_pairs(draft.pairs)
-        return await self._offloader.run(lambda _: copy_pairs(draft.pairs, cancelled))
+        return await self._offloader.copy(draft.pairs, cancelled)
 
     def publish(
         self, draft: Draft, round_: int, version: int, *, fallback: bool, joint: JointRound | None = None

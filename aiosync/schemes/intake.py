@@ -22,6 +22,7 @@ from aiosync.schemes.spec import SchemeSpec
 from aiosync.schemes.stager import Stager
 from aiosync.transports._offload import Offloader
 from aiosync.weights.binding import Binding, bind
+from aiosync.weights.copying import copy_pairs
 from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.target import WeightTarget
@@ -144,9 +145,11 @@ class Intake:
         assert stager is not None
         started = time.perf_counter()
         if stager.is_quick(held.update):
-            views = stager.stage(held.update)
+            views, pairs = stager.stage(held.update)
+            copy_pairs(pairs)
         else:
-            views = await self._offloader.run(lambda _: stager.stage(held.update))
+            views, pairs = await self._offloader.run(lambda _: stager.stage(held.update))
+            await self._offloader.copy(pairs)
         self._check(views)
         if self._context is not None:
             await cascade(self._context, self._model_id, self._strategy, views)
@@ -164,7 +167,8 @@ class Intake:
         if held.update.joint is not None or self._context is not None or not stager.is_quick(held.update):
             return False
         started = time.perf_counter()
-        views = stager.stage(held.update)
+        views, pairs = stager.stage(held.update)
+        copy_pairs(pairs)
         self._check(views)
         held.views = views
         held.seconds["stage"] = time.perf_counter() - started

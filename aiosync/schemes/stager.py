@@ -12,7 +12,7 @@ from aiosync.errors import ProtocolError
 from aiosync.protocol.frames import Update
 from aiosync.weights.arena import Arena, Slot
 from aiosync.weights.binding import Binding
-from aiosync.weights.copying import INLINE_LIMIT, copy_pairs
+from aiosync.weights.copying import INLINE_LIMIT, Pairs
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
@@ -57,8 +57,9 @@ class Stager:
             return True
         return not self._arenas and not self._announced and not update.payload.get("new")
 
-    def stage(self, update: Update) -> Mapping[str, Tensor]:
-        """Every name -> the tensor to commit. Blocking; may be run in a thread.
+    def stage(self, update: Update) -> tuple[Mapping[str, Tensor], Pairs]:
+        """Every name -> the tensor to commit, and the (destination, source) pairs that have to be copied
+        before. Blocking; may be run in a thread.
 
         Raises:
             ProtocolError: the update does not say where it lies, or its memory cannot be mapped.
@@ -66,17 +67,16 @@ class Stager:
         """
         source = self._source(update.payload)
         if not self._arenas:
-            return source
+            return source, []
         views = dict(source)
         pairs: list[tuple[Tensor, Tensor]] = []
         for device, arena in self._arenas.items():
             slot = self._back[device] = arena.free_slot() or arena.grow()
             pairs += [(own, views[name]) for name, own in slot.views.items()]
             views |= slot.views
-        copy_pairs(pairs)
         for alias, name in self._layout.aliases.items():
             views[alias] = views[name]
-        return views
+        return views, pairs
 
     def note(self, payload: Mapping[str, Any]) -> None:
         """Which slots the sender has now. It says so once, so this is not to be missed even if the

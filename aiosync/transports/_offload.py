@@ -1,7 +1,7 @@
 """Threads: the only place of the package that starts them (the blocking twins' loop thread aside).
 
-Two kinds. :class:`Offloader` runs pieces of blocking work, one after the other, for coroutines that
-await them. :class:`QueueReader` waits on a multiprocessing queue for as long as it is open.
+Two kinds. :class:`Offloader` runs blocking work for coroutines that await it. :class:`QueueReader`
+waits on a multiprocessing queue for as long as it is open.
 """
 
 from __future__ import annotations
@@ -9,19 +9,27 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.queues import SimpleQueue
 from typing import Any, TypeVar
+
+import torch
+
+from aiosync.weights.copying import Lane, Pairs, copy_lanes
 
 __all__ = ["Offloader", "QueueReader", "uninterrupted"]
 
 T = TypeVar("T")
 
+_LANES = 8
+"""Threads of one offloader at most; more do not copy any faster where memory is what limits."""
+
 
 class Offloader:
-    """One lazily started thread. The endpoint that owns it closes it.
+    """A few lazily started threads. The endpoint that owns it closes it.
 
     Work that has begun always ends before its ``run`` returns or raises, also when the caller is
     cancelled: it may be reading the caller's tensors or writing into a slot, and nobody else may have
@@ -33,29 +41,44 @@ class Offloader:
         self._executor: ThreadPoolExecutor | None = None
 
     async def run(self, work: Callable[[Callable[[], bool]], T]) -> T:
-        """Run ``work(cancelled)`` in the thread; ``cancelled()`` tells that the caller has given up.
+        """Run ``work(cancelled)`` in a thread; ``cancelled()`` tells that the caller has given up.
 
         Raises:
             Exception: whatever ``work`` raises.
             CancelledError: the caller was cancelled; ``work`` has ended.
         """
+        return (await self._run_all([work]))[0]
+
+    async def copy(self, pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> bool:
+        """:func:`~aiosync.weights.copying.copy_pairs` in threads, as many as torch would use."""
+        lanes = copy_lanes(pairs, min(torch.get_num_threads(), _LANES))
+        return all(await self._run_all([partial(_drive, lane, cancelled) for lane in lanes]))
+
+    async def _run_all(self, works: Sequence[Callable[[Callable[[], bool]], T]]) -> list[T]:
+        if not works:
+            return []
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+            self._executor = ThreadPoolExecutor(_LANES, thread_name_prefix=self._name)
         gone = threading.Event()
-        done: Future[T] = self._executor.submit(work, gone.is_set)
-        future = asyncio.wrap_future(done)
+        futures = [asyncio.wrap_future(self._executor.submit(work, gone.is_set)) for work in works]
         try:
-            return await asyncio.shield(future)
+            await asyncio.wait(futures)
         except asyncio.CancelledError:
             gone.set()
-            await _outlast(future)
+            for future in futures:
+                await _outlast(future)
             raise
+        return [future.result() for future in futures]
 
     def close(self) -> None:
         """End the thread; idempotent. Call it when no work is under way: it waits for the thread."""
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown(wait=True)
+
+
+def _drive(lane: Lane, cancelled: Callable[[], bool], gone: Callable[[], bool]) -> bool:
+    return lane(lambda: gone() or cancelled())
 
 
 async def uninterrupted(work: Callable[[Callable[[], bool]], Coroutine[Any, Any, T]]) -> T:

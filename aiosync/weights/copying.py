@@ -1,18 +1,36 @@
-"""Copying many tensors at once, in pieces small enough to be given up in between."""
+"""Copying many tensors at once, in pieces small enough to be given up in between.
+
+torch divides each tensor's copy among its threads and wakes them for each; here the bytes of all tensors
+together are divided, once, into lanes for as many threads. Where source and destination are plain memory
+of the same kind a lane is a list of ``memmove``; everything else (another dtype, strides, a device) torch
+copies.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["INLINE_LIMIT", "copy_pairs", "nbytes_of"]
+__all__ = ["INLINE_LIMIT", "Lane", "Pairs", "copy_lanes", "copy_pairs", "nbytes_of"]
 
 INLINE_LIMIT = 256 * 1024
 """Bytes up to which a copy takes less time than handing it to a thread and back."""
 
 _PIECE = 32 * 1024 * 1024
+
+Pairs: TypeAlias = Sequence[tuple[Tensor, Tensor]]
+"""(destination, source) of equal shapes."""
+
+Lane: TypeAlias = Callable[[Callable[[], bool]], bool]
+"""Does a share of a copy; asks its argument now and then whether to give up; returns whether it finished."""
+
+_Range: TypeAlias = tuple[int, int, int]
+"""Destination address, source address, bytes."""
 
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:
@@ -20,18 +38,79 @@ def nbytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(t.nbytes for t in tensors)
 
 
-def copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]], cancelled: Callable[[], bool] = lambda: False) -> bool:
+def copy_pairs(pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> bool:
     """Copy each second tensor into the first, converting dtype and device; returns whether it finished.
 
     Args:
         pairs: (destination, source) of equal shapes.
         cancelled: asked before each piece of some tens of megabytes; true ends the copy there.
     """
-    if not pairs:
-        return True
-    small = nbytes_of(destination for destination, _ in pairs) <= _PIECE
+    if nbytes_of(destination for destination, _ in pairs) <= INLINE_LIMIT:
+        return _copy_by_torch(pairs, cancelled)
+    return all(lane(cancelled) for lane in copy_lanes(pairs, 1))
+
+
+def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:
+    """The same copy divided into ``count`` shares at most, to be done in any order or at the same time.
+
+    The tensors must outlive the lanes' last call; the lanes see to that.
+    """
+    plain: list[tuple[Tensor, Tensor]] = []
+    rest: list[tuple[Tensor, Tensor]] = []
+    for pair in pairs:
+        (plain if _is_plain(*pair) else rest).append(pair)
+    ranges = [(d.data_ptr(), s.data_ptr(), d.nbytes) for d, s in plain]
+    share = -(-sum(nbytes for _, _, nbytes in ranges) // count)
+    lanes: list[Lane] = [partial(_copy_by_torch, rest)] if rest else []
+    return lanes + [partial(_copy_ranges, plain, shared) for shared in _divide(ranges, share)]
+
+
+def _is_plain(destination: Tensor, source: Tensor) -> bool:
+    return (
+        destination.nbytes > INLINE_LIMIT
+        and destination.dtype is source.dtype
+        and destination.is_cpu
+        and source.is_cpu
+        and destination.is_contiguous()
+        and source.is_contiguous()
+        # Bits that say "negated" or "conjugated" are not in the memory.
+        and not (source.is_conj() or source.is_neg())
+    )
+
+
+def _divide(ranges: Sequence[_Range], share: int) -> list[list[_Range]]:
+    """Lists of ``share`` bytes each, cut into pieces."""
+    shares: list[list[_Range]] = []
+    room = 0
+    for start, source, nbytes in ranges:
+        done = 0
+        while done < nbytes:
+            if room == 0:
+                shares.append([])
+                room = share
+            piece = min(nbytes - done, room, _PIECE)
+            shares[-1].append((start + done, source + done, piece))
+            done += piece
+            room -= piece
+    return shares
+
+
+def _copy_ranges(alive: Pairs, ranges: Sequence[_Range], cancelled: Callable[[], bool]) -> bool:
+    """Copy; ``alive`` are the tensors that the addresses belong to."""
+    since = _PIECE
+    for destination, source, nbytes in ranges:
+        if since >= _PIECE:
+            if cancelled():
+                return False
+            since = 0
+        ctypes.memmove(destination, source, nbytes)  # lets other threads run meanwhile
+        since += nbytes
+    return True
+
+
+def _copy_by_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
     with torch.no_grad():
-        for batch in [pairs] if small else _batches(pairs):
+        for batch in _batches(pairs):
             if cancelled():
                 return False
             torch._foreach_copy_([d for d, _ in batch], [s for _, s in batch])
@@ -41,7 +120,11 @@ def copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]], cancelled: Callable[[], b
     return True
 
 
-def _batches(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+def _batches(pairs: Pairs) -> Iterator[Pairs]:
+    if sum(destination.nbytes for destination, _ in pairs) <= _PIECE:
+        if pairs:
+            yield pairs
+        return
     batch: list[tuple[Tensor, Tensor]] = []
     size = 0
     for pair in pairs:
@@ -55,10 +138,9 @@ def _batches(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tens
         yield batch
 
 
-def _pieces(destination: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(destination: Tensor, source: Tensor) -> Pairs:
     source = source.detach()
     if destination.nbytes <= 2 * _PIECE or not (destination.is_contiguous() and source.is_contiguous()):
-        yield destination, source
-        return
+        return [(destination, source)]
     step = _PIECE // destination.element_size()
-    yield from zip(destination.view(-1).split(step), source.view(-1).split(step), strict=True)
+    return list(zip(destination.view(-1).split(step), source.view(-1).split(step), strict=True))
