@@ -35,10 +35,12 @@ class Stager:
     def __init__(self, binding: Binding, device: torch.device, *, copies: bool) -> None:
         self.copies = copies
         self._layout = binding.layout
-        self._attached: dict[int, dict[str, Tensor]] = {}
+        self._attached: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
         self._announced: dict[int, dict[str, Any]] = {}
         self._arenas = _own_arenas(binding, device, copies)
         self._back: dict[torch.device, Slot] = {}
+        # Own slots that look just like the sender's are copied in one piece.
+        self._alike = {d for d, arena in self._arenas.items() if arena.layout.entries == self._layout.entries}
 
     @property
     def nbytes(self) -> int:
@@ -65,14 +67,18 @@ class Stager:
             ProtocolError: the update does not say where it lies, or its memory cannot be mapped.
             ArenaAllocationError: there is no memory for slots of this process's own.
         """
-        source = self._source(update.payload)
+        buffer, source = self._source(update.payload)
         if not self._arenas:
             return source, []
         views = dict(source)
         pairs: list[tuple[Tensor, Tensor]] = []
         for device, arena in self._arenas.items():
             slot = self._back[device] = arena.free_slot() or arena.grow()
-            pairs += [(own, views[name]) for name, own in slot.views.items()]
+            if device in self._alike:
+                nbytes = self._layout.nbytes
+                pairs.append((slot.segment.buffer[:nbytes], buffer[:nbytes]))
+            else:
+                pairs += [(own, source[name]) for name, own in slot.views.items()]
             views |= slot.views
         for alias, name in self._layout.aliases.items():
             views[alias] = views[name]
@@ -100,7 +106,7 @@ class Stager:
         for arena in self._arenas.values():
             arena.close()
 
-    def _source(self, payload: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _source(self, payload: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         self.note(payload)
         while self._announced:
             index, handle = self._announced.popitem()
@@ -109,7 +115,7 @@ class Stager:
                 raise ProtocolError(
                     f"slot {index} has {segment.nbytes} bytes, the layout needs {self._layout.nbytes}"
                 )
-            self._attached[index] = self._layout.views(segment.buffer)
+            self._attached[index] = segment.buffer, self._layout.views(segment.buffer)
         try:
             return self._attached[payload["slot"]]
         except KeyError as exc:
