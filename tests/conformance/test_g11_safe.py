@@ -1,0 +1,215 @@
+"""G11: strangers are refused, garbage is survived, and nothing is allocated on a stranger's word."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import secrets
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiosync
+from aiosync import HandshakeError, LayoutMismatchError, SharedMemWeightSyncScheme
+from aiosync._deadline import Deadline
+from aiosync.errors import ProtocolError
+from aiosync.protocol import frames
+from aiosync.protocol.session import SenderSession, _proof
+from aiosync.transports.base import Transport
+from aiosync.transports.shared_memory import UnixListener
+from aiosync.weights.layout import Layout
+from tests.kit.cases import Recipe, SchemeCase
+from tests.kit.clock import PATIENCE, within
+from tests.kit.local import LocalCluster
+from tests.kit.models import Uniform, fill, value_of
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets")
+
+SHARED = SchemeCase("shared", lambda workers, options: _recipe(options))
+
+
+FILE = {"kind": "file", "path": "", "inode": 1, "nbytes": 256}
+MEMFD = {"kind": "memfd", "pid": 0, "fd": 0, "inode": 0, "nbytes": 256}
+
+
+def _recipe(options: dict[str, Any]) -> Recipe:
+    return Recipe(SharedMemWeightSyncScheme(**options))
+
+
+async def _dial(cluster: LocalCluster) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    listener = cluster.scheme.shared_transport
+    assert isinstance(listener, UnixListener)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect("\0" + listener.address[1:])
+    return await asyncio.open_unix_connection(sock=sock)
+
+
+async def _still_sound(cluster: LocalCluster) -> None:
+    fill(cluster.model, cluster.scheme.version + 1)
+    await cluster.scheme.send()
+    assert {value_of(w.model) for w in cluster.workers} == {cluster.scheme.version}
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        secrets.token_bytes(4096),
+        frames.encode(frames.Fetch()),
+        frames.encode(frames.Hello(protocol=999, worker=0, pid=0, nonce=b"x" * 16)),
+        frames.encode(frames.Hello(protocol=frames.PROTOCOL_VERSION, worker=0, pid=0, nonce=b"short")),
+        frames.encode(frames.Bye(reason="no")),
+        b"",
+    ],
+    ids=["http", "random", "too early", "protocol", "nonce", "bye", "nothing"],
+)
+async def test_garbage_from_a_stranger(garbage: bytes) -> None:
+    async with LocalCluster(SHARED) as cluster:
+        reader, writer = await _dial(cluster)
+        writer.write(garbage)
+        if not garbage:
+            writer.write_eof()
+        await within(reader.read())  # whatever it says, it hangs up
+        writer.close()
+        await writer.wait_closed()
+        await _still_sound(cluster)
+
+
+async def test_a_frame_that_claims_to_be_huge() -> None:
+    async with LocalCluster(SHARED) as cluster:
+        reader, writer = await _dial(cluster)
+        head = bytearray(frames.encode(frames.Fetch())[: frames.HEADER_SIZE])
+        head[4:8] = (1 << 30).to_bytes(4, "big")
+        writer.write(bytes(head))
+        await within(reader.read())
+        writer.close()
+        await writer.wait_closed()
+        await _still_sound(cluster)
+
+
+async def test_a_stranger_who_says_nothing_holds_nobody_up() -> None:
+    async with LocalCluster(SHARED) as cluster:
+        connections = [await _dial(cluster) for _ in range(20)]
+        await _still_sound(cluster)
+        for _, writer in connections:
+            writer.close()
+            await writer.wait_closed()
+
+
+async def test_a_worker_without_the_token() -> None:
+    async with LocalCluster(SHARED) as cluster:
+        stranger = SharedMemWeightSyncScheme(timeout=PATIENCE)
+        listener = cluster.scheme.shared_transport
+        assert isinstance(listener, UnixListener)
+        stranger._address = listener.address
+        stranger.init_on_receiver(model_id="policy", model=Uniform(-1.0), worker_idx=0)
+        with pytest.raises(HandshakeError, match="token"):
+            await stranger.connect()
+        await stranger.aclose()
+        assert set(cluster.scheme.sender_transports) == {0, 1}
+        await _still_sound(cluster)
+
+
+async def test_a_proof_that_was_overheard_proves_nothing() -> None:
+    token = secrets.token_bytes(32)
+    first, second = SenderSession(token), SenderSession(token)
+    hello = frames.Hello(protocol=frames.PROTOCOL_VERSION, worker=0, pid=0, nonce=b"n" * 16)
+    first.receive(hello)
+    second.receive(hello)
+    (challenge,) = first.frames_to_send()
+    assert isinstance(challenge, frames.Challenge)
+    proof = frames.Proof(proof=_proof(token, b"worker", hello.nonce, challenge.nonce))
+    with pytest.raises(HandshakeError):
+        second.receive(proof)
+    assert first.receive(proof)
+
+
+class _ForgedSender:
+    """Knows the token, and says what it likes."""
+
+    def __init__(self, scheme: SharedMemWeightSyncScheme, welcome: frames.Welcome) -> None:
+        self.listener = UnixListener()
+        self._session = SenderSession(scheme._token, os.getpid())
+        self._welcome = welcome
+        self.answers: asyncio.Queue[frames.Frame] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._transports: list[Transport] = []
+
+    async def listen(self) -> None:
+        await self.listener.listen(lambda t: self._tasks.append(asyncio.ensure_future(self._serve(t))))
+
+    async def _serve(self, transport: Transport) -> None:
+        self._transports.append(transport)
+        await transport.setup_connection_and_weights_on_sender(self._session, Deadline.after(PATIENCE))
+        transport.write(self._welcome)
+        self.answers.put_nowait(await transport.receive(Deadline.after(PATIENCE)))
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._tasks)
+        for transport in self._transports:
+            await transport.aclose()
+        self.listener.close()
+
+
+def _welcome(layout: dict[str, Any], handle: dict[str, Any] | None = None) -> frames.Welcome:
+    new = [[0, handle]] if handle is not None else []
+    payload = {"slot": 0, "new": new, "gone": [], "device": "cpu"}
+    return frames.Welcome(layout=layout, update=frames.Update(round=0, version=0, payload=payload))
+
+
+def _own_layout() -> dict[str, Any]:
+    model = Uniform()
+    return Layout.of(dict(model.named_parameters())).to_wire()
+
+
+def _enormous() -> dict[str, Any]:
+    return Layout([(f"values.{i}", (1 << 40,), torch.float32) for i in range(4)]).to_wire()
+
+
+@pytest.mark.parametrize(
+    ("welcome", "error"),
+    [
+        (_welcome(_enormous()), LayoutMismatchError),
+        (_welcome({"entries": "nonsense"}), ProtocolError),
+        (_welcome(_own_layout()), ProtocolError),
+        (_welcome(_own_layout(), {**FILE, "path": "/etc/passwd"}), ProtocolError),
+        (_welcome(_own_layout(), {**MEMFD, "pid": 1}), ProtocolError),
+        (_welcome(_own_layout(), {"kind": "nonsense"}), ProtocolError),
+    ],
+    ids=["enormous", "no layout", "no slot", "a file", "another process", "no handle"],
+)
+async def test_a_sender_that_forges(welcome: frames.Welcome, error: type[Exception]) -> None:
+    scheme = SharedMemWeightSyncScheme(timeout=PATIENCE)
+    forger = _ForgedSender(scheme, welcome)
+    await forger.listen()
+    scheme._address = forger.listener.address
+    model = Uniform(5.0)
+    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    with pytest.raises(error):
+        await scheme.connect()
+    assert isinstance(await within(forger.answers.get()), frames.Nack)
+    assert value_of(model) == 5
+    await scheme.aclose()
+    await forger.close()
+
+
+def test_nothing_that_reads_a_socket_unpickles() -> None:
+    package = Path(aiosync.__file__).parent
+    # The caller's own pipe may carry the caller's own pickles; queues pickle by themselves.
+    allowed = {"mp_pipe.py"}
+    banned = {"pickle", "ForkingPickler", "cloudpickle", "marshal"}
+    found = []
+    for path in (p for folder in ("protocol", "transports", "weights") for p in (package / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and banned & {node.module or "", *(a.name for a in node.names)}:
+                found.append(path.name)
+            elif isinstance(node, ast.Import) and banned & {a.name for a in node.names}:
+                found.append(path.name)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
+                found.append(path.name)
+    assert set(found) <= allowed
