@@ -15,7 +15,7 @@ and from everywhere to CLOSED. An eager worker sends its Fetch in IDLE already, 
 round trip per update; a worker that then stops is left holding an update that it never asked for again,
 so this is for small models. ``publish`` in NOTIFIED changes nothing, and in LEASED is told once: a worker
 that has not begun with its update then sends a Fetch in place of an answer and gets the newest. So at
-most two frames are ever under way to a worker, whatever the sender publishes (latest wins).
+most three frames are ever under way to a worker, whatever the sender publishes (latest wins).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import mmap
 import os
 import sys
 import termios
@@ -179,4 +180,6 @@ def _widen(fd: int) -> None:
 def _pipe_room(fd: int) -> int:
     if sys.platform != "linux":
         return _PIPE_SIZE
-    return fcntl.fcntl(fd, _F_GETPIPE_SZ) - ioctl_int(fd, termios.FIONREAD)
+    # A pipe is made of pages, and a message that does not fit into the rest of the last one begins a new
+    # one: what lies in the pipe can take up twice its bytes.
+    return fcntl.fcntl(fd, _F_GETPIPE_SZ) - 2 * (ioctl_int(fd, termios.FIONREAD) + mmap.PAGESIZE)

@@ -203,13 +203,19 @@ def test_nothing_that_reads_a_socket_unpickles() -> None:
     # The caller's own pipe may carry the caller's own pickles; queues pickle by themselves.
     allowed = {"mp_pipe.py"}
     banned = {"pickle", "ForkingPickler", "cloudpickle", "marshal"}
-    found = []
-    for path in (p for folder in ("protocol", "transports", "weights") for p in (package / folder).rglob("*.py")):
+    found: set[str] = set()
+    folders = (package / name for name in ("protocol", "transports", "weights"))
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and banned & {node.module or "", *(a.name for a in node.names)}:
-                found.append(path.name)
-            elif isinstance(node, ast.Import) and banned & {a.name for a in node.names}:
-                found.append(path.name)
-            elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
-                found.append(path.name)
-    assert set(found) <= allowed
+            match node:
+                case ast.ImportFrom():
+                    names = {node.module or "", *(alias.name for alias in node.names)}
+                case ast.Import():
+                    names = {alias.name for alias in node.names}
+                case ast.Attribute():
+                    names = {"pickle"} if ast.unparse(node) == "torch.load" else set()
+                case _:
+                    continue
+            if banned & names:
+                found.add(path.name)
+    assert found <= allowed

@@ -1,0 +1,125 @@
+"""Frames: what goes in comes out, however the stream is cut, and nothing else does."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiosync.errors import FrameError
+from aiosync.protocol import frames as f
+
+text = st.text(max_size=20)
+data = st.binary(max_size=32)
+seconds = st.dictionaries(text, st.floats(0, 9), max_size=2)
+number = st.integers(min_value=-1, max_value=2**40)
+update = st.builds(
+    f.Update,
+    round=number,
+    version=number,
+    payload=st.dictionaries(text, st.one_of(number, text, st.binary(max_size=8)), max_size=3),
+    base=number,
+    names=st.none() | st.lists(text, max_size=3),
+    joint=st.none() | st.builds(f.Joint, id=text, size=number),
+)
+frame = st.one_of(
+    st.builds(f.Hello, protocol=number, worker=number, pid=number, nonce=data, model_id=text),
+    st.builds(f.Challenge, nonce=data, proof=data, pid=number),
+    st.builds(f.Proof, proof=data),
+    st.builds(f.Refused, reason=text),
+    st.builds(f.Welcome, layout=st.dictionaries(text, text, max_size=2), update=update, eager=st.booleans()),
+    st.builds(f.Notify, round=number),
+    st.builds(f.Fetch),
+    update,
+    st.builds(f.Staged, round=number, copied=st.booleans()),
+    st.builds(f.Ack, round=number, version=number, seconds=seconds),
+    st.builds(
+        f.Nack,
+        round=number,
+        version=number,
+        kind=text,
+        error_type=text,
+        message=text,
+        missing=st.lists(text, max_size=2),
+    ),
+    st.builds(f.Abort, joint=text),
+    st.builds(f.Bye, reason=text, dropped=st.booleans()),
+)
+
+
+@given(st.lists(frame, max_size=5), st.lists(st.integers(1, 40), min_size=1, max_size=30))
+def test_a_stream_cut_anywhere(sent: list[f.Frame], cuts: list[int]) -> None:
+    stream = b"".join(map(f.encode, sent))
+    decoder = f.FrameDecoder()
+    received: list[f.Frame] = []
+    at, turn = 0, 0
+    while at < len(stream):
+        step = cuts[turn % len(cuts)]
+        received += decoder.feed(stream[at : at + step])
+        at, turn = at + step, turn + 1
+    assert received == sent
+    assert decoder.buffered == 0
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_a_frame_error_or_waits_for_more(garbage: bytes) -> None:
+    decoder = f.FrameDecoder()
+    try:
+        assert list(decoder.feed(garbage)) == []
+    except FrameError:
+        pass
+
+
+@given(frame, st.data())
+def test_a_flipped_bit_never_gives_another_frame(sent: f.Frame, drawn: st.DataObject) -> None:
+    stream = bytearray(f.encode(sent))
+    bit = drawn.draw(st.integers(0, len(stream) * 8 - 1))
+    stream[bit // 8] ^= 1 << bit % 8
+    decoder = f.FrameDecoder()
+    try:
+        received = list(decoder.feed(stream))
+    except FrameError:
+        return
+    # Either the length grew and the rest is waited for, or the bit is one that says nothing.
+    assert received in ([], [sent])
+
+
+@given(frame, st.integers(0, 300))
+def test_a_cut_off_frame_is_not_delivered(sent: f.Frame, at: int) -> None:
+    stream = f.encode(sent)
+    assert list(f.FrameDecoder().feed(stream[: min(at, len(stream) - 1)])) == []
+
+
+def test_the_limit_counts_before_the_body_has_come() -> None:
+    head = f.encode(f.Refused(reason="x" * 5000))[: f.HEADER_SIZE]
+    with pytest.raises(FrameError, match="over the limit"):
+        list(f.FrameDecoder(f.MAX_GREETING).feed(head))
+    assert list(f.FrameDecoder().feed(head)) == []
+
+
+def test_a_decoder_that_broke_stays_broken() -> None:
+    decoder = f.FrameDecoder()
+    for _ in range(2):
+        with pytest.raises(FrameError):
+            list(decoder.feed(b"no frame at all"))
+        with pytest.raises(FrameError):
+            list(decoder.feed(f.encode(f.Fetch())))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode([1, 2]),
+        msgspec.msgpack.encode({"type": "nonsense"}),
+        msgspec.msgpack.encode({"type": "notify", "round": "one"}),
+        msgspec.msgpack.encode({"type": "notify"}),
+        b"\x91" * 5000,
+    ],
+    ids=["empty", "reserved", "a list", "unknown", "a wrong type", "a missing field", "nested"],
+)
+def test_bodies_that_are_no_frames(body: bytes) -> None:
+    with pytest.raises(FrameError, match="cannot be read"):
+        f.decode_body(body)

@@ -1,0 +1,262 @@
+"""Sessions: the two state machines against each other, in every order that things may happen in."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from aiosync.errors import HandshakeError, ProtocolError
+from aiosync.protocol import frames as f
+from aiosync.protocol.session import (
+    Aborted,
+    Applied,
+    Fetched,
+    Greeted,
+    Left,
+    ReceiverSession,
+    ReceiverState,
+    Rejected,
+    SenderSession,
+    SenderState,
+    StageDone,
+    UpdateArrived,
+)
+
+TOKEN = b"t" * 32
+
+
+def _update(number: int) -> f.Update:
+    return f.Update(round=number, version=number, payload={})
+
+
+def _nack(version: int) -> f.Nack:
+    return f.Nack(round=-1, version=version, kind="apply", error_type="OSError", message="no")
+
+
+def joined(*, eager: bool = False) -> tuple[SenderSession, ReceiverSession]:
+    """A pair that has been through the handshake; version 0 is in service."""
+    sender, receiver = SenderSession(TOKEN, 1), ReceiverSession(TOKEN, 0, pid=2)
+    for _ in range(2):
+        for frame in receiver.frames_to_send():
+            sender.receive(frame)
+        for answer in sender.frames_to_send():
+            receiver.receive(answer)
+    sender.welcome({}, _update(0), eager=eager)
+    (welcome,) = sender.frames_to_send()
+    (event,) = receiver.receive(welcome)
+    assert isinstance(event, UpdateArrived)
+    receiver.applied(0, {})
+    for frame in receiver.frames_to_send():
+        sender.receive(frame)
+    return sender, receiver
+
+
+class Exchange(RuleBasedStateMachine):
+    """A sender that publishes and a worker that takes, refuses, skips or dawdles, over slow wires."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_worker: deque[f.Frame] = deque()
+        self.to_sender: deque[f.Frame] = deque()
+        self.published = 0
+        self.held: f.Update | None = None
+        self.committed = [0]
+        self.acked = [0]
+
+    @initialize(eager=st.booleans())
+    def join(self, eager: bool) -> None:
+        self.sender, self.receiver = joined(eager=eager)
+
+    def _move(self) -> None:
+        self.to_worker.extend(self.sender.frames_to_send())
+        self.to_sender.extend(self.receiver.frames_to_send())
+
+    def _offer(self) -> None:
+        if self.sender.state is SenderState.READY and self.sender.leased_round < self.published:
+            self.sender.offer(_update(self.published))
+
+    @rule()
+    def publish(self) -> None:
+        self.published += 1
+        self.sender.publish(self.published)
+        self._offer()
+        self._move()
+
+    @precondition(lambda self: self.to_worker)
+    @rule()
+    def deliver_to_worker(self) -> None:
+        for event in self.receiver.receive(self.to_worker.popleft()):
+            assert isinstance(event, UpdateArrived)
+            assert self.held is None
+            self.held = event.update
+        self._move()
+
+    @precondition(lambda self: self.to_sender)
+    @rule()
+    def deliver_to_sender(self) -> None:
+        for event in self.sender.receive(self.to_sender.popleft()):
+            match event:
+                case Applied(version=version):
+                    self.acked.append(version)
+                case Fetched() | Rejected() | StageDone():
+                    pass
+                case _:
+                    raise AssertionError(event)
+        self._offer()
+        self._move()
+
+    @precondition(lambda self: self.held is None)
+    @rule(value=st.booleans())
+    def want(self, value: bool) -> None:
+        self.receiver.wanting = value
+        self._move()
+
+    @precondition(lambda self: self.held is not None)
+    @rule(again=st.booleans())
+    def commit(self, again: bool) -> None:
+        assert self.held is not None
+        self.committed.append(self.held.version)
+        self.receiver.wanting = again
+        self.receiver.applied(self.held.version, {})
+        self.held = None
+        self._move()
+
+    @precondition(lambda self: self.held is not None)
+    @rule()
+    def refuse(self) -> None:
+        assert self.held is not None
+        self.receiver.refused(_nack(self.held.version))
+        self.held = None
+        self._move()
+
+    @precondition(lambda self: self.held is not None)
+    @rule(copied=st.booleans())
+    def wait_for_readers(self, copied: bool) -> None:
+        self.receiver.staged(copied=copied)
+        self._move()
+
+    @precondition(lambda self: self.held is not None and self.receiver.superseded)
+    @rule()
+    def skip(self) -> None:
+        self.receiver.skip()
+        self.held = None
+        self._move()
+
+    @invariant()
+    def only_forward(self) -> None:
+        assert self.committed == sorted(set(self.committed))
+        assert self.acked == sorted(self.acked)
+
+    @invariant()
+    def nothing_queues_up(self) -> None:
+        assert len(self.to_worker) <= 3  # the Notify that crossed a Fetch, the Update, one more Notify
+
+    def teardown(self) -> None:
+        if not hasattr(self, "sender"):
+            return
+        # Whatever happened before: a worker that takes what comes ends up with the newest.
+        for _ in range(20):
+            if self.held is not None:
+                self.commit(True)
+            elif self.receiver.state is ReceiverState.IDLE:
+                self.want(True)
+            while self.to_worker:
+                self.deliver_to_worker()
+            while self.to_sender:
+                self.deliver_to_sender()
+        refused_newest = self.committed[-1] < self.published and self.sender.leased_round == self.published
+        assert self.committed[-1] == self.published or refused_newest
+        assert self.sender.acked_version == self.committed[-1]
+
+
+Exchange.TestCase.settings = settings(deadline=None, max_examples=200, stateful_step_count=40)
+TestExchange = Exchange.TestCase
+
+
+def test_neither_side_takes_a_stranger() -> None:
+    receiver = ReceiverSession(b"other", 0)
+    sender = SenderSession(TOKEN)
+    (hello,) = receiver.frames_to_send()
+    sender.receive(hello)
+    (challenge,) = sender.frames_to_send()
+    with pytest.raises(HandshakeError, match="token"):
+        receiver.receive(challenge)
+    assert receiver.state is ReceiverState.CLOSED
+    with pytest.raises(HandshakeError, match="token"):
+        sender.receive(f.Proof(proof=b"p" * 32))
+
+
+def test_a_worker_that_is_turned_away_hears_why() -> None:
+    sender, receiver = SenderSession(TOKEN), ReceiverSession(TOKEN, 7)
+    (hello,) = receiver.frames_to_send()
+    sender.receive(hello)
+    (challenge,) = sender.frames_to_send()
+    receiver.receive(challenge)
+    (proof,) = receiver.frames_to_send()
+    (event,) = sender.receive(proof)
+    assert isinstance(event, Greeted)
+    assert event.hello.worker == 7
+    sender.refuse("there is no worker 7")
+    (refused,) = sender.frames_to_send()
+    with pytest.raises(HandshakeError, match="there is no worker 7"):
+        receiver.receive(refused)
+
+
+def test_a_worker_that_gives_up_in_the_handshake_has_left() -> None:
+    sender, receiver = SenderSession(TOKEN), ReceiverSession(TOKEN, 0)
+    (hello,) = receiver.frames_to_send()
+    sender.receive(hello)
+    assert sender.receive(f.Bye(reason="enough")) == [Left("enough")]
+    assert sender.state is SenderState.CLOSED
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [f.Fetch(), f.Ack(round=0, version=0, seconds={}), f.Staged(round=0, copied=True), f.Proof(proof=b"")],
+)
+def test_nothing_counts_before_the_proof(frame: f.Frame) -> None:
+    with pytest.raises(ProtocolError, match="greeting"):
+        SenderSession(TOKEN).receive(frame)
+
+
+@pytest.mark.parametrize("round_", [-1, 1, 99])
+def test_an_answer_to_another_round(round_: int) -> None:
+    sender, receiver = joined()
+    sender.publish(1)
+    receiver.wanting = True
+    (notify,) = sender.frames_to_send()
+    receiver.receive(notify)
+    (fetch,) = receiver.frames_to_send()
+    sender.receive(fetch)
+    sender.offer(_update(5))
+    for frame in (f.Ack(round=round_, version=5, seconds={}), f.Staged(round=round_, copied=True)):
+        with pytest.raises(ProtocolError):
+            sender.receive(frame)
+
+
+def test_an_eager_worker_asks_in_advance() -> None:
+    sender, receiver = joined(eager=True)
+    receiver.wanting = True
+    (fetch,) = receiver.frames_to_send()
+    assert sender.receive(fetch) == [Fetched()]
+    sender.publish(1)
+    assert sender.frames_to_send() == []  # the update says it all
+    sender.offer(_update(1))
+    (update,) = sender.frames_to_send()
+    assert receiver.receive(update) == [UpdateArrived(_update(1))]
+
+
+def test_abort_and_bye_are_heard_in_every_state() -> None:
+    sender, receiver = joined()
+    sender.abort("j")
+    sender.close("done", dropped=True)
+    abort, bye = sender.frames_to_send()
+    assert receiver.receive(abort) == [Aborted("j")]
+    assert receiver.receive(bye) == [Left("done", dropped=True)]
+    assert receiver.receive(f.Notify(round=3)) == []
+    receiver.applied(4, {})
+    assert receiver.frames_to_send() == []  # nobody is there to be told
