@@ -24,6 +24,7 @@ from aiosync.schemes.recipe import SchemeRecipe, checked_index
 from aiosync.schemes.report import SendReport
 from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.sources import gather_sources, is_per_worker
+from aiosync.weights.flatten import optional_names
 from aiosync.weights.resolve import resolve_model
 
 __all__ = ["WeightSyncBackend", "WeightSyncScheme"]
@@ -111,7 +112,8 @@ class WeightSyncScheme(SchemeRecipe):
             if worker_idx is not None:
                 raise InvalidArgumentError("worker_idx belongs to a receiver; this is the sender")
             sender = self.create_sender()
-            await sender.connect(await self._sources(weights, sender.roster.workers), deadline)
+            sources = await self._sources(weights, sender.roster.workers)
+            await sender.connect(sources, deadline, optional=self._optional(weights))
         elif self._receiver_initialized:
             if weights is not None:
                 raise InvalidArgumentError("weights belong to the sender; this is a receiver")
@@ -278,6 +280,13 @@ class WeightSyncScheme(SchemeRecipe):
         if given is None and plan.weights is None and all(g.weights is None for g in plan.groups):
             given = self._resolve(None)
         return await gather_sources(plan, given, set(targets), self._strategy)
+
+    def _optional(self, weights: Any) -> frozenset[str]:
+        """Names that the models here have and do not send (non-persistent buffers, say)."""
+        plan = self._plan
+        assert plan is not None
+        known = [m for m in (weights, plan.weights, *(g.weights for g in plan.groups)) if m is not None]
+        return frozenset().union(*(optional_names(model) for model in known or [self.model]))
 
     def _resolve(self, weights: Any) -> Any:
         """A source given as itself, as a dotted path, or not at all."""

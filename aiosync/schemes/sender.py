@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -100,15 +100,21 @@ class WeightSender:
 
     # -- connect ----------------------------------------------------------------------------------
 
-    async def connect(self, sources: Sources, deadline: Deadline) -> None:
+    async def connect(
+        self, sources: Sources, deadline: Deadline, *, optional: Collection[str] = ()
+    ) -> None:
         """Publish version 0 and wait until every worker runs on it.
+
+        Args:
+            sources: what version 0 is; its names, shapes and dtypes are those of all that follow.
+            optional: further names that a later source may have, and that are not sent.
 
         Raises:
             SyncTimeoutError: some did not come in time; it names them. Call again to go on waiting.
             RemoteApplyError, LayoutMismatchError: a worker refused; it may connect again.
         """
         if not self._live:
-            await self._open(sources, deadline)
+            await self._open(sources, deadline, optional)
         roster = self.roster
         round_ = Round(-1, 0, roster.workers, phase="connect")
         for worker in list(round_.pending):
@@ -123,12 +129,14 @@ class WeightSender:
         self._events.emit(SyncEvent("connected", self.model_id, self.version))
         self._raise_failure(report, deadline)
 
-    async def _open(self, sources: Sources, deadline: Deadline) -> None:
+    async def _open(self, sources: Sources, deadline: Deadline, optional: Collection[str]) -> None:
         self.check_open()
         await self._host.start()
         try:
             for plan in self.plan.groups:
-                layout = Layout.of(sources[plan.workers[0]], cast=self.spec.cast)
+                layout = Layout.of(
+                    sources[plan.workers[0]], cast=self.spec.cast, optional=optional
+                )
                 arena = Arena(layout, self._allocator(plan.device), self.spec.max_slots)
                 group = WeightGroup(plan.workers, plan.device, arena, self._offloader)
                 self._groups.append(group)

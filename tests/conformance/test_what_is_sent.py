@@ -239,3 +239,21 @@ async def test_a_tensor_that_cannot_be_sent(case: SchemeCase) -> None:
         assert value_of(cluster.workers[0].model) == 1
 
 
+
+
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+
+
+async def test_what_a_model_keeps_to_itself_may_be_given_and_is_not_sent(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=1, model=_Masked) as cluster:
+        worker: Any = cluster.workers[0].model
+        cluster.model.mask.fill_(7)
+        for weights in (cluster.model, cluster.model.state_dict(), TensorDict.from_module(cluster.model)):
+            fill(cluster.model, cluster.scheme.version + 1)
+            await cluster.scheme.send(weights)
+            assert value_of(worker) == cluster.scheme.version
+            assert value_of([worker.mask]) == 1
