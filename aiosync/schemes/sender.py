@@ -142,10 +142,11 @@ class WeightSender:
                 self._groups.append(group)
                 # Two at once: the first send after this one then runs into warm pages too.
                 await group.reserve(2)
-            prepared = await self.publisher.prepare(
-                sources, set(), strict=True, joint=None, deadline=deadline
-            )
-            await self.publisher.publish(prepared, fallback=False)
+            async with self.publisher.exclusive(deadline):
+                prepared = await self.publisher.prepare(
+                    sources, set(), strict=True, joint=None, deadline=deadline
+                )
+                await self.publisher.publish(prepared, fallback=False)
             self.roster.rounds.clear()
             await self.roster.open(self._host, self._groups)
         except BaseException:

@@ -53,12 +53,13 @@ def copy_pairs(pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> b
 def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:
     """The same copy divided into ``count`` shares at most, to be done in any order or at the same time.
 
-    The tensors must outlive the lanes' last call; the lanes see to that.
+    The lanes keep the memory that they copy from and to.
     """
     plain: list[tuple[Tensor, Tensor]] = []
     rest: list[tuple[Tensor, Tensor]] = []
     for pair in pairs:
-        (plain if _is_plain(*pair) else rest).append(pair)
+        # Detached: a parameter's ``.data`` may be pointed elsewhere meanwhile, taking the memory along.
+        (plain if _is_plain(*pair) else rest).append((pair[0].detach(), pair[1].detach()))
     ranges = [(d.data_ptr(), s.data_ptr(), d.nbytes) for d, s in plain]
     share = -(-sum(nbytes for _, _, nbytes in ranges) // count)
     lanes: list[Lane] = [partial(_copy_by_torch, rest)] if rest else []
