@@ -6,8 +6,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from aiosync.errors import ProtocolError, WorkerLostError
+from aiosync.protocol.events import SenderEvent
 from aiosync.protocol.frames import Bye, Frame, Update
-from aiosync.protocol.session import SenderEvent, SenderSession, SenderState
+from aiosync.protocol.session import SenderSession, SenderState
 from aiosync.schemes.group import Published, WeightGroup
 from aiosync.schemes.rounds import JointRound
 from aiosync.transports.base import Transport

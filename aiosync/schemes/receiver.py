@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import traceback
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,17 +20,18 @@ from torch import Tensor
 
 from aiosync._deadline import Deadline
 from aiosync.errors import (
-    JointUpdateError,
     LayoutMismatchError,
     NotConnectedError,
     ProtocolError,
     WorkerLostError,
 )
-from aiosync.protocol.frames import Frame, Nack
-from aiosync.protocol.session import Aborted, Left, ReceiverSession, UpdateArrived
+from aiosync.protocol.events import Aborted, Left, UpdateArrived
+from aiosync.protocol.frames import Frame
+from aiosync.protocol.session import ReceiverSession
 from aiosync.schemes._host import TaskHost
 from aiosync.schemes.intake import Held, Intake, Overtaken
 from aiosync.schemes.joint import give_up
+from aiosync.schemes.refusal import nack_of
 from aiosync.schemes.spec import SchemeSpec
 from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, SyncEvent
 from aiosync.transports._offload import uninterrupted
@@ -364,7 +364,7 @@ class WeightReceiver:
         self.stats.failures += 1
         if held.update.joint is not None:
             give_up(held.update.joint.id, self.worker_idx, f"the part of {self.model_id!r} failed: {error}")
-        self._session.refused(_nack(held.update.version, error))
+        self._session.refused(nack_of(held.update.version, error))
         self.transport.flush(self._session)
         self._committed.set()
         self._emit("failed", message=str(error))
@@ -413,29 +413,3 @@ class WeightReceiver:
                     message=message,
                 )
             )
-
-
-def _nack(version: int, error: Exception) -> Nack:
-    kind = type(error)
-    nack = Nack(
-        round=-1,
-        version=version,
-        kind="joint" if isinstance(error, JointUpdateError) else "apply",
-        error_type=kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}",
-        message=str(error),
-        traceback="".join(traceback.format_exception(error)),
-    )
-    if not isinstance(error, LayoutMismatchError):
-        return nack
-    return Nack(
-        round=-1,
-        version=version,
-        kind="layout",
-        error_type=nack.error_type,
-        message=nack.message,
-        missing=list(error.missing),
-        unexpected=list(error.unexpected),
-        differing=error.differing,
-    )

@@ -8,21 +8,15 @@ from typing import Any
 
 from aiosync._deadline import Deadline
 from aiosync.errors import AiosyncError, NotConnectedError, UnknownWorkerError, WorkerLostError
+from aiosync.protocol.events import Applied, Fetched, Left, Rejected, SenderEvent, StageDone
 from aiosync.protocol.frames import Hello, Joint
-from aiosync.protocol.session import (
-    Applied,
-    Fetched,
-    Left,
-    Rejected,
-    SenderEvent,
-    SenderSession,
-    StageDone,
-)
+from aiosync.protocol.session import SenderSession
 from aiosync.schemes._host import TaskHost
 from aiosync.schemes.group import WeightGroup
 from aiosync.schemes.link import Lingering, WorkerLink
+from aiosync.schemes.refusal import remote_error
 from aiosync.schemes.report import WorkerReport
-from aiosync.schemes.rounds import Round, remote_error
+from aiosync.schemes.rounds import Round
 from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, SyncEvent, logger
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.liveness import ProcessWatch

@@ -9,16 +9,14 @@ from aiosync._deadline import Deadline
 from aiosync.errors import (
     AiosyncError,
     JointUpdateError,
-    LayoutMismatchError,
     Phase,
-    RemoteApplyError,
     SyncTimeoutError,
     WorkerLostError,
 )
-from aiosync.protocol.frames import Joint, Nack
+from aiosync.protocol.frames import Joint
 from aiosync.schemes.report import WorkerReport
 
-__all__ = ["JointRound", "Round", "first_failure", "remote_error"]
+__all__ = ["JointRound", "Round", "first_failure"]
 
 
 class JointRound:
@@ -103,20 +101,6 @@ class Round:
 def _give_up(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
-
-
-def remote_error(worker: int, nack: Nack) -> AiosyncError:
-    """The error that a worker's refusal stands for here."""
-    if nack.kind == "layout":
-        return LayoutMismatchError(
-            missing=nack.missing,
-            unexpected=nack.unexpected,
-            differing=nack.differing,
-            worker=worker,
-        )
-    if nack.kind == "joint":
-        return JointUpdateError(f"worker {worker} gave up version {nack.version}: {nack.message}")
-    return RemoteApplyError(worker, nack.version, nack.error_type, nack.message, nack.traceback)
 
 
 def first_failure(reports: Iterable[WorkerReport], deadline: Deadline) -> AiosyncError | None:

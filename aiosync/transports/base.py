@@ -10,6 +10,7 @@ from typing import Protocol
 
 from aiosync._deadline import Deadline
 from aiosync.errors import FrameError, ProtocolError, SyncTimeoutError, WorkerLostError
+from aiosync.protocol.events import Greeted, Left, UpdateArrived
 from aiosync.protocol.frames import (
     MAX_FRAME,
     MAX_GREETING,
@@ -20,7 +21,7 @@ from aiosync.protocol.frames import (
     Update,
     encode,
 )
-from aiosync.protocol.session import Greeted, Left, ReceiverSession, SenderSession, UpdateArrived
+from aiosync.protocol.session import ReceiverSession, SenderSession
 
 __all__ = ["Listener", "Sink", "Transport"]
 

@@ -11,20 +11,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aiosync.errors import HandshakeError, ProtocolError
 from aiosync.protocol import frames as f
-from aiosync.protocol.session import (
+from aiosync.protocol.events import (
     Aborted,
     Applied,
     Fetched,
     Greeted,
     Left,
-    ReceiverSession,
-    ReceiverState,
     Rejected,
-    SenderSession,
-    SenderState,
     StageDone,
     UpdateArrived,
 )
+from aiosync.protocol.session import ReceiverSession, ReceiverState, SenderSession, SenderState
 
 TOKEN = b"t" * 32
 
