@@ -22,6 +22,11 @@ INLINE_LIMIT = 256 * 1024
 """Bytes up to which a copy takes less time than handing it to a thread and back."""
 
 _PIECE = 32 * 1024 * 1024
+"""Bytes that torch copies between two questions whether to give up."""
+
+_STRETCH = 512 * 1024 * 1024
+"""The same for ``memmove``, which passes the caches by, and is faster for it, only where one call moves more
+than they hold."""
 
 Pairs: TypeAlias = Sequence[tuple[Tensor, Tensor]]
 """(destination, source) of equal shapes."""
@@ -43,7 +48,7 @@ def copy_pairs(pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> b
 
     Args:
         pairs: (destination, source) of equal shapes.
-        cancelled: asked before each piece of some tens of megabytes; true ends the copy there.
+        cancelled: asked before each piece of some hundred megabytes; true ends the copy there.
     """
     if nbytes_of(destination for destination, _ in pairs) <= INLINE_LIMIT:
         return _copy_by_torch(pairs, cancelled)
@@ -89,7 +94,7 @@ def _divide(ranges: Sequence[_Range], share: int) -> list[list[_Range]]:
             if room == 0:
                 shares.append([])
                 room = share
-            piece = min(nbytes - done, room, _PIECE)
+            piece = min(nbytes - done, room, _STRETCH)
             shares[-1].append((start + done, source + done, piece))
             done += piece
             room -= piece
@@ -98,9 +103,9 @@ def _divide(ranges: Sequence[_Range], share: int) -> list[list[_Range]]:
 
 def _copy_ranges(alive: Pairs, ranges: Sequence[_Range], cancelled: Callable[[], bool]) -> bool:
     """Copy; ``alive`` are the tensors that the addresses belong to."""
-    since = _PIECE
+    since = _STRETCH
     for destination, source, nbytes in ranges:
-        if since >= _PIECE:
+        if since >= _STRETCH:
             if cancelled():
                 return False
             since = 0
