@@ -225,6 +225,7 @@ class ProcessCluster:
         tensors, size: of the model, see :class:`~tests.kit.models.Uniform`.
         serve: whether the workers' receiver tasks run from the beginning.
         method: how the processes are started.
+        device: where all models are.
         options: the scheme's.
     """
 
@@ -237,15 +238,17 @@ class ProcessCluster:
         size: int = 16,
         serve: bool = True,
         method: str = "forkserver",
+        device: str = "cpu",
         **options: Any,
     ) -> None:
         self.case = case
         self.recipe: Recipe = case.build(workers, {"timeout": PATIENCE, **options})
         self.scheme = self.recipe.scheme
-        self.model = Uniform(tensors=tensors, size=size)
+        self.model = Uniform(tensors=tensors, size=size).to(device)
         self.workers: dict[int, Worker] = {}
         self._count = workers
-        self._shape = {"tensors": tensors, "size": size}
+        self._shape = {"tensors": tensors, "size": size, "device": device}
+        self._devices = [device] * workers
         self._serve = serve
         self._method = method
         self._all: list[Worker] = []
@@ -272,7 +275,7 @@ class ProcessCluster:
 
     async def __aenter__(self) -> Self:
         try:
-            self.scheme.init_on_sender(model_id="policy", model=self.model, num_workers=self._count)
+            self.scheme.init_on_sender(model_id="policy", model=self.model, devices=self._devices)
             for index in range(self._count):
                 self.spawn(index)
             async with asyncio.TaskGroup() as tasks:

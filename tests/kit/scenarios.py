@@ -37,9 +37,11 @@ def _model(kind: str, shape: dict[str, int]) -> nn.Module:
     return {"uniform": lambda: Uniform(-1.0, **shape), "other": Other, "norm": Norm}[kind]()
 
 
-async def connect(child: Child, kind: str = "uniform", model_id: str = "policy", **shape: int) -> int:
+async def connect(
+    child: Child, kind: str = "uniform", model_id: str = "policy", device: str = "cpu", **shape: int
+) -> int:
     """Make a model, init and connect; returns the version."""
-    child.model = _model(kind, shape)
+    child.model = _model(kind, shape).to(device)
     context = child.notes["context"] = _Raising(child)
     child.scheme.init_on_receiver(
         model_id=model_id,
