@@ -1,0 +1,61 @@
+"""Scripted faults: whatever happens to a frame, nobody hangs, nothing is torn, and the sibling goes on."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+from typing import Literal, get_args
+
+import anyio
+import pytest
+
+from aiosync import AiosyncError, Fault, InvalidArgumentError, MemoryWeightSyncScheme
+from aiosync.transports.memory import FaultKind
+from tests.kit.clock import BRIEF, within
+from tests.kit.local import LocalWorker
+from tests.kit.models import Uniform, fill, value_of
+
+KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+
+
+@pytest.mark.parametrize("frame", range(7))
+@pytest.mark.parametrize("to", ["sender", "worker"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_frame_gone_wrong(kind: FaultKind, to: Literal["sender", "worker"], frame: int) -> None:
+    scheme = MemoryWeightSyncScheme(faults=[Fault(kind, frame, to, worker=0)], timeout=BRIEF / 3)
+    model = Uniform(0.0)
+    scheme.init_on_sender(model_id="policy", model=model, num_workers=2)
+    hurt, well = (LocalWorker(copy.copy(scheme), index, Uniform(-1.0), {}) for index in range(2))
+
+    async def join(worker: LocalWorker) -> None:
+        with suppress(AiosyncError):
+            await worker.connect()
+            await worker.serve()
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(join, hurt)
+            tasks.start_soon(join, well)
+            with suppress(AiosyncError):
+                await within(scheme.connect())
+        assert value_of(well.model) == 0
+        assert value_of(hurt.model) == hurt.scheme.version
+        if not scheme.synchronized_on_sender:
+            return  # the hurt worker never came
+        for version in range(1, 5):
+            fill(model, version)
+            with suppress(AiosyncError):
+                await within(scheme.send())
+            assert value_of(well.model) == well.scheme.version == scheme.version == version
+            assert value_of(hurt.model) == hurt.scheme.version
+    finally:
+        for worker in (hurt, well):
+            await worker.close()
+        await within(scheme.aclose())
+
+
+def test_a_fault_before_the_first_frame() -> None:
+    with pytest.raises(InvalidArgumentError, match="counted from 0"):
+        MemoryWeightSyncScheme(faults=[Fault("drop", -1)]).init_on_sender(
+            model_id="policy", model=Uniform(), num_workers=1
+        )
