@@ -19,6 +19,7 @@ __all__ = [
     "StageDone",
     "UpdateArrived",
     "Verified",
+    "Welcomed",
 ]
 
 
@@ -74,11 +75,17 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
+class Welcomed:
+    """The sender has taken this worker in; updates follow."""
+
+    welcome: f.Welcome
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateArrived:
-    """An update to stage and commit. ``welcome`` is set for the first, which brings the layout."""
+    """An update to stage and commit."""
 
     update: f.Update
-    welcome: f.Welcome | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,4 +96,4 @@ class Aborted:
 
 
 SenderEvent: TypeAlias = Greeted | Fetched | StageDone | Applied | Rejected | Left
-ReceiverEvent: TypeAlias = Verified | UpdateArrived | Aborted | Left
+ReceiverEvent: TypeAlias = Verified | Welcomed | UpdateArrived | Aborted | Left

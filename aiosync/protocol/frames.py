@@ -10,9 +10,8 @@ Who says what::
       Hello ----------------------------->        who I am, and a nonce
             <----------------------------- Challenge   proof that I know the token, and a nonce
       Proof ----------------------------->        so do I
-            <----------------------------- Welcome | Refused    the layout and the newest update
-      Ack | Nack ------------------------>        ... of version 0
-            <----------------------------- Notify      there is something newer
+            <----------------------------- Welcome | Refused    the layout of all updates to come
+            <----------------------------- Notify      there is something newer than you have
       Fetch ----------------------------->        I am ready to take whatever is newest now
             <----------------------------- Update      here it lies; it is yours until you answer
       Staged ---------------------------->        (only where the commit has to wait) I have it
@@ -125,13 +124,15 @@ class Update(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="u
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="welcome"):
-    """The sender takes the worker in: the layout of all updates to come, and the newest update.
+    """The sender takes the worker in.
 
+    ``layout`` is that of all updates to come, ``device`` where the sender has them, ``version`` its newest.
     ``eager``: the worker is to send its Fetch in advance, without waiting for a Notify.
     """
 
     layout: dict[str, Any]
-    update: Update
+    version: int
+    device: str = "cpu"
     eager: bool = False
 
 
@@ -161,7 +162,10 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="ack"
 
 
 class Nack(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="nack"):
-    """The worker refused an update and kept what it had. ``kind``: layout, apply or joint."""
+    """The worker refused an update, or the layout that it was welcomed with, and kept what it had.
+
+    ``kind``: layout, apply or joint.
+    """
 
     round: int
     version: int

@@ -5,11 +5,11 @@ happened here (the other methods); take what has to be sent from :meth:`frames_t
 
 The sender's session of one worker::
 
-    GREETING --Hello--> PROVING --Proof--> WELCOMING --welcome()--> LEASED --Ack|Nack--> IDLE
-                                                                      ^                   |
-                                                                      |                publish()
-                                                                   offer()                v
-                                                                    READY <--Fetch-- NOTIFIED
+    GREETING --Hello--> PROVING --Proof--> WELCOMING --welcome()--> IDLE <--Ack|Nack-- LEASED
+                                                                     |                   ^
+                                                                 publish()            offer()
+                                                                     v                   |
+                                                                  NOTIFIED --Fetch--> READY
 
 and from everywhere to CLOSED. An eager worker sends its Fetch in IDLE already, in advance, which saves a
 round trip per update; a worker that then stops is left holding an update that it never asked for again,
@@ -41,6 +41,7 @@ from aiosync.protocol.events import (
     StageDone,
     UpdateArrived,
     Verified,
+    Welcomed,
 )
 
 __all__ = ["ReceiverSession", "ReceiverState", "SenderSession", "SenderState"]
@@ -129,19 +130,18 @@ class SenderSession(_Session):
             case SenderState.LEASED, f.Nack() if frame.round == self.leased_round:
                 self._settle()
                 return [Rejected(frame)]
+            case (SenderState.IDLE | SenderState.NOTIFIED), f.Nack() if self.leased_round < 0:
+                return [Rejected(frame)]  # of the layout
             case _:
                 raise ProtocolError(
                     f"a {type(frame).__name__} frame may not come in state {self.state.value}"
                 )
 
-    def welcome(self, layout: dict[str, object], update: f.Update, *, eager: bool = False) -> None:
-        """Take the worker in and lease it ``update`` as its first.
-
-        ``eager``: the worker is to ask for the next update in advance.
-        """
+    def welcome(self, welcome: f.Welcome) -> None:
+        """Take the worker in; tell it next what there is to fetch, with :meth:`publish`."""
         self._expect(SenderState.WELCOMING)
-        self._lease(update)
-        self._outgoing.append(f.Welcome(layout=layout, update=update, eager=eager))
+        self.state = SenderState.IDLE
+        self._outgoing.append(welcome)
 
     def refuse(self, reason: str) -> None:
         """Turn the worker away."""
@@ -160,7 +160,10 @@ class SenderSession(_Session):
     def offer(self, update: f.Update) -> None:
         """Answer the worker's fetch."""
         self._expect(SenderState.READY)
-        self._lease(update)
+        self.state = SenderState.LEASED
+        self.leased_round = update.round
+        self._told = False
+        self._newest = max(self._newest, update.round)
         self._outgoing.append(update)
 
     def abort(self, joint: str) -> None:
@@ -195,12 +198,6 @@ class SenderSession(_Session):
             raise HandshakeError(f"worker {hello.worker} does not know this scheme's token")
         self.state = SenderState.WELCOMING
         return [Greeted(hello)]
-
-    def _lease(self, update: f.Update) -> None:
-        self.state = SenderState.LEASED
-        self.leased_round = update.round
-        self._told = False
-        self._newest = max(self._newest, update.round)
 
     def _settle(self) -> None:
         self.state = SenderState.IDLE
@@ -278,9 +275,9 @@ class ReceiverSession(_Session):
             case ReceiverState.GREETING, f.Challenge():
                 return self._answer(frame)
             case ReceiverState.JOINING, f.Welcome():
+                self.state = ReceiverState.IDLE
                 self._eager = frame.eager
-                self._hold(frame.update)
-                return [UpdateArrived(frame.update, frame)]
+                return [Welcomed(frame)]
             case ((ReceiverState.IDLE | ReceiverState.HOLDING), f.Notify()):
                 self._notified = True
                 self._fetch_if_wanted()
@@ -288,7 +285,8 @@ class ReceiverSession(_Session):
             case ReceiverState.FETCHING, f.Notify() if self._eager:
                 return []  # it crossed the Fetch that was sent in advance
             case ReceiverState.FETCHING, f.Update():
-                self._hold(frame)
+                self.state = ReceiverState.HOLDING
+                self._round = frame.round
                 return [UpdateArrived(frame)]
             case _, f.Abort():
                 return [Aborted(frame.joint)]
@@ -335,6 +333,11 @@ class ReceiverSession(_Session):
         """The held update could not be applied; ``nack.round`` is filled in here."""
         self._reply(msgspec.structs.replace(nack, round=self._round))
 
+    def declined(self, nack: f.Nack) -> None:
+        """The layout that came with the welcome does not do."""
+        if self.state is ReceiverState.IDLE:
+            self._outgoing.append(nack)
+
     def close(self, reason: str = "") -> None:
         """Say goodbye."""
         if self.state not in (ReceiverState.GREETING, ReceiverState.CLOSED):
@@ -351,10 +354,6 @@ class ReceiverSession(_Session):
         proof = _proof(self._token, b"worker", self._nonce, challenge.nonce)
         self._outgoing.append(f.Proof(proof=proof))
         return [Verified(challenge.pid)]
-
-    def _hold(self, update: f.Update) -> None:
-        self.state = ReceiverState.HOLDING
-        self._round = update.round
 
     def _reply(self, frame: f.Ack | f.Nack) -> None:
         if self.state is not ReceiverState.HOLDING:

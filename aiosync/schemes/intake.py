@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from aiosync._deadline import Deadline
+from aiosync.errors import ProtocolError
 from aiosync.protocol.frames import Update
 from aiosync.schemes.cascade import cascade
 from aiosync.schemes.gate import CommitGate, CommitJob, ForwardGuard, commit_now, submit
@@ -112,11 +113,15 @@ class Intake:
 
         Raises:
             LayoutMismatchError: they do not fit.
-            ProtocolError: the layout is malformed.
+            ProtocolError: the layout is malformed, or the device is none.
             UnsupportedTensorError: the model has a tensor that cannot be received into.
         """
+        try:
+            source = torch.device(device)
+        except RuntimeError as exc:
+            raise ProtocolError(f"the sender's weights are on a device that is none here: {exc}") from exc
         binding = bind(self.model, Layout.from_wire(wire_layout), self._strategy, self._spec.commit)
-        self._stager = Stager(binding, torch.device(device), copies=not self._holds)
+        self._stager = Stager(binding, source, copies=not self._holds)
         self._binding = binding
 
     async def reserve(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.events import SenderEvent
-from aiosync.protocol.frames import Bye, Frame, Update
+from aiosync.protocol.frames import Bye, Frame, Update, Welcome
 from aiosync.protocol.session import SenderSession, SenderState
 from aiosync.schemes.group import Published, WeightGroup
 from aiosync.schemes.rounds import JointRound
@@ -130,14 +130,23 @@ class WorkerLink:
         group, state = self.group, self.session.state
         if state is SenderState.WELCOMING and group.offerable(group.latest):
             assert group.latest is not None
-            update = self._lease(group.latest)
-            update.payload["device"] = str(group.device)
-            eager = group.arena.layout.nbytes <= EAGER_LIMIT
-            self.session.welcome(group.arena.layout.to_wire(), update, eager=eager)
+            self.session.welcome(self._welcome(group.latest.version))
+            self.announce(group.latest)
         elif state is SenderState.READY and group.offerable(self.due):
             assert self.due is not None
-            self.session.offer(self._lease(self.due, self.due.joint))
+            # A worker without any version takes its first by itself: its other models may come later.
+            joint = self.due.joint if self._in_service is not None else None
+            self.session.offer(self._lease(self.due, joint))
         self.transport.flush(self.session)
+
+    def _welcome(self, version: int) -> Welcome:
+        layout = self.group.arena.layout
+        return Welcome(
+            layout=layout.to_wire(),
+            version=version,
+            device=str(self.group.device),
+            eager=layout.nbytes <= EAGER_LIMIT,
+        )
 
     def applied(self) -> bool:
         """It runs on the leased version now; returns whether that is its first."""
@@ -192,7 +201,7 @@ class WorkerLink:
         keep = self._in_service.slot if self._holds and self._in_service else None
         self.group.release(self.worker, keep=keep)
 
-    def _lease(self, published: Published, joint: JointRound | None = None) -> Update:
+    def _lease(self, published: Published, joint: JointRound | None) -> Update:
         published.slot.holders.discard(("due", self.worker))
         published.slot.holders.add(self.worker)
         self.due = None

@@ -26,7 +26,7 @@ from aiosync.errors import (
     WorkerLostError,
 )
 from aiosync.protocol.events import Aborted, Left, UpdateArrived
-from aiosync.protocol.frames import Frame
+from aiosync.protocol.frames import Frame, Welcome
 from aiosync.protocol.session import ReceiverSession
 from aiosync.schemes._host import TaskHost
 from aiosync.schemes.intake import Held, Intake, Overtaken
@@ -119,10 +119,10 @@ class WeightReceiver:
         try:
             async with asyncio.timeout(deadline.remaining()):
                 await self.transport.open(deadline)
-                arrived = await self.transport.setup_connection_and_weights_on_receiver(
+                welcomed = await self.transport.setup_connection_and_weights_on_receiver(
                     self._session, deadline
                 )
-                await self._settle_in(arrived)
+                await self._settle_in(welcomed.welcome)
         except TimeoutError as exc:
             await self.aclose()
             raise deadline.error("connect", hint="the sender did not answer") from exc
@@ -130,20 +130,21 @@ class WeightReceiver:
             await self.aclose()
             raise
 
-    async def _settle_in(self, arrived: UpdateArrived) -> None:
-        assert arrived.welcome is not None
-        self._held = Held(arrived.update)
+    async def _settle_in(self, welcome: Welcome) -> None:
+        try:
+            self.intake.open(welcome.layout, welcome.device)
+        except (LayoutMismatchError, ProtocolError, TypeError) as exc:
+            self._session.declined(nack_of(welcome.version, exc))
+            self._tell_failure(exc)
+            raise
         self.transport.start(self)
         self._watch = ProcessWatch(self._sender_pid(), self._sender_ended)
-        try:
-            device = str(arrived.update.payload.get("device", "cpu"))
-            self.intake.open(arrived.welcome.layout, device)
-        except (LayoutMismatchError, ProtocolError, TypeError) as exc:
-            self._refuse(exc)
-            raise
-        error = await self._advance()
-        if error is not None:
-            raise error
+        while self.version < 0:
+            if not await self._await_held():
+                raise WorkerLostError((), self.ended or "unknown")
+            error = await self._advance()
+            if error is not None:
+                raise error
         await self.intake.reserve()
         self._emit("connected")
 
@@ -361,10 +362,13 @@ class WeightReceiver:
         """The held update cannot be put in service: say why."""
         held, self._held = self._held, None
         assert held is not None
-        self.stats.failures += 1
         if held.update.joint is not None:
             give_up(held.update.joint.id, self.worker_idx, f"the part of {self.model_id!r} failed: {error}")
         self._session.refused(nack_of(held.update.version, error))
+        self._tell_failure(error)
+
+    def _tell_failure(self, error: Exception) -> None:
+        self.stats.failures += 1
         self.transport.flush(self._session)
         self._committed.set()
         self._emit("failed", message=str(error))

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from aiosync._deadline import Deadline
 from aiosync.errors import FrameError, ProtocolError, SyncTimeoutError, WorkerLostError
-from aiosync.protocol.events import Greeted, Left, UpdateArrived
+from aiosync.protocol.events import Greeted, Left, Welcomed
 from aiosync.protocol.frames import (
     MAX_FRAME,
     MAX_GREETING,
@@ -233,8 +233,8 @@ class Transport(ABC):
 
     async def setup_connection_and_weights_on_receiver(
         self, session: ReceiverSession, deadline: Deadline
-    ) -> UpdateArrived:
-        """Authenticate the sender and wait for the welcome with the initial weights.
+    ) -> Welcomed:
+        """Authenticate the sender and wait for its welcome, after which the weights can be fetched.
 
         Raises:
             HandshakeError: refused, or the sender does not know the token.
@@ -246,7 +246,7 @@ class Transport(ABC):
             events = session.receive(await self.receive(deadline))
             self.flush(session)
             for event in events:
-                if isinstance(event, UpdateArrived):
+                if isinstance(event, Welcomed):
                     return event
                 self.trust()
 

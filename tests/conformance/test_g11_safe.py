@@ -132,10 +132,13 @@ async def test_a_proof_that_was_overheard_proves_nothing() -> None:
 class _ForgedSender:
     """Knows the token, and says what it likes."""
 
-    def __init__(self, scheme: SharedMemWeightSyncScheme, welcome: frames.Welcome) -> None:
+    def __init__(
+        self, scheme: SharedMemWeightSyncScheme, welcome: frames.Welcome, update: frames.Update
+    ) -> None:
         self.listener = UnixListener()
         self._session = SenderSession(scheme._token, os.getpid())
-        self._welcome = welcome
+        self._says = welcome, frames.Notify(round=0)
+        self._update = update
         self.answers: asyncio.Queue[frames.Frame] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._transports: list[Transport] = []
@@ -146,8 +149,12 @@ class _ForgedSender:
     async def _serve(self, transport: Transport) -> None:
         self._transports.append(transport)
         await transport.setup_connection_and_weights_on_sender(self._session, Deadline.after(PATIENCE))
-        transport.write(self._welcome)
-        self.answers.put_nowait(await transport.receive(Deadline.after(PATIENCE)))
+        transport.write(*self._says)
+        answer = await transport.receive(Deadline.after(PATIENCE))
+        if isinstance(answer, frames.Fetch):
+            transport.write(self._update)
+            answer = await transport.receive(Deadline.after(PATIENCE))
+        self.answers.put_nowait(answer)
 
     async def close(self) -> None:
         await asyncio.gather(*self._tasks)
@@ -156,10 +163,9 @@ class _ForgedSender:
         self.listener.close()
 
 
-def _welcome(layout: dict[str, Any], handle: dict[str, Any] | None = None) -> frames.Welcome:
+def _update(handle: dict[str, Any] | None = None) -> frames.Update:
     new = [[0, handle]] if handle is not None else []
-    payload = {"slot": 0, "new": new, "gone": [], "device": "cpu"}
-    return frames.Welcome(layout=layout, update=frames.Update(round=0, version=0, payload=payload))
+    return frames.Update(round=0, version=0, payload={"slot": 0, "new": new, "gone": []})
 
 
 def _own_layout() -> dict[str, Any]:
@@ -172,20 +178,23 @@ def _enormous() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("welcome", "error"),
+    ("layout", "device", "update", "error"),
     [
-        (_welcome(_enormous()), LayoutMismatchError),
-        (_welcome({"entries": "nonsense"}), ProtocolError),
-        (_welcome(_own_layout()), ProtocolError),
-        (_welcome(_own_layout(), {**FILE, "path": "/etc/passwd"}), ProtocolError),
-        (_welcome(_own_layout(), {**MEMFD, "pid": 1}), ProtocolError),
-        (_welcome(_own_layout(), {"kind": "nonsense"}), ProtocolError),
+        (_enormous(), "cpu", _update(), LayoutMismatchError),
+        ({"entries": "nonsense"}, "cpu", _update(), ProtocolError),
+        (_own_layout(), "nowhere", _update(), ProtocolError),
+        (_own_layout(), "cpu", _update(), ProtocolError),
+        (_own_layout(), "cpu", _update({**FILE, "path": "/etc/passwd"}), ProtocolError),
+        (_own_layout(), "cpu", _update({**MEMFD, "pid": 1}), ProtocolError),
+        (_own_layout(), "cpu", _update({"kind": "nonsense"}), ProtocolError),
     ],
-    ids=["enormous", "no layout", "no slot", "a file", "another process", "no handle"],
+    ids=["enormous", "no layout", "no device", "no slot", "a file", "another process", "no handle"],
 )
-async def test_a_sender_that_forges(welcome: frames.Welcome, error: type[Exception]) -> None:
+async def test_a_sender_that_forges(
+    layout: dict[str, Any], device: str, update: frames.Update, error: type[Exception]
+) -> None:
     scheme = SharedMemWeightSyncScheme(timeout=PATIENCE)
-    forger = _ForgedSender(scheme, welcome)
+    forger = _ForgedSender(scheme, frames.Welcome(layout=layout, version=0, device=device), update)
     await forger.listen()
     scheme._address = forger.listener.address
     model = Uniform(5.0)

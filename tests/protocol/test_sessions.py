@@ -20,6 +20,7 @@ from aiosync.protocol.events import (
     Rejected,
     StageDone,
     UpdateArrived,
+    Welcomed,
 )
 from aiosync.protocol.session import ReceiverSession, ReceiverState, SenderSession, SenderState
 
@@ -42,10 +43,18 @@ def joined(*, eager: bool = False) -> tuple[SenderSession, ReceiverSession]:
             sender.receive(frame)
         for answer in sender.frames_to_send():
             receiver.receive(answer)
-    sender.welcome({}, _update(0), eager=eager)
-    (welcome,) = sender.frames_to_send()
-    (event,) = receiver.receive(welcome)
-    assert isinstance(event, UpdateArrived)
+    welcome = f.Welcome(layout={}, version=0, eager=eager)
+    sender.welcome(welcome)
+    sender.publish(0)
+    receiver.wanting = True
+    first, notify = sender.frames_to_send()
+    assert receiver.receive(first) == [Welcomed(welcome)]
+    assert receiver.receive(notify) == []
+    for frame in receiver.frames_to_send():
+        assert sender.receive(frame) == [Fetched()]
+    sender.offer(_update(0))
+    for frame in sender.frames_to_send():
+        assert receiver.receive(frame) == [UpdateArrived(_update(0))]
     receiver.applied(0, {})
     for frame in receiver.frames_to_send():
         sender.receive(frame)
@@ -245,6 +254,22 @@ def test_an_eager_worker_asks_in_advance() -> None:
     sender.offer(_update(1))
     (update,) = sender.frames_to_send()
     assert receiver.receive(update) == [UpdateArrived(_update(1))]
+
+
+def test_a_layout_that_does_not_do_is_declined() -> None:
+    sender, receiver = SenderSession(TOKEN), ReceiverSession(TOKEN, 0)
+    for _ in range(2):
+        for frame in receiver.frames_to_send():
+            sender.receive(frame)
+        for answer in sender.frames_to_send():
+            receiver.receive(answer)
+    sender.welcome(f.Welcome(layout={}, version=0))
+    sender.publish(0)
+    for frame in sender.frames_to_send():
+        receiver.receive(frame)
+    receiver.declined(_nack(0))
+    (nack,) = receiver.frames_to_send()
+    assert sender.receive(nack) == [Rejected(_nack(0))]
 
 
 def test_abort_and_bye_are_heard_in_every_state() -> None:
