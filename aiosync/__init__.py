@@ -12,6 +12,7 @@ from aiosync.errors import (
     ForkedEndpointError,
     FrameError,
     HandshakeError,
+    InsecureTransportError,
     InvalidArgumentError,
     JointUpdateError,
     LayoutMismatchError,
@@ -35,10 +36,13 @@ from aiosync.schemes.report import SendReport, WorkerReport
 from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.shared import SharedMemWeightSyncScheme
 from aiosync.schemes.stats import PhaseStats, SchemeStats, SyncEvent
+from aiosync.schemes.tcp import TCPWeightSyncScheme
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.carrier import MPTransport
 from aiosync.transports.memory import Fault, MemoryTransport
 from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.transports.tcp import TCPTransport
+from aiosync.transports.tls import TLSConfig
 from aiosync.weights import Layout, WeightStrategy, resolve_model
 
 __version__ = "0.1.0"
@@ -52,6 +56,7 @@ __all__ = [
     "ForkedEndpointError",
     "FrameError",
     "HandshakeError",
+    "InsecureTransportError",
     "InvalidArgumentError",
     "JointUpdate",
     "JointUpdateError",
@@ -74,6 +79,9 @@ __all__ = [
     "SharedMemWeightSyncScheme",
     "SyncEvent",
     "SyncTimeoutError",
+    "TCPTransport",
+    "TCPWeightSyncScheme",
+    "TLSConfig",
     "Transport",
     "UnknownWorkerError",
     "UnsupportedTensorError",

@@ -4,7 +4,8 @@
 
     AiosyncError
     ├── InvalidArgumentError (ValueError)        an argument, or a mix of arguments, that cannot work
-    │   └── UnknownWorkerError                   a worker id that this scheme does not serve
+    │   ├── UnknownWorkerError                   a worker id that this scheme does not serve
+    │   └── InsecureTransportError               an address that others can reach, and no authentication
     ├── UnsupportedTensorError (TypeError)       a weight that has no dense bytes to send
     ├── LayoutMismatchError (KeyError)           names, shapes or dtypes differ between two sides
     ├── ArenaAllocationError (MemoryError)       the memory for the weights could not be taken
@@ -42,6 +43,7 @@ __all__ = [
     "ForkedEndpointError",
     "FrameError",
     "HandshakeError",
+    "InsecureTransportError",
     "InvalidArgumentError",
     "JointUpdateError",
     "LayoutMismatchError",
@@ -86,6 +88,10 @@ class UnknownWorkerError(InvalidArgumentError):
         self.worker = worker
         self.known = tuple(sorted(known))
         super().__init__(f"unknown worker {worker!r}: this scheme serves workers {list(self.known)}")
+
+
+class InsecureTransportError(InvalidArgumentError):
+    """A sender was to listen where others can connect, without anything to tell workers from strangers."""
 
 
 class UnsupportedTensorError(AiosyncError, TypeError):

@@ -25,6 +25,7 @@ TWINS: list[tuple[type[Any], str]] = [
     (aiosync.WeightSyncScheme, "BlockingTwin"),
     (aiosync.SharedMemWeightSyncScheme, "WeightSyncScheme"),
     (aiosync.MultiProcessWeightSyncScheme, "WeightSyncScheme"),
+    (aiosync.TCPWeightSyncScheme, "WeightSyncScheme"),
     (aiosync.NoWeightSyncScheme, "WeightSyncScheme"),
     (aiosync.MemoryWeightSyncScheme, "WeightSyncScheme"),
 ]
@@ -64,6 +65,8 @@ from aiosync.sync._twin import BlockingTwin
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.memory import Fault, MemoryTransport
 from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.transports.tcp import TCPTransport
+from aiosync.transports.tls import TLSConfig
 from aiosync.weights.binding import CommitMode
 from aiosync.weights.strategy import WeightStrategy
 

@@ -14,6 +14,7 @@ Who says what::
             <----------------------------- Notify      there is something newer than you have
       Fetch ----------------------------->        I am ready to take whatever is newest now
             <----------------------------- Update      here it lies; it is yours until you answer
+            <----------------------------- Chunk* End  (where the connection carries the bytes) here it is
       Staged ---------------------------->        (only where the commit has to wait) I have it
       Ack | Nack ------------------------>
             <----------------------------- Abort       a joint update is off
@@ -43,6 +44,9 @@ __all__ = [
     "Ack",
     "Bye",
     "Challenge",
+    "Chunk",
+    "Cut",
+    "End",
     "Fetch",
     "Frame",
     "FrameDecoder",
@@ -57,6 +61,7 @@ __all__ = [
     "Welcome",
     "decode_body",
     "encode",
+    "read_header",
 ]
 
 PROTOCOL_VERSION = 1
@@ -146,6 +151,29 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="fe
     """The worker is ready to take the newest update."""
 
 
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="chunk"):
+    """``size`` raw bytes follow this frame: those of block ``block`` of the update under way.
+
+    ``encoding`` is how they stand for the block; ``checksum`` is the XXH3-64 of the block itself.
+    """
+
+    block: int
+    size: int
+    checksum: int
+    encoding: str = "raw"
+
+
+class End(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="end"):
+    """The update under way is complete. ``digest`` is the XXH3-128 of all its blocks' checksums, in
+    order, as unsigned 64-bit big-endian integers; also of the blocks that were not sent."""
+
+    digest: bytes
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="cut"):
+    """The update under way is taken back; the Fetch is answered later."""
+
+
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="staged"):
     """The worker holds the update in a back slot of its own and waits for the moment to commit."""
 
@@ -200,6 +228,9 @@ Frame: TypeAlias = (
     | Notify
     | Fetch
     | Update
+    | Chunk
+    | End
+    | Cut
     | Staged
     | Ack
     | Nack
@@ -229,6 +260,22 @@ def decode_body(body: bytes) -> Frame:
         raise FrameError(f"a frame's body cannot be read: {exc}") from exc
 
 
+def read_header(buffer: bytes | bytearray, offset: int, limit: int) -> tuple[int, int]:
+    """The length in bytes and the CRC-32 of the body that follows the header at ``offset``.
+
+    Raises:
+        FrameError: on a wrong magic number, another protocol version or a body over ``limit``.
+    """
+    magic, version, _, length, checksum = _HEADER.unpack_from(buffer, offset)
+    if magic != _MAGIC:
+        raise FrameError(f"expected a frame that starts with {_MAGIC!r}, got {bytes(magic)!r}")
+    if version != PROTOCOL_VERSION:
+        raise FrameError(f"expected protocol version {PROTOCOL_VERSION}, got {version}")
+    if length > limit:
+        raise FrameError(f"a frame of {length} bytes is over the limit of {limit}")
+    return length, checksum
+
+
 class FrameDecoder:
     """Turns a stream of bytes, cut anywhere, into frames.
 
@@ -253,7 +300,7 @@ class FrameDecoder:
         """
         self._buffer += data
         while len(self._buffer) >= HEADER_SIZE:
-            length, checksum = self._read_header()
+            length, checksum = read_header(self._buffer, 0, self.limit)
             end = HEADER_SIZE + length
             if len(self._buffer) < end:
                 return
@@ -263,12 +310,3 @@ class FrameDecoder:
             del self._buffer[:end]
             yield decode_body(body)
 
-    def _read_header(self) -> tuple[int, int]:
-        magic, version, _, length, checksum = _HEADER.unpack_from(self._buffer)
-        if magic != _MAGIC:
-            raise FrameError(f"expected a frame that starts with {_MAGIC!r}, got {bytes(magic)!r}")
-        if version != PROTOCOL_VERSION:
-            raise FrameError(f"expected protocol version {PROTOCOL_VERSION}, got {version}")
-        if length > self.limit:
-            raise FrameError(f"a frame of {length} bytes is over the limit of {self.limit}")
-        return length, checksum

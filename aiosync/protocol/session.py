@@ -166,6 +166,11 @@ class SenderSession(_Session):
         self._newest = max(self._newest, update.round)
         self._outgoing.append(update)
 
+    def recall(self) -> None:
+        """The offered update is taken back, before all of it was sent: the worker's fetch is open again."""
+        self._expect(SenderState.LEASED)
+        self.state = SenderState.READY
+
     def abort(self, joint: str) -> None:
         """Call a joint update off."""
         if self.authenticated:

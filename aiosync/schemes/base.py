@@ -144,6 +144,7 @@ class WeightSyncScheme(SchemeRecipe):
                 self._token,
                 allocate=self._allocate,
                 holds=self._holds,
+                deliver=self._deliver,
                 events=self._events,
             )
         return self._sender
@@ -170,6 +171,7 @@ class WeightSyncScheme(SchemeRecipe):
                 self.create_transport(worker_idx=self._worker_idx),
                 self._token,
                 holds=self._holds,
+                make_arrival=self._make_arrival,
                 context=self.context,
                 events=self._events,
             )

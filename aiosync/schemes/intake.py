@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from aiosync._deadline import Deadline
 from aiosync.errors import ProtocolError
 from aiosync.protocol.frames import Update
+from aiosync.schemes.arrival import Arrival
 from aiosync.schemes.cascade import cascade
 from aiosync.schemes.gate import CommitGate, CommitJob, ForwardGuard, commit_now, submit
 from aiosync.schemes.joint import JointPart, join, leave
 from aiosync.schemes.spec import SchemeSpec
 from aiosync.schemes.stager import Stager
 from aiosync.transports._offload import Offloader
+from aiosync.transports.base import Transport
 from aiosync.weights.binding import Binding, bind
 from aiosync.weights.copying import copy_pairs
 from aiosync.weights.layout import Layout
@@ -59,8 +61,10 @@ class Intake:
         context: told of each update if it has ``update_policy_weights_``.
         worker: the worker's index.
         holds: whether the sender's memory may be viewed while a version is in service.
+        make_arrival: makes the place where updates of a layout come in.
 
     Attributes:
+        arrival: that place, once the layout is known.
         version: the version in service, -1 before the first.
         weights: the tensors in service, name -> tensor.
         gate: keeps commits out while somebody reads.
@@ -76,6 +80,7 @@ class Intake:
         worker: int,
         *,
         holds: bool,
+        make_arrival: Callable[[Layout], Arrival],
     ) -> None:
         self.model = model
         self.version = -1
@@ -87,6 +92,8 @@ class Intake:
         self._context = context
         self._worker = worker
         self._holds = holds
+        self._make_arrival = make_arrival
+        self.arrival: Arrival | None = None
         self._offloader = Offloader("aiosync-receiver")
         self._binding: Binding | None = None
         self._stager: Stager | None = None
@@ -121,8 +128,18 @@ class Intake:
         except RuntimeError as exc:
             raise ProtocolError(f"the sender's weights are on a device that is none here: {exc}") from exc
         binding = bind(self.model, Layout.from_wire(wire_layout), self._strategy, self._spec.commit)
-        self._stager = Stager(binding, source, copies=not self._holds)
+        self.arrival = self._make_arrival(binding.layout)
+        copies = self.arrival.borrowed and not self._holds
+        self._stager = Stager(binding, self.arrival, source, copies=copies)
         self._binding = binding
+
+    async def prepare(self, transport: Transport) -> None:
+        """Be ready for updates over this connection."""
+        arrival = self.arrival
+        assert arrival is not None
+        if not arrival.borrowed:
+            await self._offloader.run(lambda _: arrival.prepare())
+        arrival.attach(transport)
 
     async def reserve(self) -> None:
         """Take all memory that will be needed, so that later updates run into warm pages."""
@@ -239,8 +256,8 @@ class Intake:
 
     def note(self, held: Held) -> None:
         """An update is given back unused: take in what it said besides."""
-        if self._stager is not None:
-            self._stager.note(held.update.payload)
+        if self.arrival is not None:
+            self.arrival.note(held.update.payload)
 
     def overtake(self) -> None:
         """There is something newer: what waits for readers is not to be committed any more. It would

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
-from typing import Any
 
 from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.events import SenderEvent
 from aiosync.protocol.frames import Bye, Frame, Update, Welcome
 from aiosync.protocol.session import SenderSession, SenderState
+from aiosync.schemes.delivery import Delivery
 from aiosync.schemes.group import Published, WeightGroup
 from aiosync.schemes.rounds import JointRound
 from aiosync.transports.base import Transport
@@ -20,6 +21,9 @@ EAGER_LIMIT = 1 << 20
 """Bytes up to which a worker is handed an update without having been told of it first: saves a round trip,
 and costs a slot if the worker hangs just then."""
 
+PATIENCE = 1.0
+"""Seconds without a byte moved after which a worker's memory may be taken from it."""
+
 
 class WorkerLink:
     """A connected worker.
@@ -27,6 +31,7 @@ class WorkerLink:
     Args:
         worker: its index.
         pid: its process, for noticing its end; 0 if unknown.
+        delivery: how versions get there.
         holds: whether it goes on reading a slot while that version is in service (it views the
             memory), or only until it has answered (it copied).
         on_event, on_lost: told what happens.
@@ -44,6 +49,7 @@ class WorkerLink:
         transport: Transport,
         session: SenderSession,
         group: WeightGroup,
+        delivery: Delivery,
         *,
         holds: bool,
         on_event: Callable[[WorkerLink, SenderEvent], None],
@@ -60,7 +66,8 @@ class WorkerLink:
         self._holds = holds
         self._leased: Published | None = None
         self._in_service: Published | None = None
-        self._told: dict[int, dict[str, Any]] = {}
+        self._delivery = delivery
+        self._moved = (-1, 0.0)
         self._on_event = on_event
         self._on_lost = on_lost
         self._watch = ProcessWatch(pid, self._process_ended)
@@ -136,7 +143,10 @@ class WorkerLink:
             assert self.due is not None
             # A worker without any version takes its first by itself: its other models may come later.
             joint = self.due.joint if self._in_service is not None else None
-            self.session.offer(self._lease(self.due, joint))
+            published = self.due
+            self.session.offer(self._lease(published, joint))
+            self.transport.flush(self.session)
+            self._delivery.begin(published, lambda: self._sent(published))
         self.transport.flush(self.session)
 
     def _welcome(self, version: int) -> Welcome:
@@ -165,6 +175,23 @@ class WorkerLink:
         if self._leased is not None:
             self._answered()
 
+    def _sent(self, published: Published) -> None:
+        """All its bytes are on their way."""
+        if self._leased is published and not self._holds:
+            self.copied()
+
+    def cut(self) -> None:
+        """Take back what is being sent to a worker that does not take it: its memory is needed. A worker that
+        is merely slow is left to it, or it would never get a whole version."""
+        progress, now = self._delivery.progress, time.monotonic()
+        if progress != self._moved[0]:
+            self._moved = progress, now
+        stuck = self.late or now - self._moved[1] > PATIENCE
+        if stuck and self._leased is not None and self._delivery.cut():
+            self.session.recall()
+            self.due = self.due or self.group.latest
+            self._answered()
+
     def copied(self) -> None:
         """It has the leased version in memory of its own."""
         self.group.release(self.worker)
@@ -175,6 +202,7 @@ class WorkerLink:
         Returns the error for whoever waits for it.
         """
         self._watch.close()
+        self._delivery.cut()
         self._call_off(self._leased)
         if self.due is not None:
             self._forgo(self.due)
@@ -214,16 +242,8 @@ class WorkerLink:
             base=published.base,
             names=names,
             joint=joint.mark if joint else None,
-            payload=self._payload(published),
+            payload=self._delivery.payload(published),
         )
-
-    def _payload(self, published: Published) -> dict[str, Any]:
-        """Where the version lies, and which slots came and went since the worker was last told."""
-        slots = {slot.index: slot.segment.handle or {} for slot in self.group.arena.slots}
-        new = [[index, handle] for index, handle in slots.items() if index not in self._told]
-        gone = [index for index in self._told if index not in slots]
-        self._told = slots
-        return {"slot": published.slot.index, "new": new, "gone": gone}
 
 
 class Lingering:

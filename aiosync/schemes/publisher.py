@@ -133,6 +133,7 @@ class Publisher:
                         "strict=False builds on the version before, and that one was lost: "
                         "send all entries once"
                     )
+                self._roster.make_room(group)
                 parked = self._roster.parked(group)
                 draft = await group.draft(pairs, targets, parked, deadline, may_spill=may_spill)
                 prepared.drafts.append(draft)

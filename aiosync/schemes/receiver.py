@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from aiosync.protocol.events import Aborted, Left, UpdateArrived
 from aiosync.protocol.frames import Frame, Welcome
 from aiosync.protocol.session import ReceiverSession
 from aiosync.schemes._host import TaskHost
+from aiosync.schemes.arrival import Arrival
 from aiosync.schemes.intake import Held, Intake, Overtaken
 from aiosync.schemes.joint import give_up
 from aiosync.schemes.refusal import nack_of
@@ -37,6 +38,7 @@ from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, SyncEvent
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports.base import Transport
 from aiosync.transports.liveness import ProcessWatch
+from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.target import WeightTarget
 
@@ -55,6 +57,7 @@ class WeightReceiver:
         transport: the way to the sender, not open yet.
         token: the secret that the sender must know.
         holds: whether the sender's memory may be viewed while it is in service.
+        make_arrival: makes the place where updates come in.
         context: told of each update if it has ``update_policy_weights_`` (sync or async).
 
     Attributes:
@@ -74,6 +77,7 @@ class WeightReceiver:
         token: bytes,
         *,
         holds: bool,
+        make_arrival: Callable[[Layout], Arrival],
         context: Any = None,
         events: EventSource,
     ) -> None:
@@ -81,7 +85,16 @@ class WeightReceiver:
         self.worker_idx = worker_idx
         self.stats = SchemeStats()
         self.transport = transport
-        self.intake = Intake(spec, strategy, model, model_id, context, worker_idx, holds=holds)
+        self.intake = Intake(
+            spec,
+            strategy,
+            model,
+            model_id,
+            context,
+            worker_idx,
+            holds=holds,
+            make_arrival=make_arrival,
+        )
         self.ended: str | None = None
         self.lost = False
         self._holds = holds
@@ -137,6 +150,7 @@ class WeightReceiver:
             self._session.declined(nack_of(welcome.version, exc))
             self._tell_failure(exc)
             raise
+        await self.intake.prepare(self.transport)
         self.transport.start(self)
         self._watch = ProcessWatch(self._sender_pid(), self._sender_ended)
         while self.version < 0:

@@ -17,7 +17,10 @@ from aiosync.errors import (
     InvalidArgumentError,
     NotInitializedError,
 )
+from aiosync.schemes.arrival import Arrival, Mapped
 from aiosync.schemes.cascade import in_format
+from aiosync.schemes.delivery import ByReference, Delivery
+from aiosync.schemes.group import WeightGroup
 from aiosync.schemes.plan import SenderArguments, SenderPlan, make_plan, model_of
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.sender import WeightSender
@@ -25,6 +28,7 @@ from aiosync.schemes.spec import OnFailure, SchemeSpec, StrategyName
 from aiosync.schemes.stats import EventHook, EventSource, SchemeStats
 from aiosync.transports.base import Listener, Transport
 from aiosync.weights.binding import CommitMode
+from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 from aiosync.weights.strategy import WeightStrategy
 
@@ -95,6 +99,14 @@ class SchemeRecipe(ABC):
     def _allocate(self, nbytes: int, device: torch.device) -> Segment:
         """Memory for a slot."""
         return Segment.shared(nbytes, device)
+
+    def _deliver(self, transport: Transport, group: WeightGroup) -> Delivery:
+        """How a group's versions get over a connection."""
+        return ByReference(group)
+
+    def _make_arrival(self, layout: Layout) -> Arrival:
+        """Where a worker's updates come in."""
+        return Mapped(layout)
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
         """What else of the scheme is copied, and how a worker finds the sender.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 from aiosync._deadline import Deadline
 from aiosync.errors import AiosyncError, NotConnectedError, UnknownWorkerError, WorkerLostError
@@ -12,6 +12,7 @@ from aiosync.protocol.events import Applied, Fetched, Left, Rejected, SenderEven
 from aiosync.protocol.frames import Hello, Joint
 from aiosync.protocol.session import SenderSession
 from aiosync.schemes._host import TaskHost
+from aiosync.schemes.delivery import Delivery
 from aiosync.schemes.group import WeightGroup
 from aiosync.schemes.link import Lingering, WorkerLink
 from aiosync.schemes.refusal import remote_error
@@ -21,7 +22,10 @@ from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, SyncEvent
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.liveness import ProcessWatch
 
-__all__ = ["Roster"]
+__all__ = ["Deliver", "Roster"]
+
+Deliver: TypeAlias = Callable[[Transport, WeightGroup], Delivery]
+"""Says how a group's versions get over a connection."""
 
 
 class Roster:
@@ -33,6 +37,7 @@ class Roster:
         listener: where they connect.
         token: the secret that they must know.
         holds: whether they view the memory that they are given, instead of copying from it.
+        deliver: says how versions of a group get over a connection.
 
     Attributes:
         workers: the indices that a send without ``worker_ids`` goes to.
@@ -49,6 +54,7 @@ class Roster:
         token: bytes,
         *,
         holds: bool,
+        deliver: Deliver,
         events: EventSource,
         stats: SchemeStats,
     ) -> None:
@@ -59,6 +65,7 @@ class Roster:
         self._listener = listener
         self._token = token
         self._holds = holds
+        self._deliver = deliver
         self._events = events
         self.stats = stats
         self._groups: Sequence[WeightGroup] = ()
@@ -111,6 +118,12 @@ class Roster:
     def members(self, group: WeightGroup) -> list[WorkerLink]:
         """The connected workers of a group."""
         return [link for link in self.links.values() if link.group is group]
+
+    def make_room(self, group: WeightGroup) -> None:
+        """Where every slot is in use: take back what is being sent to workers that do not take it."""
+        if group.arena.free_slot() is None:
+            for link in self.members(group):
+                link.cut()
 
     def parked(self, group: WeightGroup) -> set[Any]:
         """The holders of a group's slots that are not expected to move on."""
@@ -250,6 +263,7 @@ class Roster:
             transport,
             session,
             group,
+            self._deliver(transport, group),
             holds=self._holds,
             on_event=self._on_event,
             on_lost=self._on_lost,

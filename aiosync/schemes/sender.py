@@ -22,7 +22,7 @@ from aiosync.schemes.group import WeightGroup
 from aiosync.schemes.plan import SenderPlan
 from aiosync.schemes.publisher import Prepared, Publisher, Sources
 from aiosync.schemes.report import SendReport, WorkerReport
-from aiosync.schemes.roster import Roster
+from aiosync.schemes.roster import Deliver, Roster
 from aiosync.schemes.rounds import Round, first_failure
 from aiosync.schemes.spec import SchemeSpec
 from aiosync.schemes.stats import EventSource, SchemeStats, SyncEvent, logger
@@ -46,6 +46,7 @@ class WeightSender:
         token: the secret that workers must know.
         allocate: makes a segment of so many bytes on a device.
         holds: whether workers view the memory that they are given, instead of copying from it.
+        deliver: says how versions of a group get over a connection.
 
     Attributes:
         roster: the workers.
@@ -62,13 +63,21 @@ class WeightSender:
         *,
         allocate: Callable[[int, torch.device], Segment],
         holds: bool,
+        deliver: Deliver,
         events: EventSource,
     ) -> None:
         self.spec = spec
         self.plan = plan
         self.model_id = model_id
         self.roster = Roster(
-            plan.workers, model_id, listener, token, holds=holds, events=events, stats=SchemeStats()
+            plan.workers,
+            model_id,
+            listener,
+            token,
+            holds=holds,
+            deliver=deliver,
+            events=events,
+            stats=SchemeStats(),
         )
         self._events = events
         self._listener = listener

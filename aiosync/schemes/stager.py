@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiosync.errors import ProtocolError
 from aiosync.protocol.frames import Update
+from aiosync.schemes.arrival import Arrival
 from aiosync.weights.arena import Arena, Slot
 from aiosync.weights.binding import Binding
 from aiosync.weights.copying import INLINE_LIMIT, Pairs
@@ -20,23 +20,25 @@ __all__ = ["Stager"]
 
 
 class Stager:
-    """Maps the sender's slots and turns an update into the tensors to commit.
+    """Turns an update that has arrived into the tensors to commit.
 
     What a parameter will view must have its dtype and device, so entries that differ are converted
-    into slots of this process; with ``copies`` so is everything else, and the sender's memory is
+    into slots of this process; with ``copies`` so is everything else, and the memory that it arrived in is
     needed only until the update is staged. Two slots take turns: the front one is in service.
 
     Args:
         binding: the model, bound to the sender's layout.
-        device: where the sender's slots lie.
+        arrival: where updates are.
+        device: where that is.
         copies: whether to copy everything.
     """
 
-    def __init__(self, binding: Binding, device: torch.device, *, copies: bool) -> None:
+    def __init__(
+        self, binding: Binding, arrival: Arrival, device: torch.device, *, copies: bool
+    ) -> None:
         self.copies = copies
         self._layout = binding.layout
-        self._attached: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
-        self._announced: dict[int, dict[str, Any]] = {}
+        self._arrival = arrival
         self._arenas = _own_arenas(binding, device, copies)
         self._back: dict[torch.device, Slot] = {}
         # Own slots that look just like the sender's are copied in one piece.
@@ -45,10 +47,11 @@ class Stager:
     @property
     def nbytes(self) -> int:
         """Bytes that this process has taken for staging."""
-        return sum(arena.nbytes for arena in self._arenas.values())
+        return self._arrival.nbytes + sum(arena.nbytes for arena in self._arenas.values())
 
     def reserve(self) -> None:
         """Take the memory for both slots now, so that later updates run into warm pages."""
+        self._arrival.reserve()
         for arena in self._arenas.values():
             while len(arena.slots) < 2:
                 arena.grow()
@@ -57,17 +60,17 @@ class Stager:
         """Whether staging moves so few bytes that a thread would take longer."""
         if self._layout.nbytes <= INLINE_LIMIT:
             return True
-        return not self._arenas and not self._announced and not update.payload.get("new")
+        return not self._arenas and self._arrival.is_quick(update)
 
     def stage(self, update: Update) -> tuple[Mapping[str, Tensor], Pairs]:
         """Every name -> the tensor to commit, and the (destination, source) pairs that have to be copied
         before. Blocking; may be run in a thread.
 
         Raises:
-            ProtocolError: the update does not say where it lies, or its memory cannot be mapped.
+            ProtocolError: the update does not say where it lies, cannot be mapped, or arrived damaged.
             ArenaAllocationError: there is no memory for slots of this process's own.
         """
-        buffer, source = self._source(update.payload)
+        buffer, source = self._arrival.find(update)
         if not self._arenas:
             return source, []
         views = dict(source)
@@ -84,16 +87,9 @@ class Stager:
             views[alias] = views[name]
         return views, pairs
 
-    def note(self, payload: Mapping[str, Any]) -> None:
-        """Which slots the sender has now. It says so once, so this is not to be missed even if the
-        update that says it is not staged."""
-        for index in payload.get("gone", ()):
-            self._attached.pop(index, None)
-            self._announced.pop(index, None)
-        self._announced.update((index, handle) for index, handle in payload.get("new", ()))
-
     def committed(self) -> None:
         """What was staged last is in service now: the slots before it are free."""
+        self._arrival.committed()
         for device, slot in self._back.items():
             for other in self._arenas[device].slots:
                 other.holders.clear()
@@ -102,24 +98,9 @@ class Stager:
 
     def close(self) -> None:
         """Let go of everything; tensors in service stay valid."""
-        self._attached.clear()
+        self._arrival.close()
         for arena in self._arenas.values():
             arena.close()
-
-    def _source(self, payload: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        self.note(payload)
-        while self._announced:
-            index, handle = self._announced.popitem()
-            segment = Segment.attach(handle)
-            if segment.nbytes < self._layout.nbytes:
-                raise ProtocolError(
-                    f"slot {index} has {segment.nbytes} bytes, the layout needs {self._layout.nbytes}"
-                )
-            self._attached[index] = segment.buffer, self._layout.views(segment.buffer)
-        try:
-            return self._attached[payload["slot"]]
-        except KeyError as exc:
-            raise ProtocolError(f"an update lies in a slot that was never announced: {exc}") from exc
 
 
 def _own_arenas(binding: Binding, source: torch.device, copies: bool) -> dict[torch.device, Arena]:

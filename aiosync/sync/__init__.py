@@ -11,6 +11,7 @@ from aiosync.sync._generated_schemes import (
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     SharedMemWeightSyncScheme,
+    TCPWeightSyncScheme,
     WeightSyncScheme,
 )
 from aiosync.sync._joint import JointUpdate, atomic
@@ -21,6 +22,7 @@ __all__ = [
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "SharedMemWeightSyncScheme",
+    "TCPWeightSyncScheme",
     "WeightSyncScheme",
     "atomic",
 ]

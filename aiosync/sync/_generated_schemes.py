@@ -21,6 +21,8 @@ from aiosync.sync._twin import BlockingTwin
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.memory import Fault, MemoryTransport
 from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.transports.tcp import TCPTransport
+from aiosync.transports.tls import TLSConfig
 from aiosync.weights.binding import CommitMode
 from aiosync.weights.strategy import WeightStrategy
 
@@ -29,6 +31,7 @@ __all__ = [
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "SharedMemWeightSyncScheme",
+    "TCPWeightSyncScheme",
     "WeightSyncScheme",
 ]
 
@@ -463,6 +466,56 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
         Raises:
             NotInitializedError: the scheme came to this process in another way than by starting it.
+        """
+        return self._async.create_transport(worker_idx=worker_idx)
+
+
+class TCPWeightSyncScheme(WeightSyncScheme):
+    """The blocking twin of :class:`aiosync.TCPWeightSyncScheme`.
+
+    Workers on this or other machines, which connect to the sender's address.
+
+    The weights are copied once into a slot of the sender's and sent from there to all workers at the same
+    time, by a thread beside the event loop; each block carries a checksum. In the worker the bytes go
+    straight into its back slot. Nothing on the wire is pickled.
+
+    A worker on another machine builds the same scheme from address and token; one that is handed the
+    pickled scheme knows the real port too.
+
+    Memory: two slots of the model's size on the sender, a third while a worker is behind, whatever the number
+    of workers (a worker that takes nothing for a second gives way when memory is needed); two slots in
+    each worker, and two more if it converts dtypes.
+
+    Args:
+        address: ``tcp://host:port`` (port 0: any free one, chosen in ``init_on_sender``) or
+            ``unix:///path`` (for this user alone).
+        token: a secret of 16 characters or more that sender and workers have; each proves to the other
+            that it knows it. It does not encrypt: use TLS where others can read along.
+        tls: certificates; with a ``cafile`` on the sender workers have to show one too.
+        insecure: listen to other machines with neither a token nor mutual TLS.
+        max_connections: how many a sender takes.
+        options: see :class:`~aiosync.WeightSyncScheme`.
+
+    Raises:
+        InvalidArgumentError: an address that is none, a token that is too short.
+    """
+
+    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.TCPWeightSyncScheme
+    _async: aiosync.TCPWeightSyncScheme
+
+    def __init__(self, address: str='tcp://127.0.0.1:0', *args: Any, token: str | bytes | None=None, tls: TLSConfig | None=None, insecure: bool=False, max_connections: int=1024, **options: Any) -> None:
+        self._async = aiosync.TCPWeightSyncScheme(address, *args, token=token, tls=tls, insecure=insecure, max_connections=max_connections, **options)
+
+    @property
+    def address(self) -> str:
+        """Where the sender listens; after ``init_on_sender`` with the real port."""
+        return self._async.address
+
+    def create_transport(self, *, worker_idx: int) -> TCPTransport:
+        """A worker's connection, not open yet.
+
+        Raises:
+            InvalidArgumentError: the address has no port yet.
         """
         return self._async.create_transport(worker_idx=worker_idx)
 

@@ -1,7 +1,7 @@
 """Threads: the only place of the package that starts them (the blocking twins' loop thread aside).
 
-Two kinds. :class:`Offloader` runs blocking work for coroutines that await it. :class:`QueueReader`
-waits on a multiprocessing queue for as long as it is open.
+Three kinds. :class:`Offloader` runs blocking work for coroutines that await it. :class:`QueueReader`
+waits on a multiprocessing queue for as long as it is open. :class:`LoopThread` moves the bytes of sockets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from aiosync.weights.copying import Lane, Pairs, copy_lanes
 
-__all__ = ["Offloader", "QueueReader", "uninterrupted"]
+__all__ = ["LoopThread", "Offloader", "QueueReader", "uninterrupted"]
 
 T = TypeVar("T")
 
@@ -163,3 +163,34 @@ class QueueReader:
             self._loop.call_soon_threadsafe(callback, value)
         except RuntimeError:
             return  # the loop is closed: nobody is left to tell
+
+
+class LoopThread:
+    """An event loop in a thread of its own, for connections that are to move whatever the caller's loop
+    is busy with. The endpoint that owns it closes it.
+
+    Attributes:
+        loop: to be used in its own thread only.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+        self._closed = False
+
+    def call(self, function: Callable[..., object], *args: object) -> bool:
+        """Have ``function(*args)`` called in the thread, after what was asked for before; false if the thread
+        has ended."""
+        if self._closed:
+            return False
+        self.loop.call_soon_threadsafe(function, *args)
+        return True
+
+    def close(self) -> None:
+        """Do what was asked for, end the thread and wait for it (it never blocks for long); idempotent."""
+        if not self._closed:
+            self._closed = True
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+            self.loop.close()

@@ -83,6 +83,7 @@ class Transport(ABC):
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
         self._end: str | None = None
+        self._breach: ProtocolError | None = None
         self._closed = False
 
     # -- what a subclass fills in ---------------------------------------------------------------
@@ -145,9 +146,12 @@ class Transport(ABC):
 
         Raises:
             WorkerLostError: the peer has gone.
+            ProtocolError: what it said was not our protocol.
             SyncTimeoutError: the deadline passed.
         """
         while not self._inbox:
+            if self._breach is not None:
+                raise self._breach
             if self._end is not None or self._closed:
                 raise WorkerLostError((), self._end or "this side has closed the connection")
             self._waiter = asyncio.get_running_loop().create_future()
@@ -264,13 +268,16 @@ class Transport(ABC):
                 if not self.check_connection():
                     return
         except ProtocolError as exc:
-            self._lost(str(exc))
+            self._lost(str(exc), exc)
 
-    def _lost(self, reason: str) -> None:
-        """The connection is of no use any more. Reported once; ``aclose`` is still to come."""
+    def _lost(self, reason: str, breach: ProtocolError | None = None) -> None:
+        """The connection is of no use any more. Reported once; ``aclose`` is still to come.
+
+        ``breach``: it is the peer who did not keep to the protocol.
+        """
         if self._end is not None or self._closed:
             return
-        self._end = reason
+        self._end, self._breach = reason, breach
         self._wake()
         if self._sink is not None:
             self._sink.connection_lost(reason)

@@ -13,7 +13,6 @@ import os
 import secrets
 import shutil
 import socket
-import struct
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from aiosync._deadline import Deadline
 from aiosync.errors import WorkerLostError
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports.base import Listener, Transport
+from aiosync.transports.sockets import credentials
 
 __all__ = ["SharedMemTransport", "UnixListener"]
 
@@ -165,23 +165,14 @@ def _os_address(address: str) -> str:
     return "\0" + address[1:] if address.startswith("@") else address
 
 
-def _credentials(sock: Any) -> tuple[int, int]:
-    """The peer's (pid, uid), or (0, -1) where the system does not tell."""
-    if sys.platform != "linux" or sock is None:
-        return 0, -1
-    layout = struct.Struct("3i")
-    pid, uid, _ = layout.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size))
-    return pid, uid
-
-
 def _peer_pid(sock: Any) -> int:
-    return _credentials(sock)[0]
+    return credentials(sock)[0]
 
 
 def _same_user(transport: SharedMemTransport) -> bool:
     stream = transport._stream
     assert stream is not None
-    _, uid = _credentials(stream.get_extra_info("socket"))
+    _, uid = credentials(stream.get_extra_info("socket"))
     if uid in (-1, os.geteuid()):
         return True
     stream.abort()

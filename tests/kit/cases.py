@@ -71,5 +71,6 @@ SCHEMES = [
     SchemeCase("process", named("process")),
     # The pipe is the caller's: one that has broken with its process cannot be mended.
     SchemeCase("process-pipes", _over_pipes, respawns=False),
+    SchemeCase("tcp", named("tcp")),
     SchemeCase("memory", named("memory"), processes=False),
 ]

@@ -1,0 +1,116 @@
+"""Where an update's bytes are on the receiving side before anything is done with them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from aiosync.errors import ProtocolError
+from aiosync.protocol.frames import Update
+from aiosync.transports.base import Transport
+from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
+
+__all__ = ["Arrival", "Mapped"]
+
+
+class Arrival(ABC):
+    """The updates of one connection as they come in.
+
+    Attributes:
+        borrowed: whether the memory is the sender's, who will write into it again.
+        nbytes: bytes of this process's own that it has taken.
+    """
+
+    borrowed: ClassVar[bool]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this process's own that it has taken."""
+        return 0
+
+    def prepare(self) -> None:
+        """Take what the first update needs. Blocking."""
+        return
+
+    def attach(self, transport: Transport) -> None:
+        """Updates come over this connection."""
+        return
+
+    def reserve(self) -> None:
+        """Take what all later ones need. Blocking."""
+        return
+
+    @abstractmethod
+    def is_quick(self, update: Update) -> bool:
+        """Whether :meth:`find` returns at once."""
+
+    @abstractmethod
+    def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
+        """The buffer of an update that has arrived, and every name's view of it. Blocking.
+
+        Raises:
+            ProtocolError: it does not say where it lies, cannot be mapped, or arrived damaged.
+        """
+
+    def note(self, payload: Mapping[str, Any]) -> None:
+        """What an update said, which is not to be missed even if the update is not used."""
+        return
+
+    def committed(self) -> None:
+        """What was found last is in service now."""
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything; tensors in service stay valid."""
+
+
+class Mapped(Arrival):
+    """Updates that lie in the sender's slots, which this process maps when it hears of them.
+
+    Args:
+        layout: what a slot holds.
+    """
+
+    borrowed = True
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._attached: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
+        self._announced: dict[int, dict[str, Any]] = {}
+
+    def is_quick(self, update: Update) -> bool:
+        """Whether there is no slot to be mapped first."""
+        return not self._announced and not update.payload.get("new")
+
+    def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`Arrival.find`."""
+        self.note(update.payload)
+        while self._announced:
+            index, handle = self._announced.popitem()
+            segment = Segment.attach(handle)
+            if segment.nbytes < self._layout.nbytes:
+                raise ProtocolError(
+                    f"slot {index} has {segment.nbytes} bytes, the layout needs {self._layout.nbytes}"
+                )
+            self._attached[index] = segment.buffer, self._layout.views(segment.buffer)
+        try:
+            return self._attached[update.payload["slot"]]
+        except KeyError as exc:
+            raise ProtocolError(f"an update lies in a slot that was never announced: {exc}") from exc
+
+    def note(self, payload: Mapping[str, Any]) -> None:
+        """Which slots the sender has now. It says so once."""
+        for index in payload.get("gone", ()):
+            self._attached.pop(index, None)
+            self._announced.pop(index, None)
+        self._announced.update((index, handle) for index, handle in payload.get("new", ()))
+
+    def close(self) -> None:
+        """Unmap."""
+        self._attached.clear()
+        self._announced.clear()

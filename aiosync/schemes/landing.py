@@ -1,0 +1,139 @@
+"""Updates whose bytes the connection brings: they land in slots of this process.
+
+Two slots take turns. The next update is asked for when the last one has been answered for, so one of them
+is free by then: the connection's thread fills it, and checks every block as it comes, while the other is
+in service. Who may write into a slot changes with the messages: from the Fetch until the update is handed
+to the event loop the back slot is the thread's.
+"""
+
+from __future__ import annotations
+
+import xxhash
+from torch import Tensor
+
+from aiosync.errors import ProtocolError
+from aiosync.protocol.frames import Chunk, End, Update
+from aiosync.protocol.stream import BLOCK, block_count
+from aiosync.schemes.arrival import Arrival
+from aiosync.transports.base import Transport
+from aiosync.transports.tcp import TCPTransport
+from aiosync.weights.arena import Arena, Slot
+from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
+
+__all__ = ["Landing", "block_of", "digest_of", "memory_of"]
+
+
+class Landing(Arrival):
+    """Slots of this process, and what is known of the bytes in them.
+
+    Args:
+        layout: what a slot holds.
+    """
+
+    borrowed = False
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._arena = Arena(layout, Segment.private, max_slots=2)
+        self._blocks = block_count(layout.nbytes)
+        self._slot: Slot | None = None
+        self._memory = memoryview(b"")
+        self._sums: dict[int, int] = {}
+        self._damage: ProtocolError | None = None
+
+    # -- the event loop's side ------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self._arena.nbytes
+
+    def prepare(self) -> None:
+        """Take the first slot."""
+        if not self._arena.slots:
+            self._arena.grow()
+
+    def attach(self, transport: Transport) -> None:
+        """Take in the bodies that this connection brings."""
+        assert isinstance(transport, TCPTransport)
+        transport.land(self)
+
+    def reserve(self) -> None:
+        """Take the second."""
+        while len(self._arena.slots) < 2:
+            self._arena.grow()
+
+    def is_quick(self, update: Update) -> bool:
+        """Always: it is here, or it would not have been handed out."""
+        return True
+
+    def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`Arrival.find`."""
+        if self._damage is not None:
+            raise self._damage
+        assert self._slot is not None
+        return self._slot.segment.buffer, self._slot.views
+
+    def committed(self) -> None:
+        """The other slot is free now."""
+        for slot in self._arena.slots:
+            slot.holders.clear()
+        if self._slot is not None:
+            self._slot.holders.add("front")
+
+    def close(self) -> None:
+        """Let go of the slots; tensors in service keep theirs."""
+        self._arena.close()
+
+    # -- the thread's side ----------------------------------------------------------------------------
+
+    def begin(self, update: Update) -> None:
+        """The body of an update follows."""
+        slot = self._arena.free_slot()
+        if slot is None:
+            raise ProtocolError("an update came that was not asked for")
+        self._slot = slot
+        self._memory = memory_of(slot, self._layout.nbytes)
+        self._sums = {}
+        self._damage = None
+
+    def place(self, chunk: Chunk) -> memoryview:
+        """Where a block's bytes belong."""
+        if not 0 <= chunk.block < self._blocks or chunk.block in self._sums:
+            raise ProtocolError(f"block {chunk.block} came twice, or there are only {self._blocks}")
+        if chunk.encoding != "raw":
+            raise ProtocolError(f"unknown encoding {chunk.encoding[:20]!r}")
+        self._sums[chunk.block] = chunk.checksum
+        return block_of(self._memory, chunk.block)
+
+    def placed(self, chunk: Chunk) -> None:
+        """A block is there: check it."""
+        if xxhash.xxh3_64_intdigest(block_of(self._memory, chunk.block)) != chunk.checksum:
+            self._damage = ProtocolError(f"block {chunk.block} arrived damaged (its checksum differs)")
+
+    def finish(self, end: End) -> None:
+        """All blocks are there: check that they are, and that they belong together."""
+        if len(self._sums) < self._blocks:
+            raise ProtocolError(f"{len(self._sums)} of {self._blocks} blocks came")
+        if digest_of([self._sums[block] for block in range(self._blocks)]) != end.digest:
+            self._damage = ProtocolError("an update arrived damaged (its digest differs)")
+
+    def forsake(self) -> None:
+        """What has come is of no use."""
+        self._slot = None
+
+
+def memory_of(slot: Slot, nbytes: int) -> memoryview:
+    """A slot's bytes, as many as its layout has."""
+    return slot.segment.buffer.numpy().data[:nbytes]
+
+
+def block_of(memory: memoryview, block: int) -> memoryview:
+    """One block of a slot's bytes."""
+    return memory[block * BLOCK : (block + 1) * BLOCK]
+
+
+def digest_of(sums: list[int]) -> bytes:
+    """The digest of an update from its blocks' checksums."""
+    return xxhash.xxh3_128_digest(b"".join(value.to_bytes(8, "big") for value in sums))

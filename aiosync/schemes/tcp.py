@@ -1,0 +1,150 @@
+"""Weights over TCP or a Unix socket."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+
+from aiosync.errors import InsecureTransportError, InvalidArgumentError
+from aiosync.schemes.arrival import Arrival
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.delivery import ByStream, Delivery, Outgoing
+from aiosync.schemes.group import WeightGroup
+from aiosync.schemes.landing import Landing
+from aiosync.transports.address import Address
+from aiosync.transports.base import Listener, Transport
+from aiosync.transports.tcp import TCPListener, TCPTransport
+from aiosync.transports.tls import TLSConfig
+from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
+
+__all__ = ["TCPWeightSyncScheme"]
+
+_SHORTEST_TOKEN = 16
+
+
+class TCPWeightSyncScheme(WeightSyncScheme):
+    """Workers on this or other machines, which connect to the sender's address.
+
+    The weights are copied once into a slot of the sender's and sent from there to all workers at the same
+    time, by a thread beside the event loop; each block carries a checksum. In the worker the bytes go
+    straight into its back slot. Nothing on the wire is pickled.
+
+    A worker on another machine builds the same scheme from address and token; one that is handed the
+    pickled scheme knows the real port too.
+
+    Memory: two slots of the model's size on the sender, a third while a worker is behind, whatever the number
+    of workers (a worker that takes nothing for a second gives way when memory is needed); two slots in
+    each worker, and two more if it converts dtypes.
+
+    Args:
+        address: ``tcp://host:port`` (port 0: any free one, chosen in ``init_on_sender``) or
+            ``unix:///path`` (for this user alone).
+        token: a secret of 16 characters or more that sender and workers have; each proves to the other
+            that it knows it. It does not encrypt: use TLS where others can read along.
+        tls: certificates; with a ``cafile`` on the sender workers have to show one too.
+        insecure: listen to other machines with neither a token nor mutual TLS.
+        max_connections: how many a sender takes.
+        options: see :class:`~aiosync.WeightSyncScheme`.
+
+    Raises:
+        InvalidArgumentError: an address that is none, a token that is too short.
+    """
+
+    backends = ("tcp",)
+    _holds = False
+
+    def __init__(
+        self,
+        address: str = "tcp://127.0.0.1:0",
+        *args: Any,
+        token: str | bytes | None = None,
+        tls: TLSConfig | None = None,
+        insecure: bool = False,
+        max_connections: int = 1024,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self._address = Address.parse(address)
+        self._secured = token is not None
+        self._token = _key_of(token)
+        self._tls = tls
+        self._insecure = insecure
+        self._max_connections = max_connections
+        self._ready: dict[WeightGroup, dict[int, Outgoing]] = {}
+
+    @property
+    def address(self) -> str:
+        """Where the sender listens; after ``init_on_sender`` with the real port."""
+        return str(self._address)
+
+    def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
+        listener = TCPListener(self._address, self._tls, max_connections=self._max_connections)
+        authenticated = self._secured or (self._tls is not None and self._tls.mutual)
+        if listener.exposed and not (authenticated or self._insecure):
+            listener.close()
+            raise InsecureTransportError(
+                f"{self._address} can be reached from other machines: give token=, or tls= with a cafile "
+                "that workers' certificates are signed by, or insecure=True if everybody may have the weights"
+            )
+        self._address = listener.address
+        return listener
+
+    def create_transport(self, *, worker_idx: int) -> TCPTransport:
+        """A worker's connection, not open yet.
+
+        Raises:
+            InvalidArgumentError: the address has no port yet.
+        """
+        if not self._address.path and not self._address.port:
+            raise InvalidArgumentError(
+                f"{self._address} has no port yet: give the worker the sender's scheme.address"
+            )
+        return TCPTransport(self._address, self._tls)
+
+    def _allocate(self, nbytes: int, device: torch.device) -> Segment:
+        return Segment.private(nbytes)
+
+    def _deliver(self, transport: Transport, group: WeightGroup) -> Delivery:
+        assert isinstance(transport, TCPTransport)
+        return ByStream(transport, group, self._ready.setdefault(group, {}))
+
+    def _make_arrival(self, layout: Layout) -> Arrival:
+        return Landing(layout)
+
+    def _release(self) -> None:
+        self._ready.clear()
+
+    def _recipe(self, *, inherit: bool) -> dict[str, Any]:
+        return {
+            "address": self._address,
+            "secured": self._secured,
+            "tls": self._tls,
+            "insecure": self._insecure,
+            "max_connections": self._max_connections,
+        }
+
+    def _restore(self, recipe: Mapping[str, Any]) -> None:
+        self._address = recipe["address"]
+        self._secured = recipe["secured"]
+        self._tls = recipe["tls"]
+        self._insecure = recipe["insecure"]
+        self._max_connections = recipe["max_connections"]
+        self._ready = {}
+
+
+def _key_of(token: str | bytes | None) -> bytes:
+    """The handshake's key. Without a token it is one that everybody knows."""
+    if token is None:
+        return b""
+    secret = token.encode() if isinstance(token, str) else bytes(token)
+    if len(secret) < _SHORTEST_TOKEN:
+        raise InvalidArgumentError(
+            f"token: expected {_SHORTEST_TOKEN} characters or more, got {len(secret)}; "
+            "secrets.token_hex(16) makes one"
+        )
+    return hashlib.sha256(b"aiosync token\0" + secret).digest()

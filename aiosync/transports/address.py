@@ -1,0 +1,62 @@
+"""Where a sender listens: ``tcp://host:port`` or ``unix:///path``."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+from aiosync.errors import InvalidArgumentError
+
+__all__ = ["Address", "is_loopback"]
+
+_TCP = re.compile(r"tcp://(\[[^\]/]+\]|[^:/\[\]]+):(\d{1,5})")
+_EXPECTED = "expected tcp://host:port (port 0: any free one) or unix:///absolute/path"
+_PATH_LIMIT = 107  # bytes that the kernel takes
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A parsed address.
+
+    Attributes:
+        host: name or number of the host, without brackets; empty for a Unix socket.
+        port: 0 means any free one.
+        path: of a Unix socket; empty for TCP.
+    """
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read an address.
+
+        Raises:
+            InvalidArgumentError: it is none.
+        """
+        if not isinstance(text, str):
+            raise InvalidArgumentError(f"address: {_EXPECTED}, got {text!r}")
+        found = _TCP.fullmatch(text)
+        if found is not None and int(found[2]) <= 65535:
+            return cls(host=found[1].strip("[]"), port=int(found[2]))
+        path = text.removeprefix("unix://")
+        if path != text and path.startswith("/"):
+            if len(path.encode()) > _PATH_LIMIT:
+                raise InvalidArgumentError(
+                    f"address: a socket's path takes {_PATH_LIMIT} bytes, got {path!r}"
+                )
+            return cls(path=path)
+        raise InvalidArgumentError(f"address: {_EXPECTED}, got {text!r}")
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"unix://{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a numeric host can be reached from this machine alone."""
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
