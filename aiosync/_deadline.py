@@ -33,7 +33,7 @@ def default_timeout() -> float:
 
 def check_timeout(seconds: float, origin: str) -> float:
     """Return ``seconds`` if it is a positive, finite number, else raise InvalidArgumentError."""
-    if not (seconds > 0 and math.isfinite(seconds)):
+    if not isinstance(seconds, int | float) or not (seconds > 0 and math.isfinite(seconds)):
         raise InvalidArgumentError(
             f"{origin}: expected a positive, finite number of seconds (no call may wait for ever)"
         )

@@ -213,6 +213,7 @@ class SyncTimeoutError(AiosyncError, TimeoutError):
         workers: the workers that did not answer in time, as a sorted tuple.
         version: the version that was on its way, or None where none was.
         seconds: the deadline that passed.
+        hint: what may be behind it, or "".
     """
 
     def __init__(
@@ -228,6 +229,7 @@ class SyncTimeoutError(AiosyncError, TimeoutError):
         self.workers = tuple(sorted(workers))
         self.version = version
         self.seconds = seconds
+        self.hint = hint
         who = f" by {_named(self.workers)}" if self.workers else ""
         what = f" of version {version}" if version is not None else ""
         tail = f"; {hint}" if hint else ""

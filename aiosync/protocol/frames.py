@@ -1,8 +1,9 @@
 """Frames: the messages of the protocol, and how they become bytes.
 
-A frame is a 12-byte header and a msgpack body. The header is ``b"AS"``, the protocol's version, a zero
-byte, the body's length and the body's CRC-32, both as unsigned 32-bit big-endian integers. The body is
-one of the structs below, told apart by its ``type`` field. Nothing here is ever unpickled.
+A frame is a 12-byte header and a body. The header is ``b"AS"``, the protocol's version, a byte that is 1 if
+the body is compressed (zlib) and else 0, the body's length and the body's CRC-32, both as unsigned 32-bit
+big-endian integers. The body is msgpack: one of the structs below, told apart by its ``type`` field.
+Nothing here is ever unpickled.
 
 Who says what::
 
@@ -29,7 +30,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -50,6 +51,7 @@ __all__ = [
     "Fetch",
     "Frame",
     "FrameDecoder",
+    "Header",
     "Hello",
     "Joint",
     "Nack",
@@ -59,7 +61,7 @@ __all__ = [
     "Staged",
     "Update",
     "Welcome",
-    "decode_body",
+    "decode",
     "encode",
     "read_header",
 ]
@@ -69,6 +71,9 @@ MAX_FRAME = 256 * 1024 * 1024
 """Largest body in bytes that is accepted from an authenticated peer (a layout of a million entries)."""
 MAX_GREETING = 4096
 """Largest body in bytes that is accepted from a peer that has not authenticated."""
+
+_LONG = 16 * 1024
+"""Bytes from which a body is compressed."""
 
 _HEADER = struct.Struct(">2sBBII")
 _MAGIC = b"AS"
@@ -242,38 +247,62 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
+class Header(NamedTuple):
+    """What a frame's header says of its body."""
+
+    compressed: bool
+    length: int
+    checksum: int
+
+
 def encode(frame: Frame) -> bytes:
     """Header and body of one frame."""
     body = _encoder.encode(frame)
-    return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, 0, len(body), zlib.crc32(body)) + body
+    compressed = len(body) > _LONG  # a layout of thousands of names, which have much in common
+    if compressed:
+        body = zlib.compress(body, 1)
+    return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, compressed, len(body), zlib.crc32(body)) + body
 
 
-def decode_body(body: bytes) -> Frame:
-    """The frame that ``body`` (without its header) holds.
+def decode(header: Header, body: bytes, limit: int) -> Frame:
+    """The frame with this header and body.
 
     Raises:
-        FrameError: if it is not msgpack, not one of our frames, or has a field of a wrong type.
+        FrameError: if it arrived damaged, is over ``limit`` bytes when it is decompressed, is not
+            msgpack, not one of our frames, or has a field of a wrong type.
     """
+    if zlib.crc32(body) != header.checksum:
+        raise FrameError(f"a frame of {header.length} bytes arrived corrupted (checksum differs)")
+    if header.compressed:
+        unpacker = zlib.decompressobj()
+        try:
+            body = unpacker.decompress(body, limit)
+        except zlib.error as exc:
+            raise FrameError(f"a frame's body cannot be decompressed: {exc}") from exc
+        if not unpacker.eof:
+            raise FrameError(f"a compressed frame is cut off, or over the limit of {limit} bytes")
     try:
         return _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise FrameError(f"a frame's body cannot be read: {exc}") from exc
 
 
-def read_header(buffer: bytes | bytearray, offset: int, limit: int) -> tuple[int, int]:
-    """The length in bytes and the CRC-32 of the body that follows the header at ``offset``.
+def read_header(buffer: bytes | bytearray, offset: int, limit: int) -> Header:
+    """The header at ``offset``.
 
     Raises:
         FrameError: on a wrong magic number, another protocol version or a body over ``limit``.
     """
-    magic, version, _, length, checksum = _HEADER.unpack_from(buffer, offset)
+    magic, version, flags, length, checksum = _HEADER.unpack_from(buffer, offset)
     if magic != _MAGIC:
         raise FrameError(f"expected a frame that starts with {_MAGIC!r}, got {bytes(magic)!r}")
     if version != PROTOCOL_VERSION:
         raise FrameError(f"expected protocol version {PROTOCOL_VERSION}, got {version}")
     if length > limit:
         raise FrameError(f"a frame of {length} bytes is over the limit of {limit}")
-    return length, checksum
+    if flags > 1:
+        raise FrameError(f"expected flags 0 or 1 in a frame's header, got {flags}")
+    return Header(bool(flags), length, checksum)
 
 
 class FrameDecoder:
@@ -300,13 +329,11 @@ class FrameDecoder:
         """
         self._buffer += data
         while len(self._buffer) >= HEADER_SIZE:
-            length, checksum = read_header(self._buffer, 0, self.limit)
-            end = HEADER_SIZE + length
+            header = read_header(self._buffer, 0, self.limit)
+            end = HEADER_SIZE + header.length
             if len(self._buffer) < end:
                 return
             body = bytes(memoryview(self._buffer)[HEADER_SIZE:end])
-            if zlib.crc32(body) != checksum:
-                raise FrameError(f"a frame of {length} bytes arrived corrupted (checksum differs)")
             del self._buffer[:end]
-            yield decode_body(body)
+            yield decode(header, body, self.limit)
 

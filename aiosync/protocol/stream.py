@@ -10,10 +10,9 @@ to where they are wanted; no more than some kilobytes of them pass through memor
 
 from __future__ import annotations
 
-import zlib
 from typing import Protocol
 
-from aiosync.errors import FrameError, ProtocolError
+from aiosync.errors import ProtocolError
 from aiosync.protocol import frames as f
 
 __all__ = ["BLOCK", "BodySink", "StreamDecoder", "block_count"]
@@ -133,15 +132,13 @@ class StreamDecoder:
         available = self._end - self._start
         if available < f.HEADER_SIZE:
             return False
-        length, checksum = f.read_header(self._scratch, self._start, self.limit)
-        end = self._start + f.HEADER_SIZE + length
+        header = f.read_header(self._scratch, self._start, self.limit)
+        end = self._start + f.HEADER_SIZE + header.length
         if self._end < end:
             return False
         body = bytes(memoryview(self._scratch)[self._start + f.HEADER_SIZE : end])
-        if zlib.crc32(body) != checksum:
-            raise FrameError(f"a frame of {length} bytes arrived corrupted (checksum differs)")
         self._start = end
-        self._take(f.decode_body(body), out)
+        self._take(f.decode(header, body, self.limit), out)
         return True
 
     def _fill(self) -> bool:

@@ -90,14 +90,14 @@ class Mapped(Arrival):
     def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`Arrival.find`."""
         self.note(update.payload)
-        while self._announced:
-            index, handle = self._announced.popitem()
+        for index, handle in list(self._announced.items()):
             segment = Segment.attach(handle)
             if segment.nbytes < self._layout.nbytes:
                 raise ProtocolError(
                     f"slot {index} has {segment.nbytes} bytes, the layout needs {self._layout.nbytes}"
                 )
             self._attached[index] = segment.buffer, self._layout.views(segment.buffer)
+            del self._announced[index]
         try:
             return self._attached[update.payload["slot"]]
         except KeyError as exc:

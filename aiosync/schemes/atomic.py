@@ -66,6 +66,9 @@ class JointUpdate:
     def __init__(self, schemes: tuple[WeightSyncScheme, ...], timeout: float | None) -> None:
         if not schemes or len({id(scheme) for scheme in schemes}) < len(schemes):
             raise InvalidArgumentError("atomic() takes one or more different schemes")
+        for scheme in schemes:
+            if not isinstance(scheme, WeightSyncScheme):
+                raise InvalidArgumentError(f"atomic() takes schemes, got {type(scheme).__name__}")
         self.reports: Mapping[WeightSyncScheme, SendReport] = {}
         self._parts = {scheme: _Part() for scheme in schemes}
         self._timeout = timeout

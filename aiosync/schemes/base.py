@@ -19,13 +19,13 @@ from aiosync.errors import (
     NotInitializedError,
 )
 from aiosync.schemes.cascade import in_format
+from aiosync.schemes.plan import model_of
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.recipe import SchemeRecipe, checked_index
 from aiosync.schemes.report import SendReport
 from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.sources import gather_sources, is_per_worker
 from aiosync.weights.flatten import optional_names
-from aiosync.weights.resolve import resolve_model
 
 __all__ = ["WeightSyncBackend", "WeightSyncScheme"]
 
@@ -295,14 +295,17 @@ class WeightSyncScheme(SchemeRecipe):
         if isinstance(weights, str):
             if self.context is None:
                 raise InvalidArgumentError(f"weights={weights!r} is a path, and there is no context")
-            return resolve_model(self.context, weights)
+            return model_of(self.context, weights)
         if weights is not None:
             return weights
         if self._plan is not None and self._plan.weights is not None and self._model is None:
             return self._plan.weights
         model = self.model
         if model is None:
-            raise InvalidArgumentError("no weights were given, and there is no model to take them from")
+            gone = ": the context is gone, keep a reference to it" if self.context_is_gone else ""
+            raise InvalidArgumentError(
+                f"no weights were given, and there is no model to take them from{gone}"
+            )
         return model
 
     # -- receiving -----------------------------------------------------------------------------------
@@ -314,7 +317,8 @@ class WeightSyncScheme(SchemeRecipe):
 
         Raises:
             NotConnectedError: ``connect`` first.
-            WorkerLostError: when the body is done, if the sender went without a goodbye.
+            WorkerLostError: the sender went without a goodbye, or let this worker go: the body is cancelled.
+                (With a goodbye it goes on; see :attr:`ended`.)
         """
         return self.get_receiver().receiving()
 

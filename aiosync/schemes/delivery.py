@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import xxhash
 
@@ -20,7 +20,13 @@ __all__ = ["ByReference", "ByStream", "Delivery", "Outgoing"]
 
 
 class Delivery(ABC):
-    """One worker's."""
+    """One worker's.
+
+    Attributes:
+        maps: whether the worker reads the sender's own memory.
+    """
+
+    maps: ClassVar[bool]
 
     @abstractmethod
     def payload(self, published: Published) -> dict[str, Any]:
@@ -42,6 +48,8 @@ class Delivery(ABC):
 
 class ByReference(Delivery):
     """The worker maps the slots, and is told which came and went since it was last told."""
+
+    maps = True
 
     def __init__(self, group: WeightGroup) -> None:
         self._group = group
@@ -96,6 +104,8 @@ class ByStream(Delivery):
         group: whose versions.
         ready: round -> its chunks, shared by the group's workers; holds the newest only.
     """
+
+    maps = False
 
     def __init__(self, transport: TCPTransport, group: WeightGroup, ready: dict[int, Outgoing]) -> None:
         self._transport = transport

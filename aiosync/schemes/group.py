@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from aiosync._deadline import Deadline
-from aiosync.errors import NotConnectedError, SyncTimeoutError
+from aiosync.errors import ArenaAllocationError, NotConnectedError, SyncTimeoutError
 from aiosync.schemes.rounds import JointRound
 from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Arena, Slot
@@ -88,6 +88,8 @@ class WeightGroup:
         latest: the newest version in a slot.
         spill: a newer version that waits for a slot.
         spill_targets: the workers that it is for.
+        unspilling: whether somebody is bringing it into a slot.
+        addressed: worker -> the newest version that was for it.
     """
 
     def __init__(
@@ -101,6 +103,8 @@ class WeightGroup:
         self.spill_targets: set[int] = set()
         self._spill_slot: Slot | None = None
         self._offloader = offloader
+        self.unspilling = False
+        self.addressed: dict[int, int] = {}
         self._freed = asyncio.Event()
         self._stopped = False
 
@@ -120,14 +124,15 @@ class WeightGroup:
         self,
         given: Sequence[tuple[str, Tensor]],
         targets: set[int],
-        parked: Iterable[Hashable],
+        parked: Callable[[], set[Hashable]],
         deadline: Deadline,
         *,
         may_spill: bool,
     ) -> Draft:
         """Take a slot and pair its tensors with ``given`` ones (entry name, tensor).
 
-        Entries that are not given keep the newest version's values.
+        Entries that are not given keep the newest version's values. ``parked`` gives the holders that are
+        not expected to move on.
 
         Raises:
             SyncTimeoutError: every slot was in use until the deadline; names the workers that read them.
@@ -137,7 +142,7 @@ class WeightGroup:
         while True:
             if self._stopped:
                 raise NotConnectedError("the sender was closed before this version could be written")
-            slot, reclaimed = await self._writable_slot(targets, set(parked))
+            slot, reclaimed = await self._writable_slot(targets, parked())
             spilled = slot is None and may_spill
             if slot is None and may_spill:
                 slot, reclaimed = await self._spillable_slot(), self.spill is not None
@@ -155,7 +160,10 @@ class WeightGroup:
 
     async def draft_unspilled(self, parked: Iterable[Hashable]) -> Draft | None:
         """A slot for the spilled version, if it is still waiting and a slot is free."""
-        slot, _ = await self._writable_slot(set(), set(parked))
+        try:
+            slot, _ = await self._writable_slot(set(), set(parked))
+        except ArenaAllocationError:
+            slot = None  # one that is freed will do as well
         spill = self.spill
         if slot is None or spill is None:
             return None

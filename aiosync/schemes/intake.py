@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from aiosync._deadline import Deadline
-from aiosync.errors import ProtocolError
+from aiosync.errors import NotConnectedError, ProtocolError
 from aiosync.protocol.frames import Update
 from aiosync.schemes.arrival import Arrival
 from aiosync.schemes.cascade import cascade
 from aiosync.schemes.gate import CommitGate, CommitJob, ForwardGuard, commit_now, submit
-from aiosync.schemes.joint import JointPart, join, leave
+from aiosync.schemes.joint import JointPart, drop_out, join, leave
 from aiosync.schemes.spec import SchemeSpec
 from aiosync.schemes.stager import Stager
 from aiosync.transports._offload import Offloader
@@ -47,7 +47,7 @@ class Held:
 
 
 class Overtaken(Exception):
-    """A newer version came while a commit waited for readers."""
+    """A newer version came, or the end, while a commit waited."""
 
 
 class Intake:
@@ -99,6 +99,7 @@ class Intake:
         self._stager: Stager | None = None
         self._guard: ForwardGuard | None = None
         self._waiting: CommitJob | JointPart | None = None
+        self._staging = asyncio.Lock()
 
     @property
     def ready(self) -> bool:
@@ -163,15 +164,17 @@ class Intake:
         Raises:
             Exception: what mapping, checking or the context raises; ``held`` is as it was.
         """
-        stager = self._stager
-        assert stager is not None
         started = time.perf_counter()
-        if stager.is_quick(held.update):
-            views, pairs = stager.stage(held.update)
-            copy_pairs(pairs)
-        else:
-            views, pairs = await self._offloader.run(lambda _: stager.stage(held.update))
-            await self._offloader.copy(pairs)
+        async with self._staging:
+            stager = self._stager
+            if stager is None:
+                raise NotConnectedError("this receiver was closed before it had staged an update")
+            if stager.is_quick(held.update):
+                views, pairs = stager.stage(held.update)
+                copy_pairs(pairs)
+            else:
+                views, pairs = await self._offloader.run(lambda _: stager.stage(held.update))
+                await self._offloader.copy(pairs)
         self._check(views)
         if self._context is not None:
             await cascade(self._context, self._model_id, self._strategy, views)
@@ -212,9 +215,11 @@ class Intake:
 
         Raises:
             Exception: what the model raises; the version before is in service, whole.
-            Overtaken: :meth:`overtake` was called while readers held it up.
+            Overtaken: :meth:`overtake` or :meth:`close` was called before.
             CancelledError: the commit was withdrawn, unless ``held.committed`` says otherwise.
         """
+        if self._stager is None:
+            raise Overtaken
         started = time.perf_counter()
         joint = held.update.joint
         if joint is None and self._commit_now(held):
@@ -251,8 +256,8 @@ class Intake:
         self._committed()
 
     def _committed(self) -> None:
-        assert self._stager is not None
-        self._stager.committed()
+        if self._stager is not None:
+            self._stager.committed()
 
     def note(self, held: Held) -> None:
         """An update is given back unused: take in what it said besides."""
@@ -260,10 +265,13 @@ class Intake:
             self.arrival.note(held.update.payload)
 
     def overtake(self) -> None:
-        """There is something newer: what waits for readers is not to be committed any more. It would
-        only keep the sender's memory from being used again."""
-        if isinstance(self._waiting, CommitJob):
-            self._waiting.withdraw()
+        """There is something newer: what waits for readers, or for its part in a joint update, is not to be
+        committed any more. It would only keep the sender's memory from being used again."""
+        match self._waiting:
+            case CommitJob() as job:
+                job.withdraw()
+            case JointPart() as part:
+                drop_out(part)
 
     def _commit_alone(self, held: Held) -> None:
         """The commit itself. Runs in whatever thread freed the gate, nobody reading meanwhile."""
@@ -317,7 +325,7 @@ class Intake:
                 _reader.reset(reset)
 
     async def close(self, *, detach: bool) -> None:
-        """Let go of everything; the model keeps its version.
+        """Let go of everything; the model keeps its version. Nothing is committed after this has begun.
 
         Args:
             detach: the sender goes on, and will write into what the parameters view: give them memory
@@ -325,10 +333,12 @@ class Intake:
         """
         if self._guard is not None:
             self._guard.remove()
-        binding = self._binding
-        if binding is not None and detach and self._holds:
-            await self._offloader.run(lambda _: binding.detach())
-        if self._stager is not None:
-            self._stager.close()
-            self._stager = None
-        self._offloader.close()
+        stager, self._stager = self._stager, None
+        self.overtake()
+        async with self._staging:  # what is being staged is brought to its end first
+            binding = self._binding
+            if binding is not None and detach and self._holds:
+                await self._offloader.run(lambda _: binding.detach())
+            if stager is not None:
+                stager.close()
+            self._offloader.close()

@@ -4,11 +4,12 @@ Each model has its own connection, and its part arrives when it arrives. The par
 meet here, in a table of the process. The last to be staged submits one commit for all, which needs the
 gates of all models at once and runs their commits one inside the other: whichever raises takes back
 those around it. A part that fails before takes the others with it.
+
+The table is kept under the gates' own lock: a commit is concluded by whoever runs it, who has that.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ from typing import TypeAlias
 
 from aiosync.errors import JointUpdateError
 from aiosync.protocol.frames import Joint
-from aiosync.schemes.gate import CommitGate, CommitJob, submit
+from aiosync.schemes.gate import LOCK, CommitGate, CommitJob, submit
 
 __all__ = ["JointKey", "JointPart", "give_up", "join", "leave"]
 
@@ -51,7 +52,6 @@ class _Meeting:
 _meetings: dict[JointKey, _Meeting] = {}
 # A part may be given up before it is staged; that has to be known when it comes to join.
 _given_up: deque[JointKey] = deque(maxlen=1024)
-_lock = threading.RLock()
 
 
 def join(joint: Joint, worker: int, gate: CommitGate, committing: Committing) -> JointPart:
@@ -62,7 +62,7 @@ def join(joint: Joint, worker: int, gate: CommitGate, committing: Committing) ->
     """
     part = JointPart(gate, committing)
     key = (joint.id, worker)
-    with _lock:
+    with LOCK:
         if key in _given_up:
             raise JointUpdateError("this joint update was called off before it could be committed")
         meeting = _meetings.setdefault(key, _Meeting(joint.size))
@@ -77,7 +77,7 @@ def join(joint: Joint, worker: int, gate: CommitGate, committing: Committing) ->
 
 def leave(joint: Joint, worker: int, part: JointPart) -> None:
     """Take a part back that will be joined again; nothing happens if it has been committed."""
-    with _lock:
+    with LOCK:
         meeting = _meetings.get((joint.id, worker))
         if meeting is None or (meeting.job is not None and not meeting.job.withdraw()):
             return
@@ -85,10 +85,23 @@ def leave(joint: Joint, worker: int, part: JointPart) -> None:
         meeting.parts.remove(part)
 
 
+def drop_out(part: JointPart) -> None:
+    """This part's model goes on without the joint update, unless it has been committed: its ``done`` is
+    cancelled, and the other parts fail."""
+    with LOCK:
+        for (joint_id, worker), meeting in _meetings.items():
+            if part in meeting.parts:
+                if meeting.job is not None and not meeting.job.withdraw():
+                    return
+                part.done.cancel()
+                give_up(joint_id, worker, "one of its models has gone on to a newer version")
+                return
+
+
 def give_up(joint_id: str, worker: int, reason: str) -> None:
     """Fail every part that has not been committed; nothing happens if all have."""
     key = (joint_id, worker)
-    with _lock:
+    with LOCK:
         meeting = _meetings.get(key)
         if meeting is None:
             _given_up.append(key)
@@ -111,7 +124,7 @@ def _commit(parts: list[JointPart]) -> None:
 def _concluded(key: JointKey, job: Future[None]) -> None:
     if job.cancelled():
         return  # given up: whoever did that has told the parts
-    with _lock:
+    with LOCK:
         meeting = _meetings.pop(key, None)
     error = job.exception()
     for part in meeting.parts if meeting else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Hashable
 
@@ -21,6 +22,9 @@ EAGER_LIMIT = 1 << 20
 """Bytes up to which a worker is handed an update without having been told of it first: saves a round trip,
 and costs a slot if the worker hangs just then."""
 
+LATE_AFTER = 2.0
+"""Seconds after which a worker that does not answer is not waited for with a slot."""
+
 PATIENCE = 1.0
 """Seconds without a byte moved after which a worker's memory may be taken from it."""
 
@@ -38,7 +42,7 @@ class WorkerLink:
 
     Attributes:
         due: the version that it was told of and has not fetched.
-        late: it has missed a deadline and not answered since.
+        late: it has not answered for a while, or missed a deadline.
         died: its process has ended.
     """
 
@@ -68,6 +72,9 @@ class WorkerLink:
         self._in_service: Published | None = None
         self._delivery = delivery
         self._moved = (-1, 0.0)
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._copied = False
         self._on_event = on_event
         self._on_lost = on_lost
         self._watch = ProcessWatch(pid, self._process_ended)
@@ -93,6 +100,12 @@ class WorkerLink:
         """Whether it is not expected to move on from what it reads by itself."""
         waiting = self.session.state in (SenderState.IDLE, SenderState.READY)
         return self.late or (waiting and self.due is None)
+
+    @property
+    def reading(self) -> bool:
+        """Whether its process may be looking at a slot now."""
+        unfinished = self._leased is not None and not self._copied
+        return self._delivery.maps and (self._holds or unfinished)
 
     # -- the transport's sink ----------------------------------------------------------------------
 
@@ -138,12 +151,15 @@ class WorkerLink:
         if state is SenderState.WELCOMING and group.offerable(group.latest):
             assert group.latest is not None
             self.session.welcome(self._welcome(group.latest.version))
+            group.addressed[self.worker] = group.latest.version
             self.announce(group.latest)
         elif state is SenderState.READY and group.offerable(self.due):
             assert self.due is not None
-            # A worker without any version takes its first by itself: its other models may come later.
-            joint = self.due.joint if self._in_service is not None else None
-            published = self.due
+            published, joint = self.due, self.due.joint
+            if joint is not None and self._in_service is None:
+                # A worker takes its first by itself: its other models' receivers may not run yet.
+                joint.call_off(self.worker)
+                joint = None
             self.session.offer(self._lease(published, joint))
             self.transport.flush(self.session)
             self._delivery.begin(published, lambda: self._sent(published))
@@ -194,6 +210,7 @@ class WorkerLink:
 
     def copied(self) -> None:
         """It has the leased version in memory of its own."""
+        self._copied = True
         self.group.release(self.worker)
 
     def leave(self, reason: str, *, orphan: Hashable | None = None) -> WorkerLostError:
@@ -202,6 +219,7 @@ class WorkerLink:
         Returns the error for whoever waits for it.
         """
         self._watch.close()
+        self._stop_timer()
         self._delivery.cut()
         self._call_off(self._leased)
         if self.due is not None:
@@ -226,6 +244,7 @@ class WorkerLink:
     def _answered(self) -> None:
         self.late = False
         self._leased = None
+        self._stop_timer()
         keep = self._in_service.slot if self._holds and self._in_service else None
         self.group.release(self.worker, keep=keep)
 
@@ -234,6 +253,8 @@ class WorkerLink:
         published.slot.holders.add(self.worker)
         self.due = None
         self._leased = published
+        self._copied = False
+        self._timer = self._loop.call_later(LATE_AFTER, self._overdue)
         partial = published.names is not None and self.session.acked_version == published.base
         names = list(published.names) if partial and published.names is not None else None
         return Update(
@@ -244,6 +265,16 @@ class WorkerLink:
             joint=joint.mark if joint else None,
             payload=self._delivery.payload(published),
         )
+
+    def _overdue(self) -> None:
+        """It may hang: what it holds must not be what the others wait for."""
+        self.late = True
+        self.group.wake()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
 
 class Lingering:

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -24,7 +25,6 @@ from aiosync.schemes.group import Draft, Published, WeightGroup
 from aiosync.schemes.roster import Roster
 from aiosync.schemes.rounds import JointRound, Round
 from aiosync.transports._offload import uninterrupted
-from aiosync.weights.copying import nbytes_of
 
 __all__ = ["Prepared", "Publisher", "Sources", "publish_together"]
 
@@ -133,11 +133,13 @@ class Publisher:
                         "strict=False builds on the version before, and that one was lost: "
                         "send all entries once"
                     )
+                if len(pairs) < len(group.arena.layout):
+                    self._check_base(group, targets)
                 self._roster.make_room(group)
-                parked = self._roster.parked(group)
+                parked = partial(self._roster.parked, group)
                 draft = await group.draft(pairs, targets, parked, deadline, may_spill=may_spill)
                 prepared.drafts.append(draft)
-                prepared.nbytes += nbytes_of(tensor for _, tensor in pairs)
+                prepared.nbytes += sum(group.arena.layout[name].nbytes for name, _ in pairs)
                 if draft.reclaimed and not draft.spilled and group.latest is not None:
                     for link in self._roster.members(group):
                         link.revoke(group.latest)
@@ -145,6 +147,19 @@ class Publisher:
             self.discard(prepared)
             raise
         return prepared
+
+    def _check_base(self, group: WeightGroup, targets: set[int]) -> None:
+        """A part builds on the version before, so that has to have been for the same workers."""
+        newest = group.spill or group.latest
+        left_out = sorted(
+            w for w in targets & group.workers if newest is None or group.addressed.get(w) != newest.version
+        )
+        if left_out:
+            version = newest.version if newest else -1
+            raise InvalidArgumentError(
+                f"strict=False builds on version {version}, which was not for workers {left_out}: send those "
+                "all entries once, or use per_worker_weights=True, where workers do not share a copy"
+            )
 
     def discard(self, prepared: Prepared) -> None:
         """Give up a version that was not published."""
@@ -179,10 +194,13 @@ class Publisher:
         # Whoever waited for a version that this one replaces gets this one.
         targets = (set(round_.phases) & group.workers) | group.spill_targets
         group.publish(draft, round_.number, round_.version, fallback=fallback, joint=round_.joint)
+        group.addressed.update(dict.fromkeys(targets, round_.version))
         if draft.spilled:
             group.spill_targets = targets
             self._roster.note_absent(round_, group)
-            self._host.spawn(self._unspill, group)
+            if not group.unspilling:
+                group.unspilling = True
+                self._host.spawn(self._unspill, group)
             return
         group.spill_targets = set()
         self._roster.tell(round_, targets)
@@ -192,6 +210,12 @@ class Publisher:
 
     async def _unspill(self, group: WeightGroup) -> None:
         """Bring the spilled version into a slot as soon as there is one."""
+        try:
+            await self._until_unspilled(group)
+        finally:
+            group.unspilling = False
+
+    async def _until_unspilled(self, group: WeightGroup) -> None:
         while group.spill is not None:
             async with self._lock:
                 draft = await group.draft_unspilled(self._roster.parked(group))
@@ -211,10 +235,15 @@ class Publisher:
             return
         self._roster.rounds.remove(round_)
         withdrawn = round_.withdrawn and round_.version == self.version
+        # Whoever joined meanwhile may have it, or be about to; and what it was written over is gone.
+        withdrawn &= all(link.reaches < round_.version for link in self._roster.links.values())
+        withdrawn &= not any(draft.reclaimed for draft in prepared.drafts)
         if withdrawn:
             self.version -= 1
         for draft, before in zip(prepared.drafts, prepared.before, strict=True):
             draft.group.settle(round_.number, before, withdrawn=withdrawn)
+            if withdrawn and before is not None:
+                draft.group.addressed.update(dict.fromkeys(round_.phases, before.version))
 
 
 async def publish_together(

@@ -106,6 +106,8 @@ class WeightReceiver:
         self._committed = asyncio.Event()
         self._looping = False
         self._idle = False
+        self._taker = asyncio.Lock()  # whoever takes updates in: the loop, or a receive() without it
+        self._body: asyncio.Timeout | None = None
         self._closed = False
 
     @property
@@ -207,6 +209,7 @@ class WeightReceiver:
             self._changed.set()
             self._committed.set()
             if lost:
+                self._cut_body_short()
                 self._emit("lost", message=reason)
 
     # -- the receiver loop --------------------------------------------------------------------------
@@ -215,11 +218,12 @@ class WeightReceiver:
     async def receiving(self) -> AsyncIterator[None]:
         """Run the receiver loop beside the body.
 
-        When the sender ends, the loop ends and the model keeps its version.
+        When the sender says goodbye the loop ends, the body goes on and the model keeps its version.
 
         Raises:
             NotConnectedError: not connected, or the loop runs already.
-            WorkerLostError: at the end of the body, if the sender went without a goodbye.
+            WorkerLostError: the sender went without a goodbye, or let this worker go; the body is cancelled
+                then.
         """
         self._claim_loop()
         # Not a task group around the body: what the body raises would come out in an exception group.
@@ -227,12 +231,25 @@ class WeightReceiver:
         try:
             await host.start()
             host.spawn(self._loop)
-            yield
+            # A timeout that only the sender's loss makes pass: a body that waits for a version that will
+            # never come is not to wait for ever.
+            async with asyncio.timeout(None) as self._body:
+                if self.lost:
+                    self._cut_body_short()
+                yield
+        except TimeoutError:
+            if self._body is None or not self._body.expired():
+                raise
         finally:
+            self._body = None
             await host.aclose()
             self._looping = False
         if self.lost:
             raise WorkerLostError((), self.ended or "unknown")
+
+    def _cut_body_short(self) -> None:
+        if self._body is not None:
+            self._body.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> None:
         """Run the receiver loop in this task until the sender has gone."""
@@ -250,8 +267,9 @@ class WeightReceiver:
         self._looping = True
 
     async def _loop(self) -> None:
-        while await self._await_next():
-            await self._advance()
+        async with self._taker:
+            while await self._await_next():
+                await self._advance()
 
     async def _await_next(self) -> bool:
         self._idle = True
@@ -290,12 +308,12 @@ class WeightReceiver:
             await asyncio.sleep(0)  # what has arrived already is found even with a timeout of zero
             async with asyncio.timeout(deadline.remaining()):
                 while self.version == before:
-                    if self.ended is not None and self._held is None:
-                        raise WorkerLostError((), self.ended)
+                    if self._closed or (self.ended is not None and self._held is None):
+                        raise WorkerLostError((), self.ended or "this side has closed the connection")
                     if self._looping:
                         await self._await_commit()
-                    elif await self._await_held():
-                        await self._advance()
+                    else:
+                        await self._take_one(before)
         except TimeoutError:
             pass
         return self.weights if self.version != before else None
@@ -304,11 +322,16 @@ class WeightReceiver:
         self._committed.clear()
         await self._committed.wait()
 
+    async def _take_one(self, before: int) -> None:
+        async with self._taker:
+            if self.version == before and not self._looping and await self._await_held():
+                await self._advance()
+
     async def _await_held(self) -> bool:
         """Wait for an update; false when the sender has gone."""
         try:
             while self._held is None:
-                if self.ended is not None:
+                if self.ended is not None or self._closed:
                     return False
                 self._changed.clear()
                 self._session.wanting = True
@@ -322,6 +345,10 @@ class WeightReceiver:
         """Take the held update to its end; returns the error if it was refused."""
         held = self._held
         assert held is not None
+        if self.lost:
+            # Nobody keeps the sender from writing where it lies: it may be anything by now.
+            self._held = None
+            return None
         if held.update.version <= self.version:
             self._answer(held)
             return None
@@ -331,6 +358,9 @@ class WeightReceiver:
         try:
             if held.views is None:
                 await self.intake.stage(held)
+                if self.lost:
+                    self._held = None
+                    return None
             await self.intake.commit(held, self._held_up)
         except Overtaken:
             self._skip()
@@ -346,8 +376,9 @@ class WeightReceiver:
         held, self._held = self._held, None
         if held is not None and held.views is None:
             self.intake.note(held)
-        self._session.skip()
-        self.transport.flush(self._session)
+        if not self._closed:
+            self._session.skip()
+            self.transport.flush(self._session)
 
     def _held_up(self) -> None:
         """What is staged waits for readers."""
@@ -403,13 +434,14 @@ class WeightReceiver:
             await uninterrupted(lambda _: self._close())
 
     async def _close(self) -> None:
-        if self._held is not None and self._held.committed:
-            self._answer(self._held)  # cancelled between the commit and the answer: the sender waits for it
-        elif self._held is not None and self._held.update.joint is not None:
-            give_up(self._held.update.joint.id, self.worker_idx, "the receiver has closed")
         if self._watch is not None:
             self._watch.close()
+        held = self._held
         await self.intake.close(detach=self.ended is None or self.lost)
+        if held is not None and held.committed and self._held is held:
+            self._answer(held)  # cancelled between the commit and the answer: the sender waits for it
+        elif held is not None and held.update.joint is not None:
+            give_up(held.update.joint.id, self.worker_idx, "the receiver has closed")
         self._session.close("the worker has closed")
         self.transport.flush(self._session)
         await self.transport.aclose()

@@ -11,6 +11,8 @@ from multiprocessing.context import BaseContext, get_spawning_popen
 from typing import Any, ClassVar, Self
 
 import torch
+from tensordict import TensorDictBase
+from torch import nn
 
 from aiosync.errors import (
     AlreadyConnectedError,
@@ -175,7 +177,8 @@ class SchemeRecipe(ABC):
         Args:
             model_id: the model's name; on a context, the way to it (``"policy"``, ``"env.net"``).
             context: an object with ``get_model(model_id)`` or the model as an attribute,
-                ``policy_device`` (one, or one per worker), ``num_workers``, ``policy_factory``.
+                ``policy_device`` (one, or one per worker), ``num_workers``, ``policy_factory``. Not
+                kept alive by the scheme.
             model: an ``nn.Module`` to send the weights of.
             weights: a TensorDict or dict to send instead of a module's.
             params_map: worker -> weights; workers with the very same weights share one copy.
@@ -219,7 +222,8 @@ class SchemeRecipe(ABC):
             worker_idx: this worker's index; may also be given to :meth:`connect`.
 
         Raises:
-            InvalidArgumentError: ``context`` without ``model_id``, or a worker index that is none.
+            InvalidArgumentError: ``context`` without ``model_id``, a worker index that is none, or a model
+                that is none.
             AlreadyConnectedError: this object has a live endpoint; give the receiver a copy of its own.
         """
         self._check_no_endpoint()
@@ -233,6 +237,10 @@ class SchemeRecipe(ABC):
             if model is None:
                 model = model_of(context, model_id)
             worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
+        if model is not None and not isinstance(model, nn.Module | TensorDictBase | Mapping):
+            raise InvalidArgumentError(
+                f"model: expected an nn.Module, a TensorDict or a dict, got {type(model).__name__}"
+            )
         self._model_id = model_id
         self._model = model
         self.context = context
@@ -280,12 +288,17 @@ class SchemeRecipe(ABC):
         return self._receiver.version if self._receiver is not None else -1
 
     @property
+    def ended(self) -> str | None:
+        """On a receiver: why nothing more will come, or None as long as the sender is there."""
+        return self._receiver.ended if self._receiver is not None else None
+
+    @property
     def worker_versions(self) -> dict[int, int]:
         """On the sender: worker -> the version it last acknowledged, -1 for none. Else empty."""
         if self._sender is None:
             return {}
         roster = self._sender.roster
-        return {worker: roster.version_of(worker) for worker in sorted(roster.workers)}
+        return {worker: roster.last_version_of(worker) for worker in sorted(roster.workers)}
 
     @property
     def timeout(self) -> float:
@@ -325,6 +338,11 @@ class SchemeRecipe(ABC):
     @context.setter
     def context(self, context: Any) -> None:
         self._context = None if context is None else _weakly(context)
+
+    @property
+    def context_is_gone(self) -> bool:
+        """Whether there was a context that nobody has kept alive."""
+        return self._context is not None and self._context() is None
 
     @property
     def worker_idx(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -42,6 +43,7 @@ class Roster:
     Attributes:
         workers: the indices that a send without ``worker_ids`` goes to.
         links: those that are connected.
+        refused: why connections were turned away.
         rounds: what is being waited for.
         stats: the sender's figures.
     """
@@ -71,6 +73,8 @@ class Roster:
         self._groups: Sequence[WeightGroup] = ()
         self._host: TaskHost | None = None
         self._lost: dict[int, WorkerLostError] = {}
+        self._last: dict[int, int] = {}
+        self.refused: list[str] = []
         self._unreported: dict[int, AiosyncError] = {}
         self._orphans: dict[int, ProcessWatch] = {}
         self._lingering: dict[Transport, Lingering] = {}
@@ -78,7 +82,7 @@ class Roster:
     async def open(self, host: TaskHost, groups: Sequence[WeightGroup]) -> None:
         """Let workers in; each group has something to welcome them with."""
         self._host, self._groups = host, groups
-        await self._listener.listen(self._accept)
+        await self._listener.listen(self._accept, self._never_coming)
 
     async def close(self, reason: str) -> None:
         """Say goodbye to everybody and close the connections; whoever waits for answers is told."""
@@ -92,8 +96,8 @@ class Roster:
             link.session.close(reason)
             link.transport.flush(link.session)
             link.leave(reason)
-        for transport in [*(link.transport for link in links), *self._lingering]:
-            await transport.aclose()
+        leaving = [*(link.transport for link in links), *self._lingering]
+        await asyncio.gather(*(transport.aclose() for transport in leaving))
         self._lingering.clear()
         for watch in self._orphans.values():
             watch.close()
@@ -157,7 +161,8 @@ class Roster:
 
     def await_all(self, targets: Iterable[int]) -> Round:
         """A round for what was sent before; the caller takes it out of ``rounds`` again."""
-        round_ = Round(-1, max((link.reaches for link in self.links.values()), default=-1), targets)
+        newest = max((link.reaches for link in self.links.values()), default=-1)
+        round_ = Round(-1, newest, targets, phase="ack")
         for worker in list(round_.phases):
             link = self.links.get(worker)
             if link is None:
@@ -187,6 +192,10 @@ class Roster:
         link = self.links.get(worker)
         return link.session.acked_version if link else -1
 
+    def last_version_of(self, worker: int) -> int:
+        """The same, also of a worker that has gone since."""
+        return self.version_of(worker) if worker in self.links else self._last.get(worker, -1)
+
     def mark_late(self, worker: int) -> None:
         """A worker has missed a deadline: until it answers, it is not waited for with a slot."""
         link = self.links.get(worker)
@@ -204,7 +213,7 @@ class Roster:
             # It may be computing with a slot until it hears of this: the slot is its own until its
             # side of the connection closes.
             orphan = ("orphan", id(link))
-            self._lost[worker] = link.leave(reason, orphan=orphan if self._holds else None)
+            self._lost[worker] = link.leave(reason, orphan=orphan if link.reading else None)
             self._lingering[link.transport] = Lingering(lambda: self._forget(link, orphan))
             link.transport.start(self._lingering[link.transport])
         self._emit("dropped", worker=worker, message=reason)
@@ -227,6 +236,13 @@ class Roster:
         if self._host is not None:
             self._host.spawn(self._greet, transport)
 
+    def _never_coming(self, worker: int, reason: str) -> None:
+        """The channel that this worker would have connected over has broken."""
+        if worker not in self.links:
+            self._lost[worker] = WorkerLostError([worker], reason)
+            for round_ in self.rounds:
+                round_.settle(self._absent(worker))
+
     async def _greet(self, transport: Transport) -> None:
         session = SenderSession(self._token, os.getpid())
         admitted = False
@@ -237,7 +253,7 @@ class Roster:
         except WorkerLostError:
             return  # it hung up before it had said who it was
         except (AiosyncError, OSError) as exc:
-            logger.warning("a connection was refused: %s", exc)
+            self._note_refusal(transport, str(exc))
         finally:
             if not admitted:
                 await self._hang_up(transport)
@@ -245,13 +261,16 @@ class Roster:
     def _admit(self, hello: Hello, transport: Transport, session: SenderSession) -> bool:
         worker = hello.worker
         group = next((g for g in self._groups if worker in g.workers), None)
+        reason = ""
         if group is None:
             known = sorted(w for g in self._groups for w in g.workers)
-            session.refuse(f"there is no worker {worker} here, only {known}")
+            reason = f"there is no worker {worker} here, only {known}"
         elif hello.model_id != self._model_id:
-            session.refuse(f"this is about model {self._model_id!r}, not {hello.model_id!r}")
-        if group is None or hello.model_id != self._model_id:
+            reason = f"this is about model {self._model_id!r}, not {hello.model_id!r}"
+        if group is None or reason:
+            session.refuse(reason)
             transport.flush(session)
+            self._note_refusal(transport, reason)
             return False
         if worker in self.links:
             self._on_lost(self.links[worker], "another connection took its place")
@@ -271,6 +290,10 @@ class Roster:
         link.serve()
         transport.start(link)
         return True
+
+    def _note_refusal(self, transport: Transport, reason: str) -> None:
+        logger.warning("a connection was refused (%s): %s", transport.peer_name, reason)
+        self.refused = [*self.refused[-4:], reason]
 
     # -- what they say ------------------------------------------------------------------------------
 
@@ -300,7 +323,6 @@ class Roster:
         for round_ in self.rounds:
             if event.version >= round_.wanted.get(link.worker, event.version + 1):
                 round_.settle(report)
-        self._unreported.pop(link.worker, None)
         self._emit(kind, event.version, link.worker, seconds=event.seconds)
 
     def _on_rejected(self, link: WorkerLink, event: Rejected) -> None:
@@ -321,7 +343,8 @@ class Roster:
         if self.links.get(worker) is not link:
             return
         del self.links[worker]
-        orphan = None if orderly or not self._holds else self._orphan(link)
+        self._last[worker] = link.session.acked_version
+        orphan = self._orphan(link) if link.reading and not orderly else None
         error = self._lost[worker] = link.leave(reason, orphan=orphan)
         self.stats.lost += 1
         for round_ in self.rounds:
@@ -350,11 +373,14 @@ class Roster:
     async def _hang_up(self, transport: Transport, died: bool = False) -> None:
         await transport.aclose()
         if died and self._host is not None:
-            await self._listener.replace(transport)
+            try:
+                await self._listener.replace(transport)
+            except OSError as exc:
+                logger.warning("a lost worker has no way to come back: %s", exc)
 
     def _absent(self, worker: int) -> WorkerReport:
         error = self._lost.get(worker) or WorkerLostError([worker], "it has not connected yet")
-        return WorkerReport(worker, "lost", -1, error=error)
+        return WorkerReport(worker, "lost", self.last_version_of(worker), error=error)
 
     def _emit(
         self,

@@ -140,6 +140,11 @@ def _timeout(late: list[WorkerReport], deadline: Deadline) -> SyncTimeoutError:
     reached: list[Phase] = [error.phase for error in known]
     phase = min(reached, key=order.index) if reached else "ack"
     version = known[0].version if known else None
+    hints = dict.fromkeys(error.hint for error in known if error.hint)
     return SyncTimeoutError(
-        phase, seconds=deadline.seconds, workers={r.worker for r in late}, version=version
+        phase,
+        seconds=deadline.seconds,
+        workers={r.worker for r in late},
+        version=version,
+        hint="; ".join(hints),
     )

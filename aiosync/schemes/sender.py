@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AsyncExitStack
 
 import torch
 from torch import Tensor
@@ -241,6 +242,7 @@ class WeightSender:
                 seconds=prepared.deadline.seconds,
                 workers=[worker],
                 version=round_.version,
+                hint=self._hint(worker),
             )
             reports[worker] = WorkerReport(worker, "timeout", version, error=error)
             self.roster.mark_late(worker)
@@ -257,14 +259,25 @@ class WeightSender:
             dropped,
         )
 
-    def _drop(self, reports: Iterable[WorkerReport]) -> tuple[int, ...]:
-        gone = sorted(r.worker for r in reports if r.status in ("lost", "timeout"))
+    def _hint(self, worker: int) -> str:
+        refused = self.roster.refused
+        if not refused or worker in self.roster.links:
+            return ""
+        return f"connections were refused meanwhile: {'; '.join(dict.fromkeys(refused))}"
+
+    def _drop(self, reports: Collection[WorkerReport]) -> tuple[int, ...]:
+        late = {r.worker for r in reports if r.status == "timeout"}
+        lost = {r.worker for r in reports if r.status == "lost"}
+        # A lost worker may have come again meanwhile.
+        gone = sorted(late | (lost - self.roster.links.keys()))
         for worker in gone:
             self.roster.drop(worker, "dropped: it was lost or missed a deadline")
         return tuple(gone)
 
     def _raise_failure(self, report: SendReport, deadline: Deadline) -> None:
-        reports = (r for w, r in report.workers.items() if w not in report.dropped)
+        reports = list(report.workers.values())
+        if self.spec.on_failure == "drop":
+            reports = [r for r in reports if r.status not in ("lost", "timeout")]
         error = first_failure(reports, deadline)
         if error is not None:
             error.report = report
@@ -303,15 +316,16 @@ class WeightSender:
             await uninterrupted(lambda _: self._close())
 
     async def _close(self) -> None:
-        self._listener.stop()
-        await self.publisher.stop()
-        await self.roster.close("the sender has closed")
-        await self._host.aclose()
-        self._listener.close()
-        for group in self._groups:
-            group.close()
-        self._offloader.close()
-        self._events.emit(SyncEvent("closed", self.model_id, self.version))
+        async with AsyncExitStack() as last:  # the last first, whatever raises
+            last.callback(self._events.emit, SyncEvent("closed", self.model_id, self.version))
+            last.callback(self._offloader.close)
+            for group in self._groups:
+                last.callback(group.close)
+            last.callback(self._listener.close)
+            last.push_async_callback(self._host.aclose)
+            self._listener.stop()
+            await self.publisher.stop()
+            await self.roster.close("the sender has closed")
 
     def check_open(self) -> None:
         """Raise NotConnectedError if this endpoint has been closed."""

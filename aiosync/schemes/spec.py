@@ -33,13 +33,15 @@ class SchemeSpec:
 
     def __post_init__(self) -> None:
         get_strategy(self.strategy)
+        if not isinstance(self.sync, bool):
+            raise InvalidArgumentError(f"sync: expected True or False, got {self.sync!r}")
         if self.timeout is not None:
             check_timeout(self.timeout, f"timeout={self.timeout!r}")
         if self.cast is not None and not (isinstance(self.cast, torch.dtype) and self.cast.is_floating_point):
             raise InvalidArgumentError(f"cast: expected a floating torch.dtype, got {self.cast!r}")
         _choose("commit", self.commit, get_args(CommitMode))
         _choose("on_failure", self.on_failure, get_args(OnFailure))
-        if self.max_slots < 2:
+        if not isinstance(self.max_slots, int) or self.max_slots < 2:
             raise InvalidArgumentError(
                 f"max_slots={self.max_slots}: expected at least 2, one in service and one to write"
             )

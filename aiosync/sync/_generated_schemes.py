@@ -84,7 +84,8 @@ class WeightSyncScheme(BlockingTwin):
         Args:
             model_id: the model's name; on a context, the way to it (``"policy"``, ``"env.net"``).
             context: an object with ``get_model(model_id)`` or the model as an attribute,
-                ``policy_device`` (one, or one per worker), ``num_workers``, ``policy_factory``.
+                ``policy_device`` (one, or one per worker), ``num_workers``, ``policy_factory``. Not
+                kept alive by the scheme.
             model: an ``nn.Module`` to send the weights of.
             weights: a TensorDict or dict to send instead of a module's.
             params_map: worker -> weights; workers with the very same weights share one copy.
@@ -112,7 +113,8 @@ class WeightSyncScheme(BlockingTwin):
             worker_idx: this worker's index; may also be given to :meth:`connect`.
 
         Raises:
-            InvalidArgumentError: ``context`` without ``model_id``, or a worker index that is none.
+            InvalidArgumentError: ``context`` without ``model_id``, a worker index that is none, or a model
+                that is none.
             AlreadyConnectedError: this object has a live endpoint; give the receiver a copy of its own.
         """
         self._async.init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
@@ -132,6 +134,11 @@ class WeightSyncScheme(BlockingTwin):
     def version(self) -> int:
         """The version last published (sender) or in service (receiver); -1 before ``connect``."""
         return self._async.version
+
+    @property
+    def ended(self) -> str | None:
+        """On a receiver: why nothing more will come, or None as long as the sender is there."""
+        return self._async.ended
 
     @property
     def worker_versions(self) -> dict[int, int]:
@@ -174,6 +181,11 @@ class WeightSyncScheme(BlockingTwin):
     @context.setter
     def context(self, context: Any) -> None:
         self._async.context = context
+
+    @property
+    def context_is_gone(self) -> bool:
+        """Whether there was a context that nobody has kept alive."""
+        return self._async.context_is_gone
 
     @property
     def worker_idx(self) -> int | None:
@@ -338,7 +350,8 @@ class WeightSyncScheme(BlockingTwin):
 
         Raises:
             NotConnectedError: ``connect`` first.
-            WorkerLostError: when the body is done, if the sender went without a goodbye.
+            WorkerLostError: the sender went without a goodbye, or let this worker go: the body is cancelled.
+                (With a goodbye it goes on; see :attr:`ended`.)
         """
         return self._blocking_receiving()
 

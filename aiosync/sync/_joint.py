@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import aiosync
+from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.report import SendReport
 from aiosync.sync._generated_schemes import WeightSyncScheme
 from aiosync.sync._portal import portal
@@ -32,6 +33,9 @@ class JointUpdate:
     """
 
     def __init__(self, schemes: tuple[WeightSyncScheme, ...], timeout: float | None) -> None:
+        for scheme in schemes:
+            if not isinstance(scheme, WeightSyncScheme):
+                raise InvalidArgumentError(f"atomic() takes schemes, got {type(scheme).__name__}")
         self._schemes = schemes
         self._async = aiosync.JointUpdate(tuple(scheme._async for scheme in schemes), timeout)
 

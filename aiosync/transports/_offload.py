@@ -109,15 +109,18 @@ async def _outlast(future: asyncio.Future[Any]) -> None:
 
 
 class QueueReader:
-    """A thread that waits on a multiprocessing queue and hands each item to the event loop.
+    """A thread that waits on a multiprocessing queue and hands its bytes to the event loop.
 
     It waits on the queue's descriptor and on one of its own, so that :meth:`close` can wake it without
-    a word from the other side.
+    a word from the other side; and never in the middle of a message, whose writer may have been killed.
+    While it has read a part of a message it has the queue's reading lock: if it is killed then, the lock
+    tells that the queue is of no use any more.
 
     Args:
         queue: the queue to read; nobody else in this process may read it.
-        loop: the loop that ``on_item`` and ``on_end`` are called on.
-        on_item: takes one item.
+        loop: the loop that ``on_bytes`` and ``on_end`` are called on.
+        split: cuts whole messages off a buffer.
+        on_item: takes one message, as it was written.
         on_end: takes the reason, once, if the queue breaks before :meth:`close`.
     """
 
@@ -125,11 +128,13 @@ class QueueReader:
         self,
         queue: SimpleQueue[bytes],
         loop: asyncio.AbstractEventLoop,
+        split: Callable[[bytearray], list[bytes]],
         on_item: Callable[[bytes], None],
         on_end: Callable[[str], None],
     ) -> None:
         self._queue = queue
         self._loop = loop
+        self._split = split
         self._on_item = on_item
         self._on_end = on_end
         self._wake_read, self._wake_write = os.pipe()
@@ -147,16 +152,31 @@ class QueueReader:
         self._wake_write = -1
 
     def _run(self) -> None:
-        # The queue's public face has no descriptor to wait on; its reading end has.
-        reader = self._queue._reader  # type: ignore[attr-defined]
+        # The queue's public face has no descriptor to wait on, and no lock; its reading end has.
+        reader, lock = self._queue._reader, self._queue._rlock  # type: ignore[attr-defined]
+        buffer = bytearray()
         try:
             while True:
                 ready = wait([reader, self._wake_read])
                 if self._wake_read in ready:
                     return
-                self._post(self._on_item, self._queue.get())
-        except (OSError, EOFError) as exc:
+                if not buffer and not lock.acquire(block=False):
+                    self._post(self._on_end, "its queue was left locked by a process that was killed")
+                    return
+                data = os.read(reader.fileno(), 1 << 16)
+                if not data:
+                    self._post(self._on_end, "its queue was closed")
+                    return
+                buffer += data
+                for item in self._split(buffer):
+                    self._post(self._on_item, item)
+                if not buffer:
+                    lock.release()
+        except OSError as exc:
             self._post(self._on_end, f"its queue broke: {exc!r}")
+        finally:
+            if buffer:
+                lock.release()
 
     def _post(self, callback: Callable[[Any], None], value: object) -> None:
         try:

@@ -36,8 +36,11 @@ class Listener(ABC):
     patience = 10.0
 
     @abstractmethod
-    async def listen(self, on_connection: Callable[[Transport], None]) -> None:
-        """Call ``on_connection`` for every worker that connects, on the running loop."""
+    async def listen(
+        self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
+    ) -> None:
+        """Call ``on_connection`` for every worker that connects, on the running loop; and ``on_lost`` for one
+        that can be seen never to connect, with its index and the reason."""
 
     async def replace(self, ended: Transport) -> None:
         """The process at the other end of ``ended`` has died: make room for its worker to come back, where
@@ -82,6 +85,7 @@ class Transport(ABC):
         self._inbox: deque[Frame] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
+        self.peer_name = "a local process"
         self._end: str | None = None
         self._breach: ProtocolError | None = None
         self._closed = False

@@ -14,13 +14,23 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 from aiosync._deadline import Deadline
 from aiosync.transports.base import Listener, Transport
 
-__all__ = ["Carrier", "CarrierListener", "MPTransport", "is_ours", "refuse_if_full"]
+__all__ = [
+    "Carrier",
+    "CarrierListener",
+    "MPTransport",
+    "is_ours",
+    "missing",
+    "refuse_if_full",
+    "split_messages",
+]
 
 _MAGIC = b"aiosync\x01"
 _TAG_SIZE = 8
@@ -32,13 +42,51 @@ def is_ours(message: bytes) -> bool:
     return message.startswith(_MAGIC) and len(message) >= _HEAD_SIZE
 
 
-def refuse_if_full(room: int, needed: int) -> None:
-    """Raise OSError if ``needed`` bytes do not fit into ``room``."""
+def refuse_if_full(room: int, size: int, needed: int) -> None:
+    """Raise OSError if ``needed`` bytes do not fit into the ``room`` that is left of ``size`` bytes."""
+    if needed > size:
+        raise OSError(
+            errno.EMSGSIZE,
+            f"a frame of {needed} bytes never fits into this channel, which holds {size}: a model of so "
+            "many tensors can be sent by SharedMemWeightSyncScheme or TCPWeightSyncScheme",
+        )
     if needed > room:
         raise OSError(
             errno.ENOBUFS,
             f"a frame of {needed} bytes does not fit: {room} bytes free, the peer does not read",
         )
+
+
+def missing(buffer: bytearray) -> int:
+    """How many bytes are known to be missing of the message that ``buffer`` begins with; at least 1."""
+    if len(buffer) < 4:
+        return 4 - len(buffer)
+    (length,) = struct.unpack_from("!i", buffer)
+    start = 4
+    if length == -1:
+        start = 12
+        if len(buffer) < start:
+            return start - len(buffer)
+        (length,) = struct.unpack_from("!Q", buffer, 4)
+    return max(1, start + int(length) - len(buffer))
+
+
+def split_messages(buffer: bytearray) -> list[bytes]:
+    """Cut whole messages off ``buffer``: a length as int32, or -1 and a length as uint64, then the bytes."""
+    messages = []
+    while len(buffer) >= 4:
+        (length,) = struct.unpack_from("!i", buffer)
+        start = 4
+        if length == -1:
+            if len(buffer) < 12:
+                break
+            (length,) = struct.unpack_from("!Q", buffer, 4)
+            start = 12
+        if len(buffer) < start + length:
+            break
+        messages.append(bytes(buffer[start : start + length]))
+        del buffer[: start + length]
+    return messages
 
 
 class Carrier(ABC):
@@ -110,8 +158,14 @@ class _Answering(MPTransport):
 class _Lane:
     """One worker's carrier, and the connection that runs over it now."""
 
-    def __init__(self, carrier: Carrier, on_connection: Callable[[Transport], None]) -> None:
+    def __init__(
+        self,
+        carrier: Carrier,
+        on_connection: Callable[[Transport], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
         self.carrier = carrier
+        self._on_lost = on_lost
         self.current: _Answering | None = None
         self._on_connection: Callable[[Transport], None] | None = on_connection
         carrier.open(self._message, self._broken)
@@ -132,6 +186,7 @@ class _Lane:
     def _broken(self, reason: str) -> None:
         if self.current is not None:
             self.current.supersede(reason)
+        self._on_lost(reason)
 
     def admit_nobody(self) -> None:
         self._on_connection = None
@@ -143,16 +198,23 @@ class CarrierListener(Listener):
     def __init__(self) -> None:
         self._lanes: dict[int, _Lane] = {}
         self._on_connection: Callable[[Transport], None] | None = None
+        self._on_lost: Callable[[int, str], None] | None = None
 
     @abstractmethod
     def carriers(self) -> dict[int, Carrier]:
         """Worker -> this process's end of its channel."""
 
-    async def listen(self, on_connection: Callable[[Transport], None]) -> None:
+    async def listen(
+        self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
+    ) -> None:
         """Read all carriers; a worker's connection begins with its first message."""
-        self._on_connection = on_connection
+        self._on_connection, self._on_lost = on_connection, on_lost
         for worker, carrier in self.carriers().items():
-            self._lanes[worker] = _Lane(carrier, on_connection)
+            self._lanes[worker] = self._lane(worker, carrier)
+
+    def _lane(self, worker: int, carrier: Carrier) -> _Lane:
+        assert self._on_connection is not None and self._on_lost is not None
+        return _Lane(carrier, self._on_connection, partial(self._on_lost, worker))
 
     def worker_of(self, transport: Transport) -> int | None:
         """Whose lane ``transport`` runs on, if it still does."""
@@ -161,8 +223,7 @@ class CarrierListener(Listener):
     def exchange(self, worker: int, carrier: Carrier) -> None:
         """Go on with another channel to this worker."""
         self._lanes.pop(worker).carrier.close()
-        assert self._on_connection is not None
-        self._lanes[worker] = _Lane(carrier, self._on_connection)
+        self._lanes[worker] = self._lane(worker, carrier)
 
     def stop(self) -> None:
         """Let nobody in any more; those who are in can still be told goodbye."""

@@ -162,7 +162,9 @@ class MemoryListener(Listener):
         self._early: list[MemoryTransport] = []
         _listeners[self.address] = self
 
-    async def listen(self, on_connection: Callable[[Transport], None]) -> None:
+    async def listen(
+        self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
+    ) -> None:
         """Call ``on_connection`` for every peer that connects, on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._on_connection = on_connection

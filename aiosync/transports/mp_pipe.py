@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import select
 import socket
-import struct
 import termios
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
@@ -15,8 +16,18 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from aiosync.errors import InvalidArgumentError
-from aiosync.transports.carrier import Carrier, CarrierListener, is_ours, refuse_if_full
+from aiosync.transports.carrier import (
+    Carrier,
+    CarrierListener,
+    is_ours,
+    missing,
+    refuse_if_full,
+    split_messages,
+)
 from aiosync.transports.ioctl import ioctl_int
+
+_GRACE = 1.0
+"""Seconds that the rest of a message has to come."""
 
 __all__ = ["NobodyTakesIt", "PipeCarrier", "PipeListener"]
 
@@ -59,15 +70,24 @@ class PipeCarrier(Carrier):
         if sock is None:
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
         unsent = ioctl_int(sock.fileno(), termios.TIOCOUTQ)
-        refuse_if_full(sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2 - unsent, len(message))
+        size = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) // 2
+        refuse_if_full(size - unsent, size, len(message))
         self._connection.send_bytes(message)
 
     def close(self) -> None:
-        """Stop watching; idempotent."""
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
-            self._socket.close()
-            self._socket = None
+        """Stop watching; idempotent. A message that has been read in part is read to its end, or the caller,
+        whose pipe it is, would begin with the rest of it."""
+        sock, self._socket = self._socket, None
+        if sock is None:
+            return
+        asyncio.get_running_loop().remove_reader(sock.fileno())
+        until = time.monotonic() + _GRACE
+        while self._buffer and select.select([sock], [], [], max(0.0, until - time.monotonic()))[0]:
+            data = sock.recv(missing(self._buffer), socket.MSG_DONTWAIT)
+            if not data:
+                break
+            self._take(data)
+        sock.close()
 
     def _readable(self) -> None:
         assert self._socket is not None
@@ -82,8 +102,11 @@ class PipeCarrier(Carrier):
         if not data:
             self._break("its pipe closed")
             return
+        self._take(data)
+
+    def _take(self, data: bytes) -> None:
         self._buffer += data
-        for message in _split(self._buffer):
+        for message in split_messages(self._buffer):
             if is_ours(message):
                 assert self._on_message is not None
                 self._on_message(message)
@@ -126,24 +149,6 @@ class PipeListener(CarrierListener):
 
     def forget(self) -> None:
         """Nothing: the pipes are the caller's."""
-
-
-def _split(buffer: bytearray) -> list[bytes]:
-    """Cut whole messages off ``buffer``: a length as int32, or -1 and a length as uint64, then the bytes."""
-    messages = []
-    while len(buffer) >= 4:
-        (length,) = struct.unpack_from("!i", buffer)
-        start = 4
-        if length == -1:
-            if len(buffer) < 12:
-                break
-            (length,) = struct.unpack_from("!Q", buffer, 4)
-            start = 12
-        if len(buffer) < start + length:
-            break
-        messages.append(bytes(buffer[start : start + length]))
-        del buffer[: start + length]
-    return messages
 
 
 def _as_socket(connection: Connection[Any, Any]) -> socket.socket:

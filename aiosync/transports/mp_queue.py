@@ -15,15 +15,15 @@ from multiprocessing.queues import SimpleQueue
 
 from aiosync.transports._offload import QueueReader
 from aiosync.transports.base import Transport
-from aiosync.transports.carrier import Carrier, CarrierListener, refuse_if_full
+from aiosync.transports.carrier import Carrier, CarrierListener, refuse_if_full, split_messages
 from aiosync.transports.ioctl import ioctl_int
 
 __all__ = ["QueueCarrier", "QueueListener", "QueuePair"]
 
 _F_SETPIPE_SZ = 1031
 _F_GETPIPE_SZ = 1032
-_PIPE_SIZE = 1 << 20
-_PICKLE_OVERHEAD = 64
+_PIPE_SIZE = 1 << 18
+_OVERHEAD = 12
 
 
 class QueuePair:
@@ -107,12 +107,17 @@ class QueueCarrier(Carrier):
     def open(self, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
         """Start the thread that reads."""
         self._pair.hold()
-        self._reader = QueueReader(self._inbound, asyncio.get_running_loop(), on_message, on_lost)
+        self._reader = QueueReader(
+            self._inbound, asyncio.get_running_loop(), split_messages, on_message, on_lost
+        )
 
     def put(self, message: bytes) -> None:
         """Write a message without waiting."""
-        refuse_if_full(_pipe_room(_writer_fd(self._outbound)), len(message) + _PICKLE_OVERHEAD)
-        self._outbound.put(message)
+        fd = _writer_fd(self._outbound)
+        refuse_if_full(_pipe_room(fd), _pipe_size(fd), len(message) + _OVERHEAD)
+        # Not by put(), which would pickle what is bytes already.
+        with self._outbound._wlock:  # type: ignore[attr-defined]
+            self._outbound._writer.send_bytes(message)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """End the thread; idempotent."""
@@ -169,7 +174,8 @@ def _writer_fd(queue: SimpleQueue[bytes]) -> int:
 
 
 def _widen(fd: int) -> None:
-    """Make a pipe as large as an unprivileged process may, so that a long layout fits in one piece."""
+    """Make a pipe large enough for a long layout in one piece; not as large as it could be, because all the
+    pipes of a user share one limit."""
     if sys.platform == "linux":
         try:
             fcntl.fcntl(fd, _F_SETPIPE_SZ, _PIPE_SIZE)
@@ -178,8 +184,11 @@ def _widen(fd: int) -> None:
 
 
 def _pipe_room(fd: int) -> int:
-    if sys.platform != "linux":
-        return _PIPE_SIZE
+    unread = ioctl_int(fd, termios.FIONREAD)
     # A pipe is made of pages, and a message that does not fit into the rest of the last one begins a new
     # one: what lies in the pipe can take up twice its bytes.
-    return fcntl.fcntl(fd, _F_GETPIPE_SZ) - 2 * (ioctl_int(fd, termios.FIONREAD) + mmap.PAGESIZE)
+    return _pipe_size(fd) - (2 * (unread + mmap.PAGESIZE) if unread else 0)
+
+
+def _pipe_size(fd: int) -> int:
+    return fcntl.fcntl(fd, _F_GETPIPE_SZ) if sys.platform == "linux" else mmap.PAGESIZE

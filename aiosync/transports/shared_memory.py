@@ -27,6 +27,8 @@ from aiosync.transports.sockets import credentials
 __all__ = ["SharedMemTransport", "UnixListener"]
 
 _BACKLOG = 4096
+_GRACE = 1.0
+"""Seconds that the peer has, when a connection is closed, to take what was said last."""
 
 
 class _Protocol(asyncio.Protocol):
@@ -94,6 +96,9 @@ class SharedMemTransport(Transport):
     async def _close(self) -> None:
         if self._stream is not None and self._gone is not None:
             self._stream.close()
+            # A peer that is stopped does not take what is still to be sent.
+            await asyncio.wait([self._gone], timeout=_GRACE)
+            self._stream.abort()
             await asyncio.shield(self._gone)
 
     def _opened(self, stream: asyncio.Transport) -> None:
@@ -130,7 +135,9 @@ class UnixListener(Listener):
         self._socket.setblocking(False)
         self._server: asyncio.Server | None = None
 
-    async def listen(self, on_connection: Callable[[Transport], None]) -> None:
+    async def listen(
+        self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
+    ) -> None:
         """Call ``on_connection`` for every peer of this user that connects, on the running loop."""
 
         def accept(transport: SharedMemTransport) -> None:

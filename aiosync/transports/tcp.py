@@ -215,7 +215,9 @@ class TCPListener(Listener):
         """Whether other machines can connect. (A Unix socket is for this user alone.)"""
         return not self.address.path and not is_loopback(self._socket.getsockname()[0])
 
-    async def listen(self, on_connection: Callable[[Transport], None]) -> None:
+    async def listen(
+        self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
+    ) -> None:
         """Call ``on_connection`` for every worker that connects, on the running loop."""
         self._home = asyncio.get_running_loop()
         self._on_connection = on_connection

@@ -144,7 +144,9 @@ class _ForgedSender:
         self._transports: list[Transport] = []
 
     async def listen(self) -> None:
-        await self.listener.listen(lambda t: self._tasks.append(asyncio.ensure_future(self._serve(t))))
+        await self.listener.listen(
+            lambda t: self._tasks.append(asyncio.ensure_future(self._serve(t))), lambda worker, reason: None
+        )
 
     async def _serve(self, transport: Transport) -> None:
         self._transports.append(transport)

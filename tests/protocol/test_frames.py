@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -128,4 +130,18 @@ def test_a_decoder_that_broke_stays_broken() -> None:
 )
 def test_bodies_that_are_no_frames(body: bytes) -> None:
     with pytest.raises(FrameError, match="cannot be read"):
-        f.decode_body(body)
+        f.decode(f.Header(False, len(body), zlib.crc32(body)), body, f.MAX_FRAME)
+
+
+def test_a_long_body_is_compressed_and_bounded() -> None:
+    long = f.Refused(reason="no " * 100_000)
+    stream = f.encode(long)
+    assert len(stream) < 2000
+    assert list(f.FrameDecoder().feed(stream)) == [long]
+    with pytest.raises(FrameError, match="over the limit"):
+        list(f.FrameDecoder(f.MAX_GREETING).feed(stream))
+    cut = stream[f.HEADER_SIZE : -4]
+    with pytest.raises(FrameError, match="cut off"):
+        f.decode(f.Header(True, len(cut), zlib.crc32(cut)), cut, f.MAX_FRAME)
+    with pytest.raises(FrameError, match="decompressed"):
+        f.decode(f.Header(True, 2, zlib.crc32(b"xx")), b"xx", f.MAX_FRAME)

@@ -48,7 +48,7 @@ async def _queues() -> AsyncIterator[Lane]:
     listener = QueueListener([0], multiprocessing.get_context("spawn"))
     pair = listener.pairs[0]
     lane = Lane(listener, QueueCarrier(pair, pair.to_worker, pair.to_sender))
-    await listener.listen(lane.accepted.put_nowait)
+    await listener.listen(lane.accepted.put_nowait, lambda worker, reason: None)
     yield lane
     lane.carrier.close()
     listener.close()
@@ -60,7 +60,7 @@ async def _pipes() -> AsyncIterator[Lane]:
     other: list[Any] = []
     listener = PipeListener([ours], lambda worker, message: other.append((worker, message)))
     lane = Lane(listener, PipeCarrier(theirs, lambda message: None), other)
-    await listener.listen(lane.accepted.put_nowait)
+    await listener.listen(lane.accepted.put_nowait, lambda worker, reason: None)
     yield lane
     lane.carrier.close()
     listener.close()
