@@ -32,7 +32,7 @@ from aiosync.schemes.memory import MemoryWeightSyncScheme
 from aiosync.schemes.multiprocess import MultiProcessWeightSyncScheme
 from aiosync.schemes.none import NoWeightSyncScheme
 from aiosync.schemes.receiver import WeightReceiver
-from aiosync.schemes.report import SendReport, WorkerReport
+from aiosync.schemes.report import SendReport, WorkerReport, WorkerState
 from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.shared import SharedMemWeightSyncScheme
 from aiosync.schemes.stats import PhaseStats, SchemeStats, SyncEvent
@@ -92,6 +92,7 @@ __all__ = [
     "WorkerError",
     "WorkerLostError",
     "WorkerReport",
+    "WorkerState",
     "__version__",
     "atomic",
     "resolve_model",

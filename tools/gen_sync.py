@@ -56,7 +56,7 @@ import torch
 
 import aiosync
 from aiosync.schemes.receiver import WeightReceiver
-from aiosync.schemes.report import SendReport
+from aiosync.schemes.report import SendReport, WorkerState
 from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.spec import OnFailure, StrategyName
 from aiosync.schemes.stats import EventHook, SchemeStats

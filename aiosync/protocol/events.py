@@ -32,7 +32,9 @@ class Greeted:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The worker is ready; answer with ``offer``."""
+    """The worker is ready; answer with ``offer``. It still has the bytes of version ``have`` (-1: none)."""
+
+    have: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,13 +81,18 @@ HEADER_SIZE = _HEADER.size
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="hello"):
-    """A worker's first words. ``nonce`` is 16 random bytes; ``pid`` is 0 where it means nothing."""
+    """A worker's first words.
+
+    ``nonce`` is 16 random bytes; ``pid`` is 0 where it means nothing; ``worker`` is -1 if the sender is to
+    choose; ``codecs`` are the encodings that it knows besides ``raw``.
+    """
 
     protocol: int
     worker: int
     pid: int
     nonce: bytes
     model_id: str | None = None
+    codecs: list[str] = []
 
 
 class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="challenge"):
@@ -137,11 +142,15 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     """The sender takes the worker in.
 
     ``layout`` is that of all updates to come, ``device`` where the sender has them, ``version`` its newest.
+    ``worker`` is the worker's index from now on. ``instance`` tells one sender from the next at the same
+    address: versions count anew with it.
     ``eager``: the worker is to send its Fetch in advance, without waiting for a Notify.
     """
 
     layout: dict[str, Any]
     version: int
+    worker: int
+    instance: str
     device: str = "cpu"
     eager: bool = False
 
@@ -153,7 +162,12 @@ class Notify(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="n
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="fetch"):
-    """The worker is ready to take the newest update."""
+    """The worker is ready to take the newest update.
+
+    ``have`` is a version whose bytes it still holds, so that what differs from it is enough; -1: none.
+    """
+
+    have: int = -1
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="chunk"):

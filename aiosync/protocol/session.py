@@ -24,6 +24,7 @@ import enum
 import hashlib
 import hmac
 import os
+from collections.abc import Sequence
 
 import msgspec
 
@@ -120,7 +121,7 @@ class SenderSession(_Session):
                 return [Left(frame.reason)]
             case ((SenderState.NOTIFIED | SenderState.IDLE | SenderState.LEASED), f.Fetch()):
                 self.state = SenderState.READY
-                return [Fetched()]
+                return [Fetched(frame.have)]
             case SenderState.LEASED, f.Staged() if frame.round == self.leased_round:
                 return [StageDone(frame.round, frame.copied)]
             case SenderState.LEASED, f.Ack() if frame.round == self.leased_round:
@@ -237,13 +238,26 @@ class ReceiverSession(_Session):
 
     Args:
         token: the secret that both sides hold.
-        worker: this worker's index, >= 0.
+        worker: this worker's index, >= 0; -1: the sender is to choose.
         pid: this process, for the sender to watch; 0 where the sender is on another machine.
         model_id: the model to be kept up to date; the sender refuses another than its own.
+        codecs: the encodings that it knows.
+
+    Attributes:
+        have: the version whose bytes it still holds.
     """
 
-    def __init__(self, token: bytes, worker: int, *, pid: int = 0, model_id: str | None = None) -> None:
+    def __init__(
+        self,
+        token: bytes,
+        worker: int,
+        *,
+        pid: int = 0,
+        model_id: str | None = None,
+        codecs: Sequence[str] = (),
+    ) -> None:
         super().__init__()
+        self.have = -1
         self.state = ReceiverState.GREETING
         self.version = -1
         self.sender_pid = 0
@@ -261,6 +275,7 @@ class ReceiverSession(_Session):
                 pid=pid,
                 nonce=self._nonce,
                 model_id=model_id,
+                codecs=list(codecs),
             )
         )
 
@@ -320,9 +335,7 @@ class ReceiverSession(_Session):
 
     def skip(self) -> None:
         """Give the held update back unused, and ask for the newest in its place."""
-        self._notified = self._wanting = False
-        self.state = ReceiverState.FETCHING
-        self._outgoing.append(f.Fetch())
+        self._fetch()
 
     def staged(self, *, copied: bool) -> None:
         """The held update waits for its moment; ``copied``: the sender's memory is not needed any more."""
@@ -370,6 +383,9 @@ class ReceiverSession(_Session):
     def _fetch_if_wanted(self) -> None:
         due = self._notified or self._eager
         if due and self._wanting and self.state is ReceiverState.IDLE:
-            self._notified = self._wanting = False
-            self.state = ReceiverState.FETCHING
-            self._outgoing.append(f.Fetch())
+            self._fetch()
+
+    def _fetch(self) -> None:
+        self._notified = self._wanting = False
+        self.state = ReceiverState.FETCHING
+        self._outgoing.append(f.Fetch(have=self.have))

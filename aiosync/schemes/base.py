@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -84,7 +85,12 @@ class WeightSyncScheme(SchemeRecipe):
     # -- connect -------------------------------------------------------------------------------------
 
     async def connect(
-        self, *, worker_idx: int | None = None, weights: Any = None, timeout: float | None = None
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        min_workers: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Meet the other side. The sender hands out version 0 and waits until every worker runs on it;
         a worker puts it in service.
@@ -92,6 +98,8 @@ class WeightSyncScheme(SchemeRecipe):
         Args:
             worker_idx: on a worker, its index, if ``init_on_receiver`` was not told.
             weights: on the sender, what to send as version 0 instead of what ``init_on_sender`` said.
+            min_workers: on the sender, how many workers are enough; None: all of ``num_workers``, or 1 where
+                they are taken as they come. The others may come later.
             timeout: seconds; None: the scheme's.
 
         Raises:
@@ -112,17 +120,23 @@ class WeightSyncScheme(SchemeRecipe):
             if worker_idx is not None:
                 raise InvalidArgumentError("worker_idx belongs to a receiver; this is the sender")
             sender = self.create_sender()
+            enough = 1 if min_workers is None and self._plan.elastic else min_workers
             sources = await self._sources(weights, sender.roster.workers)
-            await sender.connect(sources, deadline, optional=self._optional(weights))
+            await sender.connect(
+                sources, deadline, min_workers=enough, optional=self._optional(weights)
+            )
         elif self._receiver_initialized:
-            if weights is not None:
-                raise InvalidArgumentError("weights belong to the sender; this is a receiver")
+            if weights is not None or min_workers is not None:
+                raise InvalidArgumentError(
+                    "weights and min_workers belong to the sender; this is a receiver"
+                )
             receiver = self.create_receiver(worker_idx=worker_idx)
             try:
                 await receiver.connect(deadline)
             except BaseException:
                 self._receiver = None
                 raise
+            self._worker_idx = receiver.worker_idx
         else:
             raise NotInitializedError("call init_on_sender() or init_on_receiver() before connect()")
         self._synchronized = True
@@ -159,17 +173,19 @@ class WeightSyncScheme(SchemeRecipe):
             raise NotInitializedError("call init_on_receiver() first")
         if worker_idx is not None:
             self._worker_idx = checked_index(worker_idx)
-        if self._worker_idx is None:
+        if self._worker_idx is None and not self._elastic:
             raise NotInitializedError("a receiver needs its worker_idx, here or in init_on_receiver()")
+        asked = -1 if self._worker_idx is None else self._worker_idx
         if self._receiver is None:
             self._receiver = WeightReceiver(
                 self._spec,
                 self._strategy,
                 self._model,
                 self._model_id,
-                self._worker_idx,
-                self.create_transport(worker_idx=self._worker_idx),
+                asked,
+                partial(self.create_transport, worker_idx=asked),
                 self._token,
+                reconnect_for=self._reconnect_for,
                 holds=self._holds,
                 make_arrival=self._make_arrival,
                 context=self.context,

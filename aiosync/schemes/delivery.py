@@ -29,8 +29,8 @@ class Delivery(ABC):
     maps: ClassVar[bool]
 
     @abstractmethod
-    def payload(self, published: Published) -> dict[str, Any]:
-        """What the update frame says."""
+    def payload(self, published: Published, have: int) -> dict[str, Any]:
+        """What the update frame says to a worker that has the bytes of version ``have``."""
 
     def begin(self, published: Published, on_sent: Callable[[], None]) -> None:
         """The update frame has been written. ``on_sent``: the slot is not needed any more."""
@@ -55,7 +55,7 @@ class ByReference(Delivery):
         self._group = group
         self._told: dict[int, dict[str, Any]] = {}
 
-    def payload(self, published: Published) -> dict[str, Any]:
+    def payload(self, published: Published, have: int) -> dict[str, Any]:
         """Where the version lies."""
         slots = {slot.index: slot.segment.handle or {} for slot in self._group.arena.slots}
         new = [[index, handle] for index, handle in slots.items() if index not in self._told]
@@ -112,9 +112,9 @@ class ByStream(Delivery):
         self._group = group
         self._ready = ready
 
-    def payload(self, published: Published) -> dict[str, Any]:
-        """How it is encoded."""
-        return {"codec": "full"}
+    def payload(self, published: Published, have: int) -> dict[str, Any]:
+        """What it is encoded against."""
+        return {"base": -1}
 
     def begin(self, published: Published, on_sent: Callable[[], None]) -> None:
         """Send the bytes."""

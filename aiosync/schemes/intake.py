@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from aiosync._deadline import Deadline
-from aiosync.errors import NotConnectedError, ProtocolError
+from aiosync.errors import LayoutMismatchError, NotConnectedError, ProtocolError
 from aiosync.protocol.frames import Update
 from aiosync.schemes.arrival import Arrival
 from aiosync.schemes.cascade import cascade
@@ -133,6 +133,28 @@ class Intake:
         copies = self.arrival.borrowed and not self._holds
         self._stager = Stager(binding, self.arrival, source, copies=copies)
         self._binding = binding
+
+    def check_layout(self, wire_layout: object) -> None:
+        """Check that a sender found again has the layout that the model is bound to.
+
+        Raises:
+            LayoutMismatchError: it has another.
+            ProtocolError: the layout is malformed.
+        """
+        assert self._binding is not None
+        found, bound = Layout.from_wire(wire_layout), self._binding.layout
+        if found != bound:
+            bound.check_receiver(found)
+            raise LayoutMismatchError(unexpected=["ties or an order of entries that it did not have before"])
+
+    def resume(self, *, same_sender: bool) -> int:
+        """Go on with a new connection; returns the version whose bytes are still here, or -1.
+
+        Another sender's versions say nothing about the one in service, so it counts as older than all.
+        """
+        if not same_sender:
+            self.version = -1
+        return self.version if self.arrival is not None and not self.arrival.borrowed else -1
 
     async def prepare(self, transport: Transport) -> None:
         """Be ready for updates over this connection."""

@@ -36,6 +36,7 @@ class WorkerLink:
         worker: its index.
         pid: its process, for noticing its end; 0 if unknown.
         delivery: how versions get there.
+        instance: the sender's.
         holds: whether it goes on reading a slot while that version is in service (it views the
             memory), or only until it has answered (it copied).
         on_event, on_lost: told what happens.
@@ -54,6 +55,7 @@ class WorkerLink:
         session: SenderSession,
         group: WeightGroup,
         delivery: Delivery,
+        instance: str,
         *,
         holds: bool,
         on_event: Callable[[WorkerLink, SenderEvent], None],
@@ -71,6 +73,8 @@ class WorkerLink:
         self._leased: Published | None = None
         self._in_service: Published | None = None
         self._delivery = delivery
+        self._instance = instance
+        self._have = -1
         self._moved = (-1, 0.0)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -170,6 +174,8 @@ class WorkerLink:
         return Welcome(
             layout=layout.to_wire(),
             version=version,
+            worker=self.worker,
+            instance=self._instance,
             device=str(self.group.device),
             eager=layout.nbytes <= EAGER_LIMIT,
         )
@@ -186,10 +192,14 @@ class WorkerLink:
         self._call_off(self._leased)
         self._answered()
 
-    def fetched(self) -> None:
-        """It is ready for the newest; what it had leased and not begun with, it gives back."""
+    def fetched(self, have: int) -> None:
+        """It is ready for the newest, and has the bytes of version ``have``; what it had leased and not used,
+        it gives back."""
+        self._have = have
         if self._leased is not None:
+            self.due = self.due or self._leased
             self._answered()
+            self.due.slot.holders.add(("due", self.worker))
 
     def _sent(self, published: Published) -> None:
         """All its bytes are on their way."""
@@ -263,7 +273,7 @@ class WorkerLink:
             base=published.base,
             names=names,
             joint=joint.mark if joint else None,
-            payload=self._delivery.payload(published),
+            payload=self._delivery.payload(published, self._have),
         )
 
     def _overdue(self) -> None:

@@ -61,7 +61,12 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._version = -1
 
     async def connect(
-        self, *, worker_idx: int | None = None, weights: Any = None, timeout: float | None = None
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        min_workers: int | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Connected."""
         self._closed = asyncio.Event()

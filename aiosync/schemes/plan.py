@@ -22,7 +22,7 @@ class GroupPlan:
     """Workers that read one copy of the weights.
 
     Attributes:
-        workers: their indices.
+        workers: their indices; none are known beforehand in an elastic plan.
         device: where the copy lies.
         weights: what to send first, where that differs from the plan's.
     """
@@ -41,12 +41,14 @@ class SenderPlan:
         weights: what to send where a call does not say; None: the context's or the groups' own.
         device_map_fn: takes (worker, weights as a TensorDict) and returns that worker's weights.
         per_worker: each worker has a group of its own and may be given weights of its own.
+        elastic: workers are taken as they come.
     """
 
     groups: tuple[GroupPlan, ...]
     weights: Any = None
     device_map_fn: Callable[[int, Any], Any] | None = None
     per_worker: bool = False
+    elastic: bool = False
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -66,6 +68,13 @@ class SenderArguments:
     devices: Sequence[Any] | None = None
     device_map_fn: Callable[[int, Any], Any] | None = None
     num_workers: int | None = None
+    may_be_elastic: bool = False
+
+    @property
+    def elastic(self) -> bool:
+        """Whether nothing says how many workers there will be, and nothing has to."""
+        told = (self.params_map, self.devices, self.device_map_fn, self.num_workers)
+        return self.may_be_elastic and all(argument is None for argument in told)
 
     def clash(self, chosen: str, *forbidden: str) -> None:
         """Raise if an argument was given that ``chosen`` leaves no room for."""
@@ -101,12 +110,20 @@ def make_plan(args: SenderArguments, *, per_worker: bool) -> SenderPlan:
             "init_on_sender needs params_map=, or context= with model_id=, or model= or weights= with "
             "devices=, device_map_fn= or num_workers="
         )
+    if args.elastic:
+        return _elastic(source, per_worker)
     if args.device_map_fn is not None:
         args.clash("device_map_fn", "devices")
         count = _count("num_workers (needed with device_map_fn)", args.num_workers)
         groups = tuple(GroupPlan((w,), CPU) for w in range(count))
         return SenderPlan(groups, source, args.device_map_fn, per_worker=True)
     return SenderPlan(_by_device(_devices(args), per_worker), source, per_worker=per_worker)
+
+
+def _elastic(source: Any, per_worker: bool) -> SenderPlan:
+    if per_worker:
+        raise InvalidArgumentError("per_worker_weights=True needs num_workers=: whose weights would they be?")
+    return SenderPlan((GroupPlan((), CPU),), source, elastic=True)
 
 
 def model_of(context: Any, model_id: str) -> Any:
@@ -137,6 +154,8 @@ def _from_context(args: SenderArguments, per_worker: bool) -> SenderPlan:
         raise InvalidArgumentError("context= needs model_id=, the name of the model on it")
     devices = getattr(context, "policy_device", None)
     count = getattr(context, "num_workers", None)
+    if count is None and devices is None and args.elastic:
+        return _elastic(None, per_worker)
     if isinstance(devices, list | tuple):
         if count is not None and count != len(devices):
             raise InvalidArgumentError(

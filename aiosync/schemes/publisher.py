@@ -29,7 +29,7 @@ from aiosync.transports._offload import uninterrupted
 __all__ = ["Prepared", "Publisher", "Sources", "publish_together"]
 
 Sources = Mapping[int, Mapping[str, Tensor]]
-"""Worker -> entry name -> tensor. The workers of one group have the same."""
+"""Number of the group -> entry name -> tensor."""
 
 
 @dataclass(slots=True)
@@ -124,8 +124,9 @@ class Publisher:
         """
         self.check_open()
         prepared = Prepared([], targets, joint, deadline)
-        wanted = [group for group in self._groups if not targets or group.workers & targets]
-        fitted = [g.arena.layout.fit(sources[min(g.workers)], strict=strict) for g in wanted]
+        numbers = [n for n, group in enumerate(self._groups) if not targets or group.workers & targets]
+        wanted = [self._groups[n] for n in numbers]
+        fitted = [self._groups[n].arena.layout.fit(sources[n], strict=strict) for n in numbers]
         try:
             for group, pairs in zip(wanted, fitted, strict=True):
                 if len(pairs) < len(group.arena.layout) and group.latest is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from aiosync._deadline import Deadline
 from aiosync.errors import (
+    AiosyncError,
+    HandshakeError,
     LayoutMismatchError,
     NotConnectedError,
     ProtocolError,
@@ -34,7 +37,7 @@ from aiosync.schemes.intake import Held, Intake, Overtaken
 from aiosync.schemes.joint import give_up
 from aiosync.schemes.refusal import nack_of
 from aiosync.schemes.spec import SchemeSpec
-from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, SyncEvent
+from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, SyncEvent, logger
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports.base import Transport
 from aiosync.transports.liveness import ProcessWatch
@@ -43,6 +46,13 @@ from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.target import WeightTarget
 
 __all__ = ["WeightReceiver"]
+
+_FIRST_WAIT = 0.05
+_LONGEST_WAIT = 2.0
+"""Seconds between two attempts to connect again, with up to a half more or less."""
+
+_ATTEMPT = 1.0
+"""Seconds that an attempt has at least."""
 
 
 class WeightReceiver:
@@ -53,9 +63,10 @@ class WeightReceiver:
         strategy: how weights are applied.
         model: where they go; None if only :meth:`receive` is to deliver them.
         model_id: what the sender calls it.
-        worker_idx: which worker this is.
-        transport: the way to the sender, not open yet.
+        worker_idx: which worker this is; -1: the sender says.
+        make_transport: makes a way to the sender, not open yet.
         token: the secret that the sender must know.
+        reconnect_for: seconds for which to try, when the connection is lost, to make another.
         holds: whether the sender's memory may be viewed while it is in service.
         make_arrival: makes the place where updates come in.
         context: told of each update if it has ``update_policy_weights_`` (sync or async).
@@ -73,9 +84,10 @@ class WeightReceiver:
         model: WeightTarget | None,
         model_id: str | None,
         worker_idx: int,
-        transport: Transport,
+        make_transport: Callable[[], Transport],
         token: bytes,
         *,
+        reconnect_for: float = 0.0,
         holds: bool,
         make_arrival: Callable[[Layout], Arrival],
         context: Any = None,
@@ -84,7 +96,7 @@ class WeightReceiver:
         self.model_id = model_id
         self.worker_idx = worker_idx
         self.stats = SchemeStats()
-        self.transport = transport
+        self.transport = make_transport()
         self.intake = Intake(
             spec,
             strategy,
@@ -99,7 +111,12 @@ class WeightReceiver:
         self.lost = False
         self._holds = holds
         self._events = events
-        self._session = ReceiverSession(token, worker_idx, pid=os.getpid(), model_id=model_id)
+        self._token = token
+        self._make_transport = make_transport
+        self._reconnect_for = reconnect_for
+        self._session = self._new_session()
+        self._instance = ""
+        self._down = ""
         self._watch: ProcessWatch | None = None
         self._held: Held | None = None
         self._changed = asyncio.Event()
@@ -133,11 +150,7 @@ class WeightReceiver:
         """
         try:
             async with asyncio.timeout(deadline.remaining()):
-                await self.transport.open(deadline)
-                welcomed = await self.transport.setup_connection_and_weights_on_receiver(
-                    self._session, deadline
-                )
-                await self._settle_in(welcomed.welcome)
+                await self._settle_in(await self._meet(deadline))
         except TimeoutError as exc:
             await self.aclose()
             raise deadline.error("connect", hint="the sender did not answer") from exc
@@ -145,7 +158,21 @@ class WeightReceiver:
             await self.aclose()
             raise
 
+    def _new_session(self) -> ReceiverSession:
+        return ReceiverSession(
+            self._token,
+            self.worker_idx,
+            pid=os.getpid(),
+            model_id=self.model_id,
+        )
+
+    async def _meet(self, deadline: Deadline) -> Welcome:
+        await self.transport.open(deadline)
+        welcomed = await self.transport.setup_connection_and_weights_on_receiver(self._session, deadline)
+        return welcomed.welcome
+
     async def _settle_in(self, welcome: Welcome) -> None:
+        self.worker_idx, self._instance = welcome.worker, welcome.instance
         try:
             self.intake.open(welcome.layout, welcome.device)
         except (LayoutMismatchError, ProtocolError, TypeError) as exc:
@@ -153,8 +180,7 @@ class WeightReceiver:
             self._tell_failure(exc)
             raise
         await self.intake.prepare(self.transport)
-        self.transport.start(self)
-        self._watch = ProcessWatch(self._sender_pid(), self._sender_ended)
+        self._start()
         while self.version < 0:
             if not await self._await_held():
                 raise WorkerLostError((), self.ended or "unknown")
@@ -164,8 +190,51 @@ class WeightReceiver:
         await self.intake.reserve()
         self._emit("connected")
 
-    def _sender_pid(self) -> int:
-        return self.transport.peer_pid or self._session.sender_pid
+    def _start(self) -> None:
+        """Let updates in over the connection that now stands."""
+        self._down = ""
+        pid = self.transport.peer_pid
+        if not pid and self.transport.same_machine:
+            pid = self._session.sender_pid
+        self._watch = ProcessWatch(pid, self._sender_ended)
+        self.transport.start(self)
+
+    async def _come_back(self) -> bool:
+        """The receiver loop has nothing to wait for any more: if that is because the connection was lost,
+        make another; returns whether there is one."""
+        if not self._down or self._closed:
+            return False
+        reason, wait = self._down, _FIRST_WAIT
+        deadline = Deadline.after(self._reconnect_for)
+        while not deadline.expired:
+            await asyncio.sleep(min(wait * random.uniform(0.5, 1.5), deadline.remaining()))
+            wait = min(2 * wait, _LONGEST_WAIT)
+            try:
+                await self._meet_again(Deadline.after(max(_ATTEMPT, deadline.remaining())))
+            except (HandshakeError, LayoutMismatchError) as exc:
+                reason = str(exc)
+                break
+            except (AiosyncError, OSError) as exc:
+                logger.debug("worker %d: %s", self.worker_idx, exc)
+            else:
+                logger.info("worker %d is connected again", self.worker_idx)
+                self._emit("connected", message="again")
+                return True
+        self._end(reason, lost=True)
+        return False
+
+    async def _meet_again(self, deadline: Deadline) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        await self.transport.aclose()
+        self.transport, self._session = self._make_transport(), self._new_session()
+        welcome = await self._meet(deadline)
+        self.intake.check_layout(welcome.layout)
+        # Versions are one sender's own: another at the same address begins anew, and is the one to follow.
+        self._session.have = self.intake.resume(same_sender=welcome.instance == self._instance)
+        self.worker_idx, self._instance = welcome.worker, welcome.instance
+        await self.intake.prepare(self.transport)
+        self._start()
 
     # -- the transport's sink -----------------------------------------------------------------------
 
@@ -183,8 +252,10 @@ class WeightReceiver:
                     self._held = Held(update)
                 case Aborted(joint=joint):
                     give_up(joint, self.worker_idx, "the sender called it off")
-                case Left(reason=reason, dropped=dropped):
-                    self._end(reason or "the sender has closed", lost=dropped)
+                case Left(reason=reason, dropped=True):
+                    self._lose(reason)
+                case Left(reason=reason):
+                    self._end(reason or "the sender has closed", lost=False)
                 case _:
                     pass
         self.transport.flush(self._session)
@@ -195,17 +266,36 @@ class WeightReceiver:
 
     def connection_lost(self, reason: str) -> None:
         """The channel broke."""
-        self._end(reason, lost=True)
+        self._lose(reason)
 
     def _sender_ended(self) -> None:
-        self._end("its process has ended", lost=True)
+        self._lose("its process has ended")
+
+    def _lose(self, reason: str) -> None:
+        """The connection is gone; whether the sender is, the receiver loop finds out."""
+        if self._reconnect_for <= 0 or self.version < 0:
+            self._end(reason, lost=True)
+        elif self.ended is None and not self._down:
+            self._down = reason
+            self._give_up_joint(reason)
+            self._changed.set()
+            logger.warning(
+                "worker %d has lost the sender (%s); it goes on with version %d and tries to connect again",
+                self.worker_idx,
+                reason,
+                self.version,
+            )
+            self._emit("lost", message=reason)
+
+    def _give_up_joint(self, reason: str) -> None:
+        held = self._held
+        if held is not None and held.update.joint is not None:
+            give_up(held.update.joint.id, self.worker_idx, f"the connection ended: {reason}")
 
     def _end(self, reason: str, *, lost: bool) -> None:
         if self.ended is None:
             self.ended, self.lost = reason, lost
-            held = self._held
-            if held is not None and held.update.joint is not None:
-                give_up(held.update.joint.id, self.worker_idx, f"the connection ended: {reason}")
+            self._give_up_joint(reason)
             self._changed.set()
             self._committed.set()
             if lost:
@@ -268,8 +358,11 @@ class WeightReceiver:
 
     async def _loop(self) -> None:
         async with self._taker:
-            while await self._await_next():
-                await self._advance()
+            while True:
+                while await self._await_next():
+                    await self._advance()
+                if not await self._come_back():
+                    return
 
     async def _await_next(self) -> bool:
         self._idle = True
@@ -324,14 +417,18 @@ class WeightReceiver:
 
     async def _take_one(self, before: int) -> None:
         async with self._taker:
-            if self.version == before and not self._looping and await self._await_held():
+            if self.version != before or self._looping:
+                return
+            if await self._await_held():
                 await self._advance()
+            else:
+                await self._come_back()
 
     async def _await_held(self) -> bool:
         """Wait for an update; false when the sender has gone."""
         try:
             while self._held is None:
-                if self.ended is not None or self._closed:
+                if self.ended is not None or self._down or self._closed:
                     return False
                 self._changed.clear()
                 self._session.wanting = True
@@ -345,7 +442,7 @@ class WeightReceiver:
         """Take the held update to its end; returns the error if it was refused."""
         held = self._held
         assert held is not None
-        if self.lost:
+        if self.lost or self._down:
             # Nobody keeps the sender from writing where it lies: it may be anything by now.
             self._held = None
             return None
@@ -358,7 +455,7 @@ class WeightReceiver:
         try:
             if held.views is None:
                 await self.intake.stage(held)
-                if self.lost:
+                if self.lost or self._down:
                     self._held = None
                     return None
             await self.intake.commit(held, self._held_up)

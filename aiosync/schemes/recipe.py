@@ -25,6 +25,7 @@ from aiosync.schemes.delivery import ByReference, Delivery
 from aiosync.schemes.group import WeightGroup
 from aiosync.schemes.plan import SenderArguments, SenderPlan, make_plan, model_of
 from aiosync.schemes.receiver import WeightReceiver
+from aiosync.schemes.report import WorkerState
 from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.spec import OnFailure, SchemeSpec, StrategyName
 from aiosync.schemes.stats import EventHook, EventSource, SchemeStats
@@ -45,6 +46,8 @@ class SchemeRecipe(ABC):
     backends: ClassVar[tuple[str, ...]] = ()
     _registry: ClassVar[dict[str, type[SchemeRecipe]]] = {}
     _holds: ClassVar[bool] = True
+    _elastic: ClassVar[bool] = False
+    _reconnect_for: float = 0.0
 
     def __init__(
         self,
@@ -184,7 +187,8 @@ class SchemeRecipe(ABC):
             params_map: worker -> weights; workers with the very same weights share one copy.
             devices: one per worker; workers on the same share one copy.
             device_map_fn: takes (worker, weights) and returns the worker's weights, at each send.
-            num_workers: how many workers, numbered from 0.
+            num_workers: how many workers, numbered from 0; None, where the scheme says that it takes
+                workers as they come: any number.
             ctx: the multiprocessing context of the queues (MultiProcess only); default spawn, whose
                 queues work under every start method.
 
@@ -195,7 +199,7 @@ class SchemeRecipe(ABC):
         self._check_no_endpoint()
         self._forget_runtime()
         arguments = SenderArguments(
-            model_id, context, model, weights, params_map, devices, device_map_fn, num_workers
+            model_id, context, model, weights, params_map, devices, device_map_fn, num_workers, self._elastic
         )
         self._plan = make_plan(arguments, per_worker=self._spec.per_worker_weights)
         self._model_id = model_id
@@ -286,6 +290,18 @@ class SchemeRecipe(ABC):
         if self._sender is not None:
             return self._sender.version
         return self._receiver.version if self._receiver is not None else -1
+
+    @property
+    def workers(self) -> dict[int, WorkerState]:
+        """On the sender: worker -> whether it is there, its version and its lag. Else empty."""
+        if self._sender is None:
+            return {}
+        roster, newest = self._sender.roster, self._sender.version
+        return {
+            worker: WorkerState(worker in roster.links, version, newest - version, roster.peer_of(worker))
+            for worker in sorted(roster.workers)
+            for version in [roster.last_version_of(worker)]
+        }
 
     @property
     def ended(self) -> str | None:

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from aiosync.errors import AiosyncError
 
-__all__ = ["SendReport", "WorkerReport", "WorkerStatus"]
+__all__ = ["SendReport", "WorkerReport", "WorkerState", "WorkerStatus"]
 
 WorkerStatus: TypeAlias = Literal["applied", "published", "failed", "lost", "timeout"]
 
@@ -31,6 +31,23 @@ class WorkerReport:
     version: int
     seconds: Mapping[str, float] = field(default_factory=dict)
     error: AiosyncError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """How a worker stands, seen from the sender.
+
+    Attributes:
+        connected: whether it is there now.
+        version: the version that it last acknowledged; -1 before its first.
+        lag: versions that it is behind the newest.
+        peer: where it is, such as ``10.0.0.7:51112``; "" while it is not there.
+    """
+
+    connected: bool
+    version: int
+    lag: int
+    peer: str = ""
 
 
 @dataclass(frozen=True, slots=True)

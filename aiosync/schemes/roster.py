@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import secrets
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -38,6 +40,7 @@ class Roster:
         listener: where they connect.
         token: the secret that they must know.
         holds: whether they view the memory that they are given, instead of copying from it.
+        elastic: whether workers are taken as they come, and are no more expected when they have gone.
         deliver: says how versions of a group get over a connection.
 
     Attributes:
@@ -56,6 +59,7 @@ class Roster:
         token: bytes,
         *,
         holds: bool,
+        elastic: bool,
         deliver: Deliver,
         events: EventSource,
         stats: SchemeStats,
@@ -67,7 +71,10 @@ class Roster:
         self._listener = listener
         self._token = token
         self._holds = holds
+        self._elastic = elastic
         self._deliver = deliver
+        self._instance = secrets.token_hex(8)
+        self._joined = asyncio.Event()
         self._events = events
         self.stats = stats
         self._groups: Sequence[WeightGroup] = ()
@@ -118,6 +125,25 @@ class Roster:
             if isinstance(worker, bool) or worker not in self.workers:
                 raise UnknownWorkerError(worker, self.workers)
         return set(ids)
+
+    async def gather(self, count: int, deadline: Deadline) -> None:
+        """Wait until ``count`` workers, whichever, run on some version.
+
+        Raises:
+            SyncTimeoutError: there were fewer when the deadline passed.
+        """
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                while self._running() < count:
+                    self._joined.clear()
+                    await self._joined.wait()
+        except TimeoutError:
+            refused = f"; connections were refused: {'; '.join(self.refused)}" if self.refused else ""
+            hint = f"{self._running()} of {count} workers have connected{refused}"
+            raise deadline.error("connect", version=0, hint=hint) from None
+
+    def _running(self) -> int:
+        return sum(link.session.acked_version >= 0 for link in self.links.values())
 
     def members(self, group: WeightGroup) -> list[WorkerLink]:
         """The connected workers of a group."""
@@ -196,6 +222,11 @@ class Roster:
         """The same, also of a worker that has gone since."""
         return self.version_of(worker) if worker in self.links else self._last.get(worker, -1)
 
+    def peer_of(self, worker: int) -> str:
+        """Where a worker is; "" if it is not there."""
+        link = self.links.get(worker)
+        return link.transport.peer_name if link else ""
+
     def mark_late(self, worker: int) -> None:
         """A worker has missed a deadline: until it answers, it is not waited for with a slot."""
         link = self.links.get(worker)
@@ -259,8 +290,8 @@ class Roster:
                 await self._hang_up(transport)
 
     def _admit(self, hello: Hello, transport: Transport, session: SenderSession) -> bool:
-        worker = hello.worker
-        group = next((g for g in self._groups if worker in g.workers), None)
+        worker = self._index_for(hello.worker)
+        group = next((g for g in self._groups if self._elastic or worker in g.workers), None)
         reason = ""
         if group is None:
             known = sorted(w for g in self._groups for w in g.workers)
@@ -276,13 +307,15 @@ class Roster:
             self._on_lost(self.links[worker], "another connection took its place")
         self._lost.pop(worker, None)
         self.workers.add(worker)
+        group.workers.add(worker)
         link = self.links[worker] = WorkerLink(
             worker,
-            transport.peer_pid or hello.pid,
+            transport.peer_pid or (hello.pid if transport.same_machine else 0),
             transport,
             session,
             group,
             self._deliver(transport, group),
+            self._instance,
             holds=self._holds,
             on_event=self._on_event,
             on_lost=self._on_lost,
@@ -290,6 +323,13 @@ class Roster:
         link.serve()
         transport.start(link)
         return True
+
+    def _index_for(self, asked: int) -> int:
+        """The index of a worker that asks for this one; -1 asks for any that is free."""
+        if asked >= 0:
+            return asked
+        known = set(range(len(self.links) + 1)) if self._elastic else self.workers
+        return min(known - self.links.keys(), default=asked)
 
     def _note_refusal(self, transport: Transport, reason: str) -> None:
         logger.warning("a connection was refused (%s): %s", transport.peer_name, reason)
@@ -299,8 +339,8 @@ class Roster:
 
     def _on_event(self, link: WorkerLink, event: SenderEvent) -> None:
         match event:
-            case Fetched():
-                link.fetched()
+            case Fetched(have=have):
+                link.fetched(have)
                 link.serve()
             case StageDone(copied=copied):
                 for round_ in self.rounds:
@@ -319,6 +359,7 @@ class Roster:
 
     def _on_applied(self, link: WorkerLink, event: Applied) -> None:
         kind: EventKind = "joined" if link.applied() else "applied"
+        self._joined.set()
         report = WorkerReport(link.worker, "applied", event.version, event.seconds)
         for round_ in self.rounds:
             if event.version >= round_.wanted.get(link.worker, event.version + 1):
@@ -349,8 +390,12 @@ class Roster:
         self.stats.lost += 1
         for round_ in self.rounds:
             round_.settle(WorkerReport(worker, "lost", link.session.acked_version, error=error))
+        if self._elastic:
+            self.workers.discard(worker)
+            link.group.workers.discard(worker)
         if self._host is not None:
             self._host.spawn(self._hang_up, link.transport, link.died)
+        logger.log(logging.INFO if orderly else logging.WARNING, "worker %d has gone: %s", worker, reason)
         self._emit("lost", worker=worker, message=reason)
 
     def _orphan(self, link: WorkerLink) -> tuple[str, int] | None:

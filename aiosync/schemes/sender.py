@@ -76,6 +76,7 @@ class WeightSender:
             listener,
             token,
             holds=holds,
+            elastic=plan.elastic,
             deliver=deliver,
             events=events,
             stats=SchemeStats(),
@@ -111,9 +112,14 @@ class WeightSender:
     # -- connect ----------------------------------------------------------------------------------
 
     async def connect(
-        self, sources: Sources, deadline: Deadline, *, optional: Collection[str] = ()
+        self,
+        sources: Sources,
+        deadline: Deadline,
+        *,
+        min_workers: int | None = None,
+        optional: Collection[str] = (),
     ) -> None:
-        """Publish version 0 and wait until every worker runs on it.
+        """Publish version 0 and wait until every worker runs on it; or ``min_workers`` of them, whichever.
 
         Args:
             sources: what version 0 is; its names, shapes and dtypes are those of all that follow.
@@ -125,6 +131,13 @@ class WeightSender:
         """
         if not self._live:
             await self._open(sources, deadline, optional)
+        if min_workers is not None:
+            await self.roster.gather(min_workers, deadline)
+        else:
+            await self._await_everybody(deadline)
+        self._events.emit(SyncEvent("connected", self.model_id, self.version))
+
+    async def _await_everybody(self, deadline: Deadline) -> None:
         roster = self.roster
         round_ = Round(-1, 0, roster.workers, phase="connect")
         for worker in list(round_.pending):
@@ -136,17 +149,14 @@ class WeightSender:
         finally:
             roster.rounds.remove(round_)
         report = self._conclude(round_, Prepared([], set(), None, deadline), waited=True)
-        self._events.emit(SyncEvent("connected", self.model_id, self.version))
         self._raise_failure(report, deadline)
 
     async def _open(self, sources: Sources, deadline: Deadline, optional: Collection[str]) -> None:
         self.check_open()
         await self._host.start()
         try:
-            for plan in self.plan.groups:
-                layout = Layout.of(
-                    sources[plan.workers[0]], cast=self.spec.cast, optional=optional
-                )
+            for number, plan in enumerate(self.plan.groups):
+                layout = Layout.of(sources[number], cast=self.spec.cast, optional=optional)
                 arena = Arena(layout, self._allocator(plan.device), self.spec.max_slots)
                 group = WeightGroup(plan.workers, plan.device, arena, self._offloader)
                 self._groups.append(group)

@@ -27,8 +27,8 @@ def is_per_worker(weights: Any) -> bool:
 async def gather_sources(
     plan: SenderPlan, given: Any, targets: set[int], strategy: WeightStrategy
 ) -> dict[int, Mapping[str, Tensor]]:
-    """Worker -> entry name -> tensor, for the workers of every group that a target is in; without
-    targets, of every group.
+    """Number of the group -> entry name -> tensor, for every group that a target is in; without
+    targets, for every group.
 
     Args:
         plan: whom to send to, and what by default.
@@ -43,8 +43,8 @@ async def gather_sources(
     own = strategy if type(strategy).extract_weights is not WeightStrategy.extract_weights else None
     cache: dict[int, Mapping[str, Tensor]] = {}
     sources: dict[int, Mapping[str, Tensor]] = {}
-    for group in plan.groups:
-        if targets and not targets & set(group.workers):
+    for number, group in enumerate(plan.groups):
+        if targets and group.workers and not targets & set(group.workers):
             continue
         source = _source_for(plan, given, group.workers, group.weights)
         if id(source) not in cache:
@@ -53,7 +53,7 @@ async def gather_sources(
         if plan.device_map_fn is not None:
             (worker,) = group.workers
             tensors = named_tensors(plan.device_map_fn(worker, to_tensordict(dict(tensors))))
-        sources.update(dict.fromkeys(group.workers, tensors))
+        sources[number] = tensors
     return sources
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -35,7 +36,9 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     straight into its back slot. Nothing on the wire is pickled.
 
     A worker on another machine builds the same scheme from address and token; one that is handed the
-    pickled scheme knows the real port too.
+    pickled scheme knows the real port too. Without ``num_workers=`` the sender takes workers as they come:
+    ``connect(min_workers=2)`` waits for the first two, ``scheme.workers`` tells who is there, one that
+    gives no ``worker_idx`` is given one, and one that has gone is no more waited for.
 
     Memory: two slots of the model's size on the sender, a third while a worker is behind, whatever the number
     of workers (a worker that takes nothing for a second gives way when memory is needed); two slots in
@@ -47,6 +50,9 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         token: a secret of 16 characters or more that sender and workers have; each proves to the other
             that it knows it. It does not encrypt: use TLS where others can read along.
         tls: certificates; with a ``cafile`` on the sender workers have to show one too.
+        reconnect_for: seconds for which a worker that has lost the sender tries to find it again, beside
+            acting with the version that it has; 0: not at all. A sender that was started anew counts its
+            versions from 0, and so does the worker then.
         insecure: listen to other machines with neither a token nor mutual TLS.
         max_connections: how many a sender takes.
         options: see :class:`~aiosync.WeightSyncScheme`.
@@ -57,6 +63,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
 
     backends = ("tcp",)
     _holds = False
+    _elastic = True
 
     def __init__(
         self,
@@ -64,6 +71,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         *args: Any,
         token: str | bytes | None = None,
         tls: TLSConfig | None = None,
+        reconnect_for: float = 60.0,
         insecure: bool = False,
         max_connections: int = 1024,
         **options: Any,
@@ -73,6 +81,9 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         self._secured = token is not None
         self._token = _key_of(token)
         self._tls = tls
+        if not isinstance(reconnect_for, int | float) or not 0 <= reconnect_for < math.inf:
+            raise InvalidArgumentError(f"reconnect_for: expected seconds >= 0, got {reconnect_for!r}")
+        self._reconnect_for = reconnect_for
         self._insecure = insecure
         self._max_connections = max_connections
         self._ready: dict[WeightGroup, dict[int, Outgoing]] = {}
@@ -124,6 +135,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
             "address": self._address,
             "secured": self._secured,
             "tls": self._tls,
+            "reconnect_for": self._reconnect_for,
             "insecure": self._insecure,
             "max_connections": self._max_connections,
         }
@@ -132,6 +144,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         self._address = recipe["address"]
         self._secured = recipe["secured"]
         self._tls = recipe["tls"]
+        self._reconnect_for = recipe["reconnect_for"]
         self._insecure = recipe["insecure"]
         self._max_connections = recipe["max_connections"]
         self._ready = {}

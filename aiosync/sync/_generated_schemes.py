@@ -12,7 +12,7 @@ import torch
 
 import aiosync
 from aiosync.schemes.receiver import WeightReceiver
-from aiosync.schemes.report import SendReport
+from aiosync.schemes.report import SendReport, WorkerState
 from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.spec import OnFailure, StrategyName
 from aiosync.schemes.stats import EventHook, SchemeStats
@@ -91,7 +91,8 @@ class WeightSyncScheme(BlockingTwin):
             params_map: worker -> weights; workers with the very same weights share one copy.
             devices: one per worker; workers on the same share one copy.
             device_map_fn: takes (worker, weights) and returns the worker's weights, at each send.
-            num_workers: how many workers, numbered from 0.
+            num_workers: how many workers, numbered from 0; None, where the scheme says that it takes
+                workers as they come: any number.
             ctx: the multiprocessing context of the queues (MultiProcess only); default spawn, whose
                 queues work under every start method.
 
@@ -134,6 +135,11 @@ class WeightSyncScheme(BlockingTwin):
     def version(self) -> int:
         """The version last published (sender) or in service (receiver); -1 before ``connect``."""
         return self._async.version
+
+    @property
+    def workers(self) -> dict[int, WorkerState]:
+        """On the sender: worker -> whether it is there, its version and its lag. Else empty."""
+        return self._async.workers
 
     @property
     def ended(self) -> str | None:
@@ -266,13 +272,15 @@ class WeightSyncScheme(BlockingTwin):
         """
         return cls._blocking_from_backend(backend, **kwargs)
 
-    def connect(self, *, worker_idx: int | None=None, weights: Any=None, timeout: float | None=None) -> None:
+    def connect(self, *, worker_idx: int | None=None, weights: Any=None, min_workers: int | None=None, timeout: float | None=None) -> None:
         """Meet the other side. The sender hands out version 0 and waits until every worker runs on it;
         a worker puts it in service.
 
         Args:
             worker_idx: on a worker, its index, if ``init_on_receiver`` was not told.
             weights: on the sender, what to send as version 0 instead of what ``init_on_sender`` said.
+            min_workers: on the sender, how many workers are enough; None: all of ``num_workers``, or 1 where
+                they are taken as they come. The others may come later.
             timeout: seconds; None: the scheme's.
 
         Raises:
@@ -282,7 +290,7 @@ class WeightSyncScheme(BlockingTwin):
             LayoutMismatchError: the weights do not fit the worker's model; both sides are told.
             WorkerLostError, HandshakeError: on a worker, there is no sender or it refused.
         """
-        self._blocking_connect(worker_idx=worker_idx, weights=weights, timeout=timeout)
+        self._blocking_connect(worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout)
 
     def get_sender(self) -> WeightSender:
         """The live sending endpoint.
@@ -493,7 +501,9 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     straight into its back slot. Nothing on the wire is pickled.
 
     A worker on another machine builds the same scheme from address and token; one that is handed the
-    pickled scheme knows the real port too.
+    pickled scheme knows the real port too. Without ``num_workers=`` the sender takes workers as they come:
+    ``connect(min_workers=2)`` waits for the first two, ``scheme.workers`` tells who is there, one that
+    gives no ``worker_idx`` is given one, and one that has gone is no more waited for.
 
     Memory: two slots of the model's size on the sender, a third while a worker is behind, whatever the number
     of workers (a worker that takes nothing for a second gives way when memory is needed); two slots in
@@ -505,6 +515,9 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         token: a secret of 16 characters or more that sender and workers have; each proves to the other
             that it knows it. It does not encrypt: use TLS where others can read along.
         tls: certificates; with a ``cafile`` on the sender workers have to show one too.
+        reconnect_for: seconds for which a worker that has lost the sender tries to find it again, beside
+            acting with the version that it has; 0: not at all. A sender that was started anew counts its
+            versions from 0, and so does the worker then.
         insecure: listen to other machines with neither a token nor mutual TLS.
         max_connections: how many a sender takes.
         options: see :class:`~aiosync.WeightSyncScheme`.
@@ -516,8 +529,8 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.TCPWeightSyncScheme
     _async: aiosync.TCPWeightSyncScheme
 
-    def __init__(self, address: str='tcp://127.0.0.1:0', *args: Any, token: str | bytes | None=None, tls: TLSConfig | None=None, insecure: bool=False, max_connections: int=1024, **options: Any) -> None:
-        self._async = aiosync.TCPWeightSyncScheme(address, *args, token=token, tls=tls, insecure=insecure, max_connections=max_connections, **options)
+    def __init__(self, address: str='tcp://127.0.0.1:0', *args: Any, token: str | bytes | None=None, tls: TLSConfig | None=None, reconnect_for: float=60.0, insecure: bool=False, max_connections: int=1024, **options: Any) -> None:
+        self._async = aiosync.TCPWeightSyncScheme(address, *args, token=token, tls=tls, reconnect_for=reconnect_for, insecure=insecure, max_connections=max_connections, **options)
 
     @property
     def address(self) -> str:
@@ -560,9 +573,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     init_on_worker = init_on_receiver
 
-    def connect(self, *, worker_idx: int | None=None, weights: Any=None, timeout: float | None=None) -> None:
+    def connect(self, *, worker_idx: int | None=None, weights: Any=None, min_workers: int | None=None, timeout: float | None=None) -> None:
         """Connected."""
-        self._blocking_connect(worker_idx=worker_idx, weights=weights, timeout=timeout)
+        self._blocking_connect(worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout)
 
     def send(self, weights: Any=None, worker_ids: int | list[int] | None=None, *, wait: bool | None=None, strict: bool=True, timeout: float | None=None) -> SendReport:
         """Counts one version."""

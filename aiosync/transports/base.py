@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from aiosync._deadline import Deadline
 from aiosync.errors import FrameError, ProtocolError, SyncTimeoutError, WorkerLostError
@@ -73,12 +73,18 @@ class Sink(Protocol):
 class Transport(ABC):
     """One connection to one peer.
 
+    Attributes:
+        peer_name: who is at the other end, for messages.
+        same_machine: whether process ids mean the same on both sides.
+
     It begins in inbox mode, in which frames are awaited one by one (the handshake is written so); with
     :meth:`start` it changes over to delivering them to a sink. Until :meth:`trust` is called no more
     than a few KiB are accepted from the peer.
 
     A subclass brings ``open``, ``_write`` and ``_close``, and calls ``_feed`` and ``_lost``.
     """
+
+    same_machine: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._decoder = FrameDecoder(MAX_GREETING)

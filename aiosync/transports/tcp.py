@@ -39,6 +39,10 @@ class TCPTransport(Transport):
         tls: how to speak TLS, for the side that dials.
     """
 
+    # Not even on loopback: containers may share that and have process ids of their own. (Those of a Unix
+    # socket's peer come from the kernel.)
+    same_machine = False
+
     def __init__(self, origin: Address | TCPListener, tls: TLSConfig | None = None) -> None:
         super().__init__()
         self._address = origin if isinstance(origin, Address) else origin.address

@@ -196,7 +196,8 @@ async def test_a_sender_that_forges(
     layout: dict[str, Any], device: str, update: frames.Update, error: type[Exception]
 ) -> None:
     scheme = SharedMemWeightSyncScheme(timeout=PATIENCE)
-    forger = _ForgedSender(scheme, frames.Welcome(layout=layout, version=0, device=device), update)
+    welcome = frames.Welcome(layout=layout, version=0, worker=0, instance="i", device=device)
+    forger = _ForgedSender(scheme, welcome, update)
     await forger.listen()
     scheme._address = forger.listener.address
     model = Uniform(5.0)

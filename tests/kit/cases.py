@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import secrets
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from aiosync import MultiProcessWeightSyncScheme, WeightSyncScheme
+from aiosync import MultiProcessWeightSyncScheme, TCPWeightSyncScheme, WeightSyncScheme
+from tests.kit.certificates import certificates
 
 __all__ = ["SCHEMES", "Recipe", "SchemeCase"]
 
@@ -66,11 +70,30 @@ def _over_pipes(workers: int, options: dict[str, Any]) -> Recipe:
     return Recipe(scheme, {w: {"pipe": end} for w, end in enumerate(theirs)}, [*ours, *theirs])
 
 
+def _over_tcp(*, tls: bool = False) -> Build:
+    """Lost is lost here; that a worker comes back by itself is tested elsewhere."""
+
+    def build(workers: int, options: dict[str, Any]) -> Recipe:
+        config = certificates().config if tls else None
+        return Recipe(
+            TCPWeightSyncScheme(token="a token of the tests", tls=config, reconnect_for=0, **options)
+        )
+
+    return build
+
+
+def _over_unix(workers: int, options: dict[str, Any]) -> Recipe:
+    path = os.path.join(tempfile.gettempdir(), f"aiosync-test-{secrets.token_hex(8)}")
+    return Recipe(TCPWeightSyncScheme(f"unix://{path}", reconnect_for=0, **options))
+
+
 SCHEMES = [
     SchemeCase("shared", named("shared"), views=True),
     SchemeCase("process", named("process")),
     # The pipe is the caller's: one that has broken with its process cannot be mended.
     SchemeCase("process-pipes", _over_pipes, respawns=False),
-    SchemeCase("tcp", named("tcp")),
+    SchemeCase("tcp", _over_tcp()),
+    SchemeCase("tcp-tls", _over_tcp(tls=True)),
+    SchemeCase("unix", _over_unix),
     SchemeCase("memory", named("memory"), processes=False),
 ]

@@ -34,6 +34,8 @@ frame = st.one_of(
         f.Welcome,
         layout=st.dictionaries(text, text, max_size=2),
         version=number,
+        worker=number,
+        instance=text,
         device=text,
         eager=st.booleans(),
     ),

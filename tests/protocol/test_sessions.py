@@ -43,7 +43,7 @@ def joined(*, eager: bool = False) -> tuple[SenderSession, ReceiverSession]:
             sender.receive(frame)
         for answer in sender.frames_to_send():
             receiver.receive(answer)
-    welcome = f.Welcome(layout={}, version=0, eager=eager)
+    welcome = f.Welcome(layout={}, version=0, worker=0, instance="i", eager=eager)
     sender.welcome(welcome)
     sender.publish(0)
     receiver.wanting = True
@@ -263,7 +263,7 @@ def test_a_layout_that_does_not_do_is_declined() -> None:
             sender.receive(frame)
         for answer in sender.frames_to_send():
             receiver.receive(answer)
-    sender.welcome(f.Welcome(layout={}, version=0))
+    sender.welcome(f.Welcome(layout={}, version=0, worker=0, instance="i"))
     sender.publish(0)
     for frame in sender.frames_to_send():
         receiver.receive(frame)
