@@ -79,7 +79,7 @@ async def test_a_killed_worker_is_started_again(process_case: SchemeCase, while_
                 while not connecting.done():
                     await scheme.send(worker_ids=1)
             await within(connecting)
-            await eventually(lambda: scheme.worker_versions[0] >= 0, "it has joined")
+            await eventually(lambda: scheme.workers[0].connected, "it has joined")
             report = await scheme.send()
             assert report.ok
             found = await cluster.workers[0].run(scenarios.report)
