@@ -68,6 +68,7 @@ from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.transports.tls import TLSConfig
 from aiosync.weights.binding import CommitMode
+from aiosync.weights.codec import Codec
 from aiosync.weights.strategy import WeightStrategy
 
 __all__ = [

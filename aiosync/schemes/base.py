@@ -158,6 +158,7 @@ class WeightSyncScheme(SchemeRecipe):
                 self._token,
                 allocate=self._allocate,
                 holds=self._holds,
+                streams=self._streams,
                 deliver=self._deliver,
                 events=self._events,
             )

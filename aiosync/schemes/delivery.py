@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import xxhash
 
 from aiosync.protocol.frames import Chunk, End, encode
-from aiosync.protocol.stream import block_count
+from aiosync.protocol.stream import BLOCK
 from aiosync.schemes.group import Published, WeightGroup
 from aiosync.schemes.landing import block_of, digest_of, memory_of
 from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.arena import Slot
+from aiosync.weights.codec import Codec
+from aiosync.weights.codec import encode as encode_block
+from aiosync.weights.layout import Layout
 
-__all__ = ["ByReference", "ByStream", "Delivery", "Outgoing"]
+__all__ = ["ByReference", "ByStream", "Delivery", "Outgoing", "Variant"]
 
 
 class Delivery(ABC):
@@ -35,6 +39,14 @@ class Delivery(ABC):
     def begin(self, published: Published, on_sent: Callable[[], None]) -> None:
         """The update frame has been written. ``on_sent``: the slot is not needed any more."""
         return
+
+    def knows(self, codecs: Sequence[str]) -> None:
+        """Which encodings the worker can read."""
+        return
+
+    def base(self) -> Slot | None:
+        """A further slot that is read while the update is being sent."""
+        return None
 
     def cut(self) -> bool:
         """Stop reading the slot, now; returns whether that took the update back."""
@@ -64,36 +76,81 @@ class ByReference(Delivery):
         return {"slot": published.slot.index, "new": new, "gone": gone}
 
 
-class Outgoing:
-    """A version as chunks. Each is made ready when the first worker gets to it, and kept for the others.
+@dataclass(frozen=True)
+class Variant:
+    """In which form a version is sent.
 
-    A worker may be served by the connections' thread or, if there is little to send, by the event loop's.
+    Attributes:
+        codec: how blocks are encoded.
+        base: the version that they are encoded against; -1: none.
     """
 
-    def __init__(self, slot: Slot, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._memory = memory_of(slot, nbytes)
-        self._heads: list[bytes] = []
+    codec: Codec
+    base: int
+
+
+class Outgoing:
+    """A version as chunks, in one form. Each is made when the first worker gets to it, and kept for the rest.
+
+    A worker may be served by the connections' thread or, if there is little to send, by the event loop's.
+
+    Args:
+        published: the version.
+        layout: its layout.
+        variant: the form.
+        base: the slot of the version that it is encoded against, if it is against one.
+    """
+
+    def __init__(self, published: Published, layout: Layout, variant: Variant, base: Slot | None) -> None:
+        self.nbytes = layout.nbytes
+        self._copying = published.copying
+        self._memory = memory_of(published.slot, layout.nbytes)
+        self._base = memory_of(base, layout.nbytes) if base is not None else None
+        self._codec = variant.codec
+        self._widths = _widths(layout)
+        self._chunks: list[tuple[bytes, memoryview]] = []
         self._sums: list[int] = []
-        self._count = block_count(nbytes)
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return self._count
-
-    def chunk(self, index: int) -> tuple[bytes, memoryview]:
-        """A chunk's frame and its raw bytes."""
-        data = block_of(self._memory, index)
+    def chunk(self, index: int) -> tuple[bytes, memoryview] | None:
+        """A chunk's frame and its raw bytes; None if there are no more."""
         with self._lock:
-            if index == len(self._heads):
-                checksum = xxhash.xxh3_64_intdigest(data)
-                self._sums.append(checksum)
-                self._heads.append(encode(Chunk(block=index, size=len(data), checksum=checksum)))
-        return self._heads[index], data
+            while index == len(self._chunks) and len(self._sums) < len(self._widths):
+                self._encode_next()
+        return self._chunks[index] if index < len(self._chunks) else None
+
+    def _encode_next(self) -> None:
+        block = len(self._sums)
+        if self._copying is not None:
+            self._copying.ensure(block)
+        data = block_of(self._memory, block)
+        base = block_of(self._base, block) if self._base is not None else None
+        checksum = xxhash.xxh3_64_intdigest(data)
+        self._sums.append(checksum)
+        encoded = encode_block(self._codec, data, base, self._widths[block])
+        if encoded is not None:
+            encoding, raw = encoded
+            head = Chunk(block=block, size=len(raw), checksum=checksum, encoding=encoding)
+            self._chunks.append((encode(head), raw))
 
     def end(self) -> bytes:
         """The frame that is sent after the last chunk."""
         return encode(End(digest=digest_of(self._sums)))
+
+
+def _widths(layout: Layout) -> list[int]:
+    """Block by block, the bytes of an element of the entry that the block begins in."""
+    widths = []
+    entries = iter(layout.entries)
+    width, until = 1, 0
+    for start in range(0, layout.nbytes, BLOCK):
+        while until <= start:
+            entry = next(entries, None)
+            if entry is None:
+                break
+            width, until = min(entry.dtype.itemsize, 8), entry.offset + max(entry.nbytes, 1)
+        widths.append(width)
+    return widths
 
 
 class ByStream(Delivery):
@@ -102,28 +159,54 @@ class ByStream(Delivery):
     Args:
         transport: the worker's.
         group: whose versions.
-        ready: round -> its chunks, shared by the group's workers; holds the newest only.
+        codec: in which form they are wanted.
+        ready: what the group's workers are being sent, in each form; of the newest version only.
     """
 
     maps = False
 
-    def __init__(self, transport: TCPTransport, group: WeightGroup, ready: dict[int, Outgoing]) -> None:
+    def __init__(
+        self,
+        transport: TCPTransport,
+        group: WeightGroup,
+        codec: Codec,
+        ready: dict[tuple[int, Variant], Outgoing],
+    ) -> None:
         self._transport = transport
         self._group = group
+        self._codec: Codec = codec
         self._ready = ready
+        self._variant = Variant("full", -1)
+
+    def knows(self, codecs: Sequence[str]) -> None:
+        """Which encodings the worker can read."""
+        if self._codec not in codecs:
+            self._codec = "full"
 
     def payload(self, published: Published, have: int) -> dict[str, Any]:
-        """What it is encoded against."""
-        return {"base": -1}
+        """What it is encoded against: the version that the worker has, if that is of use and still here."""
+        same = have == published.version
+        of_use = self._codec == "delta" or same or (published.names is not None and have == published.base)
+        based = of_use and have >= 0 and self._group.slot_of(have) is not None
+        self._variant = Variant(self._codec, have if based else -1)
+        return {"base": self._variant.base}
 
     def begin(self, published: Published, on_sent: Callable[[], None]) -> None:
         """Send the bytes."""
-        outgoing = self._ready.get(published.round)
+        variant = self._variant
+        key = (published.round, variant)
+        outgoing = self._ready.get(key)
         if outgoing is None:
-            outgoing = Outgoing(published.slot, self._group.arena.layout.nbytes)
-            self._ready.clear()
-            self._ready[published.round] = outgoing
+            base = self._group.slot_of(variant.base)
+            outgoing = Outgoing(published, self._group.arena.layout, variant, base)
+            for other in [k for k in self._ready if k[0] != published.round]:
+                del self._ready[other]
+            self._ready[key] = outgoing
         self._transport.stream(outgoing, on_sent)
+
+    def base(self) -> Slot | None:
+        """A further slot that is read while this update is being sent."""
+        return self._group.slot_of(self._variant.base)
 
     def cut(self) -> bool:
         """See :meth:`Delivery.cut`."""

@@ -25,13 +25,17 @@ from torch import Tensor
 
 from aiosync._deadline import Deadline
 from aiosync.errors import ArenaAllocationError, NotConnectedError, SyncTimeoutError
+from aiosync.protocol.stream import BLOCK, block_count
 from aiosync.schemes.rounds import JointRound
 from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Arena, Slot
-from aiosync.weights.copying import INLINE_LIMIT, copy_pairs
+from aiosync.weights.copying import INLINE_LIMIT, BlockCopy, copy_pairs
 from aiosync.weights.segment import Segment
 
 __all__ = ["Draft", "Published", "WeightGroup"]
+
+_WORTH_OVERLAPPING = 4 << 20
+"""Bytes from which copying and sending are done at the same time."""
 
 LATEST = "latest"
 WRITER = "writer"
@@ -44,6 +48,7 @@ class Published:
     Attributes:
         names: what changed against ``base``, None for everything.
         joint: what it is a part of.
+        copying: set if it may not have been copied to its end yet.
     """
 
     slot: Slot
@@ -52,6 +57,7 @@ class Published:
     base: int
     names: tuple[str, ...] | None
     joint: JointRound | None = None
+    copying: BlockCopy | None = None
 
 
 @dataclass(slots=True)
@@ -64,6 +70,7 @@ class Draft:
             written there is no way back, so this write goes through even if its caller is cancelled.
         spilled: the slot is not one that workers can read.
         begun: it may have been written into.
+        copying: the copy, if it goes on beside the sending.
     """
 
     group: WeightGroup
@@ -73,6 +80,7 @@ class Draft:
     reclaimed: bool
     spilled: bool = False
     begun: bool = False
+    copying: BlockCopy | None = None
 
 
 class WeightGroup:
@@ -83,6 +91,7 @@ class WeightGroup:
         device: where the copy lies.
         arena: its slots.
         offloader: the threads that copy.
+        streams: whether connections carry the bytes, in blocks, from the first to the last.
 
     Attributes:
         latest: the newest version in a slot.
@@ -93,7 +102,13 @@ class WeightGroup:
     """
 
     def __init__(
-        self, workers: Iterable[int], device: torch.device, arena: Arena, offloader: Offloader
+        self,
+        workers: Iterable[int],
+        device: torch.device,
+        arena: Arena,
+        offloader: Offloader,
+        *,
+        streams: bool = False,
     ) -> None:
         self.workers = set(workers)
         self.device = device
@@ -102,6 +117,7 @@ class WeightGroup:
         self.spill: Published | None = None
         self.spill_targets: set[int] = set()
         self._spill_slot: Slot | None = None
+        self.streams = streams
         self._offloader = offloader
         self.unspilling = False
         self.addressed: dict[int, int] = {}
@@ -150,6 +166,7 @@ class WeightGroup:
                 break
             await self._until_freed(deadline)
         slot.holders.add(WRITER)
+        slot.version = -1
         pairs = [(slot.views[name], tensor) for name, tensor in given]
         names = None
         if len(given) < len(self.arena.layout.entries):
@@ -168,6 +185,7 @@ class WeightGroup:
         if slot is None or spill is None:
             return None
         slot.holders.add(WRITER)
+        slot.version = -1
         pairs = [(slot.views[e.name], spill.slot.views[e.name]) for e in self.arena.layout.entries]
         return Draft(self, slot, pairs, None, reclaimed=False)
 
@@ -177,6 +195,22 @@ class WeightGroup:
         if self.writes_inline:
             return copy_pairs(draft.pairs)
         return await self._offloader.copy(draft.pairs, cancelled)
+
+    def overlaps(self, draft: Draft) -> bool:
+        """Whether the draft can be sent while it is being copied."""
+        return self.streams and not draft.spilled and self.arena.layout.nbytes > _WORTH_OVERLAPPING
+
+    async def begin(self, draft: Draft) -> None:
+        """Begin a copy that goes on beside the sending."""
+        draft.begun = True
+        buffer = draft.slot.segment.buffer
+        draft.copying = await self._offloader.run(lambda _: BlockCopy(buffer, draft.pairs, BLOCK))
+
+    async def finish(self, draft: Draft) -> None:
+        """Bring it to its end."""
+        copying, last = draft.copying, block_count(self.arena.layout.nbytes) - 1
+        assert copying is not None
+        await self._offloader.run(lambda _: copying.ensure(last))
 
     def publish(
         self, draft: Draft, round_: int, version: int, *, fallback: bool, joint: JointRound | None = None
@@ -190,7 +224,7 @@ class WeightGroup:
         self.spill = None
         before = self.latest
         base = before.version if before else -1
-        published = Published(draft.slot, round_, version, base, draft.names, joint)
+        published = Published(draft.slot, round_, version, base, draft.names, joint, draft.copying)
         if before is not None:
             before.slot.holders.discard(LATEST)
             if fallback and before.slot is not draft.slot:
@@ -209,6 +243,10 @@ class WeightGroup:
             draft.slot.holders.clear()
             self.latest = None
         self.wake()
+
+    def slot_of(self, version: int) -> Slot | None:
+        """The slot that still holds this version, whole."""
+        return next((slot for slot in self.arena.slots if slot.version == version >= 0), None)
 
     def offerable(self, published: Published | None) -> bool:
         """Whether a worker may be given this version now."""

@@ -147,14 +147,14 @@ class Intake:
             bound.check_receiver(found)
             raise LayoutMismatchError(unexpected=["ties or an order of entries that it did not have before"])
 
-    def resume(self, *, same_sender: bool) -> int:
-        """Go on with a new connection; returns the version whose bytes are still here, or -1.
-
-        Another sender's versions say nothing about the one in service, so it counts as older than all.
-        """
-        if not same_sender:
-            self.version = -1
+    @property
+    def have(self) -> int:
+        """The version whose bytes, as they came, are still here; -1 for none."""
         return self.version if self.arrival is not None and not self.arrival.borrowed else -1
+
+    def follow_another(self) -> None:
+        """Another sender's versions say nothing about the one in service, so it counts as older than all."""
+        self.version = -1
 
     async def prepare(self, transport: Transport) -> None:
         """Be ready for updates over this connection."""

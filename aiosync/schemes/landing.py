@@ -18,10 +18,15 @@ from aiosync.schemes.arrival import Arrival
 from aiosync.transports.base import Transport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.arena import Arena, Slot
+from aiosync.weights.codec import decode
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
-__all__ = ["Landing", "block_of", "digest_of", "memory_of"]
+__all__ = ["BaseLostError", "Landing", "block_of", "digest_of", "memory_of"]
+
+
+class BaseLostError(ProtocolError):
+    """What an update builds on is not what the sender thinks it is: all of it is needed."""
 
 
 class Landing(Arrival):
@@ -38,6 +43,8 @@ class Landing(Arrival):
         self._arena = Arena(layout, Segment.private, max_slots=2)
         self._blocks = block_count(layout.nbytes)
         self._slot: Slot | None = None
+        self._base: memoryview | None = None
+        self._encoded = memoryview(b"")
         self._memory = memoryview(b"")
         self._sums: dict[int, int] = {}
         self._damage: ProtocolError | None = None
@@ -89,10 +96,13 @@ class Landing(Arrival):
     # -- the thread's side ----------------------------------------------------------------------------
 
     def begin(self, update: Update) -> None:
-        """The body of an update follows."""
+        """The body of an update follows, perhaps as what differs from the version in service."""
         slot = self._arena.free_slot()
         if slot is None:
             raise ProtocolError("an update came that was not asked for")
+        front = next((s for s in self._arena.slots if s.holders), None)
+        based = update.payload.get("base", -1) != -1
+        self._base = memory_of(front, self._layout.nbytes) if front is not None and based else None
         self._slot = slot
         self._memory = memory_of(slot, self._layout.nbytes)
         self._sums = {}
@@ -102,26 +112,49 @@ class Landing(Arrival):
         """Where a block's bytes belong."""
         if not 0 <= chunk.block < self._blocks or chunk.block in self._sums:
             raise ProtocolError(f"block {chunk.block} came twice, or there are only {self._blocks}")
-        if chunk.encoding != "raw":
-            raise ProtocolError(f"unknown encoding {chunk.encoding[:20]!r}")
         self._sums[chunk.block] = chunk.checksum
-        return block_of(self._memory, chunk.block)
+        place = block_of(self._memory, chunk.block)
+        if chunk.encoding == "raw":
+            return place
+        if not 0 < chunk.size < len(place):
+            raise ProtocolError(f"an encoded block of {chunk.size} bytes, expected less than {len(place)}")
+        self._encoded = memoryview(bytearray(chunk.size))
+        return self._encoded
 
     def placed(self, chunk: Chunk) -> None:
-        """A block is there: check it."""
-        if xxhash.xxh3_64_intdigest(block_of(self._memory, chunk.block)) != chunk.checksum:
-            self._damage = ProtocolError(f"block {chunk.block} arrived damaged (its checksum differs)")
+        """A block is there: decode and check it."""
+        place = block_of(self._memory, chunk.block)
+        if chunk.encoding != "raw":
+            base = None if self._base is None else block_of(self._base, chunk.block)
+            try:
+                decode(chunk.encoding, self._encoded, place, base)
+            except ProtocolError as exc:
+                self._harm(str(exc))
+                return
+        if xxhash.xxh3_64_intdigest(place) != chunk.checksum:
+            self._harm(f"block {chunk.block} arrived damaged (its checksum differs)")
 
     def finish(self, end: End) -> None:
-        """All blocks are there: check that they are, and that they belong together."""
-        if len(self._sums) < self._blocks:
-            raise ProtocolError(f"{len(self._sums)} of {self._blocks} blocks came")
+        """All that differs is there: take the rest from the version before, and check the whole."""
+        for block in range(self._blocks):
+            if block not in self._sums:
+                if self._base is None:
+                    raise ProtocolError(f"{len(self._sums)} of {self._blocks} blocks came")
+                place = block_of(self._memory, block)
+                place[:] = block_of(self._base, block)
+                # Computed anew: the version in service is the model's, which may have written into it.
+                self._sums[block] = xxhash.xxh3_64_intdigest(place)
         if digest_of([self._sums[block] for block in range(self._blocks)]) != end.digest:
-            self._damage = ProtocolError("an update arrived damaged (its digest differs)")
+            self._harm("an update arrived damaged (its digest differs)")
+        self._base = None
+
+    def _harm(self, what: str) -> None:
+        if self._damage is None:
+            self._damage = ProtocolError(what) if self._base is None else BaseLostError(what)
 
     def forsake(self) -> None:
         """What has come is of no use."""
-        self._slot = None
+        self._slot = self._base = None
 
 
 def memory_of(slot: Slot, nbytes: int) -> memoryview:

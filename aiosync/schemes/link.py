@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Hashable
+from typing import Any
 
 from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.events import SenderEvent
@@ -104,6 +105,11 @@ class WorkerLink:
         """Whether it is not expected to move on from what it reads by itself."""
         waiting = self.session.state in (SenderState.IDLE, SenderState.READY)
         return self.late or (waiting and self.due is None)
+
+    @property
+    def wire_nbytes(self) -> int:
+        """Bytes that went to it over the connection, where that carries the weights."""
+        return self._delivery.progress
 
     @property
     def reading(self) -> bool:
@@ -273,8 +279,15 @@ class WorkerLink:
             base=published.base,
             names=names,
             joint=joint.mark if joint else None,
-            payload=self._delivery.payload(published, self._have),
+            payload=self._payload(published),
         )
+
+    def _payload(self, published: Published) -> dict[str, Any]:
+        payload = self._delivery.payload(published, self._have)
+        base = self._delivery.base()
+        if base is not None:
+            base.holders.add(self.worker)
+        return payload
 
     def _overdue(self) -> None:
         """It may hang: what it holds must not be what the others wait for."""

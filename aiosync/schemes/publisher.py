@@ -268,10 +268,29 @@ async def publish_together(
         raise
 
 
+async def _announce_and_write(publisher: Publisher, prepared: Prepared, fallback: bool) -> Round:
+    """Copy while the first blocks are already on their way. From the announcement on there is no way back,
+    and nothing that could fail: what is left is moving bytes."""
+    try:
+        for draft in prepared.drafts:
+            await draft.group.begin(draft)
+        publisher.check_open()
+    except BaseException:
+        publisher.discard(prepared)
+        raise
+    round_ = publisher.announce(prepared, fallback=fallback)
+    for draft in prepared.drafts:
+        await draft.group.finish(draft)
+    prepared.seconds["stage"] = time.perf_counter() - prepared.started
+    return round_
+
+
 async def _write_and_announce(
     items: Sequence[tuple[Publisher, Prepared]], gone: Callable[[], bool], fallback: bool
 ) -> list[Round]:
     drafts = [draft for _, prepared in items for draft in prepared.drafts]
+    if len(items) == 1 and drafts and all(draft.group.overlaps(draft) for draft in drafts):
+        return [await _announce_and_write(*items[0], fallback)]
     no_way_back = any(draft.reclaimed for draft in drafts)
     publishers = [publisher for publisher, _ in items]
 

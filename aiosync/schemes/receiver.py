@@ -35,12 +35,14 @@ from aiosync.schemes._host import TaskHost
 from aiosync.schemes.arrival import Arrival
 from aiosync.schemes.intake import Held, Intake, Overtaken
 from aiosync.schemes.joint import give_up
+from aiosync.schemes.landing import BaseLostError
 from aiosync.schemes.refusal import nack_of
 from aiosync.schemes.spec import SchemeSpec
 from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, SyncEvent, logger
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports.base import Transport
 from aiosync.transports.liveness import ProcessWatch
+from aiosync.weights.codec import known_encodings
 from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.target import WeightTarget
@@ -164,6 +166,7 @@ class WeightReceiver:
             self.worker_idx,
             pid=os.getpid(),
             model_id=self.model_id,
+            codecs=known_encodings(),
         )
 
     async def _meet(self, deadline: Deadline) -> Welcome:
@@ -231,7 +234,9 @@ class WeightReceiver:
         welcome = await self._meet(deadline)
         self.intake.check_layout(welcome.layout)
         # Versions are one sender's own: another at the same address begins anew, and is the one to follow.
-        self._session.have = self.intake.resume(same_sender=welcome.instance == self._instance)
+        if welcome.instance != self._instance:
+            self.intake.follow_another()
+        self._session.have = self.intake.have
         self.worker_idx, self._instance = welcome.worker, welcome.instance
         await self.intake.prepare(self.transport)
         self._start()
@@ -380,6 +385,8 @@ class WeightReceiver:
         try:
             if not self.intake.take_at_once(held):
                 return False
+        except BaseLostError:
+            self._skip(whole=True)
         except Exception as exc:  # noqa: BLE001 - travels to the sender as a refusal
             self._refuse(exc)
         else:
@@ -459,8 +466,8 @@ class WeightReceiver:
                     self._held = None
                     return None
             await self.intake.commit(held, self._held_up)
-        except Overtaken:
-            self._skip()
+        except (Overtaken, BaseLostError) as exc:
+            self._skip(whole=isinstance(exc, BaseLostError))
             return None
         except Exception as exc:  # noqa: BLE001 - travels to the sender as a refusal
             self._refuse(exc)
@@ -468,12 +475,14 @@ class WeightReceiver:
         self._answer(held)
         return None
 
-    def _skip(self) -> None:
-        """Give the held update back for a newer one."""
+    def _skip(self, *, whole: bool = False) -> None:
+        """Give the held update back for a newer one; or for the ``whole`` of what it is a part of."""
         held, self._held = self._held, None
         if held is not None and held.views is None:
             self.intake.note(held)
         if not self._closed:
+            if whole:
+                self._session.have = -1
             self._session.skip()
             self.transport.flush(self._session)
 
@@ -494,6 +503,7 @@ class WeightReceiver:
             stats.skipped += max(0, held.update.version - self._session.version - 1)
             stats.memory = self.intake.memory
             stats.add_phases(held.seconds)
+        self._session.have = self.intake.have
         self._session.wanting = self._looping  # so that what goes out asks for the next one as well
         self._session.applied(self.version, held.seconds)
         self.transport.flush(self._session)

@@ -47,6 +47,7 @@ class SchemeRecipe(ABC):
     _registry: ClassVar[dict[str, type[SchemeRecipe]]] = {}
     _holds: ClassVar[bool] = True
     _elastic: ClassVar[bool] = False
+    _streams: ClassVar[bool] = False
     _reconnect_for: float = 0.0
 
     def __init__(

@@ -75,6 +75,7 @@ class Roster:
         self._deliver = deliver
         self._instance = secrets.token_hex(8)
         self._joined = asyncio.Event()
+        self._wire_nbytes = 0
         self._events = events
         self.stats = stats
         self._groups: Sequence[WeightGroup] = ()
@@ -125,6 +126,11 @@ class Roster:
             if isinstance(worker, bool) or worker not in self.workers:
                 raise UnknownWorkerError(worker, self.workers)
         return set(ids)
+
+    @property
+    def wire_nbytes(self) -> int:
+        """Bytes that went to workers over connections that carry the weights."""
+        return self._wire_nbytes + sum(link.wire_nbytes for link in self.links.values())
 
     async def gather(self, count: int, deadline: Deadline) -> None:
         """Wait until ``count`` workers, whichever, run on some version.
@@ -308,13 +314,15 @@ class Roster:
         self._lost.pop(worker, None)
         self.workers.add(worker)
         group.workers.add(worker)
+        delivery = self._deliver(transport, group)
+        delivery.knows(hello.codecs)
         link = self.links[worker] = WorkerLink(
             worker,
             transport.peer_pid or (hello.pid if transport.same_machine else 0),
             transport,
             session,
             group,
-            self._deliver(transport, group),
+            delivery,
             self._instance,
             holds=self._holds,
             on_event=self._on_event,
@@ -385,6 +393,7 @@ class Roster:
             return
         del self.links[worker]
         self._last[worker] = link.session.acked_version
+        self._wire_nbytes += link.wire_nbytes
         orphan = self._orphan(link) if link.reading and not orderly else None
         error = self._lost[worker] = link.leave(reason, orphan=orphan)
         self.stats.lost += 1

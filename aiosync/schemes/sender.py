@@ -47,6 +47,7 @@ class WeightSender:
         token: the secret that workers must know.
         allocate: makes a segment of so many bytes on a device.
         holds: whether workers view the memory that they are given, instead of copying from it.
+        streams: whether connections carry the bytes.
         deliver: says how versions of a group get over a connection.
 
     Attributes:
@@ -64,6 +65,7 @@ class WeightSender:
         *,
         allocate: Callable[[int, torch.device], Segment],
         holds: bool,
+        streams: bool,
         deliver: Deliver,
         events: EventSource,
     ) -> None:
@@ -81,6 +83,7 @@ class WeightSender:
             events=events,
             stats=SchemeStats(),
         )
+        self._streams = streams
         self._events = events
         self._listener = listener
         self._allocate = allocate
@@ -101,6 +104,7 @@ class WeightSender:
         """Figures so far."""
         stats = self.roster.stats
         stats.lag = {w: self.version - self.roster.version_of(w) for w in sorted(self.roster.workers)}
+        stats.wire_nbytes = self.roster.wire_nbytes
         stats.memory = sum(group.arena.nbytes for group in self._groups)
         return stats
 
@@ -158,7 +162,9 @@ class WeightSender:
             for number, plan in enumerate(self.plan.groups):
                 layout = Layout.of(sources[number], cast=self.spec.cast, optional=optional)
                 arena = Arena(layout, self._allocator(plan.device), self.spec.max_slots)
-                group = WeightGroup(plan.workers, plan.device, arena, self._offloader)
+                group = WeightGroup(
+                    plan.workers, plan.device, arena, self._offloader, streams=self._streams
+                )
                 self._groups.append(group)
                 # Two at once: the first send after this one then runs into warm pages too.
                 await group.reserve(2)

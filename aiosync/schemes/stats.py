@@ -80,6 +80,7 @@ class SchemeStats:
     Attributes:
         updates: versions published (sender) or committed (receiver).
         nbytes: bytes of weights copied by the sender, or staged by the receiver.
+        wire_nbytes: on the sender, bytes handed to the workers' connections, where those carry the weights.
         skipped: on a receiver, versions that it never saw because a newer one was there (latest wins).
         failures: updates refused; on the sender, by any worker.
         lost: workers lost so far (sender).
@@ -91,6 +92,7 @@ class SchemeStats:
 
     updates: int = 0
     nbytes: int = 0
+    wire_nbytes: int = 0
     skipped: int = 0
     failures: int = 0
     lost: int = 0

@@ -13,13 +13,14 @@ import torch
 from aiosync.errors import InsecureTransportError, InvalidArgumentError
 from aiosync.schemes.arrival import Arrival
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.delivery import ByStream, Delivery, Outgoing
+from aiosync.schemes.delivery import ByStream, Delivery, Outgoing, Variant
 from aiosync.schemes.group import WeightGroup
 from aiosync.schemes.landing import Landing
 from aiosync.transports.address import Address
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.tcp import TCPListener, TCPTransport
 from aiosync.transports.tls import TLSConfig
+from aiosync.weights.codec import Codec, check_codec
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
@@ -50,6 +51,11 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         token: a secret of 16 characters or more that sender and workers have; each proves to the other
             that it knows it. It does not encrypt: use TLS where others can read along.
         tls: certificates; with a ``cafile`` on the sender workers have to show one too.
+        codec: what travels, all of it bit-exact: ``"full"``, the bytes as they are; ``"zstd"``, compressed;
+            ``"delta"``, what has changed against the version that the worker acknowledged, compressed, or
+            all of it where the worker has none or that is no smaller. Needs ``aiosync[delta]`` on both
+            sides; a worker without it gets the bytes as they are. With ``cast=torch.bfloat16`` most small
+            updates change few elements.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again, beside
             acting with the version that it has; 0: not at all. A sender that was started anew counts its
             versions from 0, and so does the worker then.
@@ -64,6 +70,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     backends = ("tcp",)
     _holds = False
     _elastic = True
+    _streams = True
 
     def __init__(
         self,
@@ -71,6 +78,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         *args: Any,
         token: str | bytes | None = None,
         tls: TLSConfig | None = None,
+        codec: Codec = "full",
         reconnect_for: float = 60.0,
         insecure: bool = False,
         max_connections: int = 1024,
@@ -86,7 +94,9 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         self._reconnect_for = reconnect_for
         self._insecure = insecure
         self._max_connections = max_connections
-        self._ready: dict[WeightGroup, dict[int, Outgoing]] = {}
+        check_codec(codec)
+        self._codec = codec
+        self._ready: dict[WeightGroup, dict[tuple[int, Variant], Outgoing]] = {}
 
     @property
     def address(self) -> str:
@@ -122,7 +132,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
 
     def _deliver(self, transport: Transport, group: WeightGroup) -> Delivery:
         assert isinstance(transport, TCPTransport)
-        return ByStream(transport, group, self._ready.setdefault(group, {}))
+        return ByStream(transport, group, self._codec, self._ready.setdefault(group, {}))
 
     def _make_arrival(self, layout: Layout) -> Arrival:
         return Landing(layout)
@@ -135,6 +145,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
             "address": self._address,
             "secured": self._secured,
             "tls": self._tls,
+            "codec": self._codec,
             "reconnect_for": self._reconnect_for,
             "insecure": self._insecure,
             "max_connections": self._max_connections,
@@ -144,6 +155,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         self._address = recipe["address"]
         self._secured = recipe["secured"]
         self._tls = recipe["tls"]
+        self._codec = recipe["codec"]
         self._reconnect_for = recipe["reconnect_for"]
         self._insecure = recipe["insecure"]
         self._max_connections = recipe["max_connections"]

@@ -24,6 +24,7 @@ from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.transports.tls import TLSConfig
 from aiosync.weights.binding import CommitMode
+from aiosync.weights.codec import Codec
 from aiosync.weights.strategy import WeightStrategy
 
 __all__ = [
@@ -515,6 +516,11 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         token: a secret of 16 characters or more that sender and workers have; each proves to the other
             that it knows it. It does not encrypt: use TLS where others can read along.
         tls: certificates; with a ``cafile`` on the sender workers have to show one too.
+        codec: what travels, all of it bit-exact: ``"full"``, the bytes as they are; ``"zstd"``, compressed;
+            ``"delta"``, what has changed against the version that the worker acknowledged, compressed, or
+            all of it where the worker has none or that is no smaller. Needs ``aiosync[delta]`` on both
+            sides; a worker without it gets the bytes as they are. With ``cast=torch.bfloat16`` most small
+            updates change few elements.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again, beside
             acting with the version that it has; 0: not at all. A sender that was started anew counts its
             versions from 0, and so does the worker then.
@@ -529,8 +535,8 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.TCPWeightSyncScheme
     _async: aiosync.TCPWeightSyncScheme
 
-    def __init__(self, address: str='tcp://127.0.0.1:0', *args: Any, token: str | bytes | None=None, tls: TLSConfig | None=None, reconnect_for: float=60.0, insecure: bool=False, max_connections: int=1024, **options: Any) -> None:
-        self._async = aiosync.TCPWeightSyncScheme(address, *args, token=token, tls=tls, reconnect_for=reconnect_for, insecure=insecure, max_connections=max_connections, **options)
+    def __init__(self, address: str='tcp://127.0.0.1:0', *args: Any, token: str | bytes | None=None, tls: TLSConfig | None=None, codec: Codec='full', reconnect_for: float=60.0, insecure: bool=False, max_connections: int=1024, **options: Any) -> None:
+        self._async = aiosync.TCPWeightSyncScheme(address, *args, token=token, tls=tls, codec=codec, reconnect_for=reconnect_for, insecure=insecure, max_connections=max_connections, **options)
 
     @property
     def address(self) -> str:

@@ -53,11 +53,8 @@ class Body(Protocol):
     def nbytes(self) -> int:
         """About how many bytes will be sent."""
 
-    def __len__(self) -> int:
-        """How many chunks there are."""
-
-    def chunk(self, index: int) -> tuple[bytes, memoryview]:
-        """A chunk's frame and its raw bytes."""
+    def chunk(self, index: int) -> tuple[bytes, memoryview] | None:
+        """A chunk's frame and its raw bytes; None if there are no more."""
 
     def end(self) -> bytes:
         """The frame that is sent after the last chunk."""
@@ -229,10 +226,9 @@ class Channel:
             if not isinstance(item, _Job):
                 self._pieces.append(item)
                 self._queue.popleft()
-            elif item.at < len(item.body):
-                head, data = item.body.chunk(item.at)
+            elif (chunk := item.body.chunk(item.at)) is not None:
                 item.at += 1
-                self._pieces += [memoryview(head), data]
+                self._pieces += [memoryview(chunk[0]), chunk[1]]
             else:
                 self._queue[0] = memoryview(item.body.end())
                 self._post(item.on_sent)

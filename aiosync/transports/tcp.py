@@ -27,6 +27,7 @@ __all__ = ["TCPListener", "TCPTransport"]
 logger = logging.getLogger("aiosync")
 
 _BACKLOG = 1024
+_UNIX_BUFFER = 2 << 20
 _MAX_UNKNOWN = 64
 """Connections that have not authenticated yet, at most."""
 
@@ -382,6 +383,8 @@ def _inode(path: str) -> int | None:
 def _tune(sock: socket.socket, address: Address) -> None:
     """Small frames at once, and a peer whose machine is gone is noticed within half a minute."""
     if address.path:
+        # What it has by default is less than the other side takes while it is being woken up.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

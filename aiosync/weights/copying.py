@@ -9,6 +9,7 @@ copies.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -16,7 +17,15 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["INLINE_LIMIT", "Lane", "Pairs", "copy_lanes", "copy_pairs", "nbytes_of"]
+__all__ = [
+    "INLINE_LIMIT",
+    "BlockCopy",
+    "Lane",
+    "Pairs",
+    "copy_lanes",
+    "copy_pairs",
+    "nbytes_of",
+]
 
 INLINE_LIMIT = 256 * 1024
 """Bytes up to which a copy takes less time than handing it to a thread and back."""
@@ -69,6 +78,49 @@ def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:
     share = -(-sum(nbytes for _, _, nbytes in ranges) // count)
     lanes: list[Lane] = [partial(_copy_by_torch, rest)] if rest else []
     return lanes + [partial(_copy_ranges, plain, shared) for shared in _divide(ranges, share)]
+
+
+class BlockCopy:
+    """A copy into one buffer, from its beginning to its end, by whoever needs the next block of it first.
+
+    So a network can begin with the first block while the last are still to be copied, and no thread ever
+    waits for another for longer than one block takes.
+
+    Args:
+        buffer: 1-D uint8, in CPU memory.
+        pairs: (a view of the buffer, source); what memmove cannot do is copied here and now.
+        block: bytes of a block.
+    """
+
+    def __init__(self, buffer: Tensor, pairs: Pairs, block: int) -> None:
+        plain = [(d.detach(), s.detach()) for d, s in pairs if _is_plain(d, s)]
+        _copy_by_torch([pair for pair in pairs if not _is_plain(*pair)], lambda: False)
+        ranges = sorted((d.data_ptr(), s.data_ptr(), d.nbytes) for d, s in plain)
+        self._start = buffer.data_ptr()
+        self._block = block
+        self._alive = plain
+        self._ranges = iter(ranges)
+        self._range: _Range | None = next(self._ranges, None)
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def ensure(self, block: int) -> None:
+        """Have every block up to this one copied."""
+        if self._done <= block:
+            with self._lock:
+                while self._done <= block:
+                    self._copy_until(self._start + (self._done + 1) * self._block)
+                    self._done += 1
+
+    def _copy_until(self, end: int) -> None:
+        while self._range is not None and self._range[0] < end:
+            destination, source, nbytes = self._range
+            piece = min(nbytes, end - destination)
+            ctypes.memmove(destination, source, piece)  # lets other threads run meanwhile
+            rest = nbytes - piece
+            self._range = (destination + piece, source + piece, rest) if rest else next(self._ranges, None)
+        if self._range is None:
+            self._alive = []
 
 
 def _is_plain(destination: Tensor, source: Tensor) -> bool:

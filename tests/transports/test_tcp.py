@@ -78,12 +78,15 @@ async def test_workers_come_and_go() -> None:
         assert list(state) == [0, 1, 2]
         assert all(s.connected and s.version == 1 and s.lag == 0 for s in state.values())
         assert all(s.peer.startswith("127.0.0.1:") for s in state.values())
+        gone = first.scheme.worker_idx
+        assert gone is not None
+        left = sorted({0, 1, 2} - {gone})
         await first.close()
-        await eventually(lambda: list(scheme.workers) == [1, 2], "its leaving is noticed")
+        await eventually(lambda: list(scheme.workers) == left, "its leaving is noticed")
         fill(model, 2)
-        assert set((await scheme.send()).workers) == {1, 2}
+        assert sorted((await scheme.send()).workers) == left
         with pytest.raises(UnknownWorkerError):
-            await scheme.send(worker_ids=0)
+            await scheme.send(worker_ids=gone)
         for worker in (second, late):
             await worker.close()
         await eventually(lambda: not scheme.workers, "everybody has left")
@@ -354,3 +357,102 @@ async def test_bits_of_every_kind_arrive() -> None:
         assert torch.equal(tensor.view(torch.uint8), target[name].view(torch.uint8))
     await receiver.aclose()
     await scheme.aclose()
+
+
+# -- codecs ----------------------------------------------------------------------------------------
+
+
+def _nudge(model: nn.Module, dice: torch.Generator, share: float = 0.01) -> None:
+    """Change a few of the elements a little, as an optimizer with a small step would."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            where = torch.rand(parameter.shape, generator=dice) < share
+            parameter.mul_(torch.where(where, 1.01, 1.0))
+
+
+def _alike(model: nn.Module, worker: LocalWorker) -> bool:
+    pairs = zip(model.parameters(), worker.model.parameters(), strict=True)
+    return all(torch.equal(ours.bfloat16().float(), theirs) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "delta"])
+async def test_encoded_updates_are_bit_exact(codec: str) -> None:
+    dice = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(700, 900), nn.BatchNorm1d(900), nn.Linear(900, 3))
+    async with sender_of(model, codec=codec, cast=torch.bfloat16) as scheme:
+        workers = [make_worker(scheme.address, copy.deepcopy(model)) for _ in range(2)]
+        await join(scheme, *workers)
+        before = scheme.stats.wire_nbytes
+        for version in range(1, 21):
+            _nudge(model, dice)
+            await scheme.send(worker_ids=[0, 1] if version % 3 else [0])
+        await scheme.send()
+        assert all(_alike(model, worker) for worker in workers)
+        full = sum(p.numel() for p in model.parameters()) * 2 * (2 * 21 - 6)
+        sent = scheme.stats.wire_nbytes - before
+        assert sent < full / (3 if codec == "delta" else 1)
+        for worker in workers:
+            await worker.close()
+
+
+async def test_a_base_that_the_worker_wrote_into() -> None:
+    dice = torch.Generator().manual_seed(1)
+    model = nn.Linear(300, 300)
+    async with sender_of(model, codec="delta") as scheme:
+        worker = make_worker(scheme.address, copy.deepcopy(model))
+        await join(scheme, worker)
+        for _ in range(3):
+            _nudge(model, dice)
+            with torch.no_grad():
+                worker.model.weight.add_(1.0)
+            assert (await scheme.send()).ok
+            assert torch.equal(model.weight, worker.model.weight)
+            assert torch.equal(model.bias, worker.model.bias)
+        assert worker.scheme.stats.failures == 0
+        await worker.close()
+
+
+async def test_a_part_takes_no_more_than_its_blocks() -> None:
+    model = Uniform(tensors=8, size=1 << 18)  # a block each
+    async with sender_of(model) as scheme:
+        worker = make_worker(scheme.address, Uniform(-1.0, tensors=8, size=1 << 18))
+        await join(scheme, worker)
+        before = scheme.stats.wire_nbytes
+        part = {"values.3": torch.full((1 << 18,), 3.0)}
+        await scheme.send(part, strict=False)
+        assert scheme.stats.wire_nbytes - before < 2 * (1 << 20)
+        values = [value_of([parameter]) for parameter in worker.model.parameters()]
+        assert values == [0, 0, 0, 3, 0, 0, 0, 0]
+        await worker.close()
+
+
+async def test_who_has_the_newest_is_sent_nothing() -> None:
+    model = Uniform(size=1 << 18)
+    async with sender_of(model) as scheme, ChaosProxy(scheme.address) as proxy:
+        worker = make_worker(proxy.address, Uniform(-1.0, size=1 << 18))
+        await join(scheme, worker)
+        fill(model, 1)
+        await scheme.send()
+        before = proxy.passed["to_worker"]
+        proxy.cut()
+        await eventually(
+            lambda: proxy.accepted == 2 and any(s.version == 1 for s in scheme.workers.values()), "it is back"
+        )
+        assert proxy.passed["to_worker"] - before < 10_000
+        fill(model, 2)
+        await scheme.send()
+        assert value_of(worker.model) == 2
+        await worker.close()
+
+
+async def test_a_worker_without_zstandard(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Uniform()
+    async with sender_of(model, codec="delta") as scheme:
+        worker = make_worker(scheme.address)
+        with monkeypatch.context() as patch:
+            patch.setattr("aiosync.schemes.receiver.known_encodings", list)
+            await join(scheme, worker)
+        fill(model, 1)
+        await scheme.send()
+        assert value_of(worker.model) == 1
+        await worker.close()

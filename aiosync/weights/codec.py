@@ -1,0 +1,146 @@
+"""Lossless encodings of one block of weights.
+
+``zstd/W``
+    The block's bytes regrouped, first bytes of all W-byte elements first, then second bytes and so on (in
+    floating numbers exponents resemble each other and mantissas do not), compressed by zstd.
+``delta/W``
+    What differs from the same block of an earlier version: a bit for each W-byte element that changed, then
+    the differences of the changed ones. Elements are taken as unsigned integers: neighbouring floating
+    numbers have neighbouring integers, so small changes make small differences. A difference is folded so
+    that small negative ones are small too (0, -1, 1, -2, ... become 0, 1, 2, 3, ...), and both parts are
+    compressed by zstd; the length of the first stands before it as a 32-bit big-endian integer.
+
+Nothing is rounded: NaN payloads and negative zeros are bits like any others.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiosync.errors import InvalidArgumentError, ProtocolError
+
+__all__ = ["ENCODINGS", "Codec", "check_codec", "decode", "encode", "known_encodings"]
+
+Codec: TypeAlias = Literal["full", "zstd", "delta"]
+
+ENCODINGS = ("zstd", "delta")
+"""What a worker may say that it knows."""
+
+_LEVEL = 1
+_WINDOW = 1 << 23
+_LENGTH = struct.Struct(">I")
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+def known_encodings() -> list[str]:
+    """The encodings that this process can read and write."""
+    return list(ENCODINGS) if importlib.util.find_spec("zstandard") else []
+
+
+def check_codec(codec: str) -> None:
+    """Raise InvalidArgumentError if ``codec`` is none, or needs what is not installed."""
+    if codec not in ("full", *ENCODINGS):
+        raise InvalidArgumentError(f"codec={codec!r}: expected one of 'full', 'zstd', 'delta'")
+    if codec != "full" and not known_encodings():
+        raise InvalidArgumentError(
+            f"codec={codec!r} needs zstandard, which is not installed: python -m pip install 'aiosync[delta]'"
+        )
+
+
+def encode(codec: Codec, block: memoryview, base: memoryview | None, width: int) -> tuple[str, Any] | None:
+    """Encode a block; the encoding's name and the bytes, or None if it is the same as ``base``.
+
+    Args:
+        block: its bytes, a multiple of ``width``.
+        base: the same block of a version that the other side has; None if there is none.
+        width: bytes of an element.
+
+    Returns:
+        ``("raw", block)`` where nothing would be smaller.
+    """
+    if base is not None and np.array_equal(np.frombuffer(block, np.uint8), np.frombuffer(base, np.uint8)):
+        return None
+    if codec == "delta" and base is not None:
+        smaller: Any = _delta(block, base, width)
+    elif codec == "zstd":
+        smaller = _compress(_shuffled(np.frombuffer(block, np.uint8), width))
+    else:
+        return "raw", block
+    return (f"{codec}/{width}", memoryview(smaller)) if len(smaller) < len(block) else ("raw", block)
+
+
+def decode(encoding: str, data: memoryview, block: memoryview, base: memoryview | None) -> None:
+    """Write the decoded block into ``block``.
+
+    Raises:
+        ProtocolError: an encoding that is none, or bytes that are not of it.
+    """
+    codec, _, text = encoding.partition("/")
+    if codec not in ENCODINGS or text not in ("1", "2", "4", "8"):
+        raise ProtocolError(f"unknown encoding {encoding[:20]!r}")
+    width = int(text)
+    if codec == "zstd":
+        plain = _decompress(data, len(block))
+        block[:] = plain.reshape(width, -1).T.tobytes()
+    elif base is None:
+        raise ProtocolError("a difference came to a version that is not here")
+    else:
+        _apply_delta(data, block, base, width)
+
+
+def _delta(block: memoryview, base: memoryview, width: int) -> bytes:
+    new = np.frombuffer(block, _UNSIGNED[width])
+    old = np.frombuffer(base, _UNSIGNED[width])
+    changed = new != old
+    signed = (new[changed] - old[changed]).view(_SIGNED[width])
+    folded = ((signed << 1) ^ (signed >> (8 * width - 1))).view(np.uint8)
+    where = _compress(np.packbits(changed))
+    return _LENGTH.pack(len(where)) + where + _compress(_shuffled(folded, width))
+
+
+def _apply_delta(data: memoryview, block: memoryview, base: memoryview, width: int) -> None:
+    if len(data) < _LENGTH.size:
+        raise ProtocolError("a difference is cut off")
+    (length,) = _LENGTH.unpack_from(data)
+    rest = data[_LENGTH.size :]
+    count = len(block) // width
+    changed = np.unpackbits(_decompress(rest[:length], -(-count // 8)), count=count).view(bool)
+    size = int(changed.sum()) * width
+    folded = _decompress(rest[length:], size).reshape(width, -1).T.copy().view(_UNSIGNED[width]).reshape(-1)
+    signed = (folded >> 1).view(_SIGNED[width]) ^ -(folded & 1).view(_SIGNED[width])
+    old = np.frombuffer(base, _UNSIGNED[width])
+    new = old.copy()
+    new[changed] += signed.view(_UNSIGNED[width])
+    block[:] = new.view(np.uint8).data
+
+
+def _shuffled(data: NDArray[np.uint8], width: int) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(data.reshape(-1, width).T)
+
+
+def _compress(data: NDArray[np.uint8]) -> bytes:
+    import zstandard
+
+    packed: bytes = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False).compress(data.data)
+    return packed
+
+
+def _decompress(data: memoryview, size: int) -> NDArray[np.uint8]:
+    """What was compressed, which must be ``size`` bytes: no more memory is taken than that."""
+    import zstandard
+
+    try:
+        if zstandard.get_frame_parameters(data).content_size != size:
+            raise ProtocolError(f"compressed weights of another size than {size}")
+        plain = zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompress(data)
+    except zstandard.ZstdError as exc:
+        raise ProtocolError(f"weights that cannot be decompressed: {exc}") from exc
+    if len(plain) != size:
+        raise ProtocolError(f"compressed weights of {len(plain)} bytes, expected {size}")
+    return np.frombuffer(plain, np.uint8)
