@@ -70,7 +70,7 @@ class SchemeRecipe(ABC):
     ) -> None:
         self._spec = spec
         self._model_id = model_id
-        self._token = token
+        self._token = Secret(token)
         self._strategy = strategy or spec.make_strategy()
         self._events = EventSource()
         self._forget_runtime()
@@ -435,6 +435,15 @@ class SchemeRecipe(ABC):
     def synchronized_on_receiver(self) -> bool:
         """Whether ``connect`` succeeded, on a receiver."""
         return self._synchronized and self._receiver is not None
+
+
+class Secret(bytes):
+    """Bytes that do not show themselves."""
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+    __str__ = __repr__
 
 
 def checked_index(worker_idx: int | None) -> int | None:

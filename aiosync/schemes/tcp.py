@@ -16,6 +16,7 @@ from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.delivery import ByStream, Delivery, Outgoing, Variant
 from aiosync.schemes.group import WeightGroup
 from aiosync.schemes.landing import Landing
+from aiosync.schemes.recipe import Secret
 from aiosync.transports.address import Address
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.tcp import TCPListener, TCPTransport
@@ -87,7 +88,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         super().__init__(*args, **options)
         self._address = Address.parse(address)
         self._secured = token is not None
-        self._token = _key_of(token)
+        self._token = Secret(_key_of(token))
         self._tls = tls
         if not isinstance(reconnect_for, int | float) or not 0 <= reconnect_for < math.inf:
             raise InvalidArgumentError(f"reconnect_for: expected seconds >= 0, got {reconnect_for!r}")

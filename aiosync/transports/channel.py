@@ -117,13 +117,14 @@ class Channel:
         self._unread = 0
         self._paused = False
         self._closed: asyncio.Future[None] | None = None
-        self._grace: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     # -- called by the owner --------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin: connected already, or about to be."""
-        self._thread.call(self._begin)
+    def start(self, patience: float | None) -> None:
+        """Begin: connected already, or about to be. It ends after ``patience`` seconds if the TLS handshake
+        is not done by then; None: the owner sees to that."""
+        self._thread.call(self._begin, patience)
 
     def trust(self) -> None:
         """The peer has authenticated. No frame of its is being read meanwhile: it waits for an answer."""
@@ -236,11 +237,17 @@ class Channel:
 
     # -- in the thread ---------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self, patience: float | None) -> None:
         if self._state is not _State.CONNECTING:
             return
+        if patience is not None:
+            self._timer = self._thread.loop.call_later(patience, self._overdue)
         self._thread.loop.add_writer(self._fd, self._writable)
         self._armed = True
+
+    def _overdue(self) -> None:
+        if self._state in (_State.CONNECTING, _State.HANDSHAKE):
+            self._end("too slow", HandshakeError("the TLS handshake was not finished in time"))
 
     def _arm(self) -> None:
         if self._state in (_State.OPEN, _State.CLOSING) and self._fd >= 0:
@@ -351,7 +358,8 @@ class Channel:
         else:
             self._state = _State.CLOSING
             self.decoder.close()
-            self._grace = self._thread.loop.call_later(_GRACE, self._end, "")
+            self._stop_timer()
+            self._timer = self._thread.loop.call_later(_GRACE, self._end, "")
             if self._paused:
                 self._resume()
             if self._state is _State.CLOSING:
@@ -373,14 +381,18 @@ class Channel:
             self._state = _State.ENDED
             self._queue.clear()
             self._pieces.clear()
-        if self._grace is not None:
-            self._grace.cancel()
+        self._stop_timer()
         self.decoder.close()
         self._thread.loop.remove_reader(self._fd)
         self._thread.loop.remove_writer(self._fd)
         self._sock.close()
         self._post(self._owner.channel_ended, reason, error)
         self._report_closed()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _report_closed(self) -> None:
         if self._closed is not None:

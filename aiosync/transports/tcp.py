@@ -111,15 +111,15 @@ class TCPTransport(Transport):
         self._opened = asyncio.get_running_loop().create_future()
         self._peer_pid, _ = credentials(sock)
         self._channel = Channel(self._thread, sock, self)
-        self._channel.start()
+        self._channel.start(None)
         await self._opened
 
-    def adopt(self, thread: LoopThread, sock: socket.socket) -> None:
-        """Be the accepting side's end of ``sock``."""
+    def adopt(self, thread: LoopThread, sock: socket.socket, patience: float) -> None:
+        """Be the accepting side's end of ``sock``; it has ``patience`` seconds to shake hands."""
         self._peer_pid, _ = credentials(sock)
         self.peer_name = _name_of(sock)
         self._channel = Channel(thread, sock, self)
-        self._channel.start()
+        self._channel.start(patience)
 
     # -- frames and bodies ----------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class TCPTransport(Transport):
         self._lost(reason or "this side has closed the connection", error)
         _settle(self._opened)
         if self._listener is not None:
-            self._listener.ended(self)
+            self._listener.ended(self, error)
 
     def abort(self) -> None:
         """End the connection at once, without a word."""
@@ -212,6 +212,7 @@ class TCPListener(Listener):
         self._accepting = False
         self._alive: set[TCPTransport] = set()
         self._unknown: set[TCPTransport] = set()
+        self._shaking: set[TCPTransport] = set()
         self._home: asyncio.AbstractEventLoop | None = None
         self._on_connection: Callable[[Transport], None] | None = None
 
@@ -258,10 +259,12 @@ class TCPListener(Listener):
         transport = TCPTransport(self)
         self._alive.add(transport)
         self._unknown.add(transport)
-        transport.adopt(self._thread, sock)
+        self._shaking.add(transport)
+        transport.adopt(self._thread, sock, self.patience)
 
     def opened(self, transport: TCPTransport) -> None:
-        """A connection stands."""
+        """A connection stands: whoever greets it says so if it is refused."""
+        self._shaking.discard(transport)
         if self._on_connection is not None:
             self._on_connection(transport)
 
@@ -269,8 +272,11 @@ class TCPListener(Listener):
         """It is one of ours."""
         self._unknown.discard(transport)
 
-    def ended(self, transport: TCPTransport) -> None:
+    def ended(self, transport: TCPTransport, error: ProtocolError | None) -> None:
         """It is no more."""
+        if transport in self._shaking and error is not None:
+            logger.warning("a connection was refused (%s): %s", transport.peer_name, error)
+        self._shaking.discard(transport)
         self._unknown.discard(transport)
         self._alive.discard(transport)
 
