@@ -24,6 +24,11 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="a fifth of the rounds")] = False,
     torn: Annotated[bool, typer.Option("--torn", help="only count torn reads")] = False,
     reads: Annotated[int, typer.Option(help="with --torn: reads per case")] = 1_000_000,
+    network: Annotated[
+        bool, typer.Option("--network", help="TCP and Unix sockets beside blocking sockets, and only that")
+    ] = False,
+    mib: Annotated[str, typer.Option(help="with --network: sizes of the model in MiB")] = "256,1024",
+    links: Annotated[str, typer.Option(help="with --network: of tcp, unix, tls")] = "tcp,unix,tls",
     uvloop: Annotated[bool, typer.Option("--uvloop/--asyncio", help="event loop")] = False,
     deadline: Annotated[float, typer.Option(help="seconds that one step may take")] = 120.0,
     json: Annotated[Path | None, typer.Option(help="write everything there")] = None,
@@ -31,6 +36,12 @@ def bench(
     check: Annotated[bool, typer.Option("--check", help="exit 1 if a target is missed")] = False,
 ) -> None:
     """Measure aiosync, torchrl and the physical limit side by side, in one run and in turn."""
+    if network:
+        from benchmarks import network as sockets
+
+        sizes, counts = ([int(n) for n in _split(text)] for text in (mib, workers))
+        sockets.run(sizes, counts, _split(links), rounds or 9, json)
+        return
     # Here and not above: each spawned process imports this module as its main one.
     from benchmarks.run import Options, run
 
