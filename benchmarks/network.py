@@ -1,8 +1,8 @@
 """``aiosync bench --network``: TCPWeightSyncScheme beside blocking sockets, in one run and in turn.
 
 The other side of the comparison is the fastest thing that a few lines of Python do: ``sendall`` out of a
-ready buffer, ``recv_into`` a warm one, and a byte back. It copies nothing out of a trainer and checks nothing.
-aiosync's time is that of ``send``: until every worker's parameters are the new ones.
+ready buffer, ``recv_into`` a warm one, and a byte back. It copies nothing out of a trainer and checks
+nothing. aiosync's time is that of ``send``: until every worker's parameters are the new ones.
 """
 
 from __future__ import annotations
