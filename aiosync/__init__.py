@@ -32,6 +32,7 @@ from aiosync.schemes.memory import MemoryWeightSyncScheme
 from aiosync.schemes.multiprocess import MultiProcessWeightSyncScheme
 from aiosync.schemes.none import NoWeightSyncScheme
 from aiosync.schemes.receiver import WeightReceiver
+from aiosync.schemes.relay import WeightRelay
 from aiosync.schemes.report import SendReport, WorkerReport, WorkerState
 from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.shared import SharedMemWeightSyncScheme
@@ -86,6 +87,7 @@ __all__ = [
     "UnknownWorkerError",
     "UnsupportedTensorError",
     "WeightReceiver",
+    "WeightRelay",
     "WeightSender",
     "WeightStrategy",
     "WeightSyncScheme",

@@ -1,4 +1,4 @@
-"""The command ``aiosync``: ``demo`` learns CartPole, ``bench`` measures, ``doctor`` examines."""
+"""The command ``aiosync``: ``demo`` learns, ``bench`` measures, ``relay`` serves, ``doctor`` examines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 # What a module that is not there belongs to: a bare traceback would not say what to install.
 _EXTRA_OF = {
@@ -88,6 +88,43 @@ def bench(context: typer.Context) -> None:
     with _naming_extras("aiosync bench"):
         module = _load(_bundled("benchmarks").parent, "benchmarks.bench")
         module.app(context.args, prog_name="aiosync bench")
+
+
+@app.command()
+def relay(
+    upstream: Annotated[str, typer.Option(help="The trainer's address, or that of the relay above.")],
+    listen: Annotated[str, typer.Option(help="tcp://host:port or unix:///path for workers here.")],
+    model_id: Annotated[str | None, typer.Option(help="The model, as the trainer calls it.")] = None,
+    token_env: Annotated[
+        str, typer.Option(help="The environment variable that has the token.")
+    ] = "AIOSYNC_TOKEN",
+    codec: Annotated[Literal["full", "zstd", "delta"], typer.Option(help="From here on.")] = "full",
+    timeout: Annotated[float, typer.Option(help="Seconds that one step may take.")] = 120.0,
+) -> None:
+    """Hand a trainer's updates on to workers here, as they arrive, until the trainer closes."""
+    import asyncio
+    import logging
+    import os
+
+    import aiosync
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    token = os.environ.get(token_env)
+
+    async def main() -> None:
+        above = aiosync.TCPWeightSyncScheme(upstream, token=token, timeout=timeout)
+        below = aiosync.TCPWeightSyncScheme(listen, token=token, codec=codec, timeout=timeout)
+        async with aiosync.WeightRelay(above, below, model_id=model_id) as node:
+            typer.echo(f"workers may connect to {node.address}")
+            await node.wait_closed()
+            typer.echo(f"the end, at version {node.version}: {node.ended}")
+
+    try:
+        asyncio.run(main())
+    except aiosync.AiosyncError as exc:
+        raise SystemExit(f"aiosync relay: {exc}") from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
 
 
 @app.command()

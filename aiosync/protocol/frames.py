@@ -211,7 +211,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="ack"
 class Nack(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="nack"):
     """The worker refused an update, or the layout that it was welcomed with, and kept what it had.
 
-    ``kind``: layout, apply or joint.
+    ``kind``: layout, apply or joint; or below, from a relay: it has the update, some of its workers have not.
     """
 
     round: int

@@ -129,6 +129,8 @@ class SenderSession(_Session):
                 self._settle()
                 return [Applied(frame.round, frame.version, frame.seconds)]
             case SenderState.LEASED, f.Nack() if frame.round == self.leased_round:
+                if frame.kind == "below":
+                    self.acked_version = frame.version
                 self._settle()
                 return [Rejected(frame)]
             case (SenderState.IDLE | SenderState.NOTIFIED), f.Nack() if self.leased_round < 0:
@@ -334,8 +336,10 @@ class ReceiverSession(_Session):
         return self._notified and self.state is ReceiverState.HOLDING
 
     def skip(self) -> None:
-        """Give the held update back unused, and ask for the newest in its place."""
-        self._fetch()
+        """Give the held update back unused, and ask for the newest in its place, now or when wanting."""
+        self._notified = True
+        self.state = ReceiverState.IDLE
+        self._fetch_if_wanted()
 
     def staged(self, *, copied: bool) -> None:
         """The held update waits for its moment; ``copied``: the sender's memory is not needed any more."""

@@ -20,6 +20,7 @@ from aiosync.errors import (
     NotInitializedError,
 )
 from aiosync.schemes.cascade import in_format
+from aiosync.schemes.intake import Intake
 from aiosync.schemes.plan import model_of
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.recipe import SchemeRecipe, checked_index
@@ -178,18 +179,24 @@ class WeightSyncScheme(SchemeRecipe):
             raise NotInitializedError("a receiver needs its worker_idx, here or in init_on_receiver()")
         asked = -1 if self._worker_idx is None else self._worker_idx
         if self._receiver is None:
-            self._receiver = WeightReceiver(
+            intake = Intake(
                 self._spec,
                 self._strategy,
                 self._model,
+                self._model_id,
+                self.context,
+                asked,
+                holds=self._holds,
+                make_arrival=self._make_arrival,
+            )
+            self._receiver = WeightReceiver(
+                intake,
                 self._model_id,
                 asked,
                 partial(self.create_transport, worker_idx=asked),
                 self._token,
                 reconnect_for=self._reconnect_for,
                 holds=self._holds,
-                make_arrival=self._make_arrival,
-                context=self.context,
                 events=self._events,
             )
         return self._receiver

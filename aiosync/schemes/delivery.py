@@ -14,6 +14,7 @@ from aiosync.protocol.frames import Chunk, End, encode
 from aiosync.protocol.stream import BLOCK
 from aiosync.schemes.group import Published, WeightGroup
 from aiosync.schemes.landing import block_of, digest_of, memory_of
+from aiosync.transports.channel import NotYet
 from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.arena import Slot
 from aiosync.weights.codec import Codec
@@ -113,7 +114,11 @@ class Outgoing:
         self._lock = threading.Lock()
 
     def chunk(self, index: int) -> tuple[bytes, memoryview] | None:
-        """A chunk's frame and its raw bytes; None if there are no more."""
+        """A chunk's frame and its raw bytes; None if there are no more.
+
+        Raises:
+            NotYet: it is still to be copied, or to arrive.
+        """
         with self._lock:
             while index == len(self._chunks) and len(self._sums) < len(self._widths):
                 self._encode_next()
@@ -121,8 +126,8 @@ class Outgoing:
 
     def _encode_next(self) -> None:
         block = len(self._sums)
-        if self._copying is not None:
-            self._copying.ensure(block)
+        if self._copying is not None and not self._copying.ready(block):
+            raise NotYet
         data = block_of(self._memory, block)
         base = block_of(self._base, block) if self._base is not None else None
         checksum = xxhash.xxh3_64_intdigest(data)
@@ -132,6 +137,11 @@ class Outgoing:
             encoding, raw = encoded
             head = Chunk(block=block, size=len(raw), checksum=checksum, encoding=encoding)
             self._chunks.append((encode(head), raw))
+
+    def on_more(self, callback: Callable[[], None]) -> None:
+        """See :class:`~aiosync.transports.channel.Body`."""
+        assert self._copying is not None
+        self._copying.on_more(callback)
 
     def end(self) -> bytes:
         """The frame that is sent after the last chunk."""

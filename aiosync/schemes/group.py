@@ -29,7 +29,7 @@ from aiosync.protocol.stream import BLOCK, block_count
 from aiosync.schemes.rounds import JointRound
 from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Arena, Slot
-from aiosync.weights.copying import INLINE_LIMIT, BlockCopy, copy_pairs
+from aiosync.weights.copying import INLINE_LIMIT, BlockCopy, Filling, copy_pairs
 from aiosync.weights.segment import Segment
 
 __all__ = ["Draft", "Published", "WeightGroup"]
@@ -57,7 +57,7 @@ class Published:
     base: int
     names: tuple[str, ...] | None
     joint: JointRound | None = None
-    copying: BlockCopy | None = None
+    copying: Filling | None = None
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class Draft:
     reclaimed: bool
     spilled: bool = False
     begun: bool = False
-    copying: BlockCopy | None = None
+    copying: Filling | None = None
 
 
 class WeightGroup:
@@ -155,18 +155,8 @@ class WeightGroup:
             NotConnectedError: the sender is being closed.
             ArenaAllocationError: there is no memory for another slot.
         """
-        while True:
-            if self._stopped:
-                raise NotConnectedError("the sender was closed before this version could be written")
-            slot, reclaimed = await self._writable_slot(targets, parked())
-            spilled = slot is None and may_spill
-            if slot is None and may_spill:
-                slot, reclaimed = await self._spillable_slot(), self.spill is not None
-            if slot is not None:
-                break
-            await self._until_freed(deadline)
-        slot.holders.add(WRITER)
-        slot.version = -1
+        slot, reclaimed = await self._slot_for(targets, parked, deadline, may_spill=may_spill)
+        spilled = slot is self._spill_slot
         pairs = [(slot.views[name], tensor) for name, tensor in given]
         names = None
         if len(given) < len(self.arena.layout.entries):
@@ -174,6 +164,34 @@ class WeightGroup:
             names = None if self.spill is not None else tuple(name for name, _ in given)
             pairs += self._rest(slot, {name for name, _ in given})
         return Draft(self, slot, pairs, names, reclaimed, spilled)
+
+    async def draft_to_fill(
+        self, targets: set[int], parked: Callable[[], set[Hashable]], deadline: Deadline
+    ) -> Draft:
+        """A slot for a version that somebody else writes."""
+        slot, reclaimed = await self._slot_for(targets, parked, deadline, may_spill=False)
+        return Draft(self, slot, [], None, reclaimed)
+
+    async def _slot_for(
+        self,
+        targets: set[int],
+        parked: Callable[[], set[Hashable]],
+        deadline: Deadline,
+        *,
+        may_spill: bool,
+    ) -> tuple[Slot, bool]:
+        """A slot that is the writer's from now on, and whether it is reclaimed."""
+        while True:
+            if self._stopped:
+                raise NotConnectedError("the sender was closed before this version could be written")
+            slot, reclaimed = await self._writable_slot(targets, parked())
+            if slot is None and may_spill:
+                slot, reclaimed = await self._spillable_slot(), self.spill is not None
+            if slot is not None:
+                slot.holders.add(WRITER)
+                slot.version = -1
+                return slot, reclaimed
+            await self._until_freed(deadline)
 
     async def draft_unspilled(self, parked: Iterable[Hashable]) -> Draft | None:
         """A slot for the spilled version, if it is still waiting and a slot is free."""
@@ -210,7 +228,7 @@ class WeightGroup:
         """Bring it to its end."""
         copying, last = draft.copying, block_count(self.arena.layout.nbytes) - 1
         assert copying is not None
-        await self._offloader.run(lambda _: copying.ensure(last))
+        await self._offloader.run(lambda _: copying.ready(last))
 
     def publish(
         self, draft: Draft, round_: int, version: int, *, fallback: bool, joint: JointRound | None = None

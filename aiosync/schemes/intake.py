@@ -148,6 +148,15 @@ class Intake:
             raise LayoutMismatchError(unexpected=["ties or an order of entries that it did not have before"])
 
     @property
+    def may_fetch(self) -> bool:
+        """Whether there is a place for the next update."""
+        return True
+
+    async def make_room(self) -> None:
+        """Wait until there is one."""
+        return
+
+    @property
     def have(self) -> int:
         """The version whose bytes, as they came, are still here; -1 for none."""
         return self.version if self.arrival is not None and not self.arrival.borrowed else -1

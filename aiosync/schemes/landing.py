@@ -47,6 +47,7 @@ class Landing(Arrival):
         self._encoded = memoryview(b"")
         self._memory = memoryview(b"")
         self._sums: dict[int, int] = {}
+        self._filled = 0
         self._damage: ProtocolError | None = None
 
     # -- the event loop's side ------------------------------------------------------------------------
@@ -97,16 +98,21 @@ class Landing(Arrival):
 
     def begin(self, update: Update) -> None:
         """The body of an update follows, perhaps as what differs from the version in service."""
-        slot = self._arena.free_slot()
+        slot, front = self._slots()
         if slot is None:
             raise ProtocolError("an update came that was not asked for")
-        front = next((s for s in self._arena.slots if s.holders), None)
         based = update.payload.get("base", -1) != -1
         self._base = memory_of(front, self._layout.nbytes) if front is not None and based else None
         self._slot = slot
         self._memory = memory_of(slot, self._layout.nbytes)
         self._sums = {}
+        self._filled = 0
         self._damage = None
+
+    def _slots(self) -> tuple[Slot | None, Slot | None]:
+        """Where to put the next update, and the version in service."""
+        front = next((slot for slot in self._arena.slots if slot.holders), None)
+        return self._arena.free_slot(), front
 
     def place(self, chunk: Chunk) -> memoryview:
         """Where a block's bytes belong."""
@@ -136,17 +142,22 @@ class Landing(Arrival):
 
     def finish(self, end: End) -> None:
         """All that differs is there: take the rest from the version before, and check the whole."""
-        for block in range(self._blocks):
+        self._fill_up_to(self._blocks)
+        if digest_of([self._sums[block] for block in range(self._blocks)]) != end.digest:
+            self._harm("an update arrived damaged (its digest differs)")
+        self._base = None
+
+    def _fill_up_to(self, end: int) -> None:
+        """Blocks before this one that have not come are those of the version before."""
+        for block in range(self._filled, end):
             if block not in self._sums:
                 if self._base is None:
-                    raise ProtocolError(f"{len(self._sums)} of {self._blocks} blocks came")
+                    raise ProtocolError(f"block {block} of {self._blocks} has not come")
                 place = block_of(self._memory, block)
                 place[:] = block_of(self._base, block)
                 # Computed anew: the version in service is the model's, which may have written into it.
                 self._sums[block] = xxhash.xxh3_64_intdigest(place)
-        if digest_of([self._sums[block] for block in range(self._blocks)]) != end.digest:
-            self._harm("an update arrived damaged (its digest differs)")
-        self._base = None
+        self._filled = max(self._filled, end)
 
     def _harm(self, what: str) -> None:
         if self._damage is None:

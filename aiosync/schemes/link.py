@@ -9,7 +9,7 @@ from typing import Any
 
 from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.events import SenderEvent
-from aiosync.protocol.frames import Bye, Frame, Update, Welcome
+from aiosync.protocol.frames import Bye, Frame, Nack, Update, Welcome
 from aiosync.protocol.session import SenderSession, SenderState
 from aiosync.schemes.delivery import Delivery
 from aiosync.schemes.group import Published, WeightGroup
@@ -193,9 +193,12 @@ class WorkerLink:
         self._answered()
         return first
 
-    def rejected(self) -> None:
-        """It refused the leased version."""
-        self._call_off(self._leased)
+    def rejected(self, nack: Nack) -> None:
+        """It refused the leased version; or has it, and somebody below it refused."""
+        if nack.kind == "below":
+            self._in_service = self._leased
+        else:
+            self._call_off(self._leased)
         self._answered()
 
     def fetched(self, have: int) -> None:
@@ -222,6 +225,15 @@ class WorkerLink:
         if stuck and self._leased is not None and self._delivery.cut():
             self.session.recall()
             self.due = self.due or self.group.latest
+            self._answered()
+
+    def withdraw(self, published: Published) -> None:
+        """This version will never be whole: nobody is to have it."""
+        if self.due is published:
+            self._forgo(published)
+        if self._leased is published:
+            self._delivery.cut()
+            self.session.recall()
             self._answered()
 
     def copied(self) -> None:

@@ -15,7 +15,6 @@ import os
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
 
 from torch import Tensor
 
@@ -32,20 +31,15 @@ from aiosync.protocol.events import Aborted, Left, UpdateArrived
 from aiosync.protocol.frames import Frame, Welcome
 from aiosync.protocol.session import ReceiverSession
 from aiosync.schemes._host import TaskHost
-from aiosync.schemes.arrival import Arrival
 from aiosync.schemes.intake import Held, Intake, Overtaken
 from aiosync.schemes.joint import give_up
 from aiosync.schemes.landing import BaseLostError
 from aiosync.schemes.refusal import nack_of
-from aiosync.schemes.spec import SchemeSpec
 from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, SyncEvent, logger
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports.base import Transport
 from aiosync.transports.liveness import ProcessWatch
 from aiosync.weights.codec import known_encodings
-from aiosync.weights.layout import Layout
-from aiosync.weights.strategy import WeightStrategy
-from aiosync.weights.target import WeightTarget
 
 __all__ = ["WeightReceiver"]
 
@@ -61,29 +55,22 @@ class WeightReceiver:
     """The live receiving endpoint. Made by a scheme; see :class:`~aiosync.WeightSyncScheme` for its use.
 
     Args:
-        spec: the scheme's options.
-        strategy: how weights are applied.
-        model: where they go; None if only :meth:`receive` is to deliver them.
-        model_id: what the sender calls it.
+        intake: takes updates in; this endpoint's own from now on.
+        model_id: what the sender calls the model.
         worker_idx: which worker this is; -1: the sender says.
         make_transport: makes a way to the sender, not open yet.
         token: the secret that the sender must know.
         reconnect_for: seconds for which to try, when the connection is lost, to make another.
-        holds: whether the sender's memory may be viewed while it is in service.
-        make_arrival: makes the place where updates come in.
-        context: told of each update if it has ``update_policy_weights_`` (sync or async).
+        holds: whether the sender's memory is viewed while it is in service.
 
     Attributes:
-        intake: the model's side of it.
         ended: why nothing more will come, or None.
         lost: whether the sender ended without a goodbye, or let this worker go.
     """
 
     def __init__(
         self,
-        spec: SchemeSpec,
-        strategy: WeightStrategy,
-        model: WeightTarget | None,
+        intake: Intake,
         model_id: str | None,
         worker_idx: int,
         make_transport: Callable[[], Transport],
@@ -91,24 +78,13 @@ class WeightReceiver:
         *,
         reconnect_for: float = 0.0,
         holds: bool,
-        make_arrival: Callable[[Layout], Arrival],
-        context: Any = None,
         events: EventSource,
     ) -> None:
         self.model_id = model_id
         self.worker_idx = worker_idx
         self.stats = SchemeStats()
         self.transport = make_transport()
-        self.intake = Intake(
-            spec,
-            strategy,
-            model,
-            model_id,
-            context,
-            worker_idx,
-            holds=holds,
-            make_arrival=make_arrival,
-        )
+        self.intake = intake
         self.ended: str | None = None
         self.lost = False
         self._holds = holds
@@ -437,6 +413,10 @@ class WeightReceiver:
             while self._held is None:
                 if self.ended is not None or self._down or self._closed:
                     return False
+                if not self.intake.may_fetch:
+                    await self.intake.make_room()
+                    self._session.have = min(self._session.have, self.intake.have)
+                    continue
                 self._changed.clear()
                 self._session.wanting = True
                 self.transport.flush(self._session)
@@ -504,7 +484,8 @@ class WeightReceiver:
             stats.memory = self.intake.memory
             stats.add_phases(held.seconds)
         self._session.have = self.intake.have
-        self._session.wanting = self._looping  # so that what goes out asks for the next one as well
+        # So that what goes out asks for the next one as well.
+        self._session.wanting = self._looping and self.intake.may_fetch
         self._session.applied(self.version, held.seconds)
         self.transport.flush(self._session)
         self._committed.set()

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import traceback
 
-from aiosync.errors import AiosyncError, JointUpdateError, LayoutMismatchError, RemoteApplyError
+from aiosync.errors import (
+    AiosyncError,
+    JointUpdateError,
+    LayoutMismatchError,
+    RemoteApplyError,
+    WorkerError,
+)
 from aiosync.protocol.frames import Nack
 
-__all__ = ["nack_of", "remote_error"]
+__all__ = ["BelowError", "nack_of", "remote_error"]
 
 
 def nack_of(version: int, error: Exception) -> Nack:
@@ -16,7 +22,7 @@ def nack_of(version: int, error: Exception) -> Nack:
     nack = Nack(
         round=-1,
         version=version,
-        kind="joint" if isinstance(error, JointUpdateError) else "apply",
+        kind=_kind_of(error),
         error_type=kind.__qualname__
         if kind.__module__ == "builtins"
         else f"{kind.__module__}.{kind.__qualname__}",
@@ -35,6 +41,16 @@ def nack_of(version: int, error: Exception) -> Nack:
         unexpected=list(error.unexpected),
         differing=error.differing,
     )
+
+
+class BelowError(WorkerError):
+    """A relay has the update, and some of its own workers have not."""
+
+
+def _kind_of(error: Exception) -> str:
+    if isinstance(error, JointUpdateError):
+        return "joint"
+    return "below" if isinstance(error, BelowError) else "apply"
 
 
 def remote_error(worker: int, nack: Nack) -> AiosyncError:

@@ -228,6 +228,12 @@ class Roster:
         """The same, also of a worker that has gone since."""
         return self.version_of(worker) if worker in self.links else self._last.get(worker, -1)
 
+    def begin_anew(self, reason: str) -> None:
+        """Versions will count from another beginning: whoever is here is to connect again, and hear of it."""
+        self._instance = secrets.token_hex(8)
+        for link in list(self.links.values()):
+            self._on_lost(link, reason)
+
     def peer_of(self, worker: int) -> str:
         """Where a worker is; "" if it is not there."""
         link = self.links.get(worker)
@@ -377,7 +383,7 @@ class Roster:
     def _on_rejected(self, link: WorkerLink, event: Rejected) -> None:
         nack, worker = event.nack, link.worker
         error = remote_error(worker, nack)
-        link.rejected()
+        link.rejected(nack)
         self.stats.failures += 1
         report = WorkerReport(worker, "failed", link.session.acked_version, error=error)
         waiting = [r for r in self.rounds if worker in r.pending and nack.version >= r.wanted[worker]]

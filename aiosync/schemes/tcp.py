@@ -15,7 +15,9 @@ from aiosync.schemes.arrival import Arrival
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.delivery import ByStream, Delivery, Outgoing, Variant
 from aiosync.schemes.group import WeightGroup
+from aiosync.schemes.intake import Intake
 from aiosync.schemes.landing import Landing
+from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.recipe import Secret
 from aiosync.transports.address import Address
 from aiosync.transports.base import Listener, Transport
@@ -103,6 +105,31 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     def address(self) -> str:
         """Where the sender listens; after ``init_on_sender`` with the real port."""
         return str(self._address)
+
+    @property
+    def device(self) -> torch.device:
+        """Where updates lie here: in CPU memory, which sockets read and write."""
+        return torch.device("cpu")
+
+    def init_relay(self, model_id: str | None) -> None:
+        """Say that a relay serves workers here; :class:`~aiosync.WeightRelay` does."""
+        self._check_no_endpoint()
+        self._forget_runtime()
+        self._model_id = model_id
+        self._listener = self._make_listener((), None)
+
+    def create_relay_receiver(self, intake: Intake, model_id: str | None) -> WeightReceiver:
+        """A relay's upstream end; :class:`~aiosync.WeightRelay` makes it."""
+        return WeightReceiver(
+            intake,
+            model_id,
+            -1,
+            lambda: self.create_transport(worker_idx=-1),
+            self._token,
+            reconnect_for=self._reconnect_for,
+            holds=False,
+            events=self._events,
+        )
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
         listener = TCPListener(self._address, self._tls, max_connections=self._max_connections)

@@ -30,7 +30,7 @@ from aiosync.protocol.frames import Cut, Frame, encode
 from aiosync.protocol.stream import StreamDecoder
 from aiosync.transports._offload import LoopThread
 
-__all__ = ["Body", "Channel"]
+__all__ = ["Body", "Channel", "NotYet"]
 
 _TURN = 1 << 20
 """Bytes that are moved at most before other connections have their turn."""
@@ -46,6 +46,10 @@ _MAX_UNREAD = 64
 """Frames that may wait for the caller's loop before no more are read."""
 
 
+class NotYet(Exception):
+    """A chunk that is still to come."""
+
+
 class Body(Protocol):
     """The bytes of one update, chunk by chunk. Its methods are called in the channel's thread."""
 
@@ -54,7 +58,14 @@ class Body(Protocol):
         """About how many bytes will be sent."""
 
     def chunk(self, index: int) -> tuple[bytes, memoryview] | None:
-        """A chunk's frame and its raw bytes; None if there are no more."""
+        """A chunk's frame and its raw bytes; None if there are no more.
+
+        Raises:
+            NotYet: it is not there yet.
+        """
+
+    def on_more(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, once and from any thread, when there may be more than there was."""
 
     def end(self) -> bytes:
         """The frame that is sent after the last chunk."""
@@ -113,6 +124,7 @@ class Channel:
         self._queue: deque[memoryview | _Job] = deque()
         self._pieces: deque[memoryview] = deque()
         self._armed = False
+        self._starved = False
         self._mute = False
         self._unread = 0
         self._paused = False
@@ -160,6 +172,7 @@ class Channel:
                     self._queue.append(memoryview(encode(Cut())))
                 else:
                     self._queue.append(item)
+            self._starved = False
             if found:
                 # What has begun of a chunk is brought to its end, out of memory of our own.
                 self._pieces = deque(memoryview(bytes(piece)) for piece in self._pieces)
@@ -181,8 +194,13 @@ class Channel:
     def _send_or_arm(self) -> None:
         if self._state is _State.OPEN and not self._armed:
             self._pump()
-        if self._queue or self._pieces:
+        if self._busy:
             self._arm_soon()
+
+    @property
+    def _busy(self) -> bool:
+        """Whether there is something to send, and not only to wait for."""
+        return bool(self._pieces) or (bool(self._queue) and not self._starved)
 
     def _arm_soon(self) -> None:
         if not self._armed:
@@ -227,13 +245,29 @@ class Channel:
             if not isinstance(item, _Job):
                 self._pieces.append(item)
                 self._queue.popleft()
-            elif (chunk := item.body.chunk(item.at)) is not None:
-                item.at += 1
-                self._pieces += [memoryview(chunk[0]), chunk[1]]
-            else:
-                self._queue[0] = memoryview(item.body.end())
-                self._post(item.on_sent)
+            elif not self._refill_from(item):
+                return False
         return bool(self._pieces)
+
+    def _refill_from(self, job: _Job) -> bool:
+        try:
+            chunk = job.body.chunk(job.at)
+        except NotYet:
+            self._starved = True
+            job.body.on_more(self._fed)
+            return False
+        if chunk is not None:
+            job.at += 1
+            self._pieces += [memoryview(chunk[0]), chunk[1]]
+        else:
+            self._queue[0] = memoryview(job.body.end())
+            self._post(job.on_sent)
+        return True
+
+    def _fed(self) -> None:
+        with self._lock:
+            self._starved = False
+            self._arm_soon()
 
     # -- in the thread ---------------------------------------------------------------------------------
 
@@ -267,11 +301,11 @@ class Channel:
             return
         with self._lock:
             self._pump()
-            if self._queue or self._pieces:
+            if self._busy:
                 return
             self._armed = False
             self._thread.loop.remove_writer(self._fd)
-        if self._state is _State.CLOSING:
+        if self._state is _State.CLOSING and not self._queue:
             self._half_close()
 
     def _shake_hands(self) -> None:

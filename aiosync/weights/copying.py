@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -20,6 +21,7 @@ from torch import Tensor
 __all__ = [
     "INLINE_LIMIT",
     "BlockCopy",
+    "Filling",
     "Lane",
     "Pairs",
     "copy_lanes",
@@ -80,7 +82,19 @@ def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:
     return lanes + [partial(_copy_ranges, plain, shared) for shared in _divide(ranges, share)]
 
 
-class BlockCopy:
+class Filling(ABC):
+    """A buffer that is being filled, block after block from its beginning."""
+
+    @abstractmethod
+    def ready(self, block: int) -> bool:
+        """Whether every block up to this one is there."""
+
+    @abstractmethod
+    def on_more(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once, in any thread, when more is there than now, or nothing more will come."""
+
+
+class BlockCopy(Filling):
     """A copy into one buffer, from its beginning to its end, by whoever needs the next block of it first.
 
     So a network can begin with the first block while the last are still to be copied, and no thread ever
@@ -103,6 +117,15 @@ class BlockCopy:
         self._range: _Range | None = next(self._ranges, None)
         self._done = 0
         self._lock = threading.Lock()
+
+    def ready(self, block: int) -> bool:
+        """Always: what is not there is copied now."""
+        self.ensure(block)
+        return True
+
+    def on_more(self, callback: Callable[[], None]) -> None:
+        """Never needed."""
+        callback()
 
     def ensure(self, block: int) -> None:
         """Have every block up to this one copied."""

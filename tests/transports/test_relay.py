@@ -1,0 +1,232 @@
+"""Relays: what a trainer sends to one is what all below it run on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from aiosync import HandshakeError, RemoteApplyError, TCPWeightSyncScheme, WeightRelay
+from tests.kit.clock import PATIENCE, eventually, within
+from tests.kit.models import Uniform, fill, value_of
+from tests.kit.proxy import ChaosProxy
+from tests.transports.test_tcp import TOKEN, join, make_worker, sender_of
+
+LARGE = 1 << 19  # four tensors of 2 MiB: the update is longer than what sockets take at once
+
+
+@asynccontextmanager
+async def relay_below(upstream: str, **options: Any) -> AsyncIterator[WeightRelay]:
+    """A relay, connected by whoever enters it; its trainer connects meanwhile."""
+    above = TCPWeightSyncScheme(upstream, token=TOKEN, timeout=PATIENCE)
+    below = TCPWeightSyncScheme("tcp://127.0.0.1:0", token=TOKEN, timeout=PATIENCE, **options)
+    relay = WeightRelay(above, below, model_id="policy")
+    try:
+        yield relay
+    finally:
+        await within(relay.aclose())
+
+
+async def connect(scheme: TCPWeightSyncScheme, *relays: WeightRelay) -> None:
+    """A trainer and its relays."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(scheme.connect(min_workers=len(relays)))
+        for relay in relays:
+            tasks.create_task(relay.connect())
+
+
+async def serve(*workers: Any) -> None:
+    """Workers that connect now."""
+    for worker in workers:
+        await worker.connect()
+        await worker.serve()
+
+
+@pytest.mark.parametrize("size", [16, LARGE])
+async def test_a_tree(size: int) -> None:
+    model = Uniform(size=size)
+    async with (
+        sender_of(model) as scheme,
+        relay_below(scheme.address) as left,
+        relay_below(scheme.address) as right,
+    ):
+        await connect(scheme, left, right)
+        nodes = (left, left, right, right)
+        workers = [make_worker(node.address, Uniform(-1.0, size=size)) for node in nodes]
+        await serve(*workers)
+        assert [value_of(worker.model) for worker in workers] == [0] * 4
+        assert len(left.workers) == len(right.workers) == 2
+        before = scheme.stats.wire_nbytes
+        for version in range(1, 6):
+            fill(model, version)
+            report = await scheme.send()
+            assert report.ok
+            # The trainer's send is over when the leaves have it.
+            assert [value_of(worker.model) for worker in workers] == [version] * 4
+            assert all(worker.scheme.version == version for worker in workers)
+            assert left.version == right.version == version
+        assert scheme.stats.wire_nbytes - before < 2.2 * 5 * (4 * 4 * size + 2000)
+        for worker in workers:
+            await worker.close()
+        fill(model, 6)
+        assert (await scheme.send()).ok
+
+
+async def test_a_relay_below_a_relay() -> None:
+    model = Uniform(size=LARGE)
+    async with sender_of(model) as scheme, relay_below(scheme.address) as upper:
+        await connect(scheme, upper)
+        async with relay_below(upper.address) as lower:
+            await lower.connect()
+            worker = make_worker(lower.address, Uniform(-1.0, size=LARGE))
+            await serve(worker)
+            for version in range(1, 4):
+                fill(model, version)
+                assert (await scheme.send()).ok
+                assert value_of(worker.model) == version
+            await worker.close()
+
+
+async def test_blocks_are_passed_on_while_the_rest_is_coming() -> None:
+    model = Uniform(size=LARGE)
+    async with sender_of(model) as scheme, ChaosProxy(scheme.address) as proxy:
+        async with relay_below(proxy.address) as relay, ChaosProxy("tcp://127.0.0.1:1") as counted:
+            await connect(scheme, relay)
+            host, _, port = relay.address.removeprefix("tcp://").rpartition(":")
+            counted._target = (host, int(port))
+            worker = make_worker(counted.address, Uniform(-1.0, size=LARGE))
+            await serve(worker)
+            proxy.weather["to_worker"].truncate_after = proxy.passed["to_worker"] + 5 * (1 << 20)
+            below = counted.passed["to_worker"]
+            fill(model, 1)
+            sending = asyncio.create_task(scheme.send(timeout=PATIENCE))
+            await eventually(
+                lambda: counted.passed["to_worker"] - below > 3 * (1 << 20), "a part has been passed on"
+            )
+            assert relay.version == 0
+            assert value_of(worker.model) == 0
+            # The link upstream breaks in the middle: what was passed on is taken back.
+            proxy.weather["to_worker"].truncate_after = None
+            proxy.cut()
+            with pytest.raises(Exception, match="lost"):
+                await sending
+            await eventually(lambda: worker.scheme.version == 1, "it came in a second attempt")
+            assert value_of(worker.model) == 1
+            assert worker.scheme.stats.failures == 0
+            await worker.close()
+
+
+async def test_a_late_worker_gets_the_newest_from_the_relay() -> None:
+    model = Uniform()
+    async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
+        await connect(scheme, relay)
+        for version in range(1, 4):
+            fill(model, version)
+            await scheme.send()
+        worker = make_worker(relay.address)
+        await serve(worker)
+        assert worker.scheme.version == 3
+        assert value_of(worker.model) == 3
+        await worker.close()
+
+
+async def test_a_refusal_below_reaches_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Uniform()
+    async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
+        await connect(scheme, relay)
+        good, bad = make_worker(relay.address), make_worker(relay.address)
+        await serve(good, bad)
+        with monkeypatch.context() as patch:
+
+            def check(views: object) -> None:
+                raise ValueError("not this one")
+
+            patch.setattr(bad.scheme.get_receiver().intake, "_check", check)
+            fill(model, 1)
+            with pytest.raises(RemoteApplyError, match="not this one"):
+                await scheme.send()
+        assert value_of(good.model) == 1
+        assert value_of(bad.model) == 0
+        fill(model, 2)
+        assert (await scheme.send()).ok
+        assert [value_of(worker.model) for worker in (good, bad)] == [2, 2]
+        for worker in (good, bad):
+            await worker.close()
+
+
+async def test_a_trainer_that_is_started_again() -> None:
+    model = Uniform()
+    async with sender_of(model) as first:
+        address = first.address
+        async with relay_below(address) as relay:
+            await connect(first, relay)
+            worker = make_worker(relay.address)
+            await serve(worker)
+            for version in range(1, 4):
+                fill(model, version)
+                await first.send()
+            for transport in first.sender_transports.values():
+                transport.abort()  # type: ignore[attr-defined]
+            listener: Any = first.shared_transport
+            listener.stop()
+            fill(model, 9)
+            second = TCPWeightSyncScheme(address, token=TOKEN, timeout=PATIENCE)
+            second.init_on_sender(model_id="policy", model=model)
+            await second.connect()
+            await eventually(lambda: value_of(worker.model) == 9, "the worker follows")
+            await eventually(lambda: worker.scheme.version == second.version == 0, "and counts anew")
+            fill(model, 10)
+            assert (await second.send()).ok
+            assert value_of(worker.model) == 10
+            await worker.close()
+            await second.aclose()
+
+
+@pytest.mark.parametrize("codec", ["zstd", "delta"])
+async def test_encoded_on_the_way_down(codec: str) -> None:
+    dice = torch.Generator().manual_seed(2)
+    model = nn.Linear(600, 700)
+    async with sender_of(model, codec=codec) as scheme, relay_below(scheme.address, codec=codec) as relay:
+        await connect(scheme, relay)
+        worker = make_worker(relay.address, nn.Linear(600, 700))
+        await serve(worker)
+        for _ in range(10):
+            with torch.no_grad():
+                where = torch.rand(model.weight.shape, generator=dice) < 0.01
+                model.weight[where] += 1e-3
+            assert (await scheme.send()).ok
+            assert torch.equal(model.weight, worker.model.weight)
+        await worker.close()
+
+
+async def test_the_end_is_passed_on() -> None:
+    async with sender_of(Uniform()) as scheme:
+        async with relay_below(scheme.address) as relay:
+            await connect(scheme, relay)
+            worker = make_worker(relay.address)
+            await serve(worker)
+            await scheme.aclose()
+            await within(relay.wait_closed())
+            assert relay.ended is not None
+            await relay.aclose()
+            await eventually(lambda: worker.scheme.ended is not None, "the worker has heard")
+            await worker.close()
+            assert worker.lost is None
+
+
+async def test_a_relay_needs_the_token() -> None:
+    async with sender_of(Uniform()) as scheme:
+        worker = make_worker(scheme.address)
+        await join(scheme, worker)
+        above = TCPWeightSyncScheme(scheme.address, token="another token, as long", timeout=PATIENCE)
+        below = TCPWeightSyncScheme(token=TOKEN)
+        relay = WeightRelay(above, below, model_id="policy")
+        with pytest.raises(HandshakeError, match="token"):
+            await relay.connect()
+        await relay.aclose()
+        await worker.close()
