@@ -27,6 +27,10 @@ def bench(
     network: Annotated[
         bool, typer.Option("--network", help="TCP and Unix sockets beside blocking sockets, and only that")
     ] = False,
+    delta: Annotated[
+        bool, typer.Option("--delta", help="bytes per update of a transformer that learns, and only that")
+    ] = False,
+    updates: Annotated[int, typer.Option(help="with --delta: how many updates")] = 200,
     mib: Annotated[str, typer.Option(help="with --network: sizes of the model in MiB")] = "256,1024",
     links: Annotated[str, typer.Option(help="with --network: of tcp, unix, tls")] = "tcp,unix,tls",
     uvloop: Annotated[bool, typer.Option("--uvloop/--asyncio", help="event loop")] = False,
@@ -36,6 +40,11 @@ def bench(
     check: Annotated[bool, typer.Option("--check", help="exit 1 if a target is missed")] = False,
 ) -> None:
     """Measure aiosync, torchrl and the physical limit side by side, in one run and in turn."""
+    if delta:
+        from benchmarks import delta as differences
+
+        differences.run(updates, json)
+        return
     if network:
         from benchmarks import network as sockets
 

@@ -25,6 +25,7 @@ from aiosync.schemes._host import TaskHost
 from aiosync.schemes.group import Draft, Published, WeightGroup
 from aiosync.schemes.intake import Held, Intake
 from aiosync.schemes.landing import Landing
+from aiosync.schemes.plan import CPU
 from aiosync.schemes.publisher import Prepared, Publisher
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.refusal import BelowError
@@ -174,7 +175,7 @@ class RelayIntake(Intake):
 
     def _landing_for(self, layout: Layout) -> Landing:
         arena = Arena(layout, Segment.private, self._scheme._spec.max_slots)
-        self._group = WeightGroup((), self._scheme.device, arena, self._copier, streams=True)
+        self._group = WeightGroup((), CPU, arena, self._copier, streams=True)
         self._publisher = Publisher([self._group], self.roster, self._host)
         self._landing = _RelayLanding(layout, self)
         return self._landing
@@ -337,7 +338,7 @@ class WeightRelay:
         self._upstream = upstream
         self._downstream = downstream
         self._model_id = model_id
-        downstream.init_relay(model_id)
+        downstream._init_relay(model_id)
         self._intake: RelayIntake | None = None
         self._receiver: WeightReceiver | None = None
         self._host = TaskHost("aiosync-relay")
@@ -376,7 +377,7 @@ class WeightRelay:
             WorkerLostError, HandshakeError, SyncTimeoutError: as a worker's ``connect``.
         """
         intake = self._intake = RelayIntake(self._downstream, self._model_id)
-        self._receiver = self._upstream.create_relay_receiver(intake, self._model_id)
+        self._receiver = self._upstream._create_relay_receiver(intake, self._model_id)
         try:
             await self._receiver.connect(Deadline.after(self._upstream._spec.seconds(timeout)))
             await intake.open_downstream()

@@ -106,19 +106,14 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         """Where the sender listens; after ``init_on_sender`` with the real port."""
         return str(self._address)
 
-    @property
-    def device(self) -> torch.device:
-        """Where updates lie here: in CPU memory, which sockets read and write."""
-        return torch.device("cpu")
-
-    def init_relay(self, model_id: str | None) -> None:
+    def _init_relay(self, model_id: str | None) -> None:
         """Say that a relay serves workers here; :class:`~aiosync.WeightRelay` does."""
         self._check_no_endpoint()
         self._forget_runtime()
         self._model_id = model_id
         self._listener = self._make_listener((), None)
 
-    def create_relay_receiver(self, intake: Intake, model_id: str | None) -> WeightReceiver:
+    def _create_relay_receiver(self, intake: Intake, model_id: str | None) -> WeightReceiver:
         """A relay's upstream end; :class:`~aiosync.WeightRelay` makes it."""
         return WeightReceiver(
             intake,

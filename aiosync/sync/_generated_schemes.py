@@ -543,19 +543,6 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         """Where the sender listens; after ``init_on_sender`` with the real port."""
         return self._async.address
 
-    @property
-    def device(self) -> torch.device:
-        """Where updates lie here: in CPU memory, which sockets read and write."""
-        return self._async.device
-
-    def init_relay(self, model_id: str | None) -> None:
-        """Say that a relay serves workers here; :class:`~aiosync.WeightRelay` does."""
-        self._async.init_relay(model_id)
-
-    def create_relay_receiver(self, intake: Intake, model_id: str | None) -> WeightReceiver:
-        """A relay's upstream end; :class:`~aiosync.WeightRelay` makes it."""
-        return self._async.create_relay_receiver(intake, model_id)
-
     def create_transport(self, *, worker_idx: int) -> TCPTransport:
         """A worker's connection, not open yet.
 

@@ -1,0 +1,213 @@
+"""``aiosync bench --delta``: how many bytes an update takes, and how long over a thin link.
+
+A small transformer learns a Markov chain with AdamW; after each step the weights go to a worker, which must
+have the sender's cast weights bit by bit. Learning rates are those of fine-tuning, and larger ones as they
+come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import aiosync
+from benchmarks.meters import Spread, spread
+from benchmarks.results import machine
+
+__all__ = ["run"]
+
+WORDS, WIDTH, LAYERS, LENGTH, BATCH = 512, 256, 4, 32, 16
+WARM_UP = 30
+MBIT = 1_000_000 / 8
+
+Codec = Literal["full", "zstd", "delta"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One line of the table. ``mbit``: the link's megabits per second, 0 for as fast as it goes."""
+
+    codec: Codec
+    wire: str
+    lr: float
+    mbit: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What an update took: bytes on the wire, and milliseconds from ``send`` to applied."""
+
+    setting: Setting
+    nbytes: float
+    full: int
+    send: Spread
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than the weights themselves."""
+        return self.full / self.nbytes
+
+
+SETTINGS = [
+    *(Setting("delta", "bfloat16", lr) for lr in (1e-6, 3e-6, 1e-5, 1e-4)),
+    Setting("full", "bfloat16", 1e-5),
+    Setting("zstd", "bfloat16", 1e-5),
+    Setting("delta", "float32", 1e-5),
+    Setting("full", "bfloat16", 1e-5, 100),
+    Setting("delta", "bfloat16", 1e-5, 100),
+    Setting("delta", "bfloat16", 1e-6, 100),
+]
+
+
+class Transformer(nn.Module):
+    """Causal, 3.4 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, batch_first=True, norm_first=True)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.places = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
+        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next word at each place."""
+        hidden = self.words(tokens) + self.places
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        out: Tensor = self.head(self.layers(hidden, mask=mask, is_causal=True))
+        return out
+
+
+class Training:
+    """AdamW on the chain, first with a large learning rate: moments and weights are then those of a run."""
+
+    def __init__(self, lr: float) -> None:
+        torch.manual_seed(0)
+        self.model = Transformer()
+        self._dice = torch.Generator().manual_seed(1)
+        self._chain = torch.softmax(2 * torch.randn(WORDS, WORDS, generator=self._dice), -1)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        for _ in range(WARM_UP):
+            self.step()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+
+    def step(self) -> None:
+        """One update."""
+        tokens = torch.randint(0, WORDS, (BATCH, 1), generator=self._dice)
+        for _ in range(LENGTH):
+            following = torch.multinomial(self._chain[tokens[:, -1]], 1, generator=self._dice)
+            tokens = torch.cat([tokens, following], 1)
+        logits = self.model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+
+
+@asynccontextmanager
+async def thin_link(address: str, mbit: float) -> AsyncIterator[str]:
+    """A proxy to ``address`` that lets so many megabits per second through to workers; gives its address."""
+    if not mbit:
+        yield address
+        return
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    rate = mbit * MBIT
+    free_at = 0.0
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slow: bool) -> None:
+        nonlocal free_at
+        while data := await reader.read(1 << 14):
+            if slow:
+                free_at = max(free_at, time.monotonic()) + len(data) / rate
+                await asyncio.sleep(free_at - time.monotonic())
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(host, int(port))
+        for task in (pump(reader, back, slow=False), pump(there, writer, slow=True)):
+            tasks.add(asyncio.create_task(task))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    name, number = server.sockets[0].getsockname()
+    try:
+        yield f"tcp://{name}:{number}"
+    finally:
+        server.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def measure(setting: Setting, updates: int) -> Figures:
+    """``updates`` steps, each sent and compared bit by bit."""
+    wire: torch.dtype = getattr(torch, setting.wire)
+    training = Training(setting.lr)
+    cast = wire if wire is not torch.float32 else None
+    scheme = aiosync.TCPWeightSyncScheme(codec=setting.codec, cast=cast, timeout=120)
+    scheme.init_on_sender(model_id="policy", model=training.model, num_workers=1)
+    async with thin_link(scheme.address, setting.mbit) as address:
+        worker = aiosync.TCPWeightSyncScheme(address, timeout=120)
+        model = copy.deepcopy(training.model)
+        worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+        await asyncio.gather(scheme.connect(), worker.connect())
+        seconds: list[float] = []
+        async with worker.receiving():
+            before = scheme.stats.wire_nbytes
+            for _ in range(updates):
+                training.step()
+                begun = time.perf_counter()
+                await scheme.send()
+                seconds.append(time.perf_counter() - begun)
+                _compare(training.model, model, wire)
+            sent = (scheme.stats.wire_nbytes - before) / updates
+        await worker.aclose()
+        await scheme.aclose()
+    full = sum(p.numel() for p in model.parameters()) * wire.itemsize
+    taken = spread(seconds)
+    assert taken is not None
+    return Figures(setting, sent, full, taken)
+
+
+def _compare(ours: nn.Module, theirs: nn.Module, wire: torch.dtype) -> None:
+    for (name, sent), got in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if not torch.equal(sent.detach().to(wire), got.detach().to(wire)):
+            raise AssertionError(f"{name} differs from what was sent")
+
+
+def run(updates: int, out: Path | None) -> None:
+    """Measure every setting, print a table, write JSON."""
+    table = Table(title=f"A transformer's updates with AdamW, {updates} of each, every one bit-exact")
+    columns = ("codec", "on the wire", "learning rate", "link", "kB per update", "times smaller", "send, ms")
+    for column in columns:
+        table.add_column(column, justify="right")
+    found = []
+    for setting in SETTINGS:
+        figures = asyncio.run(measure(setting, updates if not setting.mbit else max(5, updates // 10)))
+        found.append({**asdict(figures), "ratio": figures.ratio})
+        send = figures.send
+        table.add_row(
+            setting.codec,
+            setting.wire,
+            f"{setting.lr:g}",
+            f"{setting.mbit:g} Mbit/s" if setting.mbit else "loopback",
+            f"{figures.nbytes / 1e3:.0f}",
+            f"{figures.ratio:.1f}",
+            f"{send.median:.0f} ({send.min:.0f}-{send.max:.0f})",
+        )
+    Console().print(table)
+    if out is not None:
+        out.write_text(json.dumps({"machine": machine(), "delta": found}, indent=1), encoding="utf-8")
