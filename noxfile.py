@@ -93,5 +93,5 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """The benchmarks, side by side with torchrl."""
-    install(session, "cli,torchrl")
+    install(session, "bench")
     python(session, "-m", "aiosync.cli", "bench", *session.posargs)

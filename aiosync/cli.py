@@ -15,7 +15,9 @@ _EXTRA_OF = {
     "matplotlib": "cli",
     "rich": "cli",
     "torchrl": "torchrl",
+    "trustme": "bench",
     "typer": "cli",
+    "zstandard": "delta",
 }
 
 
