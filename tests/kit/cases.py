@@ -50,6 +50,7 @@ class SchemeCase:
         processes: whether workers can be other processes.
         views: whether workers view the sender's memory (so they share it).
         respawns: whether a new process can take a dead worker's place.
+        elastic: whether workers may be taken as they come.
     """
 
     name: str
@@ -57,6 +58,7 @@ class SchemeCase:
     processes: bool = True
     views: bool = False
     respawns: bool = True
+    elastic: bool = False
 
 
 def named(backend: str) -> Build:
@@ -92,8 +94,8 @@ SCHEMES = [
     SchemeCase("process", named("process")),
     # The pipe is the caller's: one that has broken with its process cannot be mended.
     SchemeCase("process-pipes", _over_pipes, respawns=False),
-    SchemeCase("tcp", _over_tcp()),
-    SchemeCase("tcp-tls", _over_tcp(tls=True)),
-    SchemeCase("unix", _over_unix),
+    SchemeCase("tcp", _over_tcp(), elastic=True),
+    SchemeCase("tcp-tls", _over_tcp(tls=True), elastic=True),
+    SchemeCase("unix", _over_unix, elastic=True),
     SchemeCase("memory", named("memory"), processes=False),
 ]
