@@ -463,6 +463,8 @@ class WeightReceiver:
         if not self._closed:
             if whole:
                 self._session.have = -1
+            # Asked for at once: nobody wakes the loop if it was not needed to come here.
+            self._session.wanting = self._looping and self.intake.may_fetch
             self._session.skip()
             self.transport.flush(self._session)
 

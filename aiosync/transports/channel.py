@@ -226,16 +226,25 @@ class Channel:
 
     def _send(self) -> int:
         pieces = self._pieces
-        if self._tls:
-            sent = self._sock.send(pieces[0][:_TLS_TURN])
-        else:
-            sent = self._sock.sendmsg(list(pieces)[:8])
+        sent = self._send_records(pieces[0]) if self._tls else self._sock.sendmsg(list(pieces)[:8])
         rest = sent
         while rest:
             if len(pieces[0]) > rest:
                 pieces[0] = pieces[0][rest:]
                 break
             rest -= len(pieces.popleft())
+        return sent
+
+    def _send_records(self, data: memoryview) -> int:
+        """TLS sends one record of 16 KiB at a time: as many as the socket takes, or as are a turn."""
+        send, end, sent = self._sock.send, min(len(data), _TLS_TURN), 0
+        while sent < end:
+            try:
+                sent += send(data[sent:end])
+            except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                if not sent:
+                    raise
+                break
         return sent
 
     def _refill(self) -> bool:
@@ -332,7 +341,7 @@ class Channel:
         if self._state is _State.HANDSHAKE:
             self._shake_hands()
             return
-        budget = _TLS_TURN
+        budget = _TLS_TURN if self._tls else _TURN
         while self._state in (_State.OPEN, _State.CLOSING) and not self._paused:
             try:
                 count = self._receive()
@@ -346,11 +355,10 @@ class Channel:
                 return
             if self._state is _State.OPEN:
                 self._take(count)
-            if not self._tls:
-                return
             budget -= count
-            if budget <= 0:  # what lies inside the TLS layer does not make the socket readable
-                self._thread.loop.call_soon(self._readable)
+            if budget <= 0:
+                if self._tls:  # what lies inside the TLS layer does not make the socket readable
+                    self._thread.loop.call_soon(self._readable)
                 return
 
     def _receive(self) -> int:
@@ -360,7 +368,22 @@ class Channel:
         if not self._tls:
             return self._sock.recvmsg_into(buffers)[0]
         with self._lock:
-            return self._sock.recv_into(buffers[0])
+            return self._receive_records(buffers[0])
+
+    def _receive_records(self, buffer: memoryview) -> int:
+        """As :meth:`_send_records`."""
+        receive, end, count = self._sock.recv_into, min(len(buffer), _TLS_TURN), 0
+        while count < end:
+            try:
+                more = receive(buffer[count:end])
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                if not count:
+                    raise
+                break
+            if not more:
+                break
+            count += more
+        return count
 
     def _take(self, count: int) -> None:
         try:
