@@ -79,6 +79,7 @@ class WorkerLink:
         self._moved = (-1, 0.0)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._leased_at = 0.0
         self._copied = False
         self._on_event = on_event
         self._on_lost = on_lost
@@ -272,7 +273,6 @@ class WorkerLink:
     def _answered(self) -> None:
         self.late = False
         self._leased = None
-        self._stop_timer()
         keep = self._in_service.slot if self._holds and self._in_service else None
         self.group.release(self.worker, keep=keep)
 
@@ -282,7 +282,9 @@ class WorkerLink:
         self.due = None
         self._leased = published
         self._copied = False
-        self._timer = self._loop.call_later(LATE_AFTER, self._overdue)
+        self._leased_at = self._loop.time()
+        if self._timer is None:  # one goes on for many leases: making one takes longer than a small send may
+            self._timer = self._loop.call_later(LATE_AFTER, self._overdue)
         partial = published.names is not None and self.session.acked_version == published.base
         names = list(published.names) if partial and published.names is not None else None
         return Update(
@@ -303,8 +305,15 @@ class WorkerLink:
 
     def _overdue(self) -> None:
         """It may hang: what it holds must not be what the others wait for."""
-        self.late = True
-        self.group.wake()
+        self._timer = None
+        if self._leased is None:
+            return
+        left = self._leased_at + LATE_AFTER - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._overdue)
+        else:
+            self.late = True
+            self.group.wake()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
