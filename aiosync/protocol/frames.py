@@ -350,4 +350,3 @@ class FrameDecoder:
             body = bytes(memoryview(self._buffer)[HEADER_SIZE:end])
             del self._buffer[:end]
             yield decode(header, body, self.limit)
-

@@ -133,7 +133,7 @@ class SenderSession(_Session):
                     self.acked_version = frame.version
                 self._settle()
                 return [Rejected(frame)]
-            case (SenderState.IDLE | SenderState.NOTIFIED), f.Nack() if self.leased_round < 0:
+            case ((SenderState.IDLE | SenderState.NOTIFIED), f.Nack()) if self.leased_round < 0:
                 return [Rejected(frame)]  # of the layout
             case _:
                 raise ProtocolError(

@@ -76,6 +76,11 @@ class StreamDecoder:
         """The peer has authenticated: accept frames of any sensible size."""
         self.limit = f.MAX_FRAME
 
+    @property
+    def missing(self) -> int:
+        """Bytes of the chunk under way that are still to come; 0 if there is none."""
+        return 0 if self._target is None else len(self._target) - self._filled
+
     def buffers(self) -> list[memoryview]:
         """Where to put the next bytes, in this order; none of them is empty."""
         if self._start == self._end:

@@ -123,14 +123,10 @@ class WeightSyncScheme(SchemeRecipe):
             sender = self.create_sender()
             enough = 1 if min_workers is None and self._plan.elastic else min_workers
             sources = await self._sources(weights, sender.roster.workers)
-            await sender.connect(
-                sources, deadline, min_workers=enough, optional=self._optional(weights)
-            )
+            await sender.connect(sources, deadline, min_workers=enough, optional=self._optional(weights))
         elif self._receiver_initialized:
             if weights is not None or min_workers is not None:
-                raise InvalidArgumentError(
-                    "weights and min_workers belong to the sender; this is a receiver"
-                )
+                raise InvalidArgumentError("weights and min_workers belong to the sender; this is a receiver")
             receiver = self.create_receiver(worker_idx=worker_idx)
             try:
                 await receiver.connect(deadline)

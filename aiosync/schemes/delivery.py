@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import xxhash
-
 from aiosync.protocol.frames import Chunk, End, encode
 from aiosync.protocol.stream import BLOCK
 from aiosync.schemes.group import Published, WeightGroup
-from aiosync.schemes.landing import block_of, digest_of, memory_of
-from aiosync.transports.channel import NotYet
+from aiosync.schemes.landing import block_of, memory_of
+from aiosync.transports.outbox import NotYet
 from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.arena import Slot
+from aiosync.weights.checksum import checksum_of, digest_of
 from aiosync.weights.codec import Codec
 from aiosync.weights.codec import encode as encode_block
 from aiosync.weights.layout import Layout
@@ -126,11 +125,11 @@ class Outgoing:
 
     def _encode_next(self) -> None:
         block = len(self._sums)
-        if self._copying is not None and not self._copying.ready(block):
+        copying, data = self._copying, block_of(self._memory, block)
+        if copying is not None and not copying.ready(block):
             raise NotYet
-        data = block_of(self._memory, block)
+        checksum = checksum_of(data) if copying is None else copying.checksum(block)
         base = block_of(self._base, block) if self._base is not None else None
-        checksum = xxhash.xxh3_64_intdigest(data)
         self._sums.append(checksum)
         encoded = encode_block(self._codec, data, base, self._widths[block])
         if encoded is not None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from aiosync._deadline import Deadline
 from aiosync.errors import ArenaAllocationError, NotConnectedError, SyncTimeoutError
-from aiosync.protocol.stream import BLOCK, block_count
+from aiosync.protocol.stream import BLOCK
 from aiosync.schemes.rounds import JointRound
 from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Arena, Slot
@@ -221,14 +221,14 @@ class WeightGroup:
     async def begin(self, draft: Draft) -> None:
         """Begin a copy that goes on beside the sending."""
         draft.begun = True
-        buffer = draft.slot.segment.buffer
-        draft.copying = await self._offloader.run(lambda _: BlockCopy(buffer, draft.pairs, BLOCK))
+        buffer, nbytes = draft.slot.segment.buffer, self.arena.layout.nbytes
+        draft.copying = await self._offloader.run(lambda _: BlockCopy(buffer, nbytes, draft.pairs, BLOCK))
 
     async def finish(self, draft: Draft) -> None:
         """Bring it to its end."""
-        copying, last = draft.copying, block_count(self.arena.layout.nbytes) - 1
-        assert copying is not None
-        await self._offloader.run(lambda _: copying.ready(last))
+        copying = draft.copying
+        assert isinstance(copying, BlockCopy)
+        await self._offloader.run(lambda _: copying.complete())
 
     def publish(
         self, draft: Draft, round_: int, version: int, *, fallback: bool, joint: JointRound | None = None

@@ -8,7 +8,6 @@ to the event loop the back slot is the thread's.
 
 from __future__ import annotations
 
-import xxhash
 from torch import Tensor
 
 from aiosync.errors import ProtocolError
@@ -18,11 +17,12 @@ from aiosync.schemes.arrival import Arrival
 from aiosync.transports.base import Transport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.arena import Arena, Slot
+from aiosync.weights.checksum import checksum_of, digest_of
 from aiosync.weights.codec import decode
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
-__all__ = ["BaseLostError", "Landing", "block_of", "digest_of", "memory_of"]
+__all__ = ["BaseLostError", "Landing", "block_of", "memory_of"]
 
 
 class BaseLostError(ProtocolError):
@@ -137,7 +137,7 @@ class Landing(Arrival):
             except ProtocolError as exc:
                 self._harm(str(exc))
                 return
-        if xxhash.xxh3_64_intdigest(place) != chunk.checksum:
+        if checksum_of(place) != chunk.checksum:
             self._harm(f"block {chunk.block} arrived damaged (its checksum differs)")
 
     def finish(self, end: End) -> None:
@@ -156,7 +156,7 @@ class Landing(Arrival):
                 place = block_of(self._memory, block)
                 place[:] = block_of(self._base, block)
                 # Computed anew: the version in service is the model's, which may have written into it.
-                self._sums[block] = xxhash.xxh3_64_intdigest(place)
+                self._sums[block] = checksum_of(place)
         self._filled = max(self._filled, end)
 
     def _harm(self, what: str) -> None:
@@ -176,8 +176,3 @@ def memory_of(slot: Slot, nbytes: int) -> memoryview:
 def block_of(memory: memoryview, block: int) -> memoryview:
     """One block of a slot's bytes."""
     return memory[block * BLOCK : (block + 1) * BLOCK]
-
-
-def digest_of(sums: list[int]) -> bytes:
-    """The digest of an update from its blocks' checksums."""
-    return xxhash.xxh3_128_digest(b"".join(value.to_bytes(8, "big") for value in sums))

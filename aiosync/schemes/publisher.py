@@ -247,9 +247,7 @@ class Publisher:
                 draft.group.addressed.update(dict.fromkeys(round_.phases, before.version))
 
 
-async def publish_together(
-    items: Sequence[tuple[Publisher, Prepared]], *, fallback: bool
-) -> list[Round]:
+async def publish_together(items: Sequence[tuple[Publisher, Prepared]], *, fallback: bool) -> list[Round]:
     """Copy all, then tell the workers of all, with nothing awaited in between: so either all have been
     published or none. When it raises it is none; unless it is the caller that was cancelled and a version
     nobody had fetched was being overwritten.

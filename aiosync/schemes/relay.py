@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -46,9 +46,14 @@ logger = logging.getLogger("aiosync")
 
 
 class _Arriving(Filling):
-    """How far an update has come."""
+    """How far an update has come.
 
-    def __init__(self) -> None:
+    Args:
+        checksums: of the blocks that have come.
+    """
+
+    def __init__(self, checksums: Mapping[int, int]) -> None:
+        self._checksums = checksums
         self._count = 0
         self._over = False
         self._waiting: list[Callable[[], None]] = []
@@ -57,6 +62,10 @@ class _Arriving(Filling):
     def ready(self, block: int) -> bool:
         """Whether the block is there."""
         return block < self._count
+
+    def checksum(self, block: int) -> int:
+        """What was said of the block, and found to be so."""
+        return self._checksums[block]
 
     def on_more(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when more has come."""
@@ -86,7 +95,7 @@ class _RelayLanding(Landing):
     def __init__(self, layout: Layout, owner: RelayIntake) -> None:
         super().__init__(layout)
         self._owner = owner
-        self._arriving = _Arriving()
+        self._arriving = _Arriving({})
         self.next: Slot | None = None
         self.front: Slot | None = None
 
@@ -103,7 +112,7 @@ class _RelayLanding(Landing):
         """See :class:`Landing`."""
         super().begin(update)
         self.next = None
-        self._arriving = _Arriving()
+        self._arriving = _Arriving(self._sums)
         self._owner.post(self._owner.started, update, self._arriving)
 
     def placed(self, chunk: Chunk) -> None:

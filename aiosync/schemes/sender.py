@@ -162,9 +162,7 @@ class WeightSender:
             for number, plan in enumerate(self.plan.groups):
                 layout = Layout.of(sources[number], cast=self.spec.cast, optional=optional)
                 arena = Arena(layout, self._allocator(plan.device), self.spec.max_slots)
-                group = WeightGroup(
-                    plan.workers, plan.device, arena, self._offloader, streams=self._streams
-                )
+                group = WeightGroup(plan.workers, plan.device, arena, self._offloader, streams=self._streams)
                 self._groups.append(group)
                 # Two at once: the first send after this one then runs into warm pages too.
                 await group.reserve(2)

@@ -33,9 +33,7 @@ class Stager:
         copies: whether to copy everything.
     """
 
-    def __init__(
-        self, binding: Binding, arrival: Arrival, device: torch.device, *, copies: bool
-    ) -> None:
+    def __init__(self, binding: Binding, arrival: Arrival, device: torch.device, *, copies: bool) -> None:
         self.copies = copies
         self._layout = binding.layout
         self._arrival = arrival

@@ -23,6 +23,7 @@ from aiosync.transports.address import Address
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.tcp import TCPListener, TCPTransport
 from aiosync.transports.tls import TLSConfig
+from aiosync.weights.checksum import check_available
 from aiosync.weights.codec import Codec, check_codec
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
@@ -97,6 +98,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         self._reconnect_for = reconnect_for
         self._insecure = insecure
         self._max_connections = max_connections
+        check_available()
         check_codec(codec)
         self._codec = codec
         self._ready: dict[WeightGroup, dict[tuple[int, Variant], Outgoing]] = {}

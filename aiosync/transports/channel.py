@@ -1,11 +1,14 @@
 """One socket, moved by a thread beside the caller's event loop.
 
-States: CONNECTING → (HANDSHAKE, with TLS) → OPEN → CLOSING → ENDED; from everywhere to ENDED.
+States: CONNECTING → HANDSHAKE → OPEN → CLOSING → ENDED; from everywhere to ENDED. Without TLS the
+handshake is done at once.
 
 Who owns what: the thread alone reads, and alone changes the state; the decoder and its sink are the
 thread's. Frames are queued by any thread under the lock, and whoever queues them where nothing waits sends
 them at once. A body is read by the thread, a chunk at a time, under the lock: once :meth:`Channel.cut` has
-returned its memory is not looked at again.
+returned its memory is not looked at again. The TLS layer is used under the lock too.
+
+The socket is a blocking one from the moment it is connected, and each call says whether it may wait.
 
 A side that is done says so with a half-close, after its last frame, and reads on until the other side has
 closed too: a socket closed with unread bytes in it would take back what was said last.
@@ -19,25 +22,38 @@ import errno
 import os
 import socket
 import ssl
+import struct
 import threading
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from aiosync.errors import HandshakeError, ProtocolError
-from aiosync.protocol.frames import Cut, Frame, encode
+from aiosync.protocol.frames import Frame
 from aiosync.protocol.stream import StreamDecoder
 from aiosync.transports._offload import LoopThread
+from aiosync.transports.outbox import Body, Outbox
+from aiosync.transports.tls import TLSLayer
 
-__all__ = ["Body", "Channel", "NotYet"]
+__all__ = ["Channel"]
 
 _TURN = 1 << 20
 """Bytes that are moved at most before other connections have their turn."""
 
-_TLS_TURN = 1 << 18
 _SMALL = 1 << 18
 """Bytes up to which a body is sent by whoever queues it: faster than waking the thread."""
+
+_SEALED_READ = 1 << 18
+"""Encrypted bytes of updates that are read at once."""
+
+_SEALED_READ_AT_FIRST = 1 << 14
+"""The same as long as no update may come: one record."""
+
+_WORTH_WAITING = 1 << 16
+"""Bytes of a chunk from which they are waited for in the kernel. Only a receiver has chunks to wait for, and
+one connection in its thread."""
+
+_LONGEST_READ = struct.pack("@ll", 0, 50_000)
+"""Seconds and microseconds that such a wait may take: as long does the thread hear nothing else."""
 
 _GRACE = 1.0
 """Seconds that the other side has to close after our half-close."""
@@ -46,46 +62,12 @@ _MAX_UNREAD = 64
 """Frames that may wait for the caller's loop before no more are read."""
 
 
-class NotYet(Exception):
-    """A chunk that is still to come."""
-
-
-class Body(Protocol):
-    """The bytes of one update, chunk by chunk. Its methods are called in the channel's thread."""
-
-    @property
-    def nbytes(self) -> int:
-        """About how many bytes will be sent."""
-
-    def chunk(self, index: int) -> tuple[bytes, memoryview] | None:
-        """A chunk's frame and its raw bytes; None if there are no more.
-
-        Raises:
-            NotYet: it is not there yet.
-        """
-
-    def on_more(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, once and from any thread, when there may be more than there was."""
-
-    def end(self) -> bytes:
-        """The frame that is sent after the last chunk."""
-
-
 class _State(enum.Enum):
     CONNECTING = "connecting"
     HANDSHAKE = "handshake"
     OPEN = "open"
     CLOSING = "closing"
     ENDED = "ended"
-
-
-@dataclass(slots=True)
-class _Job:
-    """A body under way: ``at`` is its next chunk."""
-
-    body: Body
-    on_sent: Callable[[], None]
-    at: int = 0
 
 
 class Owner(Protocol):
@@ -108,9 +90,16 @@ class Channel:
         thread: moves it.
         sock: non-blocking; connected, or about to be.
         owner: told what happens, on the running loop.
+        tls: encrypts what goes over the socket; None: nothing does.
+
+    Attributes:
+        decoder: what comes in goes through it.
+        progress: bytes that the kernel has taken.
     """
 
-    def __init__(self, thread: LoopThread, sock: socket.socket, owner: Owner) -> None:
+    def __init__(
+        self, thread: LoopThread, sock: socket.socket, owner: Owner, tls: TLSLayer | None = None
+    ) -> None:
         self.decoder = StreamDecoder()
         self.progress = 0
         self._thread = thread
@@ -118,13 +107,13 @@ class Channel:
         self._fd = sock.fileno()
         self._owner = owner
         self._home = asyncio.get_running_loop()
-        self._tls = isinstance(sock, ssl.SSLSocket)
+        self._tls = tls
+        self._sealed = memoryview(b"")
+        self._raw = memoryview(bytearray(_SEALED_READ_AT_FIRST if tls is not None else 0))
         self._state = _State.CONNECTING
         self._lock = threading.RLock()
-        self._queue: deque[memoryview | _Job] = deque()
-        self._pieces: deque[memoryview] = deque()
+        self._outbox = Outbox(self._fed, self._post)
         self._armed = False
-        self._starved = False
         self._mute = False
         self._unread = 0
         self._paused = False
@@ -138,16 +127,12 @@ class Channel:
         is not done by then; None: the owner sees to that."""
         self._thread.call(self._begin, patience)
 
-    def trust(self) -> None:
-        """The peer has authenticated. No frame of its is being read meanwhile: it waits for an answer."""
-        self.decoder.trust()
-
     def write(self, data: bytes) -> None:
         """Send frames, without waiting."""
         with self._lock:
             if self._state is _State.ENDED or self._mute:
                 return
-            self._queue.append(memoryview(data))
+            self._outbox.put(data)
             self._send_or_arm()
 
     def stream(self, body: Body, on_sent: Callable[[], None]) -> None:
@@ -155,7 +140,7 @@ class Channel:
         with self._lock:
             if self._state is _State.ENDED or self._mute:
                 return
-            self._queue.append(_Job(body, on_sent))
+            self._outbox.put_body(body, on_sent)
             if body.nbytes <= _SMALL:
                 self._send_or_arm()
             else:
@@ -164,19 +149,7 @@ class Channel:
     def cut(self) -> bool:
         """Send nothing more of the bodies under way, and say so; returns whether there was one."""
         with self._lock:
-            found = False
-            queue, self._queue = self._queue, deque()
-            for item in queue:
-                if isinstance(item, _Job):
-                    found = True
-                    self._queue.append(memoryview(encode(Cut())))
-                else:
-                    self._queue.append(item)
-            self._starved = False
-            if found:
-                # What has begun of a chunk is brought to its end, out of memory of our own.
-                self._pieces = deque(memoryview(bytes(piece)) for piece in self._pieces)
-            return found
+            return self._outbox.cut()
 
     async def aclose(self) -> None:
         """Send what is queued, without bodies, and end the connection; bounded."""
@@ -186,7 +159,10 @@ class Channel:
             await closed
 
     def abort(self) -> None:
-        """End the connection at once."""
+        """End the connection at once, without a word."""
+        with self._lock:
+            self._mute = True
+            self._forget_unsent()
         self._thread.call(self._end, "")
 
     # -- writing: under the lock, in any thread --------------------------------------------------------
@@ -200,7 +176,8 @@ class Channel:
     @property
     def _busy(self) -> bool:
         """Whether there is something to send, and not only to wait for."""
-        return bool(self._pieces) or (bool(self._queue) and not self._starved)
+        tls = self._tls
+        return self._outbox.ready or len(self._sealed) > 0 or (tls is not None and tls.pending)
 
     def _arm_soon(self) -> None:
         if not self._armed:
@@ -209,73 +186,49 @@ class Channel:
 
     def _pump(self) -> None:
         """Send until the socket is full, or it is others' turn."""
-        budget = _TLS_TURN if self._tls else _TURN
-        while budget > 0 and self._refill():
-            try:
-                sent = self._send()
-            except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
-                return
-            except OSError:
-                # Reading tells why, and brings what the other side said before.
-                self._mute = True
-                self._queue.clear()
-                self._pieces.clear()
-                return
-            budget -= sent
-            self.progress += sent
+        budget = _TURN
+        try:
+            while budget > 0:
+                sent = self._send() if self._tls is None else self._send_sealed(self._tls)
+                if not sent:
+                    return
+                budget -= sent
+                self.progress += sent
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            # Reading tells why, and brings what the other side said before.
+            self._mute = True
+            self._forget_unsent()
 
     def _send(self) -> int:
-        pieces = self._pieces
-        sent = self._send_records(pieces[0]) if self._tls else self._sock.sendmsg(list(pieces)[:8])
-        rest = sent
-        while rest:
-            if len(pieces[0]) > rest:
-                pieces[0] = pieces[0][rest:]
-                break
-            rest -= len(pieces.popleft())
+        pieces = self._outbox.pieces()
+        if not pieces:
+            return 0
+        sent = self._sock.sendmsg(pieces, [], socket.MSG_DONTWAIT)
+        self._outbox.sent(sent)
         return sent
 
-    def _send_records(self, data: memoryview) -> int:
-        """TLS sends one record of 16 KiB at a time: as many as the socket takes, or as are a turn."""
-        send, end, sent = self._sock.send, min(len(data), _TLS_TURN), 0
-        while sent < end:
-            try:
-                sent += send(data[sent:end])
-            except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
-                if not sent:
-                    raise
-                break
+    def _send_sealed(self, tls: TLSLayer) -> int:
+        if not self._sealed:
+            if self._state is not _State.HANDSHAKE:
+                for piece in self._outbox.pieces():
+                    tls.encrypt(piece)
+                    self._outbox.sent(len(piece))
+            self._sealed = tls.take()
+            if not self._sealed:
+                return 0
+        sent = self._sock.send(self._sealed, socket.MSG_DONTWAIT)
+        self._sealed = self._sealed[sent:]
         return sent
 
-    def _refill(self) -> bool:
-        """Have something in ``_pieces``; false if there is nothing to send."""
-        while not self._pieces and self._queue:
-            item = self._queue[0]
-            if not isinstance(item, _Job):
-                self._pieces.append(item)
-                self._queue.popleft()
-            elif not self._refill_from(item):
-                return False
-        return bool(self._pieces)
-
-    def _refill_from(self, job: _Job) -> bool:
-        try:
-            chunk = job.body.chunk(job.at)
-        except NotYet:
-            self._starved = True
-            job.body.on_more(self._fed)
-            return False
-        if chunk is not None:
-            job.at += 1
-            self._pieces += [memoryview(chunk[0]), chunk[1]]
-        else:
-            self._queue[0] = memoryview(job.body.end())
-            self._post(job.on_sent)
-        return True
+    def _forget_unsent(self) -> None:
+        self._outbox.clear()
+        self._sealed = memoryview(b"")
 
     def _fed(self) -> None:
         with self._lock:
-            self._starved = False
+            self._outbox.resume()
             self._arm_soon()
 
     # -- in the thread ---------------------------------------------------------------------------------
@@ -293,97 +246,103 @@ class Channel:
             self._end("too slow", HandshakeError("the TLS handshake was not finished in time"))
 
     def _arm(self) -> None:
-        if self._state in (_State.OPEN, _State.CLOSING) and self._fd >= 0:
+        if self._state not in (_State.CONNECTING, _State.ENDED):
             self._thread.loop.add_writer(self._fd, self._writable)
 
     def _writable(self) -> None:
         if self._state is _State.CONNECTING:
-            code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code:
-                self._end(f"connecting failed: {os.strerror(code)}")
-                return
-            self._state = _State.HANDSHAKE
-            self._thread.loop.add_reader(self._fd, self._readable)
-        if self._state is _State.HANDSHAKE:
-            self._shake_hands()
-        if self._state not in (_State.OPEN, _State.CLOSING):
-            return
+            self._connected()
         with self._lock:
+            if self._state is _State.ENDED:
+                return
             self._pump()
             if self._busy:
                 return
             self._armed = False
             self._thread.loop.remove_writer(self._fd)
-        if self._state is _State.CLOSING and not self._queue:
+        if self._state is _State.CLOSING:
             self._half_close()
 
+    def _connected(self) -> None:
+        code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._end(f"connecting failed: {os.strerror(code)}")
+            return
+        self._sock.setblocking(True)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LONGEST_READ)
+        self._state = _State.HANDSHAKE
+        self._thread.loop.add_reader(self._fd, self._readable)
+        self._shake_hands()
+
     def _shake_hands(self) -> None:
-        sock = self._sock
-        if isinstance(sock, ssl.SSLSocket):
-            try:
-                with self._lock:
-                    sock.do_handshake()
-            except ssl.SSLWantReadError:
-                self._thread.loop.remove_writer(self._fd)
-                return
-            except ssl.SSLWantWriteError:
-                return
-            except (OSError, ValueError) as exc:
-                self._end(_tls_failure(exc), HandshakeError(_tls_failure(exc)))
-                return
+        """Go on as far as what has come allows."""
         with self._lock:
-            self._state = _State.OPEN
-            self._armed = True
-        self._thread.loop.add_writer(self._fd, self._writable)
-        self._post(self._owner.channel_open)
+            try:
+                done = self._tls is None or self._tls.shake_hands()
+            except (ssl.SSLError, ValueError) as exc:
+                self._pump()  # the other side is told
+                self._fail(getattr(exc, "verify_message", None) or getattr(exc, "reason", None) or str(exc))
+                return
+            if done:
+                self._state = _State.OPEN
+            if self._busy:
+                self._arm_soon()
+        if done:
+            self._stop_timer()
+            self._post(self._owner.channel_open)
 
     def _readable(self) -> None:
-        if self._state is _State.HANDSHAKE:
-            self._shake_hands()
-            return
-        budget = _TLS_TURN if self._tls else _TURN
-        while self._state in (_State.OPEN, _State.CLOSING) and not self._paused:
+        budget = _TURN
+        while budget > 0 and self._state is not _State.ENDED and not self._paused:
             try:
                 count = self._receive()
-            except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            except (BlockingIOError, InterruptedError):
                 return
             except OSError as exc:
-                self._end(f"its channel broke: {exc.strerror or exc}")
+                self._fail(f"its channel broke: {exc.strerror or exc}")
                 return
             if count == 0:
-                self._end("its channel closed")
-                return
-            if self._state is _State.OPEN:
-                self._take(count)
+                self._fail("its channel closed")
             budget -= count
-            if budget <= 0:
-                if self._tls:  # what lies inside the TLS layer does not make the socket readable
-                    self._thread.loop.call_soon(self._readable)
-                return
 
     def _receive(self) -> int:
+        """Take in what there is; how many bytes, 0 at the end of the stream."""
         if self._state is _State.CLOSING:
-            return len(self._sock.recv(_TURN))
+            return len(self._sock.recv(_TURN, socket.MSG_DONTWAIT))
+        if self._tls is not None:
+            return self._receive_sealed(self._tls)
         buffers = self.decoder.buffers()
-        if not self._tls:
-            return self._sock.recvmsg_into(buffers)[0]
-        with self._lock:
-            return self._receive_records(buffers[0])
-
-    def _receive_records(self, buffer: memoryview) -> int:
-        """As :meth:`_send_records`."""
-        receive, end, count = self._sock.recv_into, min(len(buffer), _TLS_TURN), 0
-        while count < end:
-            try:
-                more = receive(buffer[count:end])
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                if not count:
-                    raise
-                break
-            if not more:
-                break
-            count += more
+        if self.decoder.missing > _WORTH_WAITING:
+            count = self._sock.recv_into(buffers[0], 0, socket.MSG_WAITALL)
+        else:
+            count = self._sock.recvmsg_into(buffers, 0, socket.MSG_DONTWAIT)[0]
+        if count:
+            self._take(count)
         return count
+
+    def _receive_sealed(self, tls: TLSLayer) -> int:
+        if self.decoder.sink is not None and len(self._raw) < _SEALED_READ:
+            self._raw = memoryview(bytearray(_SEALED_READ))
+        more = self.decoder.missing > len(self._raw)
+        count = self._sock.recv_into(self._raw, 0, socket.MSG_WAITALL if more else socket.MSG_DONTWAIT)
+        if count:
+            with self._lock:
+                tls.feed(self._raw[:count])
+            self._unseal(tls)
+        return count
+
+    def _unseal(self, tls: TLSLayer) -> None:
+        """Make the most of what has come."""
+        if self._state is _State.HANDSHAKE:
+            self._shake_hands()
+        while self._state is _State.OPEN and not self._paused:
+            with self._lock:
+                count = tls.decrypt(self.decoder.buffers()[0])
+                if tls.pending:
+                    self._arm_soon()
+            if not count:
+                return
+            self._take(count)
 
     def _take(self, count: int) -> None:
         try:
@@ -403,6 +362,8 @@ class Channel:
         self._paused = False
         if self._state in (_State.OPEN, _State.CLOSING):
             self._thread.loop.add_reader(self._fd, self._readable)
+            if self._tls is not None:
+                self._unseal(self._tls)
             self._readable()
 
     # -- the end: in the thread ------------------------------------------------------------------------
@@ -424,20 +385,25 @@ class Channel:
 
     def _half_close(self) -> None:
         try:
-            # Not the TLS socket's own, which would forget its keys.
-            socket.socket.shutdown(self._sock, socket.SHUT_WR)
+            self._sock.shutdown(socket.SHUT_WR)
         except OSError as exc:
             if exc.errno != errno.ENOTCONN:
                 raise
             self._end("")
+
+    def _fail(self, what: str) -> None:
+        if self._state is _State.HANDSHAKE:
+            what = f"the TLS handshake failed: {what}"
+            self._end(what, HandshakeError(what))
+        else:
+            self._end(what)
 
     def _end(self, reason: str, error: ProtocolError | None = None) -> None:
         with self._lock:
             if self._state is _State.ENDED:
                 return
             self._state = _State.ENDED
-            self._queue.clear()
-            self._pieces.clear()
+            self._forget_unsent()
         self._stop_timer()
         self.decoder.close()
         self._thread.loop.remove_reader(self._fd)
@@ -475,8 +441,3 @@ class Channel:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _tls_failure(exc: Exception) -> str:
-    reason = getattr(exc, "verify_message", None) or getattr(exc, "reason", None) or str(exc)
-    return f"the TLS handshake failed: {reason}"

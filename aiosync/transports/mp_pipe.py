@@ -48,9 +48,7 @@ class PipeCarrier(Carrier):
         on_other_message: takes each message that is not ours; raises NobodyTakesIt if there is nobody.
     """
 
-    def __init__(
-        self, connection: Connection[Any, Any], on_other_message: Callable[[Any], None]
-    ) -> None:
+    def __init__(self, connection: Connection[Any, Any], on_other_message: Callable[[Any], None]) -> None:
         self._connection = connection
         self._on_other = on_other_message
         self._buffer = bytearray()
@@ -133,9 +131,7 @@ class PipeListener(CarrierListener):
     new pipe.
     """
 
-    def __init__(
-        self, pipes: Sequence[Connection[Any, Any]], on_other: Callable[[int, Any], None]
-    ) -> None:
+    def __init__(self, pipes: Sequence[Connection[Any, Any]], on_other: Callable[[int, Any], None]) -> None:
         super().__init__()
         self._pipes = list(pipes)
         self._on_other = on_other

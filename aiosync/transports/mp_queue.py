@@ -96,9 +96,7 @@ class QueueCarrier(Carrier):
         inbound, outbound: which is which. Nobody else in this process reads or writes the same one.
     """
 
-    def __init__(
-        self, pair: QueuePair, inbound: SimpleQueue[bytes], outbound: SimpleQueue[bytes]
-    ) -> None:
+    def __init__(self, pair: QueuePair, inbound: SimpleQueue[bytes], outbound: SimpleQueue[bytes]) -> None:
         self._pair = pair
         self._inbound = inbound
         self._outbound = outbound

@@ -18,9 +18,10 @@ from aiosync.protocol.stream import BodySink
 from aiosync.transports._offload import LoopThread, Offloader
 from aiosync.transports.address import Address, is_loopback
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.channel import Body, Channel
+from aiosync.transports.channel import Channel
+from aiosync.transports.outbox import Body
 from aiosync.transports.sockets import credentials
-from aiosync.transports.tls import TLSConfig
+from aiosync.transports.tls import TLSConfig, TLSLayer
 
 __all__ = ["TCPListener", "TCPTransport"]
 
@@ -78,16 +79,17 @@ class TCPTransport(Transport):
 
     async def _dial(self, address: Address) -> None:
         problem = ""
+        context = self._tls.for_worker() if self._tls is not None else None
+        name = (self._tls and self._tls.server_hostname) or address.host or "localhost"
         for family, target in await _resolve(address):
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 _tune(sock, address)
-                sock = self._wrap(sock, address)
                 sock.setblocking(False)
                 code = sock.connect_ex(target)
                 if code not in (0, errno.EINPROGRESS):
                     raise OSError(code, os.strerror(code))
-                await self._run(sock)
+                await self._run(sock, TLSLayer(context, name) if context is not None else None)
             except OSError as exc:
                 sock.close()
                 problem = exc.strerror or str(exc)
@@ -97,28 +99,20 @@ class TCPTransport(Transport):
                 problem, self._end = self._end, None
         raise WorkerLostError((), _why_not_connected(address, problem))
 
-    def _wrap(self, sock: socket.socket, address: Address) -> socket.socket:
-        if self._tls is None:
-            return sock
-        name = self._tls.server_hostname or address.host or "localhost"
-        return self._tls.for_worker().wrap_socket(
-            sock, do_handshake_on_connect=False, server_hostname=name
-        )
-
-    async def _run(self, sock: socket.socket) -> None:
+    async def _run(self, sock: socket.socket, tls: TLSLayer | None) -> None:
         """Have the thread take over ``sock``; wait until it is open or of no use."""
         assert self._thread is not None
         self._opened = asyncio.get_running_loop().create_future()
         self._peer_pid, _ = credentials(sock)
-        self._channel = Channel(self._thread, sock, self)
+        self._channel = Channel(self._thread, sock, self, tls)
         self._channel.start(None)
         await self._opened
 
-    def adopt(self, thread: LoopThread, sock: socket.socket, patience: float) -> None:
+    def adopt(self, thread: LoopThread, sock: socket.socket, tls: TLSLayer | None, patience: float) -> None:
         """Be the accepting side's end of ``sock``; it has ``patience`` seconds to shake hands."""
         self._peer_pid, _ = credentials(sock)
         self.peer_name = _name_of(sock)
-        self._channel = Channel(thread, sock, self)
+        self._channel = Channel(thread, sock, self, tls)
         self._channel.start(patience)
 
     # -- frames and bodies ----------------------------------------------------------------------------
@@ -254,13 +248,12 @@ class TCPListener(Listener):
         assert self._thread is not None and self._home is not None
         sock.setblocking(False)
         _tune(sock, self.address)
-        if self._context is not None:
-            sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        tls = TLSLayer(self._context) if self._context is not None else None
         transport = TCPTransport(self)
         self._alive.add(transport)
         self._unknown.add(transport)
         self._shaking.add(transport)
-        transport.adopt(self._thread, sock, self.patience)
+        transport.adopt(self._thread, sock, tls, self.patience)
 
     def opened(self, transport: TCPTransport) -> None:
         """A connection stands: whoever greets it says so if it is refused."""

@@ -1,4 +1,4 @@
-"""TLS for connections: where the keys are, and what is asked of the other side."""
+"""TLS for connections: where the keys are, what is asked of the other side, and TLS without a socket."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from aiosync.errors import InvalidArgumentError
 
-__all__ = ["TLSConfig"]
+__all__ = ["TLSConfig", "TLSLayer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +79,71 @@ class TLSConfig:
                 context.load_verify_locations(self.cafile)
         except (OSError, ssl.SSLError) as exc:
             raise InvalidArgumentError(f"{self!r} cannot be used: {exc}") from exc
+
+
+class TLSLayer:
+    """One connection's TLS, beside its socket: bytes in, bytes out.
+
+    A TLS socket makes a system call for each record of 16 KiB. Here many records are made, or read, in
+    between two system calls. To be used by one thread at a time.
+
+    Args:
+        context: of :class:`TLSConfig`.
+        server_hostname: the name that the other side must prove to have; None on the listening side.
+    """
+
+    def __init__(self, context: ssl.SSLContext, server_hostname: str | None = None) -> None:
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._incoming,
+            self._outgoing,
+            server_side=server_hostname is None,
+            server_hostname=server_hostname,
+        )
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something for the socket."""
+        return self._outgoing.pending > 0
+
+    def take(self) -> memoryview:
+        """What the socket is to send."""
+        return memoryview(self._outgoing.read())
+
+    def feed(self, data: memoryview) -> None:
+        """What came from the socket."""
+        self._incoming.write(data)
+
+    def shake_hands(self) -> bool:
+        """Go on with the handshake; whether it is done.
+
+        Raises:
+            SSLError: the other side does not do. What is pending tells it so.
+        """
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        return True
+
+    def encrypt(self, data: memoryview) -> None:
+        """Have ``data`` sent."""
+        while data:
+            data = data[self._tls.write(data) :]
+
+    def decrypt(self, buffer: memoryview) -> int:
+        """Put what has come into ``buffer``; how many bytes.
+
+        Raises:
+            SSLError: it is not what was sent.
+        """
+        count = 0
+        try:
+            while count < len(buffer):
+                more = self._tls.read(len(buffer) - count, buffer[count:])
+                if not more:
+                    break
+                count += int(more)
+        except ssl.SSLWantReadError:
+            pass
+        return count

@@ -18,6 +18,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from aiosync.weights.checksum import checksum_of
+
 __all__ = [
     "INLINE_LIMIT",
     "BlockCopy",
@@ -38,6 +40,12 @@ _PIECE = 32 * 1024 * 1024
 _STRETCH = 512 * 1024 * 1024
 """The same for ``memmove``, which passes the caches by, and is faster for it, only where one call moves more
 than they hold."""
+
+_LEAD = 4
+"""Blocks that are copied ahead of who sends them: so few that a cache still has them by then."""
+
+_PATIENCE = 0.005
+"""Seconds after which nobody is waited for: then it is the network that is slow."""
 
 Pairs: TypeAlias = Sequence[tuple[Tensor, Tensor]]
 """(destination, source) of equal shapes."""
@@ -83,11 +91,16 @@ def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:
 
 
 class Filling(ABC):
-    """A buffer that is being filled, block after block from its beginning."""
+    """A buffer that is being filled, block after block from its beginning. Whoever fills it has each block
+    at hand, and so computes its checksum."""
 
     @abstractmethod
     def ready(self, block: int) -> bool:
         """Whether every block up to this one is there."""
+
+    @abstractmethod
+    def checksum(self, block: int) -> int:
+        """That of a block that is there."""
 
     @abstractmethod
     def on_more(self, callback: Callable[[], None]) -> None:
@@ -97,43 +110,71 @@ class Filling(ABC):
 class BlockCopy(Filling):
     """A copy into one buffer, from its beginning to its end, by whoever needs the next block of it first.
 
-    So a network can begin with the first block while the last are still to be copied, and no thread ever
-    waits for another for longer than one block takes.
+    So a network can begin with the first block while the last are still to be copied. Who needs a block
+    never waits for longer than its copy takes; who only wants the copy to end (:meth:`complete`) keeps a
+    few blocks ahead of the others, for as long as they are quick.
 
     Args:
         buffer: 1-D uint8, in CPU memory.
+        nbytes: how much of it is in use.
         pairs: (a view of the buffer, source); what memmove cannot do is copied here and now.
         block: bytes of a block.
     """
 
-    def __init__(self, buffer: Tensor, pairs: Pairs, block: int) -> None:
+    def __init__(self, buffer: Tensor, nbytes: int, pairs: Pairs, block: int) -> None:
         plain = [(d.detach(), s.detach()) for d, s in pairs if _is_plain(d, s)]
         _copy_by_torch([pair for pair in pairs if not _is_plain(*pair)], lambda: False)
         ranges = sorted((d.data_ptr(), s.data_ptr(), d.nbytes) for d, s in plain)
+        self._memory = buffer.numpy().data[:nbytes]
         self._start = buffer.data_ptr()
         self._block = block
+        self._checksums: list[int] = []
         self._alive = plain
         self._ranges = iter(ranges)
         self._range: _Range | None = next(self._ranges, None)
-        self._done = 0
         self._lock = threading.Lock()
+        self._asked = 0
+        self._nearer = threading.Event()
 
     def ready(self, block: int) -> bool:
         """Always: what is not there is copied now."""
-        self.ensure(block)
+        self._asked = max(self._asked, block)
+        self._copy_up_to(block)
+        if self._lead <= _LEAD // 2:
+            self._nearer.set()
         return True
+
+    def complete(self) -> None:
+        """Have every block copied."""
+        last = -(-len(self._memory) // self._block) - 1
+        quick = True
+        while quick and len(self._checksums) <= last:
+            self._nearer.clear()
+            self._copy_up_to(min(self._asked + _LEAD, last))
+            if self._lead > _LEAD // 2:
+                quick = self._nearer.wait(_PATIENCE)
+        self._copy_up_to(last)
+
+    @property
+    def _lead(self) -> int:
+        return len(self._checksums) - self._asked
+
+    def checksum(self, block: int) -> int:
+        """See :class:`Filling`."""
+        return self._checksums[block]
 
     def on_more(self, callback: Callable[[], None]) -> None:
         """Never needed."""
         callback()
 
-    def ensure(self, block: int) -> None:
-        """Have every block up to this one copied."""
-        if self._done <= block:
+    def _copy_up_to(self, block: int) -> None:
+        done = self._checksums
+        if len(done) <= block:
             with self._lock:
-                while self._done <= block:
-                    self._copy_until(self._start + (self._done + 1) * self._block)
-                    self._done += 1
+                while len(done) <= block:
+                    begin = len(done) * self._block
+                    self._copy_until(self._start + begin + self._block)
+                    done.append(checksum_of(self._memory[begin : begin + self._block]))  # still in the cache
 
     def _copy_until(self, end: int) -> None:
         while self._range is not None and self._range[0] < end:

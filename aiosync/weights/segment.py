@@ -30,6 +30,10 @@ _PAGE = mmap.PAGESIZE
 _local: dict[str, Tensor] = {}
 
 
+_WORTH_HUGE_PAGES = 4 << 20
+"""Bytes."""
+
+
 class Segment:
     """A 1-D ``uint8`` tensor, and the handle by which another process can map the same memory.
 
@@ -61,8 +65,10 @@ class Segment:
             ArenaAllocationError: if there is not that much memory.
         """
         try:
+            if nbytes >= _WORTH_HUGE_PAGES and (device is None or device.type == "cpu"):
+                return cls(_huge(nbytes).zero_())
             return cls(torch.empty(nbytes, dtype=torch.uint8, device=device).zero_())
-        except RuntimeError as exc:  # what torch raises when it is out of memory
+        except (RuntimeError, OSError) as exc:  # what torch, and what mmap raises when it is out of memory
             raise ArenaAllocationError(nbytes, str(exc).splitlines()[0]) from exc
 
     @classmethod
@@ -198,3 +204,12 @@ def _import_cuda(parts: list[Any], nbytes: int) -> Tensor:
     torch.cuda._lazy_init()
     storage = torch.UntypedStorage._new_shared_cuda(*parts)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:nbytes]
+
+
+def _huge(nbytes: int) -> Tensor:
+    """Private memory, in huge pages where the system has them to spare: copies, and the kernel's own, spend
+    much of their time looking small ones up."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if "MADV_HUGEPAGE" in dir(mmap):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

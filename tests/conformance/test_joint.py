@@ -170,5 +170,3 @@ async def test_wrong_joint_updates(case: SchemeCase) -> None:
             aiosync.atomic(policy.scheme, policy.scheme)
         with pytest.raises(InvalidArgumentError):
             aiosync.atomic(policy.scheme).send(policy.workers[0].scheme)
-
-

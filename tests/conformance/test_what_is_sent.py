@@ -239,8 +239,6 @@ async def test_a_tensor_that_cannot_be_sent(case: SchemeCase) -> None:
         assert value_of(cluster.workers[0].model) == 1
 
 
-
-
 class _Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()

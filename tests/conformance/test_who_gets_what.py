@@ -115,5 +115,3 @@ async def test_a_device_map_fn(case: SchemeCase) -> None:
         assert [value_of(w.model) for w in cluster.workers] == [1, 2]
         await cluster.scheme.send(Uniform(5.0))
         assert [value_of(w.model) for w in cluster.workers] == [5, 6]
-
-

@@ -1,0 +1,32 @@
+"""Checksums of weights: xxHash (XXH3) over each block, and over the blocks' checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from aiosync.errors import InvalidArgumentError
+
+try:
+    import xxhash
+except ModuleNotFoundError:  # only what goes over sockets is checked; the rest does without
+    xxhash = None  # type: ignore[assignment]
+
+__all__ = ["check_available", "checksum_of", "digest_of"]
+
+
+def check_available() -> None:
+    """Raise InvalidArgumentError if xxhash is not installed."""
+    if xxhash is None:
+        raise InvalidArgumentError(
+            "weights over sockets need xxhash, which is not installed: python -m pip install 'aiosync[tcp]'"
+        )
+
+
+def checksum_of(block: memoryview) -> int:
+    """XXH3-64 of a block's bytes. Lets other threads run meanwhile."""
+    return xxhash.xxh3_64_intdigest(block)
+
+
+def digest_of(checksums: Iterable[int]) -> bytes:
+    """XXH3-128 over the blocks' checksums, each as 8 bytes, the highest first."""
+    return xxhash.xxh3_128_digest(b"".join(value.to_bytes(8, "big") for value in checksums))
