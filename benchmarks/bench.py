@@ -30,8 +30,12 @@ def bench(
     delta: Annotated[
         bool, typer.Option("--delta", help="bytes per update of a transformer that learns, and only that")
     ] = False,
+    relay: Annotated[
+        bool, typer.Option("--relay", help="a trainer, two relays and eight workers, and only that")
+    ] = False,
+    mbit: Annotated[float, typer.Option(help="with --relay: megabits per second of a link; 0: any")] = 1000.0,
     updates: Annotated[int, typer.Option(help="with --delta: how many updates")] = 200,
-    mib: Annotated[str, typer.Option(help="with --network: sizes of the model in MiB")] = "256,1024",
+    mib: Annotated[str, typer.Option(help="with --network, --relay: model sizes in MiB")] = "256,1024",
     links: Annotated[str, typer.Option(help="with --network: of tcp, unix, tls")] = "tcp,unix,tls",
     uvloop: Annotated[bool, typer.Option("--uvloop/--asyncio", help="event loop")] = False,
     deadline: Annotated[float, typer.Option(help="seconds that one step may take")] = 120.0,
@@ -50,6 +54,11 @@ def bench(
 
         sizes, counts = ([int(n) for n in _split(text)] for text in (mib, workers))
         sockets.run(sizes, counts, _split(links), rounds or 9, json)
+        return
+    if relay:
+        from benchmarks import relay as tree
+
+        tree.run(int(_split(mib)[0]), mbit, rounds or 5, json)
         return
     # Here and not above: each spawned process imports this module as its main one.
     from benchmarks.run import Options, run

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,14 +20,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import aiosync
+from benchmarks.links import hold_to, save
 from benchmarks.meters import Spread, spread
-from benchmarks.results import machine
 
 __all__ = ["run"]
 
 WORDS, WIDTH, LAYERS, LENGTH, BATCH = 512, 256, 4, 32, 16
 WARM_UP = 30
-MBIT = 1_000_000 / 8
 
 Codec = Literal["full", "zstd", "delta"]
 
@@ -117,41 +113,6 @@ class Training:
         self._optimizer.step()
 
 
-@asynccontextmanager
-async def thin_link(address: str, mbit: float) -> AsyncIterator[str]:
-    """A proxy to ``address`` that lets so many megabits per second through to workers; gives its address."""
-    if not mbit:
-        yield address
-        return
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    rate = mbit * MBIT
-    free_at = 0.0
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slow: bool) -> None:
-        nonlocal free_at
-        while data := await reader.read(1 << 14):
-            if slow:
-                free_at = max(free_at, time.monotonic()) + len(data) / rate
-                await asyncio.sleep(free_at - time.monotonic())
-            writer.write(data)
-            await writer.drain()
-        writer.close()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(host, int(port))
-        for task in (pump(reader, back, slow=False), pump(there, writer, slow=True)):
-            tasks.add(asyncio.create_task(task))
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    name, number = server.sockets[0].getsockname()
-    try:
-        yield f"tcp://{name}:{number}"
-    finally:
-        server.close()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def measure(setting: Setting, updates: int) -> Figures:
     """``updates`` steps, each sent and compared bit by bit."""
     wire: torch.dtype = getattr(torch, setting.wire)
@@ -159,23 +120,23 @@ async def measure(setting: Setting, updates: int) -> Figures:
     cast = wire if wire is not torch.float32 else None
     scheme = aiosync.TCPWeightSyncScheme(codec=setting.codec, cast=cast, timeout=120)
     scheme.init_on_sender(model_id="policy", model=training.model, num_workers=1)
-    async with thin_link(scheme.address, setting.mbit) as address:
-        worker = aiosync.TCPWeightSyncScheme(address, timeout=120)
-        model = copy.deepcopy(training.model)
-        worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
-        await asyncio.gather(scheme.connect(), worker.connect())
-        seconds: list[float] = []
-        async with worker.receiving():
-            before = scheme.stats.wire_nbytes
-            for _ in range(updates):
-                training.step()
-                begun = time.perf_counter()
-                await scheme.send()
-                seconds.append(time.perf_counter() - begun)
-                _compare(training.model, model, wire)
-            sent = (scheme.stats.wire_nbytes - before) / updates
-        await worker.aclose()
-        await scheme.aclose()
+    hold_to(setting.mbit, scheme)
+    worker = aiosync.TCPWeightSyncScheme(scheme.address, timeout=120)
+    model = copy.deepcopy(training.model)
+    worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    await asyncio.gather(scheme.connect(), worker.connect())
+    seconds: list[float] = []
+    async with worker.receiving():
+        before = scheme.stats.wire_nbytes
+        for _ in range(updates):
+            training.step()
+            begun = time.perf_counter()
+            await scheme.send()
+            seconds.append(time.perf_counter() - begun)
+            _compare(training.model, model, wire)
+        sent = (scheme.stats.wire_nbytes - before) / updates
+    await worker.aclose()
+    await scheme.aclose()
     full = sum(p.numel() for p in model.parameters()) * wire.itemsize
     taken = spread(seconds)
     assert taken is not None
@@ -209,5 +170,4 @@ def run(updates: int, out: Path | None) -> None:
             f"{send.median:.0f} ({send.min:.0f}-{send.max:.0f})",
         )
     Console().print(table)
-    if out is not None:
-        out.write_text(json.dumps({"machine": machine(), "delta": found}, indent=1), encoding="utf-8")
+    save(out, "delta", found)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import os
 import shutil
@@ -29,8 +28,8 @@ from rich.table import Table
 from torch import nn
 
 import aiosync
+from benchmarks.links import save
 from benchmarks.meters import Spread, spread, ticking
-from benchmarks.results import machine
 
 __all__ = ["run"]
 
@@ -262,5 +261,4 @@ def run(
                     f"{figures.sender_models:.1f}",
                 )
     Console().print(table)
-    if out is not None:
-        out.write_text(json.dumps({"machine": machine(), "network": found}, indent=1), encoding="utf-8")
+    save(out, "network", found)

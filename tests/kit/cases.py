@@ -72,21 +72,17 @@ def _over_pipes(workers: int, options: dict[str, Any]) -> Recipe:
     return Recipe(scheme, {w: {"pipe": end} for w, end in enumerate(theirs)}, [*ours, *theirs])
 
 
-def _over_tcp(*, tls: bool = False) -> Build:
+def _over_sockets(kind: str, *, tls: bool) -> Build:
     """Lost is lost here; that a worker comes back by itself is tested elsewhere."""
 
     def build(workers: int, options: dict[str, Any]) -> Recipe:
+        path = os.path.join(tempfile.gettempdir(), f"aiosync-test-{secrets.token_hex(8)}")
+        address = f"unix://{path}" if kind == "unix" else "tcp://127.0.0.1:0"
+        token = None if kind == "unix" else "a token of the tests"
         config = certificates().config if tls else None
-        return Recipe(
-            TCPWeightSyncScheme(token="a token of the tests", tls=config, reconnect_for=0, **options)
-        )
+        return Recipe(TCPWeightSyncScheme(address, token=token, tls=config, reconnect_for=0, **options))
 
     return build
-
-
-def _over_unix(workers: int, options: dict[str, Any]) -> Recipe:
-    path = os.path.join(tempfile.gettempdir(), f"aiosync-test-{secrets.token_hex(8)}")
-    return Recipe(TCPWeightSyncScheme(f"unix://{path}", reconnect_for=0, **options))
 
 
 SCHEMES = [
@@ -94,8 +90,9 @@ SCHEMES = [
     SchemeCase("process", named("process")),
     # The pipe is the caller's: one that has broken with its process cannot be mended.
     SchemeCase("process-pipes", _over_pipes, respawns=False),
-    SchemeCase("tcp", _over_tcp(), elastic=True),
-    SchemeCase("tcp-tls", _over_tcp(tls=True), elastic=True),
-    SchemeCase("unix", _over_unix, elastic=True),
+    SchemeCase("tcp", _over_sockets("tcp", tls=False), elastic=True),
+    SchemeCase("tcp-tls", _over_sockets("tcp", tls=True), elastic=True),
+    SchemeCase("unix", _over_sockets("unix", tls=False), elastic=True),
+    SchemeCase("unix-tls", _over_sockets("unix", tls=True), elastic=True),
     SchemeCase("memory", named("memory"), processes=False),
 ]
