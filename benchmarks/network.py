@@ -12,6 +12,7 @@ import contextlib
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import ssl
 import tempfile
@@ -36,6 +37,7 @@ __all__ = ["run"]
 SPAWN = multiprocessing.get_context("spawn")
 TENSORS = 64
 WARM_UP = 2
+STOPPED_ROUNDS = 8
 MIB = 1 << 20
 
 
@@ -57,6 +59,8 @@ class Figures:
         aiosync, blocking: a send to all receivers; the same bytes to one blocking socket.
         sender_stall, worker_stall: how late a 1 ms ticker beside the sends was.
         sender_models: memory that the sender's slots took, in model sizes.
+        one_stopped: the same, at most, and the sends' times to the others, while one of several workers was
+            stopped (SIGSTOP).
     """
 
     setting: Setting
@@ -65,6 +69,7 @@ class Figures:
     sender_stall: Spread
     worker_stall: Spread
     sender_models: float
+    one_stopped: tuple[float, Spread] | None = None
 
     @property
     def ratio(self) -> float:
@@ -81,12 +86,14 @@ def make_model(mib: int) -> nn.Module:
 # -- the other processes ---------------------------------------------------------------------------
 
 
-def aiosync_worker(scheme: aiosync.TCPWeightSyncScheme, mib: int, pipe: Connection[Any, Any]) -> None:
+def aiosync_worker(
+    scheme: aiosync.TCPWeightSyncScheme, index: int, mib: int, pipe: Connection[Any, Any]
+) -> None:
     """A receiver beside a ticker; sends its stalls when the sender has gone."""
     torch.set_num_threads(1)
 
     async def main() -> None:
-        scheme.init_on_receiver(model_id="policy", model=make_model(mib))
+        scheme.init_on_receiver(model_id="policy", model=make_model(mib), worker_idx=index)
         async with scheme, ticking() as late, scheme.receiving():
             await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
             late.clear()
@@ -198,12 +205,34 @@ async def measure(setting: Setting, rounds: int) -> Figures:
             sock.recv(1)
             theirs.append(time.perf_counter() - begun)
         memory = scheme.stats.memory / nbytes
+        stopped = (
+            await _with_one_stopped(scheme, processes[-1].pid, nbytes) if setting.receivers > 1 else None
+        )
         await scheme.aclose()
         workers: list[float] = [tick for pipe in pipes for tick in pipe.recv()]
         for process in processes:
             process.join()
     shutil.rmtree(folder)
-    return Figures(setting, _of(ours), _of(theirs), _of(stalls), _of(workers), memory)
+    return Figures(setting, _of(ours), _of(theirs), _of(stalls), _of(workers), memory, stopped)
+
+
+async def _with_one_stopped(
+    scheme: aiosync.TCPWeightSyncScheme, pid: int, nbytes: int
+) -> tuple[float, Spread]:
+    """Sends that go on while one worker is stopped: the most memory, and their times."""
+    *others, _ = scheme.workers
+    memory, seconds = [], []
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for _ in range(STOPPED_ROUNDS):
+            begun = time.perf_counter()
+            await scheme.send(wait=False)
+            await scheme.wait_ack(others)
+            seconds.append(time.perf_counter() - begun)
+            memory.append(scheme.stats.memory / nbytes)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    return max(memory), _of(seconds)
 
 
 def _of(samples: Sequence[float]) -> Spread:
@@ -217,9 +246,9 @@ def _spawn(
 ) -> tuple[list[Connection[Any, Any]], list[Any]]:
     pipes: list[Connection[Any, Any]] = []
     processes = []
-    for _ in range(setting.receivers):
+    for index in range(setting.receivers):
         here, there = SPAWN.Pipe()
-        process = SPAWN.Process(target=aiosync_worker, args=(scheme, setting.mib, there))
+        process = SPAWN.Process(target=aiosync_worker, args=(scheme, index, setting.mib, there))
         process.start()
         there.close()
         pipes.append(here)
@@ -240,7 +269,17 @@ def run(
         out: where the JSON goes.
     """
     table = Table(title="aiosync over sockets, beside one blocking socket (medians; least and most)")
-    for column in ("link", "MiB", "workers", "send, ms", "blocking, ms", "ratio", "stall p99, ms", "slots"):
+    for column in (
+        "link",
+        "MiB",
+        "workers",
+        "send, ms",
+        "blocking, ms",
+        "ratio",
+        "stall p99, ms",
+        "slots",
+        "one stopped",
+    ):
         table.add_column(column, justify="right")
     found = []
     for kind in kinds:
@@ -259,6 +298,11 @@ def run(
                     f"{figures.ratio:.2f}",
                     f"{figures.sender_stall.p99:.1f} / {figures.worker_stall.p99:.1f}",
                     f"{figures.sender_models:.1f}",
+                    _stopped(figures.one_stopped),
                 )
     Console().print(table)
     save(out, "network", found)
+
+
+def _stopped(found: tuple[float, Spread] | None) -> str:
+    return f"{found[0]:.1f} slots, {found[1].median:.0f} ms" if found is not None else ""
