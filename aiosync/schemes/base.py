@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -16,25 +15,23 @@ from aiosync.errors import (
     AlreadyConnectedError,
     ForkedEndpointError,
     InvalidArgumentError,
-    NotConnectedError,
     NotInitializedError,
 )
 from aiosync.schemes.cascade import in_format
-from aiosync.schemes.intake import Intake
+from aiosync.schemes.endpoints import SchemeEndpoints
 from aiosync.schemes.plan import model_of
-from aiosync.schemes.receiver import WeightReceiver
-from aiosync.schemes.recipe import SchemeRecipe, checked_index
 from aiosync.schemes.report import SendReport
-from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.sources import gather_sources, is_per_worker
 from aiosync.weights.flatten import optional_names
 
 __all__ = ["WeightSyncBackend", "WeightSyncScheme"]
 
-WeightSyncBackend = Literal["none", "direct", "shared", "thread", "process", "multiprocessing", "memory"]
+WeightSyncBackend = Literal[
+    "none", "direct", "shared", "thread", "process", "multiprocessing", "tcp", "memory"
+]
 
 
-class WeightSyncScheme(SchemeRecipe):
+class WeightSyncScheme(SchemeEndpoints):
     """Keeps ONE model's weights in workers in step with a trainer's.
 
     A scheme is a recipe: it can be pickled, and each process makes of it the one endpoint that it
@@ -68,7 +65,7 @@ class WeightSyncScheme(SchemeRecipe):
 
         Args:
             backend: ``none`` or ``direct``, ``shared`` or ``thread``, ``process`` or
-                ``multiprocessing``, ``memory``.
+                ``multiprocessing``, ``tcp``, ``memory``.
             kwargs: its constructor's arguments.
 
         Raises:
@@ -137,96 +134,6 @@ class WeightSyncScheme(SchemeRecipe):
         else:
             raise NotInitializedError("call init_on_sender() or init_on_receiver() before connect()")
         self._synchronized = True
-
-    def create_sender(self) -> WeightSender:
-        """The live sending endpoint; :meth:`connect` makes it, and makes it once.
-
-        Raises:
-            NotInitializedError: ``init_on_sender`` was not called.
-        """
-        if self._plan is None or self._listener is None:
-            raise NotInitializedError("call init_on_sender() first")
-        if self._sender is None:
-            self._sender = WeightSender(
-                self._spec,
-                self._plan,
-                self._model_id,
-                self._listener,
-                self._token,
-                allocate=self._allocate,
-                holds=self._holds,
-                streams=self._streams,
-                deliver=self._deliver,
-                events=self._events,
-            )
-        return self._sender
-
-    def create_receiver(self, *, worker_idx: int | None = None) -> WeightReceiver:
-        """The live receiving endpoint; :meth:`connect` makes it, and makes it once.
-
-        Raises:
-            NotInitializedError: ``init_on_receiver`` was not called, or no worker index is known.
-        """
-        if not self._receiver_initialized:
-            raise NotInitializedError("call init_on_receiver() first")
-        if worker_idx is not None:
-            self._worker_idx = checked_index(worker_idx)
-        if self._worker_idx is None and not self._elastic:
-            raise NotInitializedError("a receiver needs its worker_idx, here or in init_on_receiver()")
-        asked = -1 if self._worker_idx is None else self._worker_idx
-        if self._receiver is None:
-            intake = Intake(
-                self._spec,
-                self._strategy,
-                self._model,
-                self._model_id,
-                self.context,
-                asked,
-                holds=self._holds,
-                make_arrival=self._make_arrival,
-            )
-            self._receiver = WeightReceiver(
-                intake,
-                self._model_id,
-                asked,
-                partial(self.create_transport, worker_idx=asked),
-                self._token,
-                reconnect_for=self._reconnect_for,
-                holds=self._holds,
-                events=self._events,
-            )
-        return self._receiver
-
-    def get_sender(self) -> WeightSender:
-        """The live sending endpoint.
-
-        Raises:
-            NotConnectedError: there is none in this process.
-        """
-        self._check_process()
-        if self._sender is None or not self._synchronized:
-            what = "connect()" if self._plan is not None else "init_on_sender() and connect()"
-            raise NotConnectedError(f"this scheme is not a connected sender: call {what} first")
-        return self._sender
-
-    def get_receiver(self) -> WeightReceiver:
-        """The live receiving endpoint.
-
-        Raises:
-            NotConnectedError: there is none in this process.
-        """
-        self._check_process()
-        if self._receiver is None or not self._synchronized:
-            what = "connect()" if self._receiver_initialized else "init_on_receiver() and connect()"
-            raise NotConnectedError(f"this scheme is not a connected receiver: call {what} first")
-        return self._receiver
-
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            raise ForkedEndpointError(
-                "this endpoint was connected in another process and does not survive a fork: "
-                "call init_on_receiver() and connect() here"
-            )
 
     # -- sending -------------------------------------------------------------------------------------
 

@@ -20,15 +20,13 @@ from aiosync.errors import (
     NotInitializedError,
 )
 from aiosync.schemes.arrival import Arrival, Mapped
-from aiosync.schemes.cascade import in_format
 from aiosync.schemes.delivery import ByReference, Delivery
 from aiosync.schemes.group import WeightGroup
 from aiosync.schemes.plan import SenderArguments, SenderPlan, make_plan, model_of
 from aiosync.schemes.receiver import WeightReceiver
-from aiosync.schemes.report import WorkerState
 from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.spec import OnFailure, SchemeSpec, StrategyName
-from aiosync.schemes.stats import EventHook, EventSource, SchemeStats
+from aiosync.schemes.stats import EventHook, EventSource
 from aiosync.transports.base import Listener, Transport
 from aiosync.weights.binding import CommitMode
 from aiosync.weights.layout import Layout
@@ -154,10 +152,6 @@ class SchemeRecipe(ABC):
         twin.__setstate__(self._state(inherit=True))
         return twin
 
-    def __repr__(self) -> str:
-        role = "sender" if self._plan else "receiver" if self._receiver_initialized else "recipe"
-        return f"<{type(self).__name__} {role} model_id={self._model_id!r} version={self.version}>"
-
     # -- initialisation ------------------------------------------------------------------------------
 
     def init_on_sender(
@@ -279,45 +273,6 @@ class SchemeRecipe(ABC):
         return self._events.register(hook)
 
     @property
-    def stats(self) -> SchemeStats:
-        """Figures of the live endpoint; empty before ``connect``."""
-        if self._sender is not None:
-            return self._sender.stats
-        return self._receiver.stats if self._receiver is not None else SchemeStats()
-
-    @property
-    def version(self) -> int:
-        """The version last published (sender) or in service (receiver); -1 before ``connect``."""
-        if self._sender is not None:
-            return self._sender.version
-        return self._receiver.version if self._receiver is not None else -1
-
-    @property
-    def workers(self) -> dict[int, WorkerState]:
-        """On the sender: worker -> whether it is there, its version and its lag. Else empty."""
-        if self._sender is None:
-            return {}
-        roster, newest = self._sender.roster, self._sender.version
-        return {
-            worker: WorkerState(worker in roster.links, version, newest - version, roster.peer_of(worker))
-            for worker in sorted(roster.workers)
-            for version in [roster.last_version_of(worker)]
-        }
-
-    @property
-    def ended(self) -> str | None:
-        """On a receiver: why nothing more will come, or None as long as the sender is there."""
-        return self._receiver.ended if self._receiver is not None else None
-
-    @property
-    def worker_versions(self) -> dict[int, int]:
-        """On the sender: worker -> the version it last acknowledged, -1 for none. Else empty."""
-        if self._sender is None:
-            return {}
-        roster = self._sender.roster
-        return {worker: roster.last_version_of(worker) for worker in sorted(roster.workers)}
-
-    @property
     def timeout(self) -> float:
         """Seconds that a call may take where it does not say otherwise."""
         return self._spec.seconds(None)
@@ -373,19 +328,6 @@ class SchemeRecipe(ABC):
         self._worker_idx = checked_index(worker_idx)
 
     @property
-    def weights(self) -> Any:
-        """The weights in service here (receiver) or last published (sender), in the strategy's form;
-        before ``connect`` the model's own. Read only."""
-        if self._receiver is not None and self._receiver.weights:
-            return in_format(self._strategy, self._receiver.weights)
-        if self._sender is not None:
-            published = self._sender.published()
-            if published is not None:
-                return in_format(self._strategy, published)
-        model = self.model
-        return None if model is None else self._strategy.extract_weights(model)
-
-    @property
     def strategy(self) -> WeightStrategy:
         """How weights are extracted and applied; one of your own is used as it is."""
         return self._strategy
@@ -398,43 +340,6 @@ class SchemeRecipe(ABC):
     def strategy_str(self) -> str:
         """The strategy's name."""
         return self._strategy.extract_as
-
-    @property
-    def sender_transports(self) -> dict[int, Transport]:
-        """On the sender: worker -> its connection, for those that are connected."""
-        if self._sender is None:
-            return {}
-        return {w: link.transport for w, link in sorted(self._sender.roster.links.items())}
-
-    @property
-    def receiver_transport(self) -> Transport | None:
-        """On a receiver: its connection."""
-        return self._receiver.transport if self._receiver is not None else None
-
-    @property
-    def shared_transport(self) -> Listener | None:
-        """On the sender: where its workers connect."""
-        return self._listener
-
-    @property
-    def initialized_on_sender(self) -> bool:
-        """Whether ``init_on_sender`` was called."""
-        return self._plan is not None
-
-    @property
-    def initialized_on_receiver(self) -> bool:
-        """Whether ``init_on_receiver`` was called."""
-        return self._receiver_initialized
-
-    @property
-    def synchronized_on_sender(self) -> bool:
-        """Whether ``connect`` succeeded, on the sender."""
-        return self._synchronized and self._sender is not None
-
-    @property
-    def synchronized_on_receiver(self) -> bool:
-        """Whether ``connect`` succeeded, on a receiver."""
-        return self._synchronized and self._receiver is not None
 
 
 class Secret(bytes):

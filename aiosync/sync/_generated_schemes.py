@@ -128,31 +128,6 @@ class WeightSyncScheme(BlockingTwin):
         return self._async.on_event(hook)
 
     @property
-    def stats(self) -> SchemeStats:
-        """Figures of the live endpoint; empty before ``connect``."""
-        return self._async.stats
-
-    @property
-    def version(self) -> int:
-        """The version last published (sender) or in service (receiver); -1 before ``connect``."""
-        return self._async.version
-
-    @property
-    def workers(self) -> dict[int, WorkerState]:
-        """On the sender: worker -> whether it is there, its version and its lag. Else empty."""
-        return self._async.workers
-
-    @property
-    def ended(self) -> str | None:
-        """On a receiver: why nothing more will come, or None as long as the sender is there."""
-        return self._async.ended
-
-    @property
-    def worker_versions(self) -> dict[int, int]:
-        """On the sender: worker -> the version it last acknowledged, -1 for none. Else empty."""
-        return self._async.worker_versions
-
-    @property
     def timeout(self) -> float:
         """Seconds that a call may take where it does not say otherwise."""
         return self._async.timeout
@@ -204,13 +179,6 @@ class WeightSyncScheme(BlockingTwin):
         self._async.worker_idx = worker_idx
 
     @property
-    def weights(self) -> Any:
-        """The weights in service here (receiver) or last published (sender), in the strategy's form;
-        before ``connect`` the model's own. Read only.
-        """
-        return self._async.weights
-
-    @property
     def strategy(self) -> WeightStrategy:
         """How weights are extracted and applied; one of your own is used as it is."""
         return self._async.strategy
@@ -223,6 +191,54 @@ class WeightSyncScheme(BlockingTwin):
     def strategy_str(self) -> str:
         """The strategy's name."""
         return self._async.strategy_str
+
+    def get_sender(self) -> WeightSender:
+        """The live sending endpoint.
+
+        Raises:
+            NotConnectedError: there is none in this process.
+        """
+        return self._async.get_sender()
+
+    def get_receiver(self) -> WeightReceiver:
+        """The live receiving endpoint.
+
+        Raises:
+            NotConnectedError: there is none in this process.
+        """
+        return self._async.get_receiver()
+
+    @property
+    def stats(self) -> SchemeStats:
+        """Figures of the live endpoint; empty before ``connect``."""
+        return self._async.stats
+
+    @property
+    def version(self) -> int:
+        """The version last published (sender) or in service (receiver); -1 before ``connect``."""
+        return self._async.version
+
+    @property
+    def workers(self) -> dict[int, WorkerState]:
+        """On the sender: worker -> whether it is there, its version and its lag. Else empty."""
+        return self._async.workers
+
+    @property
+    def ended(self) -> str | None:
+        """On a receiver: why nothing more will come, or None as long as the sender is there."""
+        return self._async.ended
+
+    @property
+    def worker_versions(self) -> dict[int, int]:
+        """On the sender: worker -> the version it last acknowledged, -1 for none. Else empty."""
+        return self._async.worker_versions
+
+    @property
+    def weights(self) -> Any:
+        """The weights in service here (receiver) or last published (sender), in the strategy's form;
+        before ``connect`` the model's own. Read only.
+        """
+        return self._async.weights
 
     @property
     def sender_transports(self) -> dict[int, Transport]:
@@ -265,7 +281,7 @@ class WeightSyncScheme(BlockingTwin):
 
         Args:
             backend: ``none`` or ``direct``, ``shared`` or ``thread``, ``process`` or
-                ``multiprocessing``, ``memory``.
+                ``multiprocessing``, ``tcp``, ``memory``.
             kwargs: its constructor's arguments.
 
         Raises:
@@ -292,22 +308,6 @@ class WeightSyncScheme(BlockingTwin):
             WorkerLostError, HandshakeError: on a worker, there is no sender or it refused.
         """
         self._blocking_connect(worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout)
-
-    def get_sender(self) -> WeightSender:
-        """The live sending endpoint.
-
-        Raises:
-            NotConnectedError: there is none in this process.
-        """
-        return self._async.get_sender()
-
-    def get_receiver(self) -> WeightReceiver:
-        """The live receiving endpoint.
-
-        Raises:
-            NotConnectedError: there is none in this process.
-        """
-        return self._async.get_receiver()
 
     def send(self, weights: Any=None, worker_ids: int | list[int] | None=None, *, wait: bool | None=None, strict: bool=True, timeout: float | None=None) -> SendReport:
         """Publish the next version.

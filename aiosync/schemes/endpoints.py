@@ -1,0 +1,208 @@
+"""The live half of a scheme: the endpoints that are made of it, and what they can be asked."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+from aiosync.errors import ForkedEndpointError, NotConnectedError, NotInitializedError
+from aiosync.schemes.cascade import in_format
+from aiosync.schemes.intake import Intake
+from aiosync.schemes.receiver import WeightReceiver
+from aiosync.schemes.recipe import SchemeRecipe, checked_index
+from aiosync.schemes.report import WorkerState
+from aiosync.schemes.sender import WeightSender
+from aiosync.schemes.stats import SchemeStats
+from aiosync.transports.base import Listener, Transport
+
+__all__ = ["SchemeEndpoints"]
+
+
+class SchemeEndpoints(SchemeRecipe):
+    """A scheme's endpoints in this process. :class:`~aiosync.WeightSyncScheme` adds what they do."""
+
+    def __repr__(self) -> str:
+        role = "sender" if self._plan else "receiver" if self._receiver_initialized else "recipe"
+        return f"<{type(self).__name__} {role} model_id={self._model_id!r} version={self.version}>"
+
+    def create_sender(self) -> WeightSender:
+        """The live sending endpoint; :meth:`connect` makes it, and makes it once.
+
+        Raises:
+            NotInitializedError: ``init_on_sender`` was not called.
+        """
+        if self._plan is None or self._listener is None:
+            raise NotInitializedError("call init_on_sender() first")
+        if self._sender is None:
+            self._sender = WeightSender(
+                self._spec,
+                self._plan,
+                self._model_id,
+                self._listener,
+                self._token,
+                allocate=self._allocate,
+                holds=self._holds,
+                streams=self._streams,
+                deliver=self._deliver,
+                events=self._events,
+            )
+        return self._sender
+
+    def create_receiver(self, *, worker_idx: int | None = None) -> WeightReceiver:
+        """The live receiving endpoint; :meth:`connect` makes it, and makes it once.
+
+        Raises:
+            NotInitializedError: ``init_on_receiver`` was not called, or no worker index is known.
+        """
+        if not self._receiver_initialized:
+            raise NotInitializedError("call init_on_receiver() first")
+        if worker_idx is not None:
+            self._worker_idx = checked_index(worker_idx)
+        if self._worker_idx is None and not self._elastic:
+            raise NotInitializedError("a receiver needs its worker_idx, here or in init_on_receiver()")
+        asked = -1 if self._worker_idx is None else self._worker_idx
+        if self._receiver is None:
+            intake = Intake(
+                self._spec,
+                self._strategy,
+                self._model,
+                self._model_id,
+                self.context,
+                asked,
+                holds=self._holds,
+                make_arrival=self._make_arrival,
+            )
+            self._receiver = WeightReceiver(
+                intake,
+                self._model_id,
+                asked,
+                partial(self.create_transport, worker_idx=asked),
+                self._token,
+                reconnect_for=self._reconnect_for,
+                holds=self._holds,
+                events=self._events,
+            )
+        return self._receiver
+
+    def get_sender(self) -> WeightSender:
+        """The live sending endpoint.
+
+        Raises:
+            NotConnectedError: there is none in this process.
+        """
+        self._check_process()
+        if self._sender is None or not self._synchronized:
+            what = "connect()" if self._plan is not None else "init_on_sender() and connect()"
+            raise NotConnectedError(f"this scheme is not a connected sender: call {what} first")
+        return self._sender
+
+    def get_receiver(self) -> WeightReceiver:
+        """The live receiving endpoint.
+
+        Raises:
+            NotConnectedError: there is none in this process.
+        """
+        self._check_process()
+        if self._receiver is None or not self._synchronized:
+            what = "connect()" if self._receiver_initialized else "init_on_receiver() and connect()"
+            raise NotConnectedError(f"this scheme is not a connected receiver: call {what} first")
+        return self._receiver
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise ForkedEndpointError(
+                "this endpoint was connected in another process and does not survive a fork: "
+                "call init_on_receiver() and connect() here"
+            )
+
+    # -- what can be asked ---------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> SchemeStats:
+        """Figures of the live endpoint; empty before ``connect``."""
+        if self._sender is not None:
+            return self._sender.stats
+        return self._receiver.stats if self._receiver is not None else SchemeStats()
+
+    @property
+    def version(self) -> int:
+        """The version last published (sender) or in service (receiver); -1 before ``connect``."""
+        if self._sender is not None:
+            return self._sender.version
+        return self._receiver.version if self._receiver is not None else -1
+
+    @property
+    def workers(self) -> dict[int, WorkerState]:
+        """On the sender: worker -> whether it is there, its version and its lag. Else empty."""
+        if self._sender is None:
+            return {}
+        roster, newest = self._sender.roster, self._sender.version
+        return {
+            worker: WorkerState(worker in roster.links, version, newest - version, roster.peer_of(worker))
+            for worker in sorted(roster.workers)
+            for version in [roster.last_version_of(worker)]
+        }
+
+    @property
+    def ended(self) -> str | None:
+        """On a receiver: why nothing more will come, or None as long as the sender is there."""
+        return self._receiver.ended if self._receiver is not None else None
+
+    @property
+    def worker_versions(self) -> dict[int, int]:
+        """On the sender: worker -> the version it last acknowledged, -1 for none. Else empty."""
+        if self._sender is None:
+            return {}
+        roster = self._sender.roster
+        return {worker: roster.last_version_of(worker) for worker in sorted(roster.workers)}
+
+    @property
+    def weights(self) -> Any:
+        """The weights in service here (receiver) or last published (sender), in the strategy's form;
+        before ``connect`` the model's own. Read only."""
+        if self._receiver is not None and self._receiver.weights:
+            return in_format(self._strategy, self._receiver.weights)
+        if self._sender is not None:
+            published = self._sender.published()
+            if published is not None:
+                return in_format(self._strategy, published)
+        model = self.model
+        return None if model is None else self._strategy.extract_weights(model)
+
+    @property
+    def sender_transports(self) -> dict[int, Transport]:
+        """On the sender: worker -> its connection, for those that are connected."""
+        if self._sender is None:
+            return {}
+        return {w: link.transport for w, link in sorted(self._sender.roster.links.items())}
+
+    @property
+    def receiver_transport(self) -> Transport | None:
+        """On a receiver: its connection."""
+        return self._receiver.transport if self._receiver is not None else None
+
+    @property
+    def shared_transport(self) -> Listener | None:
+        """On the sender: where its workers connect."""
+        return self._listener
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Whether ``init_on_sender`` was called."""
+        return self._plan is not None
+
+    @property
+    def initialized_on_receiver(self) -> bool:
+        """Whether ``init_on_receiver`` was called."""
+        return self._receiver_initialized
+
+    @property
+    def synchronized_on_sender(self) -> bool:
+        """Whether ``connect`` succeeded, on the sender."""
+        return self._synchronized and self._sender is not None
+
+    @property
+    def synchronized_on_receiver(self) -> bool:
+        """Whether ``connect`` succeeded, on a receiver."""
+        return self._synchronized and self._receiver is not None
