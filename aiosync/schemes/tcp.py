@@ -21,7 +21,8 @@ from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.recipe import Secret
 from aiosync.transports.address import Address
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.tcp import TCPListener, TCPTransport
+from aiosync.transports.tcp import DialledTransport, TCPTransport
+from aiosync.transports.tcp_listener import TCPListener
 from aiosync.transports.tls import TLSConfig
 from aiosync.weights.checksum import check_available
 from aiosync.weights.codec import Codec, check_codec
@@ -150,7 +151,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
             raise InvalidArgumentError(
                 f"{self._address} has no port yet: give the worker the sender's scheme.address"
             )
-        return TCPTransport(self._address, self._tls)
+        return DialledTransport(self._address, self._tls)
 
     def _allocate(self, nbytes: int, device: torch.device) -> Segment:
         return Segment.private(nbytes)

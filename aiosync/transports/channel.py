@@ -1,6 +1,6 @@
 """One socket, moved by a thread beside the caller's event loop.
 
-States: CONNECTING → HANDSHAKE → OPEN → CLOSING → ENDED; from everywhere to ENDED. Without TLS the
+States: NEW → HANDSHAKE → OPEN → CLOSING → ENDED; from everywhere to ENDED. Without TLS the
 handshake is done at once.
 
 Who owns what: the thread alone reads, and alone changes the state; the decoder and its sink are the
@@ -8,7 +8,7 @@ thread's. Frames are queued by any thread under the lock, and whoever queues the
 them at once. A body is read by the thread, a chunk at a time, under the lock: once :meth:`Channel.cut` has
 returned its memory is not looked at again. The TLS layer is used under the lock too.
 
-The socket is a blocking one from the moment it is connected, and each call says whether it may wait.
+The socket is a blocking one, and each call says whether it may wait.
 
 A side that is done says so with a half-close, after its last frame, and reads on until the other side has
 closed too: a socket closed with unread bytes in it would take back what was said last.
@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import errno
-import os
 import socket
 import ssl
 import struct
@@ -63,7 +62,7 @@ _MAX_UNREAD = 64
 
 
 class _State(enum.Enum):
-    CONNECTING = "connecting"
+    NEW = "new"
     HANDSHAKE = "handshake"
     OPEN = "open"
     CLOSING = "closing"
@@ -88,7 +87,7 @@ class Channel:
 
     Args:
         thread: moves it.
-        sock: non-blocking; connected, or about to be.
+        sock: connected.
         owner: told what happens, on the running loop.
         tls: encrypts what goes over the socket; None: nothing does.
 
@@ -110,7 +109,7 @@ class Channel:
         self._tls = tls
         self._sealed = memoryview(b"")
         self._raw = memoryview(bytearray(_SEALED_READ_AT_FIRST if tls is not None else 0))
-        self._state = _State.CONNECTING
+        self._state = _State.NEW
         self._lock = threading.RLock()
         self._outbox = Outbox(self._fed, self._post)
         self._armed = False
@@ -123,8 +122,8 @@ class Channel:
     # -- called by the owner --------------------------------------------------------------------------
 
     def start(self, patience: float | None) -> None:
-        """Begin: connected already, or about to be. It ends after ``patience`` seconds if the TLS handshake
-        is not done by then; None: the owner sees to that."""
+        """Begin. It ends after ``patience`` seconds if the TLS handshake is not done by then; None: the owner
+        sees to that."""
         self._thread.call(self._begin, patience)
 
     def write(self, data: bytes) -> None:
@@ -234,24 +233,25 @@ class Channel:
     # -- in the thread ---------------------------------------------------------------------------------
 
     def _begin(self, patience: float | None) -> None:
-        if self._state is not _State.CONNECTING:
+        if self._state is not _State.NEW:
             return
         if patience is not None:
             self._timer = self._thread.loop.call_later(patience, self._overdue)
-        self._thread.loop.add_writer(self._fd, self._writable)
-        self._armed = True
+        self._sock.setblocking(True)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LONGEST_READ)
+        self._state = _State.HANDSHAKE
+        self._thread.loop.add_reader(self._fd, self._readable)
+        self._shake_hands()
 
     def _overdue(self) -> None:
-        if self._state in (_State.CONNECTING, _State.HANDSHAKE):
+        if self._state is _State.HANDSHAKE:
             self._end("too slow", HandshakeError("the TLS handshake was not finished in time"))
 
     def _arm(self) -> None:
-        if self._state not in (_State.CONNECTING, _State.ENDED):
+        if self._state is not _State.ENDED:
             self._thread.loop.add_writer(self._fd, self._writable)
 
     def _writable(self) -> None:
-        if self._state is _State.CONNECTING:
-            self._connected()
         with self._lock:
             if self._state is _State.ENDED:
                 return
@@ -262,17 +262,6 @@ class Channel:
             self._thread.loop.remove_writer(self._fd)
         if self._state is _State.CLOSING:
             self._half_close()
-
-    def _connected(self) -> None:
-        code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            self._end(f"connecting failed: {os.strerror(code)}")
-            return
-        self._sock.setblocking(True)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LONGEST_READ)
-        self._state = _State.HANDSHAKE
-        self._thread.loop.add_reader(self._fd, self._readable)
-        self._shake_hands()
 
     def _shake_hands(self) -> None:
         """Go on as far as what has come allows."""

@@ -1,0 +1,305 @@
+"""A relay's upstream half: takes updates in by handing them to its workers.
+
+States of one update: ROOM (a slot was taken, the fetch may go out) → ARRIVING (blocks come in, workers are
+told) → WHOLE (workers answer) → answered. If the connection or the sender gives it up while it is ARRIVING,
+what workers have of it is cut, and the version before is the newest again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+
+from aiosync._deadline import Deadline
+from aiosync.errors import NotConnectedError
+from aiosync.protocol.frames import Chunk, End, Update
+from aiosync.schemes._host import TaskHost
+from aiosync.schemes.group import Draft, Published, WeightGroup
+from aiosync.schemes.intake import Held, Intake
+from aiosync.schemes.landing import Landing
+from aiosync.schemes.plan import CPU
+from aiosync.schemes.publisher import Prepared, Publisher
+from aiosync.schemes.refusal import BelowError
+from aiosync.schemes.roster import Roster
+from aiosync.schemes.rounds import JointRound, first_failure
+from aiosync.schemes.stats import SchemeStats
+from aiosync.schemes.tcp import TCPWeightSyncScheme
+from aiosync.transports._offload import Offloader
+from aiosync.weights.arena import Arena, Slot
+from aiosync.weights.copying import Filling
+from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
+
+__all__ = ["RelayIntake"]
+
+
+class _Arriving(Filling):
+    """How far an update has come.
+
+    Args:
+        checksums: of the blocks that have come.
+    """
+
+    def __init__(self, checksums: Mapping[int, int]) -> None:
+        self._checksums = checksums
+        self._count = 0
+        self._over = False
+        self._waiting: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    def ready(self, block: int) -> bool:
+        """Whether the block is there."""
+        return block < self._count
+
+    def checksum(self, block: int) -> int:
+        """What was said of the block, and found to be so."""
+        return self._checksums[block]
+
+    def on_more(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when more has come."""
+        with self._lock:
+            if not self._over:
+                self._waiting.append(callback)
+                return
+        callback()
+
+    def advance(self, count: int, *, over: bool = False) -> None:
+        """So many blocks are there; ``over``: there will be no more."""
+        with self._lock:
+            self._count, self._over = count, over
+            waiting, self._waiting = self._waiting, []
+        for callback in waiting:
+            callback()
+
+
+class _RelayLanding(Landing):
+    """Lands updates in slots that the downstream side has taken for them. Called in the connection's thread.
+
+    Args:
+        layout: what a slot holds.
+        owner: told, on the event loop, when an update begins and when it is given up.
+    """
+
+    def __init__(self, layout: Layout, owner: RelayIntake) -> None:
+        super().__init__(layout)
+        self._owner = owner
+        self._arriving = _Arriving({})
+        self.next: Slot | None = None
+        self.front: Slot | None = None
+
+    def prepare(self) -> None:
+        """Nothing: the slots are the downstream side's."""
+
+    def reserve(self) -> None:
+        """Nothing."""
+
+    def _slots(self) -> tuple[Slot | None, Slot | None]:
+        return self.next, self.front
+
+    def begin(self, update: Update) -> None:
+        """See :class:`Landing`."""
+        super().begin(update)
+        self.next = None
+        self._arriving = _Arriving(self._sums)
+        self._owner.post(self._owner.started, update, self._arriving)
+
+    def placed(self, chunk: Chunk) -> None:
+        """See :class:`Landing`."""
+        self._fill_up_to(chunk.block)
+        super().placed(chunk)
+        if self._damage is None:
+            self._arriving.advance(chunk.block + 1)
+
+    def finish(self, end: End) -> None:
+        """See :class:`Landing`."""
+        super().finish(end)
+        if self._damage is None:
+            self._arriving.advance(self._blocks, over=True)
+        else:
+            self._owner.post(self._owner.aborted)
+
+    def forsake(self) -> None:
+        """See :class:`Landing`."""
+        super().forsake()
+        self._owner.post(self._owner.aborted)
+
+    def committed(self) -> None:
+        """The newest is what the next may build on."""
+        self.front = self._slot
+
+
+class RelayIntake(Intake):
+    """The upstream side's: hands updates on instead of applying them.
+
+    Args:
+        scheme: the downstream side's options.
+        model_id: the model's name.
+    """
+
+    def __init__(self, scheme: TCPWeightSyncScheme, model_id: str | None) -> None:
+        super().__init__(
+            scheme._spec,
+            scheme._strategy,
+            None,
+            model_id,
+            None,
+            -1,
+            holds=False,
+            make_arrival=self._landing_for,
+        )
+        self._scheme = scheme
+        self._home = asyncio.get_running_loop()
+        self._host = TaskHost("aiosync-relay")
+        self._copier = Offloader("aiosync-relay")
+        self._group: WeightGroup | None = None
+        self._landing: _RelayLanding | None = None
+        self._draft: Draft | None = None
+        self._prepared: Prepared | None = None
+        assert scheme._listener is not None
+        self._listener = scheme._listener
+        self.roster = Roster(
+            (),
+            model_id,
+            self._listener,
+            scheme._token,
+            holds=False,
+            elastic=True,
+            deliver=scheme._deliver,
+            events=scheme._events,
+            stats=SchemeStats(),
+        )
+        self._publisher: Publisher | None = None
+
+    def _landing_for(self, layout: Layout) -> Landing:
+        arena = Arena(layout, Segment.private, self._scheme._spec.max_slots)
+        self._group = WeightGroup((), CPU, arena, self._copier, streams=True)
+        self._publisher = Publisher([self._group], self.roster, self._host)
+        self._landing = _RelayLanding(layout, self)
+        return self._landing
+
+    async def open_downstream(self) -> None:
+        """Let workers in; the layout is known."""
+        assert self._group is not None
+        await self._host.start()
+        await self.roster.open(self._host, [self._group])
+
+    def post(self, callback: Callable[..., None], *args: object) -> None:
+        """Call back on the event loop."""
+        try:
+            self._home.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            return  # it is closed
+
+    # -- room -----------------------------------------------------------------------------------------
+
+    @property
+    def may_fetch(self) -> bool:
+        """Whether a slot has been taken for the next update."""
+        return self._draft is not None
+
+    async def make_room(self) -> None:
+        """Take a slot for the next update."""
+        group, landing = self._group, self._landing
+        assert group is not None and landing is not None
+        self.roster.make_room(group)
+        targets = set(self.roster.workers)
+        deadline = Deadline.after(self._spec.seconds(None))
+        draft = await group.draft_to_fill(targets, lambda: self.roster.parked(group), deadline)
+        if draft.reclaimed and group.latest is not None:
+            for link in self.roster.members(group):
+                link.revoke(group.latest)
+        if draft.slot is landing.front:
+            landing.front = None  # nobody had come for it, and now it is written over
+        self._draft, landing.next = draft, draft.slot
+
+    @property
+    def have(self) -> int:
+        """The version that the next may build on."""
+        return self.version if self._landing is not None and self._landing.front is not None else -1
+
+    # -- arriving: posted by the connection's thread ----------------------------------------------------
+
+    def started(self, update: Update, arriving: _Arriving) -> None:
+        """The first bytes of an update are about to come: tell the workers."""
+        draft, publisher, group = self._draft, self._publisher, self._group
+        assert draft is not None and publisher is not None and group is not None
+        self._draft = None
+        draft.begun, draft.copying = True, arriving
+        joint = update.joint
+        mark = None if joint is None else JointRound(joint, lambda w: self.roster.abort(joint, w))
+        deadline = Deadline.after(self._spec.seconds(None))
+        self._prepared = Prepared([draft], set(self.roster.workers), mark, deadline)
+        publisher.version = update.version - 1
+        publisher.announce(self._prepared, fallback=True)
+
+    def aborted(self) -> None:
+        """What was arriving will not come whole."""
+        prepared, group = self._prepared, self._group
+        if prepared is None or group is None or group.latest is None:
+            return
+        self._prepared = None
+        broken, (before,) = group.latest, prepared.before
+        for link in self.roster.members(group):
+            link.withdraw(broken)
+        broken.slot.holders.clear()
+        broken.slot.version = -1
+        group.latest = before if before is not None and before.slot.version == before.version else None
+        self._tell_again(group.latest)
+        if self._publisher is not None:
+            self._publisher.settle(prepared)
+
+    def _tell_again(self, latest: Published | None) -> None:
+        assert self._group is not None
+        if latest is not None:
+            latest.slot.holders.add("latest")
+            for link in self.roster.members(self._group):
+                if link.reaches < latest.version:
+                    link.announce(latest)
+                link.serve()
+
+    # -- whole ----------------------------------------------------------------------------------------
+
+    def take_at_once(self, held: Held) -> bool:
+        """Never: workers have to answer first."""
+        return False
+
+    async def commit(self, held: Held, on_wait: Callable[[], None]) -> None:
+        """Wait for the workers.
+
+        Raises:
+            BelowError: some of them refused, were lost or did not answer; the others have it.
+        """
+        prepared, publisher = self._prepared, self._publisher
+        if prepared is None or prepared.round is None or publisher is None or self._landing is None:
+            raise NotConnectedError("this relay was closed, or lost the update, before its workers had it")
+        self.version, self.weights = held.update.version, held.views or {}
+        held.committed = True
+        self._landing.committed()
+        round_ = prepared.round
+        await round_.wait(prepared.deadline)
+        failure = first_failure(round_.reports.values(), prepared.deadline)
+        silent = sorted(round_.pending)
+        self._prepared = None
+        publisher.settle(prepared)
+        if failure is not None or silent:
+            words = f"workers {silent} did not answer" if failure is None else str(failure)
+            raise BelowError(f"below this relay: {words}")
+
+    def follow_another(self) -> None:
+        """Another trainer: its versions begin anew, and workers must know that."""
+        super().follow_another()
+        self.roster.begin_anew("the relay follows another sender")
+
+    async def close(self, *, detach: bool) -> None:
+        """Say goodbye downstream."""
+        self._listener.stop()
+        if self._publisher is not None:
+            await self._publisher.stop()
+        await self.roster.close("the relay has closed")
+        await self._host.aclose()
+        self._listener.close()
+        await super().close(detach=False)
+        if self._group is not None:
+            self._group.close()
+        self._copier.close()
