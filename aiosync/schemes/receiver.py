@@ -11,8 +11,6 @@ The loop takes a held update through three steps, and a cancellation leaves behi
 from __future__ import annotations
 
 import asyncio
-import os
-import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
@@ -29,26 +27,21 @@ from aiosync.errors import (
 )
 from aiosync.protocol.events import Aborted, Left, UpdateArrived
 from aiosync.protocol.frames import Frame, Welcome
-from aiosync.protocol.session import ReceiverSession
 from aiosync.schemes._host import TaskHost
 from aiosync.schemes.intake import Held, Intake, Overtaken
 from aiosync.schemes.joint import give_up
 from aiosync.schemes.landing import BaseLostError
 from aiosync.schemes.refusal import nack_of
-from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, SyncEvent, logger
+from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, logger
+from aiosync.schemes.uplink import Uplink, pauses
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports.base import Transport
-from aiosync.transports.liveness import ProcessWatch
-from aiosync.weights.codec import known_encodings
 
 __all__ = ["WeightReceiver"]
 
-_FIRST_WAIT = 0.05
-_LONGEST_WAIT = 2.0
-"""Seconds between two attempts to connect again, with up to a half more or less."""
 
 _ATTEMPT = 1.0
-"""Seconds that an attempt has at least."""
+"""Seconds that an attempt to connect again has at least."""
 
 
 class WeightReceiver:
@@ -81,21 +74,14 @@ class WeightReceiver:
         events: EventSource,
     ) -> None:
         self.model_id = model_id
-        self.worker_idx = worker_idx
         self.stats = SchemeStats()
-        self.transport = make_transport()
         self.intake = intake
         self.ended: str | None = None
         self.lost = False
         self._holds = holds
         self._events = events
-        self._token = token
-        self._make_transport = make_transport
         self._reconnect_for = reconnect_for
-        self._session = self._new_session()
-        self._instance = ""
-        self._down = ""
-        self._watch: ProcessWatch | None = None
+        self._link = Uplink(make_transport, token, model_id, worker_idx)
         self._held: Held | None = None
         self._changed = asyncio.Event()
         self._committed = asyncio.Event()
@@ -109,6 +95,16 @@ class WeightReceiver:
     def version(self) -> int:
         """The version in service, -1 before ``connect``."""
         return self.intake.version
+
+    @property
+    def worker_idx(self) -> int:
+        """Which worker this is; -1: the sender has not said yet."""
+        return self._link.worker
+
+    @property
+    def transport(self) -> Transport:
+        """The connection to the sender."""
+        return self._link.transport
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -128,7 +124,8 @@ class WeightReceiver:
         """
         try:
             async with asyncio.timeout(deadline.remaining()):
-                await self._settle_in(await self._meet(deadline))
+                welcome, _ = await self._link.meet(deadline)
+                await self._settle_in(welcome)
         except TimeoutError as exc:
             await self.aclose()
             raise deadline.error("connect", hint="the sender did not answer") from exc
@@ -136,30 +133,16 @@ class WeightReceiver:
             await self.aclose()
             raise
 
-    def _new_session(self) -> ReceiverSession:
-        return ReceiverSession(
-            self._token,
-            self.worker_idx,
-            pid=os.getpid(),
-            model_id=self.model_id,
-            codecs=known_encodings(),
-        )
-
-    async def _meet(self, deadline: Deadline) -> Welcome:
-        await self.transport.open(deadline)
-        welcomed = await self.transport.setup_connection_and_weights_on_receiver(self._session, deadline)
-        return welcomed.welcome
-
     async def _settle_in(self, welcome: Welcome) -> None:
-        self.worker_idx, self._instance = welcome.worker, welcome.instance
+        link = self._link
         try:
             self.intake.open(welcome.layout, welcome.device)
         except (LayoutMismatchError, ProtocolError, TypeError) as exc:
-            self._session.declined(nack_of(welcome.version, exc))
+            link.session.declined(nack_of(welcome.version, exc))
             self._tell_failure(exc)
             raise
-        await self.intake.prepare(self.transport)
-        self._start()
+        await self.intake.prepare(link.transport)
+        link.start(self, self._sender_ended)
         while self.version < 0:
             if not await self._await_held():
                 raise WorkerLostError((), self.ended or "unknown")
@@ -169,65 +152,47 @@ class WeightReceiver:
         await self.intake.reserve()
         self._emit("connected")
 
-    def _start(self) -> None:
-        """Let updates in over the connection that now stands."""
-        self._down = ""
-        pid = self.transport.peer_pid
-        if not pid and self.transport.same_machine:
-            pid = self._session.sender_pid
-        self._watch = ProcessWatch(pid, self._sender_ended)
-        self.transport.start(self)
-
     async def _come_back(self) -> bool:
         """The receiver loop has nothing to wait for any more: if that is because the connection was lost,
         make another; returns whether there is one."""
-        if not self._down or self._closed:
+        link = self._link
+        if not link.down or self._closed:
             return False
-        reason, wait = self._down, _FIRST_WAIT
+        reason = link.down
         deadline = Deadline.after(self._reconnect_for)
-        while not deadline.expired:
-            await asyncio.sleep(min(wait * random.uniform(0.5, 1.5), deadline.remaining()))
-            wait = min(2 * wait, _LONGEST_WAIT)
+        for pause in pauses(deadline):
+            await asyncio.sleep(pause)
             try:
                 await self._meet_again(Deadline.after(max(_ATTEMPT, deadline.remaining())))
             except (HandshakeError, LayoutMismatchError) as exc:
                 reason = str(exc)
                 break
             except (AiosyncError, OSError) as exc:
-                logger.debug("worker %d: %s", self.worker_idx, exc)
+                logger.debug("worker %d: %s", link.worker, exc)
             else:
-                logger.info("worker %d is connected again", self.worker_idx)
+                logger.info("worker %d is connected again", link.worker)
                 self._emit("connected", message="again")
                 return True
         self._end(reason, lost=True)
         return False
 
     async def _meet_again(self, deadline: Deadline) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        await self.transport.aclose()
-        self.transport, self._session = self._make_transport(), self._new_session()
-        welcome = await self._meet(deadline)
+        link = self._link
+        await link.renew()
+        welcome, another = await link.meet(deadline)
         self.intake.check_layout(welcome.layout)
         # Versions are one sender's own: another at the same address begins anew, and is the one to follow.
-        if welcome.instance != self._instance:
+        if another:
             self.intake.follow_another()
-        self._session.have = self.intake.have
-        self.worker_idx, self._instance = welcome.worker, welcome.instance
-        await self.intake.prepare(self.transport)
-        self._start()
+        link.session.have = self.intake.have
+        await self.intake.prepare(link.transport)
+        link.start(self, self._sender_ended)
 
     # -- the transport's sink -----------------------------------------------------------------------
 
     def frame_received(self, frame: Frame) -> None:
         """A frame from the sender."""
-        try:
-            events = self._session.receive(frame)
-        except ProtocolError as exc:
-            self._session.close(str(exc))
-            self.transport.flush(self._session)
-            raise
-        for event in events:
+        for event in self._link.take(frame):
             match event:
                 case UpdateArrived(update=update):
                     self._held = Held(update)
@@ -239,8 +204,8 @@ class WeightReceiver:
                     self._end(reason or "the sender has closed", lost=False)
                 case _:
                     pass
-        self.transport.flush(self._session)
-        if self._session.superseded:
+        self._link.flush()
+        if self._link.session.superseded:
             self.intake.overtake()
         if not (self._idle and self._take_at_once()):
             self._changed.set()
@@ -256,8 +221,8 @@ class WeightReceiver:
         """The connection is gone; whether the sender is, the receiver loop finds out."""
         if self._reconnect_for <= 0 or self.version < 0:
             self._end(reason, lost=True)
-        elif self.ended is None and not self._down:
-            self._down = reason
+        elif self.ended is None and not self._link.down:
+            self._link.down = reason
             self._give_up_joint(reason)
             self._changed.set()
             logger.warning(
@@ -411,38 +376,38 @@ class WeightReceiver:
         """Wait for an update; false when the sender has gone."""
         try:
             while self._held is None:
-                if self.ended is not None or self._down or self._closed:
+                if self.ended is not None or self._link.down or self._closed:
                     return False
                 if not self.intake.may_fetch:
                     await self.intake.make_room()
-                    self._session.have = min(self._session.have, self.intake.have)
+                    self._link.session.have = min(self._link.session.have, self.intake.have)
                     continue
                 self._changed.clear()
-                self._session.wanting = True
-                self.transport.flush(self._session)
+                self._link.session.wanting = True
+                self._link.flush()
                 await self._changed.wait()
         finally:
-            self._session.wanting = False
+            self._link.session.wanting = False
         return True
 
     async def _advance(self) -> Exception | None:
         """Take the held update to its end; returns the error if it was refused."""
         held = self._held
         assert held is not None
-        if self.lost or self._down:
+        if self.lost or self._link.down:
             # Nobody keeps the sender from writing where it lies: it may be anything by now.
             self._held = None
             return None
         if held.update.version <= self.version:
             self._answer(held)
             return None
-        if held.views is None and held.update.joint is None and self._session.superseded:
+        if held.views is None and held.update.joint is None and self._link.session.superseded:
             self._skip()
             return None
         try:
             if held.views is None:
                 await self.intake.stage(held)
-                if self.lost or self._down:
+                if self.lost or self._link.down:
                     self._held = None
                     return None
             await self.intake.commit(held, self._held_up)
@@ -462,17 +427,17 @@ class WeightReceiver:
             self.intake.note(held)
         if not self._closed:
             if whole:
-                self._session.have = -1
+                self._link.session.have = -1
             # Asked for at once: nobody wakes the loop if it was not needed to come here.
-            self._session.wanting = self._looping and self.intake.may_fetch
-            self._session.skip()
-            self.transport.flush(self._session)
+            self._link.session.wanting = self._looping and self.intake.may_fetch
+            self._link.session.skip()
+            self._link.flush()
 
     def _held_up(self) -> None:
         """What is staged waits for readers."""
-        self._session.staged(copied=not self._holds)
-        self.transport.flush(self._session)
-        if self._session.superseded:  # since it began to be staged
+        self._link.session.staged(copied=not self._holds)
+        self._link.flush()
+        if self._link.session.superseded:  # since it began to be staged
             self.intake.overtake()
 
     def _answer(self, held: Held) -> None:
@@ -482,14 +447,14 @@ class WeightReceiver:
             stats = self.stats
             stats.updates += 1
             stats.nbytes += self.intake.nbytes
-            stats.skipped += max(0, held.update.version - self._session.version - 1)
+            stats.skipped += max(0, held.update.version - self._link.session.version - 1)
             stats.memory = self.intake.memory
             stats.add_phases(held.seconds)
-        self._session.have = self.intake.have
+        self._link.session.have = self.intake.have
         # So that what goes out asks for the next one as well.
-        self._session.wanting = self._looping and self.intake.may_fetch
-        self._session.applied(self.version, held.seconds)
-        self.transport.flush(self._session)
+        self._link.session.wanting = self._looping and self.intake.may_fetch
+        self._link.session.applied(self.version, held.seconds)
+        self._link.flush()
         self._committed.set()
         self._emit("committed", seconds=held.seconds)
 
@@ -499,12 +464,12 @@ class WeightReceiver:
         assert held is not None
         if held.update.joint is not None:
             give_up(held.update.joint.id, self.worker_idx, f"the part of {self.model_id!r} failed: {error}")
-        self._session.refused(nack_of(held.update.version, error))
+        self._link.session.refused(nack_of(held.update.version, error))
         self._tell_failure(error)
 
     def _tell_failure(self, error: Exception) -> None:
         self.stats.failures += 1
-        self.transport.flush(self._session)
+        self._link.flush()
         self._committed.set()
         self._emit("failed", message=str(error))
 
@@ -524,17 +489,14 @@ class WeightReceiver:
             await uninterrupted(lambda _: self._close())
 
     async def _close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
+        self._link.unwatch()
         held = self._held
         await self.intake.close(detach=self.ended is None or self.lost)
         if held is not None and held.committed and self._held is held:
             self._answer(held)  # cancelled between the commit and the answer: the sender waits for it
         elif held is not None and held.update.joint is not None:
             give_up(held.update.joint.id, self.worker_idx, "the receiver has closed")
-        self._session.close("the worker has closed")
-        self.transport.flush(self._session)
-        await self.transport.aclose()
+        await self._link.aclose("the worker has closed")
         self._changed.set()
         self._committed.set()
         self._emit("closed")
@@ -542,14 +504,6 @@ class WeightReceiver:
     def _emit(
         self, kind: EventKind, *, seconds: Mapping[str, float] | None = None, message: str = ""
     ) -> None:
-        if self._events.heard:
-            self._events.emit(
-                SyncEvent(
-                    kind,
-                    self.model_id,
-                    self.version,
-                    self.worker_idx,
-                    seconds=seconds or {},
-                    message=message,
-                )
-            )
+        self._events.tell(
+            kind, self.model_id, self.version, self.worker_idx, seconds=seconds, message=message
+        )

@@ -21,7 +21,7 @@ from aiosync.schemes.link import Lingering, WorkerLink
 from aiosync.schemes.refusal import remote_error
 from aiosync.schemes.report import WorkerReport
 from aiosync.schemes.rounds import Round
-from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, SyncEvent, logger
+from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, logger
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.liveness import ProcessWatch
 
@@ -451,7 +451,4 @@ class Roster:
         seconds: dict[str, float] | None = None,
         message: str = "",
     ) -> None:
-        if self._events.heard:
-            self._events.emit(
-                SyncEvent(kind, self._model_id, version, worker, seconds=seconds or {}, message=message)
-            )
+        self._events.tell(kind, self._model_id, version, worker, seconds=seconds, message=message)

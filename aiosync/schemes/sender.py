@@ -26,7 +26,7 @@ from aiosync.schemes.report import SendReport, WorkerReport
 from aiosync.schemes.roster import Deliver, Roster
 from aiosync.schemes.rounds import Round, first_failure
 from aiosync.schemes.spec import SchemeSpec
-from aiosync.schemes.stats import EventSource, SchemeStats, SyncEvent, logger
+from aiosync.schemes.stats import EventSource, SchemeStats, logger
 from aiosync.transports._offload import Offloader, uninterrupted
 from aiosync.transports.base import Listener
 from aiosync.weights.arena import Arena
@@ -139,7 +139,7 @@ class WeightSender:
             await self.roster.gather(min_workers, deadline)
         else:
             await self._await_everybody(deadline)
-        self._events.emit(SyncEvent("connected", self.model_id, self.version))
+        self._events.tell("connected", self.model_id, self.version)
 
     async def _await_everybody(self, deadline: Deadline) -> None:
         roster = self.roster
@@ -298,16 +298,7 @@ class WeightSender:
             raise error
 
     def _tell_world(self, report: SendReport) -> None:
-        if self._events.heard:
-            self._events.emit(
-                SyncEvent(
-                    "sent",
-                    self.model_id,
-                    report.version,
-                    nbytes=report.nbytes,
-                    seconds=report.seconds,
-                )
-            )
+        self._events.tell("sent", self.model_id, report.version, nbytes=report.nbytes, seconds=report.seconds)
         if logger.isEnabledFor(logging.INFO):
             applied = sum(r.status in ("applied", "published") for r in report.workers.values())
             logger.info(
@@ -331,7 +322,7 @@ class WeightSender:
 
     async def _close(self) -> None:
         async with AsyncExitStack() as last:  # the last first, whatever raises
-            last.callback(self._events.emit, SyncEvent("closed", self.model_id, self.version))
+            last.callback(self._events.tell, "closed", self.model_id, self.version)
             last.callback(self._offloader.close)
             for group in self._groups:
                 last.callback(group.close)

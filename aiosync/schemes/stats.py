@@ -112,11 +112,6 @@ class EventSource:
     def __init__(self) -> None:
         self._hooks: list[EventHook] = []
 
-    @property
-    def heard(self) -> bool:
-        """Whether anybody listens."""
-        return bool(self._hooks)
-
     def register(self, hook: EventHook) -> Callable[[], None]:
         """Call ``hook`` for every event from now on; returns what ends that.
 
@@ -130,8 +125,21 @@ class EventSource:
 
         return remove
 
-    def emit(self, event: SyncEvent) -> None:
-        """Tell the hooks."""
+    def tell(
+        self,
+        kind: EventKind,
+        model_id: str | None,
+        version: int,
+        worker: int | None = None,
+        *,
+        nbytes: int = 0,
+        seconds: Mapping[str, float] | None = None,
+        message: str = "",
+    ) -> None:
+        """Tell the hooks; without one this costs nothing."""
+        if not self._hooks:
+            return
+        event = SyncEvent(kind, model_id, version, worker, nbytes, seconds or {}, message)
         for hook in list(self._hooks):
             try:
                 hook(event)

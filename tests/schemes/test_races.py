@@ -224,7 +224,7 @@ async def test_closing_does_not_wait_for_a_worker_that_reads_nothing() -> None:
     stuck = copy.copy(scheme)
     stuck.init_on_receiver(worker_idx=0)
     receiver = stuck.create_receiver()
-    session = receiver._session
+    session = receiver._link.session
     answer = session._answer
 
     def answer_and_hang(challenge: Any) -> Any:

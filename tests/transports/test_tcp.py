@@ -450,7 +450,7 @@ async def test_a_worker_without_zstandard(monkeypatch: pytest.MonkeyPatch) -> No
     async with sender_of(model, codec="delta") as scheme:
         worker = make_worker(scheme.address)
         with monkeypatch.context() as patch:
-            patch.setattr("aiosync.schemes.receiver.known_encodings", list)
+            patch.setattr("aiosync.schemes.uplink.known_encodings", list)
             await join(scheme, worker)
         fill(model, 1)
         await scheme.send()

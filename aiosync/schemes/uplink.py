@@ -1,0 +1,117 @@
+"""A receiver's way to its sender: the connection that stands, and those that are made when it was lost."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from aiosync._deadline import Deadline
+from aiosync.errors import ProtocolError
+from aiosync.protocol.events import ReceiverEvent
+from aiosync.protocol.frames import Frame, Welcome
+from aiosync.protocol.session import ReceiverSession
+from aiosync.transports.base import Sink, Transport
+from aiosync.transports.liveness import ProcessWatch
+from aiosync.weights.codec import known_encodings
+
+__all__ = ["Uplink", "pauses"]
+
+_FIRST_WAIT = 0.05
+_LONGEST_WAIT = 2.0
+"""Seconds between two attempts to connect again, with up to a half more or less."""
+
+
+def pauses(deadline: Deadline) -> Iterator[float]:
+    """Seconds to wait before each attempt to connect again, growing, until the deadline."""
+    wait = _FIRST_WAIT
+    while not deadline.expired:
+        # At random, so that workers that lost their sender together do not all come back at once.
+        yield min(wait * random.uniform(0.5, 1.5), deadline.remaining())
+        wait = min(2 * wait, _LONGEST_WAIT)
+
+
+class Uplink:
+    """One connection at a time, its session, and the watch over the sender's process.
+
+    Args:
+        make_transport: makes a way to the sender, not open yet.
+        token: the secret that the sender must know.
+        model_id: what the sender calls the model.
+        worker: which worker this is; -1: the sender says.
+
+    Attributes:
+        transport, session: the newest.
+        worker: which worker this is.
+        instance: which sender was met last.
+        down: why the connection is no more; "" as long as it stands.
+    """
+
+    def __init__(
+        self, make_transport: Callable[[], Transport], token: bytes, model_id: str | None, worker: int
+    ) -> None:
+        self.worker = worker
+        self.instance = ""
+        self.down = ""
+        self._make_transport = make_transport
+        self._token = token
+        self._model_id = model_id
+        self._encodings = known_encodings()
+        self._watch: ProcessWatch | None = None
+        self.transport = make_transport()
+        self.session = self._new_session()
+
+    def _new_session(self) -> ReceiverSession:
+        return ReceiverSession(
+            self._token, self.worker, pid=os.getpid(), model_id=self._model_id, codecs=self._encodings
+        )
+
+    async def meet(self, deadline: Deadline) -> tuple[Welcome, bool]:
+        """Connect, and hear what there is; also whether it is another sender than before."""
+        await self.transport.open(deadline)
+        welcomed = await self.transport.setup_connection_and_weights_on_receiver(self.session, deadline)
+        welcome, before = welcomed.welcome, self.instance
+        self.worker, self.instance = welcome.worker, welcome.instance
+        return welcome, before not in ("", welcome.instance)
+
+    def start(self, sink: Sink, on_sender_end: Callable[[], None]) -> None:
+        """Let updates in."""
+        self.down = ""
+        transport = self.transport
+        pid = transport.peer_pid or (self.session.sender_pid if transport.same_machine else 0)
+        self._watch = ProcessWatch(pid, on_sender_end)
+        transport.start(sink)
+
+    def take(self, frame: Frame) -> Sequence[ReceiverEvent]:
+        """What a frame from the sender means.
+
+        Raises:
+            ProtocolError: it may not come now; the sender is told.
+        """
+        try:
+            return self.session.receive(frame)
+        except ProtocolError as exc:
+            self.session.close(str(exc))
+            self.flush()
+            raise
+
+    def flush(self) -> None:
+        """Send what the session has to say."""
+        self.transport.flush(self.session)
+
+    async def renew(self) -> None:
+        """Drop the connection, and have another ready to be opened."""
+        self.unwatch()
+        await self.transport.aclose()
+        self.transport, self.session = self._make_transport(), self._new_session()
+
+    def unwatch(self) -> None:
+        """The sender's process is nothing to us any more."""
+        if self._watch is not None:
+            self._watch.close()
+
+    async def aclose(self, reason: str) -> None:
+        """Say goodbye and close the connection."""
+        self.session.close(reason)
+        self.flush()
+        await self.transport.aclose()
