@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -18,12 +17,13 @@ from aiosync.schemes._host import TaskHost
 from aiosync.schemes.delivery import Delivery
 from aiosync.schemes.group import WeightGroup
 from aiosync.schemes.link import Lingering, WorkerLink
+from aiosync.schemes.orphans import Orphans
+from aiosync.schemes.reception import Reception
 from aiosync.schemes.refusal import remote_error
 from aiosync.schemes.report import WorkerReport
 from aiosync.schemes.rounds import Round
 from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, logger
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.liveness import ProcessWatch
 
 __all__ = ["Deliver", "Roster"]
 
@@ -46,7 +46,7 @@ class Roster:
     Attributes:
         workers: the indices that a send without ``worker_ids`` goes to.
         links: those that are connected.
-        refused: why connections were turned away.
+        reception: lets them in.
         rounds: what is being waited for.
         stats: the sender's figures.
     """
@@ -69,7 +69,7 @@ class Roster:
         self.rounds: list[Round] = []
         self._model_id = model_id
         self._listener = listener
-        self._token = token
+        self.reception = Reception(token, listener, self._admit)
         self._holds = holds
         self._elastic = elastic
         self._deliver = deliver
@@ -82,9 +82,8 @@ class Roster:
         self._host: TaskHost | None = None
         self._lost: dict[int, WorkerLostError] = {}
         self._last: dict[int, int] = {}
-        self.refused: list[str] = []
         self._unreported: dict[int, AiosyncError] = {}
-        self._orphans: dict[int, ProcessWatch] = {}
+        self._orphans = Orphans()
         self._lingering: dict[Transport, Lingering] = {}
 
     async def open(self, host: TaskHost, groups: Sequence[WeightGroup]) -> None:
@@ -107,9 +106,7 @@ class Roster:
         leaving = [*(link.transport for link in links), *self._lingering]
         await asyncio.gather(*(transport.aclose() for transport in leaving))
         self._lingering.clear()
-        for watch in self._orphans.values():
-            watch.close()
-        self._orphans.clear()
+        self._orphans.close()
 
     # -- asked by the sender ------------------------------------------------------------------------
 
@@ -144,7 +141,8 @@ class Roster:
                     self._joined.clear()
                     await self._joined.wait()
         except TimeoutError:
-            refused = f"; connections were refused: {'; '.join(self.refused)}" if self.refused else ""
+            reasons = self.reception.refused
+            refused = f"; connections were refused: {'; '.join(reasons)}" if reasons else ""
             hint = f"{self._running()} of {count} workers have connected{refused}"
             raise deadline.error("connect", version=0, hint=hint) from None
 
@@ -277,7 +275,7 @@ class Roster:
 
     def _accept(self, transport: Transport) -> None:
         if self._host is not None:
-            self._host.spawn(self._greet, transport)
+            self._host.spawn(self.reception.greet, transport)
 
     def _never_coming(self, worker: int, reason: str) -> None:
         """The channel that this worker would have connected over has broken."""
@@ -286,35 +284,15 @@ class Roster:
             for round_ in self.rounds:
                 round_.settle(self._absent(worker))
 
-    async def _greet(self, transport: Transport) -> None:
-        session = SenderSession(self._token, os.getpid())
-        admitted = False
-        try:
-            deadline = Deadline.after(self._listener.patience)
-            greeted = await transport.setup_connection_and_weights_on_sender(session, deadline)
-            admitted = self._admit(greeted.hello, transport, session)
-        except WorkerLostError:
-            return  # it hung up before it had said who it was
-        except (AiosyncError, OSError) as exc:
-            self._note_refusal(transport, str(exc))
-        finally:
-            if not admitted:
-                await self._hang_up(transport)
-
-    def _admit(self, hello: Hello, transport: Transport, session: SenderSession) -> bool:
+    def _admit(self, hello: Hello, transport: Transport, session: SenderSession) -> str:
+        """Take a worker in, or say why not."""
         worker = self._index_for(hello.worker)
         group = next((g for g in self._groups if self._elastic or worker in g.workers), None)
-        reason = ""
         if group is None:
             known = sorted(w for g in self._groups for w in g.workers)
-            reason = f"there is no worker {worker} here, only {known}"
-        elif hello.model_id != self._model_id:
-            reason = f"this is about model {self._model_id!r}, not {hello.model_id!r}"
-        if group is None or reason:
-            session.refuse(reason)
-            transport.flush(session)
-            self._note_refusal(transport, reason)
-            return False
+            return f"there is no worker {worker} here, only {known}"
+        if hello.model_id != self._model_id:
+            return f"this is about model {self._model_id!r}, not {hello.model_id!r}"
         if worker in self.links:
             self._on_lost(self.links[worker], "another connection took its place")
         self._lost.pop(worker, None)
@@ -336,7 +314,7 @@ class Roster:
         )
         link.serve()
         transport.start(link)
-        return True
+        return ""
 
     def _index_for(self, asked: int) -> int:
         """The index of a worker that asks for this one; -1 asks for any that is free."""
@@ -344,10 +322,6 @@ class Roster:
             return asked
         known = set(range(len(self.links) + 1)) if self._elastic else self.workers
         return min(known - self.links.keys(), default=asked)
-
-    def _note_refusal(self, transport: Transport, reason: str) -> None:
-        logger.warning("a connection was refused (%s): %s", transport.peer_name, reason)
-        self.refused = [*self.refused[-4:], reason]
 
     # -- what they say ------------------------------------------------------------------------------
 
@@ -400,7 +374,7 @@ class Roster:
         del self.links[worker]
         self._last[worker] = link.session.acked_version
         self._wire_nbytes += link.wire_nbytes
-        orphan = self._orphan(link) if link.reading and not orderly else None
+        orphan = self._orphans.adopt(link) if not orderly else None
         error = self._lost[worker] = link.leave(reason, orphan=orphan)
         self.stats.lost += 1
         for round_ in self.rounds:
@@ -412,23 +386,6 @@ class Roster:
             self._host.spawn(self._hang_up, link.transport, link.died)
         logger.log(logging.INFO if orderly else logging.WARNING, "worker %d has gone: %s", worker, reason)
         self._emit("lost", worker=worker, message=reason)
-
-    def _orphan(self, link: WorkerLink) -> tuple[str, int] | None:
-        """A process that lost its channel but runs on may still be computing with a slot: the slot
-        stays held in its name until it has ended. In this process a lost channel is all there is."""
-        pid, group = link.pid, link.group
-        if pid in (0, os.getpid()):
-            return None
-
-        def ended() -> None:
-            self._orphans.pop(pid, None)
-            group.release(("orphan", pid))
-
-        watch = ProcessWatch(pid, ended)
-        if not watch.watching:
-            return None
-        self._orphans[pid] = watch
-        return ("orphan", pid)
 
     async def _hang_up(self, transport: Transport, died: bool = False) -> None:
         await transport.aclose()

@@ -274,7 +274,7 @@ class WeightSender:
         )
 
     def _hint(self, worker: int) -> str:
-        refused = self.roster.refused
+        refused = self.roster.reception.refused
         if not refused or worker in self.roster.links:
             return ""
         return f"connections were refused meanwhile: {'; '.join(dict.fromkeys(refused))}"
