@@ -15,6 +15,7 @@ from torch import nn
 
 from aiosync import (
     AiosyncError,
+    InvalidArgumentError,
     RemoteApplyError,
     SyncEvent,
     SyncTimeoutError,
@@ -456,3 +457,9 @@ async def test_a_worker_without_zstandard(monkeypatch: pytest.MonkeyPatch) -> No
         await scheme.send()
         assert value_of(worker.model) == 1
         await worker.close()
+
+
+def test_without_xxhash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiosync.weights.checksum.xxhash", None)
+    with pytest.raises(InvalidArgumentError, match=r"aiosync\[tcp\]"):
+        TCPWeightSyncScheme()
