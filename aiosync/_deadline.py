@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from aiosync.errors import InvalidArgumentError, Phase, SyncTimeoutError
 
-__all__ = ["DEFAULT_TIMEOUT", "Deadline", "default_timeout"]
+__all__ = ["DEFAULT_TIMEOUT", "Deadline", "default_timeout", "pauses"]
+
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 2.0
 
 DEFAULT_TIMEOUT = 120.0
 """Seconds that a call may take where neither the call, the scheme nor the environment says."""
@@ -64,3 +69,12 @@ class Deadline:
     def error(self, phase: Phase, *, version: int | None = None, hint: str = "") -> SyncTimeoutError:
         """The error to raise when it has passed in ``phase``."""
         return SyncTimeoutError(phase, seconds=self.seconds, version=version, hint=hint)
+
+
+def pauses(deadline: Deadline) -> Iterator[float]:
+    """Seconds to wait between attempts at what may fail for a while, growing, until the deadline."""
+    pause = _FIRST_PAUSE
+    while not deadline.expired:
+        # At random, so that those who lost the same peer together do not all come back at once.
+        yield min(pause * random.uniform(0.5, 1.5), deadline.remaining())
+        pause = min(2 * pause, _LONGEST_PAUSE)

@@ -67,6 +67,7 @@ class Left:
 
     reason: str
     dropped: bool = False
+    replaced: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="he
     """A worker's first words.
 
     ``nonce`` is 16 random bytes; ``pid`` is 0 where it means nothing; ``worker`` is -1 if the sender is to
-    choose; ``codecs`` are the encodings that it knows besides ``raw``.
+    choose: the index ``before``, which it chose the last time, if nobody has that; ``codecs`` are the
+    encodings that it knows besides ``raw``; ``signature`` is that of the layout that it has, or "".
     """
 
     protocol: int
@@ -93,6 +94,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="he
     nonce: bytes
     model_id: str | None = None
     codecs: list[str] = []
+    before: int = -1
+    signature: str = ""
 
 
 class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="challenge"):
@@ -141,16 +144,18 @@ class Update(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="u
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="welcome"):
     """The sender takes the worker in.
 
-    ``layout`` is that of all updates to come, ``device`` where the sender has them, ``version`` its newest.
+    ``layout`` is that of all updates to come, None if the worker said that it has the one of this
+    ``signature``; ``device`` where the sender has them, ``version`` its newest.
     ``worker`` is the worker's index from now on. ``instance`` tells one sender from the next at the same
     address: versions count anew with it.
     ``eager``: the worker is to send its Fetch in advance, without waiting for a Notify.
     """
 
-    layout: dict[str, Any]
+    layout: dict[str, Any] | None
     version: int
     worker: int
     instance: str
+    signature: str = ""
     device: str = "cpu"
     eager: bool = False
 
@@ -232,10 +237,12 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="ab
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="bye"):
-    """The last frame of an orderly end. ``dropped``: the sender goes on without this worker."""
+    """The last frame of an orderly end. ``dropped``: the sender goes on without this worker; ``replaced``:
+    with another in its place, so it is not to come back."""
 
     reason: str = ""
     dropped: bool = False
+    replaced: bool = False
 
 
 Frame: TypeAlias = (

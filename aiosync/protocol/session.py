@@ -136,9 +136,12 @@ class SenderSession(_Session):
             case ((SenderState.IDLE | SenderState.NOTIFIED), f.Nack()) if self.leased_round < 0:
                 return [Rejected(frame)]  # of the layout
             case _:
-                raise ProtocolError(
-                    f"a {type(frame).__name__} frame may not come in state {self.state.value}"
-                )
+                raise ProtocolError(f"no {type(frame).__name__} frame may come in state {self.state.value}")
+
+    @property
+    def hello(self) -> f.Hello | None:
+        """How the worker introduced itself; None before it has."""
+        return self._hello
 
     def welcome(self, welcome: f.Welcome) -> None:
         """Take the worker in; tell it next what there is to fetch, with :meth:`publish`."""
@@ -179,10 +182,10 @@ class SenderSession(_Session):
         if self.authenticated:
             self._outgoing.append(f.Abort(joint=joint))
 
-    def close(self, reason: str = "", *, dropped: bool = False) -> None:
+    def close(self, reason: str = "", *, dropped: bool = False, replaced: bool = False) -> None:
         """Say goodbye."""
         if self.authenticated:
-            self._outgoing.append(f.Bye(reason=reason, dropped=dropped))
+            self._outgoing.append(f.Bye(reason=reason, dropped=dropped, replaced=replaced))
         self.state = SenderState.CLOSED
 
     def _challenge(self, hello: f.Hello) -> list[SenderEvent]:
@@ -203,7 +206,9 @@ class SenderSession(_Session):
         assert hello is not None
         expected = _proof(self._token, b"worker", hello.nonce, self._nonce)
         if not hmac.compare_digest(expected, answer.proof):
-            raise HandshakeError(f"worker {hello.worker} does not know this scheme's token")
+            raise HandshakeError(
+                f"worker {hello.worker} does not know this scheme's token: is its token= another?"
+            )
         self.state = SenderState.WELCOMING
         return [Greeted(hello)]
 
@@ -244,6 +249,8 @@ class ReceiverSession(_Session):
         pid: this process, for the sender to watch; 0 where the sender is on another machine.
         model_id: the model to be kept up to date; the sender refuses another than its own.
         codecs: the encodings that it knows.
+        before: the index that the sender chose the last time; -1: none.
+        signature: of the layout that it has; "": none.
 
     Attributes:
         have: the version whose bytes it still holds.
@@ -257,6 +264,8 @@ class ReceiverSession(_Session):
         pid: int = 0,
         model_id: str | None = None,
         codecs: Sequence[str] = (),
+        before: int = -1,
+        signature: str = "",
     ) -> None:
         super().__init__()
         self.have = -1
@@ -278,6 +287,8 @@ class ReceiverSession(_Session):
                 nonce=self._nonce,
                 model_id=model_id,
                 codecs=list(codecs),
+                before=before,
+                signature=signature,
             )
         )
 
@@ -314,11 +325,9 @@ class ReceiverSession(_Session):
                 return [Aborted(frame.joint)]
             case _, f.Bye():
                 self.state = ReceiverState.CLOSED
-                return [Left(frame.reason, frame.dropped)]
+                return [Left(frame.reason, frame.dropped, frame.replaced)]
             case _:
-                raise ProtocolError(
-                    f"a {type(frame).__name__} frame may not come in state {self.state.value}"
-                )
+                raise ProtocolError(f"no {type(frame).__name__} frame may come in state {self.state.value}")
 
     @property
     def wanting(self) -> bool:
@@ -370,7 +379,11 @@ class ReceiverSession(_Session):
         expected = _proof(self._token, b"sender", challenge.nonce, self._nonce)
         if not hmac.compare_digest(expected, challenge.proof):
             self.state = ReceiverState.CLOSED
-            raise HandshakeError("whoever answers at the sender's address does not know the token")
+            self._outgoing.append(f.Bye(reason="the tokens of the two sides differ"))
+            raise HandshakeError(
+                "whoever answers at the sender's address does not know this worker's token: "
+                "give both sides the same token=, or none to either"
+            )
         self.state = ReceiverState.JOINING
         self.sender_pid = challenge.pid
         proof = _proof(self._token, b"worker", self._nonce, challenge.nonce)

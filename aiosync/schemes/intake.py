@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from aiosync._deadline import Deadline
 from aiosync.errors import LayoutMismatchError, NotConnectedError, ProtocolError
-from aiosync.protocol.frames import Update
+from aiosync.protocol.frames import Update, Welcome
 from aiosync.schemes.arrival import Arrival
 from aiosync.schemes.cascade import cascade
 from aiosync.schemes.gate import CommitGate, CommitJob, ForwardGuard, commit_now, submit
@@ -134,7 +134,12 @@ class Intake:
         self._stager = Stager(binding, self.arrival, source, copies=copies)
         self._binding = binding
 
-    def check_layout(self, wire_layout: object) -> None:
+    @property
+    def signature(self) -> str:
+        """Of the layout that the model is bound to; "" if it is not bound yet."""
+        return self._binding.layout.signature if self._binding is not None else ""
+
+    def check_layout(self, welcome: Welcome) -> None:
         """Check that a sender found again has the layout that the model is bound to.
 
         Raises:
@@ -142,7 +147,10 @@ class Intake:
             ProtocolError: the layout is malformed.
         """
         assert self._binding is not None
-        found, bound = Layout.from_wire(wire_layout), self._binding.layout
+        bound = self._binding.layout
+        if welcome.layout is None and welcome.signature == bound.signature:
+            return
+        found = Layout.from_wire(welcome.layout)
         if found != bound:
             bound.check_receiver(found)
             raise LayoutMismatchError(unexpected=["ties or an order of entries that it did not have before"])

@@ -177,9 +177,11 @@ class WorkerLink:
         self.transport.flush(self.session)
 
     def _welcome(self, version: int) -> Welcome:
-        layout = self.group.arena.layout
+        layout, hello = self.group.arena.layout, self.session.hello
+        known = hello is not None and hello.signature == layout.signature
         return Welcome(
-            layout=layout.to_wire(),
+            layout=None if known else layout.to_wire(),
+            signature=layout.signature,
             version=version,
             worker=self.worker,
             instance=self._instance,

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 
 from torch import Tensor
 
-from aiosync._deadline import Deadline
+from aiosync._deadline import Deadline, pauses
 from aiosync.errors import (
     AiosyncError,
     HandshakeError,
@@ -33,7 +33,7 @@ from aiosync.schemes.joint import give_up
 from aiosync.schemes.landing import BaseLostError
 from aiosync.schemes.refusal import nack_of
 from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, logger
-from aiosync.schemes.uplink import Uplink, pauses
+from aiosync.schemes.uplink import Uplink
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports.base import Transport
 
@@ -128,7 +128,8 @@ class WeightReceiver:
                 await self._settle_in(welcome)
         except TimeoutError as exc:
             await self.aclose()
-            raise deadline.error("connect", hint="the sender did not answer") from exc
+            hint = self.transport.trouble or "the sender did not answer"
+            raise deadline.error("connect", hint=hint) from exc
         except BaseException:
             await self.aclose()
             raise
@@ -158,7 +159,7 @@ class WeightReceiver:
         link = self._link
         if not link.down or self._closed:
             return False
-        reason = link.down
+        reason, last = link.down, ""
         deadline = Deadline.after(self._reconnect_for)
         for pause in pauses(deadline):
             await asyncio.sleep(pause)
@@ -168,19 +169,20 @@ class WeightReceiver:
                 reason = str(exc)
                 break
             except (AiosyncError, OSError) as exc:
-                logger.debug("worker %d: %s", link.worker, exc)
+                last = f"; tried to connect again for {self._reconnect_for:g} s: {exc}"
             else:
                 logger.info("worker %d is connected again", link.worker)
                 self._emit("connected", message="again")
                 return True
-        self._end(reason, lost=True)
+        logger.warning("worker %d gives the sender up: %s%s", link.worker, reason, last)
+        self._end(reason + last, lost=True)
         return False
 
     async def _meet_again(self, deadline: Deadline) -> None:
         link = self._link
-        await link.renew()
+        await link.renew(self.intake.signature)
         welcome, another = await link.meet(deadline)
-        self.intake.check_layout(welcome.layout)
+        self.intake.check_layout(welcome)
         # Versions are one sender's own: another at the same address begins anew, and is the one to follow.
         if another:
             self.intake.follow_another()
@@ -198,6 +200,8 @@ class WeightReceiver:
                     self._held = Held(update)
                 case Aborted(joint=joint):
                     give_up(joint, self.worker_idx, "the sender called it off")
+                case Left(reason=reason, replaced=True):
+                    self._end(reason, lost=True)
                 case Left(reason=reason, dropped=True):
                     self._lose(reason)
                 case Left(reason=reason):

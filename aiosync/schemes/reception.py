@@ -39,7 +39,7 @@ class Reception:
 
     async def greet(self, transport: Transport) -> None:
         """Take a connection to the point where it is a worker's, or is closed."""
-        session = SenderSession(self._token, os.getpid())
+        session = SenderSession(self._token, os.getpid() if transport.same_machine else 0)
         admitted = False
         try:
             greeted = await transport.setup_connection_and_weights_on_sender(
@@ -50,15 +50,18 @@ class Reception:
             if reason:
                 session.refuse(reason)
                 transport.flush(session)
-                self._note(transport, reason)
-        except WorkerLostError:
-            return  # it hung up before it had said who it was
+                self.note(transport, reason)
+        except WorkerLostError as exc:
+            # Whoever hangs up before he has said a word is nobody.
+            if session.hello is not None:
+                self.note(transport, f"it left when it was to prove that it knows the token: {exc.reason}")
         except (AiosyncError, OSError) as exc:
-            self._note(transport, str(exc))
+            self.note(transport, str(exc))
         finally:
             if not admitted:
                 await transport.aclose()
 
-    def _note(self, transport: Transport, reason: str) -> None:
+    def note(self, transport: Transport, reason: str) -> None:
+        """Say that a connection came to nothing."""
         logger.warning("a connection was refused (%s): %s", transport.peer_name, reason)
         self.refused = [*self.refused, reason][-_REMEMBERED:]

@@ -286,7 +286,7 @@ class Roster:
 
     def _admit(self, hello: Hello, transport: Transport, session: SenderSession) -> str:
         """Take a worker in, or say why not."""
-        worker = self._index_for(hello.worker)
+        worker = self._index_for(hello)
         group = next((g for g in self._groups if self._elastic or worker in g.workers), None)
         if group is None:
             known = sorted(w for g in self._groups for w in g.workers)
@@ -294,7 +294,7 @@ class Roster:
         if hello.model_id != self._model_id:
             return f"this is about model {self._model_id!r}, not {hello.model_id!r}"
         if worker in self.links:
-            self._on_lost(self.links[worker], "another connection took its place")
+            self._replace(self.links[worker])
         self._lost.pop(worker, None)
         self.workers.add(worker)
         group.workers.add(worker)
@@ -316,12 +316,24 @@ class Roster:
         transport.start(link)
         return ""
 
-    def _index_for(self, asked: int) -> int:
-        """The index of a worker that asks for this one; -1 asks for any that is free."""
-        if asked >= 0:
-            return asked
+    def _index_for(self, hello: Hello) -> int:
+        """The index of a worker: the one that it asks for, or one that is free."""
+        if hello.worker >= 0:
+            return hello.worker
         known = set(range(len(self.links) + 1)) if self._elastic else self.workers
-        return min(known - self.links.keys(), default=asked)
+        free = known - self.links.keys()
+        wanted = hello.before >= 0 and hello.before not in self.links
+        if wanted and (self._elastic or hello.before in free):
+            return hello.before
+        return min(free, default=hello.worker)
+
+    def _replace(self, link: WorkerLink) -> None:
+        """The worker is here anew. If what it was before is still alive, it is told to stay away: else two
+        with the same index would take each other's place for ever."""
+        reason = f"another connection took the place of worker {link.worker}: is its worker_idx given twice?"
+        link.session.close(reason, dropped=True, replaced=True)
+        link.transport.flush(link.session)
+        self._on_lost(link, reason)
 
     # -- what they say ------------------------------------------------------------------------------
 
@@ -357,6 +369,8 @@ class Roster:
     def _on_rejected(self, link: WorkerLink, event: Rejected) -> None:
         nack, worker = event.nack, link.worker
         error = remote_error(worker, nack)
+        if link.session.acked_version < 0:
+            self.reception.note(link.transport, str(error))
         link.rejected(nack)
         self.stats.failures += 1
         report = WorkerReport(worker, "failed", link.session.acked_version, error=error)

@@ -80,7 +80,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     def __init__(
         self,
         address: str = "tcp://127.0.0.1:0",
-        *args: Any,
+        *,
         token: str | bytes | None = None,
         tls: TLSConfig | None = None,
         codec: Codec = "full",
@@ -89,13 +89,19 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         max_connections: int = 1024,
         **options: Any,
     ) -> None:
-        super().__init__(*args, **options)
+        super().__init__(**options)
         self._address = Address.parse(address)
         self._secured = token is not None
         self._token = Secret(_key_of(token))
         self._tls = tls
-        if not isinstance(reconnect_for, int | float) or not 0 <= reconnect_for < math.inf:
+        if tls is not None and not isinstance(tls, TLSConfig):
+            raise InvalidArgumentError(f"tls: expected a TLSConfig, got {type(tls).__name__}")
+        if not _is_number(reconnect_for, int | float) or not 0 <= reconnect_for < math.inf:
             raise InvalidArgumentError(f"reconnect_for: expected seconds >= 0, got {reconnect_for!r}")
+        if not _is_number(max_connections, int) or max_connections < 1:
+            raise InvalidArgumentError(f"max_connections: expected an integer >= 1, got {max_connections!r}")
+        if not isinstance(insecure, bool):
+            raise InvalidArgumentError(f"insecure: expected True or False, got {insecure!r}")
         self._reconnect_for = reconnect_for
         self._insecure = insecure
         self._max_connections = max_connections
@@ -188,11 +194,17 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         self._ready = {}
 
 
+def _is_number(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def _key_of(token: str | bytes | None) -> bytes:
     """The handshake's key. Without a token it is one that everybody knows."""
     if token is None:
         return b""
-    secret = token.encode() if isinstance(token, str) else bytes(token)
+    if not isinstance(token, str | bytes):
+        raise InvalidArgumentError(f"token: expected str or bytes, got {type(token).__name__}")
+    secret = token.encode() if isinstance(token, str) else token
     if len(secret) < _SHORTEST_TOKEN:
         raise InvalidArgumentError(
             f"token: expected {_SHORTEST_TOKEN} characters or more, got {len(secret)}; "

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from aiosync._deadline import Deadline
 from aiosync.errors import ProtocolError
@@ -15,20 +14,7 @@ from aiosync.transports.base import Sink, Transport
 from aiosync.transports.liveness import ProcessWatch
 from aiosync.weights.codec import known_encodings
 
-__all__ = ["Uplink", "pauses"]
-
-_FIRST_WAIT = 0.05
-_LONGEST_WAIT = 2.0
-"""Seconds between two attempts to connect again, with up to a half more or less."""
-
-
-def pauses(deadline: Deadline) -> Iterator[float]:
-    """Seconds to wait before each attempt to connect again, growing, until the deadline."""
-    wait = _FIRST_WAIT
-    while not deadline.expired:
-        # At random, so that workers that lost their sender together do not all come back at once.
-        yield min(wait * random.uniform(0.5, 1.5), deadline.remaining())
-        wait = min(2 * wait, _LONGEST_WAIT)
+__all__ = ["Uplink"]
 
 
 class Uplink:
@@ -58,12 +44,19 @@ class Uplink:
         self._model_id = model_id
         self._encodings = known_encodings()
         self._watch: ProcessWatch | None = None
+        self._asked = worker
         self.transport = make_transport()
-        self.session = self._new_session()
+        self.session = self._new_session("")
 
-    def _new_session(self) -> ReceiverSession:
+    def _new_session(self, signature: str) -> ReceiverSession:
         return ReceiverSession(
-            self._token, self.worker, pid=os.getpid(), model_id=self._model_id, codecs=self._encodings
+            self._token,
+            self._asked,
+            pid=os.getpid() if self.transport.same_machine else 0,
+            model_id=self._model_id,
+            codecs=self._encodings,
+            before=self.worker,
+            signature=signature,
         )
 
     async def meet(self, deadline: Deadline) -> tuple[Welcome, bool]:
@@ -99,11 +92,15 @@ class Uplink:
         """Send what the session has to say."""
         self.transport.flush(self.session)
 
-    async def renew(self) -> None:
-        """Drop the connection, and have another ready to be opened."""
+    async def renew(self, signature: str) -> None:
+        """Drop the connection, and have another ready to be opened.
+
+        ``signature``: of the layout that is known here.
+        """
         self.unwatch()
         await self.transport.aclose()
-        self.transport, self.session = self._make_transport(), self._new_session()
+        self.transport = self._make_transport()
+        self.session = self._new_session(signature)
 
     def unwatch(self) -> None:
         """The sender's process is nothing to us any more."""

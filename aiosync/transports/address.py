@@ -45,7 +45,7 @@ class Address:
         if path != text and path.startswith("/"):
             if len(path.encode()) > _PATH_LIMIT:
                 raise InvalidArgumentError(
-                    f"address: a socket's path takes {_PATH_LIMIT} bytes, got {path!r}"
+                    f"address: a socket's path takes {_PATH_LIMIT} bytes, got {len(path.encode())}: {path!r}"
                 )
             return cls(path=path)
         raise InvalidArgumentError(f"address: {_EXPECTED}, got {text!r}")

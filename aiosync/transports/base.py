@@ -92,6 +92,7 @@ class Transport(ABC):
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
         self.peer_name = "a local process"
+        self.trouble = ""
         self._end: str | None = None
         self._breach: ProtocolError | None = None
         self._closed = False
@@ -257,11 +258,20 @@ class Transport(ABC):
         """
         self.flush(session)
         while True:
-            events = session.receive(await self.receive(deadline))
+            try:
+                frame = await self.receive(deadline)
+            except WorkerLostError as exc:
+                raise WorkerLostError(
+                    (),
+                    f"{exc.reason} in the handshake; if it has a log, that says why (another TLS or token?)",
+                ) from exc
+            events = session.receive(frame)
             self.flush(session)
             for event in events:
                 if isinstance(event, Welcomed):
                     return event
+                if isinstance(event, Left):
+                    raise WorkerLostError((), f"it ended the handshake: {event.reason}")
                 self.trust()
 
     def flush(self, session: SenderSession | ReceiverSession) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from aiosync.errors import HandshakeError, ProtocolError
-from aiosync.protocol.frames import Frame
+from aiosync.protocol.frames import Bye, Frame, encode
 from aiosync.protocol.stream import StreamDecoder
 from aiosync.transports._offload import LoopThread
 from aiosync.transports.outbox import Body, Outbox
@@ -270,7 +270,7 @@ class Channel:
                 done = self._tls is None or self._tls.shake_hands()
             except (ssl.SSLError, ValueError) as exc:
                 self._pump()  # the other side is told
-                self._fail(getattr(exc, "verify_message", None) or getattr(exc, "reason", None) or str(exc))
+                self._fail(_words(exc))
                 return
             if done:
                 self._state = _State.OPEN
@@ -288,7 +288,7 @@ class Channel:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as exc:
-                self._fail(f"its channel broke: {exc.strerror or exc}")
+                self._fail(f"its channel broke: {_words(exc)}")
                 return
             if count == 0:
                 self._fail("its channel closed")
@@ -337,6 +337,10 @@ class Channel:
         try:
             frames = self.decoder.received(count)
         except ProtocolError as exc:
+            with self._lock:  # the other side may be of another version, and is to know
+                self._outbox.clear()
+                self._outbox.put(encode(Bye(reason=str(exc), dropped=True)))
+                self._pump()
             self._end(str(exc), exc)
             return
         if frames:
@@ -430,3 +434,10 @@ class Channel:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def _words(exc: Exception) -> str:
+    """What went wrong, without the place in somebody's C file."""
+    if isinstance(exc, ssl.SSLError):
+        return getattr(exc, "verify_message", None) or (exc.reason or str(exc)).replace("_", " ").lower()
+    return getattr(exc, "strerror", None) or str(exc)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from aiosync._deadline import Deadline
+from aiosync._deadline import Deadline, pauses
 from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.frames import Frame
 from aiosync.protocol.stream import BodySink
@@ -21,6 +22,8 @@ from aiosync.transports.sockets import credentials, tune
 from aiosync.transports.tls import TLSConfig, TLSLayer
 
 __all__ = ["DialledTransport", "TCPTransport"]
+
+logger = logging.getLogger("aiosync")
 
 
 class TCPTransport(Transport):
@@ -134,12 +137,13 @@ class DialledTransport(TCPTransport):
         self._done: asyncio.Future[None] | None = None
 
     async def open(self, deadline: Deadline) -> None:
-        """Connect to the sender, and authenticate it by its certificate if TLS is asked for.
+        """Connect to the sender, which may still have to start, and authenticate it by its certificate if TLS
+        is asked for.
 
         Raises:
-            WorkerLostError: nobody listens there.
+            WorkerLostError: there is no such host, or it hung up.
             HandshakeError: the sender's certificate does not do.
-            SyncTimeoutError: there was no answer in time.
+            SyncTimeoutError: nobody listened there, or answered, in time.
         """
         address, tls = self._address, None
         if self._tls is not None:
@@ -147,17 +151,33 @@ class DialledTransport(TCPTransport):
             tls = TLSLayer(self._tls.for_worker(), name)
         try:
             async with asyncio.timeout(deadline.remaining()):
-                sock = await _dial(address)
+                sock = await self._dial(deadline)
                 self._thread = LoopThread("aiosync-tcp")
                 self._done = asyncio.get_running_loop().create_future()
                 self._run(self._thread, sock, tls, None)
                 await self._done
         except TimeoutError:
-            raise deadline.error("connect", hint=f"{address} did not answer") from None
+            hint = self.trouble or f"{address} did not answer"
+            raise deadline.error("connect", hint=hint) from None
         if self._breach is not None:
             raise self._breach
         if self._end is not None:
             raise WorkerLostError((), f"cannot connect to {address}: {self._end}")
+
+    async def _dial(self, deadline: Deadline) -> socket.socket:
+        """A connected socket."""
+        address = self._address
+        targets = await _resolve(address)
+        for pause in pauses(deadline):
+            for family, target in targets:
+                try:
+                    return await _connected(family, target)
+                except OSError as exc:
+                    if not self.trouble:
+                        logger.info("%s: %s; trying again", address, exc.strerror or exc)
+                    self.trouble = f"cannot connect to {address}: {exc.strerror or exc}"
+            await asyncio.sleep(pause)
+        raise TimeoutError
 
     async def _close(self) -> None:
         await super()._close()
@@ -175,24 +195,16 @@ class DialledTransport(TCPTransport):
             self._done.set_result(None)
 
 
-async def _dial(address: Address) -> socket.socket:
-    """A connected socket."""
-    problem = "it has no address"
-    for family, target in await _resolve(address):
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            tune(sock)
-            sock.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(sock, target)
-        except OSError as exc:
-            sock.close()
-            problem = exc.strerror or str(exc)
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return sock
-    raise WorkerLostError((), f"cannot connect to {address}: {problem}")
+async def _connected(family: int, target: Any) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        tune(sock)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, target)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 async def _resolve(address: Address) -> list[tuple[int, Any]]:

@@ -25,7 +25,10 @@ logger = logging.getLogger("aiosync")
 
 _BACKLOG = 1024
 _MAX_UNKNOWN = 64
-"""Connections that have not authenticated yet, at most."""
+"""Connections that have not authenticated yet, at most; others wait in the kernel's queue."""
+
+_BREATH = 1.0
+"""Seconds until the next attempt where no connection could be accepted."""
 
 
 class AcceptedTransport(TCPTransport):
@@ -104,27 +107,44 @@ class TCPListener(Listener):
         self._home = asyncio.get_running_loop()
         self._on_connection = on_connection
         self._thread = LoopThread("aiosync-tcp")
-        self._home.add_reader(self._socket.fileno(), self._accept)
-        self._accepting = True
+        self._resume()
 
     def _accept(self) -> None:
-        for _ in range(64):
+        while len(self._unknown) < _MAX_UNKNOWN:
             try:
                 sock, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as exc:
+            except OSError as exc:  # no descriptors left, most likely
                 logger.warning("a connection could not be accepted: %s", exc.strerror or exc)
+                self._pause()
+                assert self._home is not None
+                self._home.call_later(_BREATH, self._resume)
                 return
-            if len(self._unknown) >= _MAX_UNKNOWN or len(self._alive) >= self._max:
+            if len(self._alive) < self._max:
+                self._adopt(sock)
+            else:
                 sock.close()
                 logger.warning(
-                    "a connection was refused: there are %d, of which %d have not authenticated",
-                    len(self._alive),
-                    len(self._unknown),
+                    "a connection was refused: there are max_connections=%d already", len(self._alive)
                 )
-                continue
-            self._adopt(sock)
+        self._pause()
+
+    def _pause(self) -> None:
+        """Leave who comes now to the kernel, which has them wait."""
+        if self._accepting and self._home is not None:
+            self._accepting = False
+            self._home.remove_reader(self._socket.fileno())
+
+    def _resume(self) -> None:
+        if not self._accepting and self._home is not None and self._on_connection is not None:
+            self._accepting = True
+            self._home.add_reader(self._socket.fileno(), self._accept)
+
+    def _is_known(self, transport: AcceptedTransport) -> None:
+        self._unknown.discard(transport)
+        if len(self._unknown) < _MAX_UNKNOWN:
+            self._resume()
 
     def _adopt(self, sock: socket.socket) -> None:
         assert self._thread is not None and self._home is not None
@@ -145,15 +165,15 @@ class TCPListener(Listener):
 
     def trusted(self, transport: AcceptedTransport) -> None:
         """It is one of ours."""
-        self._unknown.discard(transport)
+        self._is_known(transport)
 
     def ended(self, transport: AcceptedTransport, error: ProtocolError | None) -> None:
         """It is no more."""
-        if transport in self._shaking and error is not None:
-            logger.warning("a connection was refused (%s): %s", transport.peer_name, error)
+        if transport in self._shaking and error is not None and self._on_connection is not None:
+            self._on_connection(transport)  # whoever greets it finds out, and says so
         self._shaking.discard(transport)
-        self._unknown.discard(transport)
         self._alive.discard(transport)
+        self._is_known(transport)
 
     def forget(self) -> None:
         """In a forked child: let go of the parent's socket without ending it."""
@@ -161,9 +181,7 @@ class TCPListener(Listener):
 
     def stop(self) -> None:
         """Let nobody in any more."""
-        if self._accepting and self._home is not None:
-            self._accepting = False
-            self._home.remove_reader(self._socket.fileno())
+        self._pause()
         self._on_connection = None
         self._socket.close()
         path, self._inode = self.address.path, (self._inode if os.getpid() == self._owner else None)

@@ -75,10 +75,18 @@ class TLSConfig:
             if self.certfile is not None:
                 # Without a password openssl would ask for one at the terminal, and wait.
                 context.load_cert_chain(self.certfile, self.keyfile, lambda: self.password or "")
+        except OSError as exc:
+            raise InvalidArgumentError(
+                f"TLSConfig: expected a PEM certificate in certfile={self.certfile!r} and its private key in "
+                f"keyfile={self.keyfile!r} (None: in the same file), and password= if it is encrypted: {exc}"
+            ) from exc
+        try:
             if self.cafile is not None:
                 context.load_verify_locations(self.cafile)
-        except (OSError, ssl.SSLError) as exc:
-            raise InvalidArgumentError(f"{self!r} cannot be used: {exc}") from exc
+        except OSError as exc:
+            raise InvalidArgumentError(
+                f"TLSConfig: expected PEM certificates in cafile={self.cafile!r}: {exc}"
+            ) from exc
 
 
 class TLSLayer:
