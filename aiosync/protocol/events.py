@@ -13,6 +13,7 @@ __all__ = [
     "Fetched",
     "Greeted",
     "Left",
+    "Recalled",
     "ReceiverEvent",
     "Rejected",
     "SenderEvent",
@@ -71,6 +72,11 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class Recalled:
+    """The update under way was taken back; another has to be fetched."""
+
+
+@dataclass(frozen=True, slots=True)
 class Verified:
     """The sender proved that it knows the token; its process id is ``pid`` (0: not on this machine)."""
 
@@ -99,4 +105,4 @@ class Aborted:
 
 
 SenderEvent: TypeAlias = Greeted | Fetched | StageDone | Applied | Rejected | Left
-ReceiverEvent: TypeAlias = Verified | Welcomed | UpdateArrived | Aborted | Left
+ReceiverEvent: TypeAlias = Verified | Welcomed | UpdateArrived | Recalled | Aborted | Left

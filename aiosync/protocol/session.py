@@ -36,6 +36,7 @@ from aiosync.protocol.events import (
     Fetched,
     Greeted,
     Left,
+    Recalled,
     ReceiverEvent,
     Rejected,
     SenderEvent,
@@ -172,10 +173,14 @@ class SenderSession(_Session):
         self._newest = max(self._newest, update.round)
         self._outgoing.append(update)
 
-    def recall(self) -> None:
-        """The offered update is taken back, before all of it was sent: the worker's fetch is open again."""
+    def recall(self, *, again: bool) -> None:
+        """The offered update is taken back, before all of it was sent; ``again``: it, or a newer one, can be
+        fetched."""
         self._expect(SenderState.LEASED)
-        self.state = SenderState.READY
+        self.state = SenderState.IDLE
+        self._told = False
+        if again:
+            self._notify()
 
     def abort(self, joint: str) -> None:
         """Call a joint update off."""
@@ -315,8 +320,12 @@ class ReceiverSession(_Session):
                 self._notified = True
                 self._fetch_if_wanted()
                 return []
-            case ReceiverState.FETCHING, f.Notify() if self._eager:
-                return []  # it crossed the Fetch that was sent in advance
+            case ReceiverState.FETCHING, f.Notify():
+                return []  # it crossed the Fetch, which is answered with the newest anyway
+            case ReceiverState.FETCHING, f.Cut():
+                self.state = ReceiverState.IDLE
+                self._wanting = False
+                return [Recalled()]
             case ReceiverState.FETCHING, f.Update():
                 self.state = ReceiverState.HOLDING
                 self._round = frame.round

@@ -54,7 +54,7 @@ class StreamDecoder:
     """Turns a stream of bytes into frames, and puts the bodies of updates into a sink.
 
     Read into :meth:`buffers`, then call :meth:`received`. An update is handed out when its body is
-    complete, and what came behind it after it. Once it has raised it stays broken.
+    complete, or the Cut that ends it, and what came behind it after it. Once it has raised it stays broken.
 
     Attributes:
         limit: largest body of a frame, in bytes.
@@ -175,7 +175,7 @@ class StreamDecoder:
                 self._hand_out(out, update)
             case f.Cut() if sink is not None and update is not None:
                 sink.forsake()
-                self._hand_out(out)
+                self._hand_out(out, frame)
             case f.Update() | f.Chunk() | f.End() | f.Cut():
                 raise ProtocolError(f"a {type(frame).__name__} frame may not come here")
             case _ if update is None:
@@ -191,8 +191,8 @@ class StreamDecoder:
             raise ProtocolError(f"chunk {chunk.block} has {chunk.size} bytes, expected {len(target)}")
         self._target, self._filled, self._chunk = target, 0, chunk
 
-    def _hand_out(self, out: list[f.Frame], *update: f.Update) -> None:
-        out += [*update, *self._behind]
+    def _hand_out(self, out: list[f.Frame], outcome: f.Update | f.Cut) -> None:
+        out += [outcome, *self._behind]
         self._update = None
         self._behind = []
 

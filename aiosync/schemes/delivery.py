@@ -130,8 +130,8 @@ class Outgoing:
             raise NotYet
         checksum = checksum_of(data) if copying is None else copying.checksum(block)
         base = block_of(self._base, block) if self._base is not None else None
-        self._sums.append(checksum)
         encoded = encode_block(self._codec, data, base, self._widths[block])
+        self._sums.append(checksum)
         if encoded is not None:
             encoding, raw = encoded
             head = Chunk(block=block, size=len(raw), checksum=checksum, encoding=encoding)

@@ -224,11 +224,11 @@ class WeightGroup:
         buffer, nbytes = draft.slot.segment.buffer, self.arena.layout.nbytes
         draft.copying = await self._offloader.run(lambda _: BlockCopy(buffer, nbytes, draft.pairs, BLOCK))
 
-    async def finish(self, draft: Draft) -> None:
-        """Bring it to its end."""
+    async def finish(self, draft: Draft, *, paced: bool) -> None:
+        """Bring it to its end; ``paced``: no faster than it is sent, for somebody waits for that anyway."""
         copying = draft.copying
         assert isinstance(copying, BlockCopy)
-        await self._offloader.run(lambda _: copying.complete())
+        await self._offloader.run(lambda _: copying.complete(paced=paced))
 
     def publish(
         self, draft: Draft, round_: int, version: int, *, fallback: bool, joint: JointRound | None = None
@@ -260,6 +260,14 @@ class WeightGroup:
             # Its copy failed half way and what it held before is gone: nobody may be given it.
             draft.slot.holders.clear()
             self.latest = None
+        self.wake()
+
+    def forget_latest(self) -> None:
+        """There is no newest version any more; nobody reads it."""
+        latest, self.latest = self.latest, None
+        if latest is not None:
+            latest.slot.holders.clear()
+            latest.slot.version = -1
         self.wake()
 
     def slot_of(self, version: int) -> Slot | None:

@@ -118,7 +118,6 @@ class Landing(Arrival):
         """Where a block's bytes belong."""
         if not 0 <= chunk.block < self._blocks or chunk.block in self._sums:
             raise ProtocolError(f"block {chunk.block} came twice, or there are only {self._blocks}")
-        self._sums[chunk.block] = chunk.checksum
         place = block_of(self._memory, chunk.block)
         if chunk.encoding == "raw":
             return place
@@ -136,8 +135,9 @@ class Landing(Arrival):
                 decode(chunk.encoding, self._encoded, place, base)
             except ProtocolError as exc:
                 self._harm(str(exc))
-                return
-        if checksum_of(place) != chunk.checksum:
+        # What is there, and not what was said: it is from these that the digest is made.
+        self._sums[chunk.block] = found = checksum_of(place)
+        if found != chunk.checksum:
             self._harm(f"block {chunk.block} arrived damaged (its checksum differs)")
 
     def finish(self, end: End) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -24,7 +23,10 @@ EAGER_LIMIT = 1 << 20
 and costs a slot if the worker hangs just then."""
 
 LATE_AFTER = 2.0
-"""Seconds after which a worker that does not answer is not waited for with a slot."""
+"""Seconds without an answer, and without a byte moved, after which a worker is not waited for with a slot."""
+
+SAMPLE = 0.5
+"""Seconds between two looks at whether anything moves."""
 
 PATIENCE = 1.0
 """Seconds without a byte moved after which a worker's memory may be taken from it."""
@@ -76,10 +78,9 @@ class WorkerLink:
         self._delivery = delivery
         self._instance = instance
         self._have = -1
-        self._moved = (-1, 0.0)
+        self._moved = (0, 0.0)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._leased_at = 0.0
         self._copied = False
         self._on_event = on_event
         self._on_lost = on_lost
@@ -221,23 +222,21 @@ class WorkerLink:
     def cut(self) -> None:
         """Take back what is being sent to a worker that does not take it: its memory is needed. A worker that
         is merely slow is left to it, or it would never get a whole version."""
-        progress, now = self._delivery.progress, time.monotonic()
-        if progress != self._moved[0]:
-            self._moved = progress, now
-        stuck = self.late or now - self._moved[1] > PATIENCE
-        if stuck and self._leased is not None and self._delivery.cut():
-            self.session.recall()
-            self.due = self.due or self.group.latest
+        if self._leased is not None and self._still() > PATIENCE and self._delivery.cut():
+            self.due = self.due or self._leased
             self._answered()
+            self.due.slot.holders.add(("due", self.worker))
+            self.session.recall(again=True)
+            self.transport.flush(self.session)
 
     def withdraw(self, published: Published) -> None:
         """This version will never be whole: nobody is to have it."""
         if self.due is published:
             self._forgo(published)
-        if self._leased is published:
-            self._delivery.cut()
-            self.session.recall()
+        if self._leased is published and self._delivery.cut():
             self._answered()
+            self.session.recall(again=self.due is not None)
+            self.transport.flush(self.session)
 
     def copied(self) -> None:
         """It has the leased version in memory of its own."""
@@ -284,9 +283,9 @@ class WorkerLink:
         self.due = None
         self._leased = published
         self._copied = False
-        self._leased_at = self._loop.time()
+        self._moved = self._delivery.progress, self._loop.time()
         if self._timer is None:  # one goes on for many leases: making one takes longer than a small send may
-            self._timer = self._loop.call_later(LATE_AFTER, self._overdue)
+            self._timer = self._loop.call_later(min(SAMPLE, LATE_AFTER), self._look)
         partial = published.names is not None and self.session.acked_version == published.base
         names = list(published.names) if partial and published.names is not None else None
         return Update(
@@ -305,17 +304,24 @@ class WorkerLink:
             base.holders.add(self.worker)
         return payload
 
-    def _overdue(self) -> None:
+    def _look(self) -> None:
         """It may hang: what it holds must not be what the others wait for."""
         self._timer = None
         if self._leased is None:
             return
-        left = self._leased_at + LATE_AFTER - self._loop.time()
+        left = LATE_AFTER - self._still()
         if left > 0:
-            self._timer = self._loop.call_later(left, self._overdue)
+            self._timer = self._loop.call_later(min(SAMPLE, left), self._look)
         else:
             self.late = True
             self.group.wake()
+
+    def _still(self) -> float:
+        """Seconds for which nothing of what it was leased has moved, as far as was looked."""
+        progress, now = self._delivery.progress, self._loop.time()
+        if progress != self._moved[0]:
+            self._moved = progress, now
+        return now - self._moved[1]
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -243,6 +243,8 @@ class Publisher:
             self.version -= 1
         for draft, before in zip(prepared.drafts, prepared.before, strict=True):
             draft.group.settle(round_.number, before, withdrawn=withdrawn)
+            if withdrawn:
+                draft.slot.version = -1  # the number will be another's
             if withdrawn and before is not None:
                 draft.group.addressed.update(dict.fromkeys(round_.phases, before.version))
 
@@ -278,7 +280,7 @@ async def _announce_and_write(publisher: Publisher, prepared: Prepared, fallback
         raise
     round_ = publisher.announce(prepared, fallback=fallback)
     for draft in prepared.drafts:
-        await draft.group.finish(draft)
+        await draft.group.finish(draft, paced=fallback)
     prepared.seconds["stage"] = time.perf_counter() - prepared.started
     return round_
 

@@ -90,6 +90,7 @@ class WeightReceiver:
         self._taker = asyncio.Lock()  # whoever takes updates in: the loop, or a receive() without it
         self._body: asyncio.Timeout | None = None
         self._closed = False
+        self._settled = False
 
     @property
     def version(self) -> int:
@@ -151,6 +152,7 @@ class WeightReceiver:
             if error is not None:
                 raise error
         await self.intake.reserve()
+        self._settled = True
         self._emit("connected")
 
     async def _come_back(self) -> bool:
@@ -182,7 +184,12 @@ class WeightReceiver:
         link = self._link
         await link.renew(self.intake.signature)
         welcome, another = await link.meet(deadline)
-        self.intake.check_layout(welcome)
+        try:
+            self.intake.check_layout(welcome)
+        except LayoutMismatchError as exc:
+            link.session.declined(nack_of(welcome.version, exc))
+            await link.aclose("the weights do not fit")
+            raise
         # Versions are one sender's own: another at the same address begins anew, and is the one to follow.
         if another:
             self.intake.follow_another()
@@ -223,7 +230,7 @@ class WeightReceiver:
 
     def _lose(self, reason: str) -> None:
         """The connection is gone; whether the sender is, the receiver loop finds out."""
-        if self._reconnect_for <= 0 or self.version < 0:
+        if self._reconnect_for <= 0 or not self._settled:
             self._end(reason, lost=True)
         elif self.ended is None and not self._link.down:
             self._link.down = reason
@@ -348,11 +355,11 @@ class WeightReceiver:
         """
         if self._closed or not self.intake.ready:
             raise NotConnectedError("connect() first: this receiver is not connected")
-        before = self.version
+        before = self.stats.updates
         try:
             await asyncio.sleep(0)  # what has arrived already is found even with a timeout of zero
             async with asyncio.timeout(deadline.remaining()):
-                while self.version == before:
+                while self.stats.updates == before:
                     if self._closed or (self.ended is not None and self._held is None):
                         raise WorkerLostError((), self.ended or "this side has closed the connection")
                     if self._looping:
@@ -361,7 +368,7 @@ class WeightReceiver:
                         await self._take_one(before)
         except TimeoutError:
             pass
-        return self.weights if self.version != before else None
+        return self.weights if self.stats.updates != before else None
 
     async def _await_commit(self) -> None:
         self._committed.clear()
@@ -369,7 +376,7 @@ class WeightReceiver:
 
     async def _take_one(self, before: int) -> None:
         async with self._taker:
-            if self.version != before or self._looping:
+            if self.stats.updates != before or self._looping:
                 return
             if await self._await_held():
                 await self._advance()
@@ -468,6 +475,7 @@ class WeightReceiver:
         assert held is not None
         if held.update.joint is not None:
             give_up(held.update.joint.id, self.worker_idx, f"the part of {self.model_id!r} failed: {error}")
+        self._link.session.have = self.intake.have
         self._link.session.refused(nack_of(held.update.version, error))
         self._tell_failure(error)
 

@@ -94,6 +94,8 @@ class WeightRelay:
         Raises:
             WorkerLostError, HandshakeError, SyncTimeoutError: as a worker's ``connect``.
         """
+        if self._downstream._listener is None:  # an attempt before this one failed
+            self._downstream._init_relay(self._model_id)
         intake = self._intake = RelayIntake(self._downstream, self._model_id)
         self._receiver = self._upstream._create_relay_receiver(intake, self._model_id)
         try:

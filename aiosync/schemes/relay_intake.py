@@ -109,7 +109,8 @@ class _RelayLanding(Landing):
         self._fill_up_to(chunk.block)
         super().placed(chunk)
         if self._damage is None:
-            self._arriving.advance(chunk.block + 1)
+            # Not the last one: workers must not have all of it before it is known to be right.
+            self._arriving.advance(min(chunk.block + 1, self._blocks - 1))
 
     def finish(self, end: End) -> None:
         """See :class:`Landing`."""
@@ -274,7 +275,6 @@ class RelayIntake(Intake):
         if prepared is None or prepared.round is None or publisher is None or self._landing is None:
             raise NotConnectedError("this relay was closed, or lost the update, before its workers had it")
         self.version, self.weights = held.update.version, held.views or {}
-        held.committed = True
         self._landing.committed()
         round_ = prepared.round
         await round_.wait(prepared.deadline)
@@ -285,11 +285,17 @@ class RelayIntake(Intake):
         if failure is not None or silent:
             words = f"workers {silent} did not answer" if failure is None else str(failure)
             raise BelowError(f"below this relay: {words}")
+        held.committed = True
 
     def follow_another(self) -> None:
         """Another trainer: its versions begin anew, and workers must know that."""
         super().follow_another()
+        self.aborted()
         self.roster.begin_anew("the relay follows another sender")
+        # Whoever comes back is to wait for the other's first version, and not to get the last one's newest.
+        if self._group is not None and self._landing is not None:
+            self._group.forget_latest()
+            self._landing.front = None
 
     async def close(self, *, detach: bool) -> None:
         """Say goodbye downstream."""

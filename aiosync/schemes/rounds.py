@@ -71,9 +71,8 @@ class Round:
 
     @property
     def withdrawn(self) -> bool:
-        """Whether every worker answered that it did not take this version."""
-        statuses = {report.status for report in self.reports.values()}
-        return not self.pending and "failed" in statuses and statuses <= {"failed", "lost"}
+        """Whether every worker answered that it did not take this version. One that was lost may have it."""
+        return not self.pending and {report.status for report in self.reports.values()} == {"failed"}
 
     def settle(self, report: WorkerReport) -> None:
         """Take a worker's answer; only its first counts."""

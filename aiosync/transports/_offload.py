@@ -11,16 +11,17 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.queues import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from aiosync.weights.copying import Lane, Pairs, copy_lanes
 
-__all__ = ["LoopThread", "Offloader", "QueueReader", "uninterrupted"]
+__all__ = ["LoopThread", "Offloader", "QueueReader", "abandonable", "uninterrupted"]
 
 T = TypeVar("T")
 
@@ -106,6 +107,37 @@ async def _outlast(future: asyncio.Future[Any]) -> None:
             continue
     if not future.cancelled():
         future.exception()  # the caller is gone: nobody else will look at it
+
+
+async def abandonable(work: Callable[[], T], name: str) -> T:
+    """Run ``work()`` in a thread that a cancelled caller leaves to itself: for what cannot be interrupted,
+    ends by itself, and touches nothing of ours.
+
+    Raises:
+        Exception: whatever ``work`` raises.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("T", value))
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = work()
+        except Exception as exc:  # noqa: BLE001 - raised where it is awaited
+            error = exc
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await future
 
 
 class QueueReader:

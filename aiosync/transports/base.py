@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol
 
 from aiosync._deadline import Deadline
 from aiosync.errors import FrameError, ProtocolError, SyncTimeoutError, WorkerLostError
-from aiosync.protocol.events import Greeted, Left, Welcomed
+from aiosync.protocol.events import Greeted, Left, Verified, Welcomed
 from aiosync.protocol.frames import (
     MAX_FRAME,
     MAX_GREETING,
@@ -22,6 +22,7 @@ from aiosync.protocol.frames import (
     encode,
 )
 from aiosync.protocol.session import ReceiverSession, SenderSession
+from aiosync.transports._offload import uninterrupted
 
 __all__ = ["Listener", "Sink", "Transport"]
 
@@ -181,7 +182,8 @@ class Transport(ABC):
             return
         self._closed = True
         self._wake()
-        await self._close()
+        # Nobody would close the rest if this was cut short: it is bounded by itself.
+        await uninterrupted(lambda _: self._close())
 
     # -- the words of the weight-update vocabulary -------------------------------------------------
 
@@ -266,13 +268,15 @@ class Transport(ABC):
                     f"{exc.reason} in the handshake; if it has a log, that says why (another TLS or token?)",
                 ) from exc
             events = session.receive(frame)
+            for event in events:
+                if isinstance(event, Verified):
+                    self.trust()  # before it hears of us: its welcome may be long
             self.flush(session)
             for event in events:
                 if isinstance(event, Welcomed):
                     return event
                 if isinstance(event, Left):
                     raise WorkerLostError((), f"it ended the handshake: {event.reason}")
-                self.trust()
 
     def flush(self, session: SenderSession | ReceiverSession) -> None:
         """Send what the session has to say."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import errno
+import logging
 import socket
 import ssl
 import struct
@@ -35,6 +36,8 @@ from aiosync.transports.tls import TLSLayer
 
 __all__ = ["Channel"]
 
+logger = logging.getLogger("aiosync")
+
 _TURN = 1 << 20
 """Bytes that are moved at most before other connections have their turn."""
 
@@ -44,8 +47,8 @@ _SMALL = 1 << 18
 _SEALED_READ = 1 << 18
 """Encrypted bytes of updates that are read at once."""
 
-_SEALED_READ_AT_FIRST = 1 << 14
-"""The same as long as no update may come: one record."""
+_RECORD = 1 << 14
+"""Bytes of a TLS record; as many are read at once as long as no update may come."""
 
 _WORTH_WAITING = 1 << 16
 """Bytes of a chunk from which they are waited for in the kernel. Only a receiver has chunks to wait for, and
@@ -108,7 +111,7 @@ class Channel:
         self._home = asyncio.get_running_loop()
         self._tls = tls
         self._sealed = memoryview(b"")
-        self._raw = memoryview(bytearray(_SEALED_READ_AT_FIRST if tls is not None else 0))
+        self._raw = memoryview(bytearray(_RECORD if tls is not None else 0))
         self._state = _State.NEW
         self._lock = threading.RLock()
         self._outbox = Outbox(self._fed, self._post)
@@ -148,7 +151,10 @@ class Channel:
     def cut(self) -> bool:
         """Send nothing more of the bodies under way, and say so; returns whether there was one."""
         with self._lock:
-            return self._outbox.cut()
+            found = self._outbox.cut()
+            if self._busy:
+                self._arm_soon()
+            return found
 
     async def aclose(self) -> None:
         """Send what is queued, without bodies, and end the connection; bounded."""
@@ -199,6 +205,10 @@ class Channel:
             # Reading tells why, and brings what the other side said before.
             self._mute = True
             self._forget_unsent()
+        except Exception as exc:  # noqa: BLE001 - the end of this connection, and of no other
+            self._mute = True
+            self._forget_unsent()
+            self._thread.call(self._break, exc)
 
     def _send(self) -> int:
         pieces = self._outbox.pieces()
@@ -281,6 +291,12 @@ class Channel:
             self._post(self._owner.channel_open)
 
     def _readable(self) -> None:
+        try:
+            self._read()
+        except Exception as exc:  # noqa: BLE001 - the end of this connection, and of no other
+            self._break(exc)
+
+    def _read(self) -> None:
         budget = _TURN
         while budget > 0 and self._state is not _State.ENDED and not self._paused:
             try:
@@ -312,7 +328,8 @@ class Channel:
     def _receive_sealed(self, tls: TLSLayer) -> int:
         if self.decoder.sink is not None and len(self._raw) < _SEALED_READ:
             self._raw = memoryview(bytearray(_SEALED_READ))
-        more = self.decoder.missing > len(self._raw)
+        # A record that has come in part is in the TLS layer already, and will not come again.
+        more = self.decoder.missing > len(self._raw) + 2 * _RECORD
         count = self._sock.recv_into(self._raw, 0, socket.MSG_WAITALL if more else socket.MSG_DONTWAIT)
         if count:
             with self._lock:
@@ -355,8 +372,11 @@ class Channel:
         self._paused = False
         if self._state in (_State.OPEN, _State.CLOSING):
             self._thread.loop.add_reader(self._fd, self._readable)
-            if self._tls is not None:
-                self._unseal(self._tls)
+            try:
+                if self._tls is not None:
+                    self._unseal(self._tls)
+            except Exception as exc:  # noqa: BLE001 - as above
+                self._break(exc)
             self._readable()
 
     # -- the end: in the thread ------------------------------------------------------------------------
@@ -383,6 +403,11 @@ class Channel:
             if exc.errno != errno.ENOTCONN:
                 raise
             self._end("")
+
+    def _break(self, exc: Exception) -> None:
+        """Something went wrong here that nobody thought of, or there is no memory."""
+        logger.error("a connection is given up", exc_info=exc)
+        self._end(f"this side of its channel failed: {exc!r}")
 
     def _fail(self, what: str) -> None:
         if self._state is _State.HANDSHAKE:

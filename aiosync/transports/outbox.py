@@ -65,11 +65,6 @@ class Outbox:
         self._starved = False
 
     @property
-    def empty(self) -> bool:
-        """Whether there is nothing, not even something to wait for."""
-        return not self._pieces and not self._queue
-
-    @property
     def ready(self) -> bool:
         """Whether there may be something to send now."""
         return bool(self._pieces) or (bool(self._queue) and not self._starved)

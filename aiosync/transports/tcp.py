@@ -7,13 +7,14 @@ import logging
 import socket
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from aiosync._deadline import Deadline, pauses
 from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.frames import Frame
 from aiosync.protocol.stream import BodySink
-from aiosync.transports._offload import LoopThread, Offloader
+from aiosync.transports._offload import LoopThread, abandonable
 from aiosync.transports.address import Address
 from aiosync.transports.base import Transport
 from aiosync.transports.channel import Channel
@@ -24,6 +25,9 @@ from aiosync.transports.tls import TLSConfig, TLSLayer
 __all__ = ["DialledTransport", "TCPTransport"]
 
 logger = logging.getLogger("aiosync")
+
+_ATTEMPT = 5.0
+"""Seconds that one address of a host has to answer."""
 
 
 class TCPTransport(Transport):
@@ -171,11 +175,13 @@ class DialledTransport(TCPTransport):
         for pause in pauses(deadline):
             for family, target in targets:
                 try:
-                    return await _connected(family, target)
-                except OSError as exc:
+                    async with asyncio.timeout(_ATTEMPT):
+                        return await _connected(family, target)
+                except OSError as exc:  # a timeout is one
+                    problem = exc.strerror or str(exc) or "no answer"
                     if not self.trouble:
-                        logger.info("%s: %s; trying again", address, exc.strerror or exc)
-                    self.trouble = f"cannot connect to {address}: {exc.strerror or exc}"
+                        logger.info("%s: %s; trying again", address, problem)
+                    self.trouble = f"cannot connect to {address}: {problem}"
             await asyncio.sleep(pause)
         raise TimeoutError
 
@@ -211,13 +217,12 @@ async def _resolve(address: Address) -> list[tuple[int, Any]]:
     """(family, address to connect to), in order of preference."""
     if address.path:
         return [(socket.AF_UNIX, address.path)]
-    offloader = Offloader("aiosync-resolve")
+    look_up = partial(socket.getaddrinfo, address.host, address.port, type=socket.SOCK_STREAM)
     try:
-        found = await offloader.run(
-            lambda _: socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        )
-    except OSError as exc:
-        raise WorkerLostError((), f"{address}: {exc.strerror or exc}") from exc
-    finally:
-        offloader.close()
+        found = look_up(flags=socket.AI_NUMERICHOST)
+    except OSError:
+        try:
+            found = await abandonable(look_up, "aiosync-resolve")
+        except OSError as exc:
+            raise WorkerLostError((), f"cannot connect to {address}: {exc.strerror or exc}") from exc
     return [(family, target) for family, _, _, _, target in found]

@@ -65,8 +65,10 @@ class TLSConfig:
         Raises:
             InvalidArgumentError: a certificate that cannot be read.
         """
-        context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if self.cafile is None:
+            context.load_default_certs(ssl.Purpose.SERVER_AUTH)
         self._load(context)
         return context
 

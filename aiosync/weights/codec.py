@@ -85,6 +85,8 @@ def decode(encoding: str, data: memoryview, block: memoryview, base: memoryview 
     if codec not in ENCODINGS or text not in ("1", "2", "4", "8"):
         raise ProtocolError(f"unknown encoding {encoding[:20]!r}")
     width = int(text)
+    if len(block) % width:
+        raise ProtocolError(f"encoding {encoding!r} does not fit a block of {len(block)} bytes")
     if codec == "zstd":
         plain = _decompress(data, len(block))
         block[:] = plain.reshape(width, -1).T.tobytes()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -111,7 +112,7 @@ class BlockCopy(Filling):
     """A copy into one buffer, from its beginning to its end, by whoever needs the next block of it first.
 
     So a network can begin with the first block while the last are still to be copied. Who needs a block
-    never waits for longer than its copy takes; who only wants the copy to end (:meth:`complete`) keeps a
+    hardly waits for longer than its copy takes; who only wants the copy to end (:meth:`complete`) may keep a
     few blocks ahead of the others, for as long as they are quick.
 
     Args:
@@ -134,25 +135,27 @@ class BlockCopy(Filling):
         self._range: _Range | None = next(self._ranges, None)
         self._lock = threading.Lock()
         self._asked = 0
+        self._waiting = False
         self._nearer = threading.Event()
 
     def ready(self, block: int) -> bool:
         """Always: what is not there is copied now."""
         self._asked = max(self._asked, block)
+        self._waiting = True
         self._copy_up_to(block)
+        self._waiting = False
         if self._lead <= _LEAD // 2:
             self._nearer.set()
         return True
 
-    def complete(self) -> None:
-        """Have every block copied."""
+    def complete(self, *, paced: bool) -> None:
+        """Have every block copied; ``paced``: a few blocks ahead of those who ask for them, if they do."""
         last = -(-len(self._memory) // self._block) - 1
-        quick = True
-        while quick and len(self._checksums) <= last:
+        while paced and len(self._checksums) <= last:
             self._nearer.clear()
             self._copy_up_to(min(self._asked + _LEAD, last))
             if self._lead > _LEAD // 2:
-                quick = self._nearer.wait(_PATIENCE)
+                paced = self._nearer.wait(_PATIENCE)
         self._copy_up_to(last)
 
     @property
@@ -169,12 +172,14 @@ class BlockCopy(Filling):
 
     def _copy_up_to(self, block: int) -> None:
         done = self._checksums
-        if len(done) <= block:
+        while len(done) <= block:
             with self._lock:
-                while len(done) <= block:
-                    begin = len(done) * self._block
+                begin = len(done) * self._block
+                if len(done) <= block:
                     self._copy_until(self._start + begin + self._block)
                     done.append(checksum_of(self._memory[begin : begin + self._block]))  # still in the cache
+            if self._waiting:
+                time.sleep(0)  # a lock goes to whoever runs: let that be who needs the next block
 
     def _copy_until(self, end: int) -> None:
         while self._range is not None and self._range[0] < end:

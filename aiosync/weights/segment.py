@@ -17,6 +17,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -211,5 +212,6 @@ def _huge(nbytes: int) -> Tensor:
     much of their time looking small ones up."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if "MADV_HUGEPAGE" in dir(mmap):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
