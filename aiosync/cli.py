@@ -98,10 +98,15 @@ def relay(
     listen: Annotated[str, typer.Option(help="tcp://host:port or unix:///path for workers here.")],
     model_id: Annotated[str | None, typer.Option(help="The model, as the trainer calls it.")] = None,
     token_env: Annotated[
-        str, typer.Option(help="The environment variable that has the token.")
-    ] = "AIOSYNC_TOKEN",
+        str | None, typer.Option(help="The environment variable that has the token.  [AIOSYNC_TOKEN, if set]")
+    ] = None,
+    certfile: Annotated[str | None, typer.Option(help="This node's certificate, PEM: speak TLS.")] = None,
+    keyfile: Annotated[str | None, typer.Option(help="Its private key, if not in the same file.")] = None,
+    cafile: Annotated[str | None, typer.Option(help="What signed the others' certificates, PEM.")] = None,
     codec: Annotated[Literal["full", "zstd", "delta"], typer.Option(help="From here on.")] = "full",
     timeout: Annotated[float, typer.Option(help="Seconds that one step may take.")] = 120.0,
+    reconnect_for: Annotated[float, typer.Option(help="Seconds to look for a lost trainer.")] = 60.0,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Let everybody in.")] = False,
 ) -> None:
     """Hand a trainer's updates on to workers here, as they arrive, until the trainer closes."""
     import asyncio
@@ -111,11 +116,16 @@ def relay(
     import aiosync
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    token = os.environ.get(token_env)
+    token = os.environ.get(token_env or "AIOSYNC_TOKEN")
+    if token_env is not None and token is None:
+        raise typer.BadParameter(f"the environment variable {token_env} is not set", param_hint="--token-env")
 
     async def main() -> None:
-        above = aiosync.TCPWeightSyncScheme(upstream, token=token, timeout=timeout)
-        below = aiosync.TCPWeightSyncScheme(listen, token=token, codec=codec, timeout=timeout)
+        wants_tls = any((certfile, keyfile, cafile))
+        tls = aiosync.TLSConfig(certfile, keyfile, cafile) if wants_tls else None
+        common: dict[str, Any] = {"token": token, "tls": tls, "timeout": timeout}
+        above = aiosync.TCPWeightSyncScheme(upstream, reconnect_for=reconnect_for, **common)
+        below = aiosync.TCPWeightSyncScheme(listen, codec=codec, insecure=insecure, **common)
         async with aiosync.WeightRelay(above, below, model_id=model_id) as node:
             typer.echo(f"workers may connect to {node.address}")
             await node.wait_closed()
@@ -123,6 +133,8 @@ def relay(
 
     try:
         asyncio.run(main())
+    except aiosync.InsecureTransportError as exc:
+        raise SystemExit(f"aiosync relay: {exc} (here: AIOSYNC_TOKEN, --certfile, --insecure)") from None
     except aiosync.AiosyncError as exc:
         raise SystemExit(f"aiosync relay: {exc}") from None
     except KeyboardInterrupt:

@@ -52,20 +52,22 @@ def bench(
     if network:
         from benchmarks import network as sockets
 
-        sizes, counts = ([int(n) for n in _split(text)] for text in (mib, workers))
-        sockets.run(sizes, counts, _split(links), rounds or 9, json)
+        unknown = sorted(set(_split(links)) - {"tcp", "unix", "tls"})
+        if unknown:
+            raise typer.BadParameter(f"expected some of tcp, unix, tls, got {', '.join(unknown)}")
+        sockets.run(_numbers("--mib", mib), _numbers("--workers", workers), _split(links), rounds or 9, json)
         return
     if relay:
         from benchmarks import relay as tree
 
-        tree.run(int(_split(mib)[0]), mbit, rounds or 5, json)
+        tree.run(_numbers("--mib", mib)[0], mbit, rounds or 5, json)
         return
     # Here and not above: each spawned process imports this module as its main one.
     from benchmarks.run import Options, run
 
     options = Options(
         models=_split(models),
-        workers=tuple(int(n) for n in _split(workers)),
+        workers=tuple(_numbers("--workers", workers)),
         schemes=_split(schemes),
         contenders=_split(contenders),
         rounds=rounds,
@@ -81,6 +83,18 @@ def bench(
         raise typer.BadParameter(str(error)) from error
     if missed and check:
         raise typer.Exit(1)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        found = [int(part) for part in _split(text)]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise typer.BadParameter(
+            f"expected whole numbers of at least 1, with commas, got {text!r}", param_hint=option
+        )
+    return found
 
 
 def _split(text: str) -> tuple[str, ...]:

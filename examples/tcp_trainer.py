@@ -49,6 +49,10 @@ async def train(scheme: aiosync.TCPWeightSyncScheme, policy: nn.Module, updates:
 NEWS = ("joined", "lost", "failed", "dropped")
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def main(
     address: Annotated[str, typer.Option(help="tcp://host:port or unix:///path")] = "tcp://127.0.0.1:5555",
     updates: Annotated[int, typer.Option(min=1)] = 1000,
@@ -57,16 +61,19 @@ def main(
 ) -> None:
     """Send a new version every so often to whoever is there."""
     logging.basicConfig(level=logging.WARNING)
-    scheme = aiosync.TCPWeightSyncScheme(
-        address,
-        token=os.environ.get("AIOSYNC_TOKEN"),
-        codec="delta",
-        cast=torch.bfloat16,
-        on_failure="drop",  # a worker that is lost comes back by itself, or does not
-        timeout=timeout,
-    )
-    asyncio.run(train(scheme, make_policy(), updates, pause))
+    try:
+        scheme = aiosync.TCPWeightSyncScheme(
+            address,
+            token=os.environ.get("AIOSYNC_TOKEN"),
+            codec="delta",
+            cast=torch.bfloat16,
+            on_failure="drop",  # a worker that is lost comes back by itself, or does not
+            timeout=timeout,
+        )
+        asyncio.run(train(scheme, make_policy(), updates, pause))
+    except aiosync.AiosyncError as error:
+        raise SystemExit(f"tcp_trainer: {error}") from None
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -30,15 +30,22 @@ async def act(scheme: aiosync.TCPWeightSyncScheme) -> None:
         print(f"the end, at version {scheme.version}: {scheme.ended}")
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def main(
     address: Annotated[str, typer.Option(help="the trainer's")] = "tcp://127.0.0.1:5555",
     timeout: Annotated[float, typer.Option(help="Seconds that one step may take.")] = 120.0,
 ) -> None:
     """Act with whatever version is the newest, until the trainer closes."""
     logging.basicConfig(level=logging.WARNING)
-    token = os.environ.get("AIOSYNC_TOKEN")
-    asyncio.run(act(aiosync.TCPWeightSyncScheme(address, token=token, timeout=timeout)))
+    try:
+        token = os.environ.get("AIOSYNC_TOKEN")
+        asyncio.run(act(aiosync.TCPWeightSyncScheme(address, token=token, timeout=timeout)))
+    except aiosync.AiosyncError as error:
+        raise SystemExit(f"tcp_worker: {error}") from None
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from abc import abstractmethod
 from collections.abc import Callable
@@ -178,7 +179,7 @@ class DialledTransport(TCPTransport):
                     async with asyncio.timeout(_ATTEMPT):
                         return await _connected(family, target)
                 except OSError as exc:  # a timeout is one
-                    problem = exc.strerror or str(exc) or "no answer"
+                    problem = os.strerror(exc.errno) if exc.errno else str(exc) or "no answer"
                     if not self.trouble:
                         logger.info("%s: %s; trying again", address, problem)
                     self.trouble = f"cannot connect to {address}: {problem}"
