@@ -15,7 +15,7 @@ from aiosync import HandshakeError, RemoteApplyError, TCPWeightSyncScheme, Weigh
 from tests.kit.clock import PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.proxy import ChaosProxy
-from tests.transports.test_tcp import TOKEN, join, make_worker, sender_of
+from tests.transports.test_tcp import TOKEN, break_off, join, make_worker, sender_of
 
 LARGE = 1 << 19  # four tensors of 2 MiB: the update is longer than what sockets take at once
 
@@ -170,8 +170,7 @@ async def test_a_trainer_that_is_started_again() -> None:
             for version in range(1, 4):
                 fill(model, version)
                 await first.send()
-            for transport in first.sender_transports.values():
-                transport.abort()  # type: ignore[attr-defined]
+            break_off(first)
             listener: Any = first.shared_transport
             listener.stop()
             fill(model, 9)

@@ -50,6 +50,12 @@ async def sender_of(model: nn.Module, **options: Any) -> AsyncIterator[TCPWeight
         await within(scheme.aclose())
 
 
+def break_off(scheme: TCPWeightSyncScheme) -> None:
+    """End a sender's connections without a goodbye."""
+    for transport in scheme.sender_transports.values():
+        transport.abort()  # type: ignore[attr-defined]
+
+
 async def join(scheme: TCPWeightSyncScheme, *workers: LocalWorker) -> None:
     """Connect a sender and its first workers, and have them serve."""
     async with asyncio.TaskGroup() as tasks:
@@ -158,8 +164,7 @@ async def test_a_sender_that_is_started_again() -> None:
             fill(model, version)
             await first.send()
         # It dies without a goodbye.
-        for transport in first.sender_transports.values():
-            transport.abort()  # type: ignore[attr-defined]
+        break_off(first)
     assert worker.scheme.ended is None
     assert value_of(worker.model) == 3
     fill(model, 7)
@@ -179,8 +184,7 @@ async def test_a_sender_that_does_not_come_back() -> None:
     async with sender_of(Uniform()) as scheme:
         worker = make_worker(scheme.address, reconnect_for=BRIEF)
         await join(scheme, worker)
-        for transport in scheme.sender_transports.values():
-            transport.abort()  # type: ignore[attr-defined]
+        break_off(scheme)
         listener: Any = scheme.shared_transport
         listener.stop()
         await eventually(lambda: worker.scheme.ended is not None, "it gives up")

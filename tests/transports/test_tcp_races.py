@@ -30,7 +30,7 @@ from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.proxy import ChaosProxy
 from tests.transports.test_relay import connect, relay_below, serve
-from tests.transports.test_tcp import TOKEN, join, make_worker, sender_of
+from tests.transports.test_tcp import TOKEN, break_off, join, make_worker, sender_of
 
 LARGE = 1 << 19
 
@@ -249,8 +249,7 @@ async def test_a_second_break_before_the_first_update_of_a_new_sender() -> None:
         await join(first, worker)
         fill(model, 5)
         await first.send()
-        for transport in first.sender_transports.values():
-            transport.abort()  # type: ignore[attr-defined]
+        break_off(first)
     receiver = worker.scheme.get_receiver()
     receiver.intake.follow_another()
     receiver._lose("the link broke again")
@@ -269,8 +268,7 @@ async def test_a_sender_that_comes_back_with_another_model_is_told() -> None:
         address = first.address
         worker = make_worker(address)
         await join(first, worker)
-        for transport in first.sender_transports.values():
-            transport.abort()  # type: ignore[attr-defined]
+        break_off(first)
     second = TCPWeightSyncScheme(address, token=TOKEN, timeout=PATIENCE)
     second.init_on_sender(model_id="policy", model=torch.nn.Linear(3, 4))
     with pytest.raises(SyncTimeoutError, match=r"do not fit|missing|unexpected"):
@@ -359,8 +357,7 @@ async def test_workers_below_a_relay_do_not_take_the_old_trainers_newest_for_the
             for version in range(1, 4):
                 fill(model, version)
                 await first.send()
-            for transport in first.sender_transports.values():
-                transport.abort()  # type: ignore[attr-defined]
+            break_off(first)
             listener: Any = first.shared_transport
             listener.stop()
             second = TCPWeightSyncScheme(address, token=TOKEN, timeout=PATIENCE)
