@@ -535,8 +535,8 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.TCPWeightSyncScheme
     _async: aiosync.TCPWeightSyncScheme
 
-    def __init__(self, address: str='tcp://127.0.0.1:0', *args: Any, token: str | bytes | None=None, tls: TLSConfig | None=None, codec: Codec='full', reconnect_for: float=60.0, insecure: bool=False, max_connections: int=1024, **options: Any) -> None:
-        self._async = aiosync.TCPWeightSyncScheme(address, *args, token=token, tls=tls, codec=codec, reconnect_for=reconnect_for, insecure=insecure, max_connections=max_connections, **options)
+    def __init__(self, address: str='tcp://127.0.0.1:0', *, token: str | bytes | None=None, tls: TLSConfig | None=None, codec: Codec='full', reconnect_for: float=60.0, insecure: bool=False, max_connections: int=1024, **options: Any) -> None:
+        self._async = aiosync.TCPWeightSyncScheme(address, token=token, tls=tls, codec=codec, reconnect_for=reconnect_for, insecure=insecure, max_connections=max_connections, **options)
 
     @property
     def address(self) -> str:
