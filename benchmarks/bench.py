@@ -45,7 +45,9 @@ def bench(
 ) -> None:
     """Measure aiosync, torchrl and the physical limit side by side, in one run and in turn."""
     if check and (delta or network or relay):
-        raise typer.BadParameter("only the comparison with torchrl has targets to check", param_hint="--check")
+        raise typer.BadParameter(
+            "only the comparison with torchrl has targets to check", param_hint="--check"
+        )
     if delta:
         from benchmarks import delta as differences
 

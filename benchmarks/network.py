@@ -38,6 +38,7 @@ SPAWN = multiprocessing.get_context("spawn")
 TENSORS = 64
 WARM_UP = 2
 STOPPED_ROUNDS = 8
+STALL_ROUNDS = 5
 MIB = 1 << 20
 
 
@@ -94,10 +95,10 @@ def aiosync_worker(
 
     async def main() -> None:
         scheme.init_on_receiver(model_id="policy", model=make_model(mib), worker_idx=index)
-        async with scheme, ticking() as late, scheme.receiving():
+        async with scheme, scheme.receiving():
             await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
-            late.clear()
-            await scheme.wait_closed()
+            async with ticking() as late:
+                await scheme.wait_closed()
         pipe.send(late)
 
     asyncio.run(main())
@@ -176,7 +177,8 @@ def blocking_sender(kind: str, tls: aiosync.TLSConfig | None, nbytes: int) -> It
 
 
 async def measure(setting: Setting, rounds: int) -> Figures:
-    """Both in turn: a send of aiosync's, a send of the blocking socket's, and again."""
+    """Both in turn: a send of aiosync's, a send of the blocking socket's, and again; then sends beside
+    tickers, which would take processor time from one side of the comparison only."""
     nbytes = setting.mib * MIB
     model = make_model(setting.mib)
     ready = torch.zeros(nbytes, dtype=torch.uint8).numpy().data
@@ -192,18 +194,20 @@ async def measure(setting: Setting, rounds: int) -> Figures:
         await scheme.connect(min_workers=setting.receivers)
         for number in range(WARM_UP + rounds):
             if number == WARM_UP:
-                ours, theirs, stalls = [], [], []
-                for pipe in pipes:
-                    pipe.send("now")
-            async with ticking() as late:
-                begun = time.perf_counter()
-                await scheme.send()
-                ours.append(time.perf_counter() - begun)
-            stalls += late
+                ours, theirs = [], []
+            begun = time.perf_counter()
+            await scheme.send()
+            ours.append(time.perf_counter() - begun)
             begun = time.perf_counter()
             sock.sendall(ready)
             sock.recv(1)
             theirs.append(time.perf_counter() - begun)
+        for pipe in pipes:
+            pipe.send("now")
+        for _ in range(STALL_ROUNDS):
+            async with ticking() as late:
+                await scheme.send()
+            stalls += late
         memory = scheme.stats.memory / nbytes
         stopped = (
             await _with_one_stopped(scheme, processes[-1].pid, nbytes) if setting.receivers > 1 else None
