@@ -318,19 +318,20 @@ async def test_who_is_merely_slow_is_not_cut() -> None:
 async def test_an_update_that_is_cut_and_offered_again_above_a_relay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = Uniform(size=LARGE)
+    size = 1 << 21  # more than all sockets on the way take in
+    model = Uniform(size=size)
     async with (
         sender_of(model) as scheme,
         ChaosProxy(scheme.address) as proxy,
         relay_below(proxy.address) as relay,
     ):
         await connect(scheme, relay)
-        worker = make_worker(relay.address, Uniform(-1.0, size=LARGE))
+        worker = make_worker(relay.address, Uniform(-1.0, size=size))
         await serve(worker)
         proxy.weather["to_worker"].rate = 4e6
         fill(model, 1)
         await scheme.send(wait=False)
-        await eventually(lambda: proxy.passed["to_worker"] > 9 << 20, "some of it has come")
+        await eventually(lambda: proxy.passed["to_worker"] > 33 << 20, "some of it has come")
         (link,) = scheme.get_sender().roster.links.values()
         with monkeypatch.context() as patch:
             patch.setattr(link, "_still", lambda: STUCK_AFTER + 1)
