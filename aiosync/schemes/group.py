@@ -266,7 +266,7 @@ class WeightGroup:
         """There is no newest version any more; nobody reads it."""
         latest, self.latest = self.latest, None
         if latest is not None:
-            latest.slot.holders.clear()
+            latest.slot.holders &= {WRITER}  # it may be about to be written over
             latest.slot.version = -1
         self.wake()
 

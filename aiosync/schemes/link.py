@@ -210,9 +210,14 @@ class WorkerLink:
         it gives back."""
         self._have = have
         if self._leased is not None:
-            self.due = self.due or self._leased
+            self._keep_due(self._leased)
             self._answered()
-            self.due.slot.holders.add(("due", self.worker))
+
+    def _keep_due(self, leased: Published) -> None:
+        """It still has to come for what it was leased, or for a newer version. To be said before the slot is
+        let go of: one that nobody holds may be gone at once."""
+        self.due = self.due or leased
+        self.due.slot.holders.add(("due", self.worker))
 
     def _sent(self, published: Published) -> None:
         """All its bytes are on their way."""
@@ -223,9 +228,8 @@ class WorkerLink:
         """Take back what is being sent to a worker that does not take it: its memory is needed. A worker that
         is merely slow is left to it, or it would never get a whole version."""
         if self._leased is not None and self._still() > PATIENCE and self._delivery.cut():
-            self.due = self.due or self._leased
+            self._keep_due(self._leased)
             self._answered()
-            self.due.slot.holders.add(("due", self.worker))
             self.session.recall(again=True)
             self.transport.flush(self.session)
 

@@ -110,7 +110,10 @@ class TCPListener(Listener):
         self._resume()
 
     def _accept(self) -> None:
-        while len(self._unknown) < _MAX_UNKNOWN:
+        for _ in range(_MAX_UNKNOWN):  # in one turn of the caller's loop
+            if len(self._unknown) >= _MAX_UNKNOWN:
+                self._pause()
+                return
             try:
                 sock, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -128,7 +131,6 @@ class TCPListener(Listener):
                 logger.warning(
                     "a connection was refused: there are max_connections=%d already", len(self._alive)
                 )
-        self._pause()
 
     def _pause(self) -> None:
         """Leave who comes now to the kernel, which has them wait."""

@@ -156,7 +156,10 @@ class BlockCopy(Filling):
             self._copy_up_to(min(self._asked + _LEAD, last))
             if self._lead > _LEAD // 2:
                 paced = self._nearer.wait(_PATIENCE)
-        self._copy_up_to(last)
+        while len(self._checksums) <= last:
+            self._copy_up_to(len(self._checksums))
+            if self._waiting:
+                time.sleep(0)  # a lock goes to whoever runs: let that be who needs the next block
 
     @property
     def _lead(self) -> int:
@@ -178,8 +181,6 @@ class BlockCopy(Filling):
                 if len(done) <= block:
                     self._copy_until(self._start + begin + self._block)
                     done.append(checksum_of(self._memory[begin : begin + self._block]))  # still in the cache
-            if self._waiting:
-                time.sleep(0)  # a lock goes to whoever runs: let that be who needs the next block
 
     def _copy_until(self, end: int) -> None:
         while self._range is not None and self._range[0] < end:

@@ -418,10 +418,19 @@ async def test_a_relay_that_could_not_connect_can_try_again() -> None:
 # -- copying ------------------------------------------------------------------------------------------
 
 
-def test_a_copy_that_nobody_is_in_a_hurry_for_is_not_paced() -> None:
+@pytest.mark.parametrize("paced", [False, True])
+def test_a_copy_waits_only_if_it_is_paced(paced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     source = torch.arange(64, dtype=torch.uint8).repeat(1 << 18)
     buffer = torch.zeros_like(source)
     copying = BlockCopy(buffer, buffer.nbytes, [(buffer, source)], 1 << 16)
-    copying.complete(paced=False)
+    leads: list[int] = []
+
+    def nobody_comes(seconds: float) -> bool:
+        leads.append(len(copying._checksums))
+        return False
+
+    monkeypatch.setattr(copying._nearer, "wait", nobody_comes)
+    copying.complete(paced=paced)
+    assert leads == ([5] if paced else [])
     assert torch.equal(buffer, source)
     assert copying.checksum(255) == copying.checksum(0)
