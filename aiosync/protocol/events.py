@@ -33,9 +33,11 @@ class Greeted:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The worker is ready; answer with ``offer``. It still has the bytes of version ``have`` (-1: none)."""
+    """The worker is ready; answer with ``offer``. It still has the bytes of version ``have`` (-1: none), and
+    ``maps``: can read the sender's memory."""
 
     have: int = -1
+    maps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,15 +170,18 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="fe
     """The worker is ready to take the newest update.
 
     ``have`` is a version whose bytes it still holds, so that what differs from it is enough; -1: none.
+    ``maps``: it can read the sender's memory, so blocks may be left where they are.
     """
 
     have: int = -1
+    maps: bool = False
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="chunk"):
     """``size`` raw bytes follow this frame: those of block ``block`` of the update under way.
 
-    ``encoding`` is how they stand for the block; ``checksum`` is the XXH3-64 of the block itself.
+    ``encoding`` is how they stand for the block; ``checksum`` is the XXH3-64 of the block itself. A block
+    that is ``shared`` has no bytes here: it lies in the sender's memory.
     """
 
     block: int

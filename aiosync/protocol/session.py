@@ -122,7 +122,7 @@ class SenderSession(_Session):
                 return [Left(frame.reason)]
             case ((SenderState.NOTIFIED | SenderState.IDLE | SenderState.LEASED), f.Fetch()):
                 self.state = SenderState.READY
-                return [Fetched(frame.have)]
+                return [Fetched(frame.have, frame.maps)]
             case SenderState.LEASED, f.Staged() if frame.round == self.leased_round:
                 return [StageDone(frame.round, frame.copied)]
             case SenderState.LEASED, f.Ack() if frame.round == self.leased_round:
@@ -259,6 +259,7 @@ class ReceiverSession(_Session):
 
     Attributes:
         have: the version whose bytes it still holds.
+        maps: whether it can read the sender's memory.
     """
 
     def __init__(
@@ -274,6 +275,7 @@ class ReceiverSession(_Session):
     ) -> None:
         super().__init__()
         self.have = -1
+        self.maps = False
         self.state = ReceiverState.GREETING
         self.version = -1
         self.sender_pid = 0
@@ -414,4 +416,4 @@ class ReceiverSession(_Session):
     def _fetch(self) -> None:
         self._notified = self._wanting = False
         self.state = ReceiverState.FETCHING
-        self._outgoing.append(f.Fetch(have=self.have))
+        self._outgoing.append(f.Fetch(have=self.have, maps=self.maps))

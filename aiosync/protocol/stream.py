@@ -37,7 +37,7 @@ class BodySink(Protocol):
         """The body of this update follows."""
 
     def place(self, chunk: f.Chunk) -> memoryview:
-        """Where to put the chunk's raw bytes: as many as it says."""
+        """Where to put the chunk's raw bytes: as many as it says, which may be none."""
 
     def placed(self, chunk: f.Chunk) -> None:
         """They are there."""
@@ -187,9 +187,12 @@ class StreamDecoder:
 
     def _open(self, chunk: f.Chunk, sink: BodySink) -> None:
         target = sink.place(chunk)
-        if len(target) != chunk.size or not chunk.size:
+        if len(target) != chunk.size:
             raise ProtocolError(f"chunk {chunk.block} has {chunk.size} bytes, expected {len(target)}")
-        self._target, self._filled, self._chunk = target, 0, chunk
+        if target:
+            self._target, self._filled, self._chunk = target, 0, chunk
+        else:
+            sink.placed(chunk)
 
     def _hand_out(self, out: list[f.Frame], outcome: f.Update | f.Cut) -> None:
         out += [outcome, *self._behind]

@@ -40,6 +40,11 @@ class Arrival(ABC):
         """Updates come over this connection."""
         return
 
+    @property
+    def peeks(self) -> bool:
+        """Whether blocks of an update may be left in the sender's memory."""
+        return False
+
     def reserve(self) -> None:
         """Take what all later ones need. Blocking."""
         return

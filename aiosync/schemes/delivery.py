@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from aiosync.protocol.events import Fetched
 from aiosync.protocol.frames import Chunk, End, encode
 from aiosync.protocol.stream import BLOCK
 from aiosync.schemes.group import Published, WeightGroup
@@ -22,6 +23,8 @@ from aiosync.weights.layout import Layout
 
 __all__ = ["ByReference", "ByStream", "Delivery", "Outgoing", "Variant"]
 
+_NOTHING = memoryview(b"")
+
 
 class Delivery(ABC):
     """One worker's.
@@ -33,8 +36,8 @@ class Delivery(ABC):
     maps: ClassVar[bool]
 
     @abstractmethod
-    def payload(self, published: Published, have: int) -> dict[str, Any]:
-        """What the update frame says to a worker that has the bytes of version ``have``."""
+    def payload(self, published: Published, fetched: Fetched) -> dict[str, Any]:
+        """What the update frame says to a worker that asked for it so."""
 
     def begin(self, published: Published, on_sent: Callable[[], None]) -> None:
         """The update frame has been written. ``on_sent``: the slot is not needed any more."""
@@ -54,8 +57,13 @@ class Delivery(ABC):
 
     @property
     def progress(self) -> int:
-        """Grows for as long as anything moves."""
+        """Bytes of the connection's that the kernel has taken, where the connection carries the weights."""
         return 0
+
+    @property
+    def moved(self) -> Hashable:
+        """Differs from what it was as long as anything moves."""
+        return None
 
 
 class ByReference(Delivery):
@@ -67,7 +75,7 @@ class ByReference(Delivery):
         self._group = group
         self._told: dict[int, dict[str, Any]] = {}
 
-    def payload(self, published: Published, have: int) -> dict[str, Any]:
+    def payload(self, published: Published, fetched: Fetched) -> dict[str, Any]:
         """Where the version lies."""
         slots = {slot.index: slot.segment.handle or {} for slot in self._group.arena.slots}
         new = [[index, handle] for index, handle in slots.items() if index not in self._told]
@@ -83,10 +91,12 @@ class Variant:
     Attributes:
         codec: how blocks are encoded.
         base: the version that they are encoded against; -1: none.
+        shared: blocks that would go as they are stay where they are.
     """
 
     codec: Codec
     base: int
+    shared: bool = False
 
 
 class Outgoing:
@@ -107,6 +117,7 @@ class Outgoing:
         self._memory = memory_of(published.slot, layout.nbytes)
         self._base = memory_of(base, layout.nbytes) if base is not None else None
         self._codec = variant.codec
+        self._shared = variant.shared
         self._widths = _widths(layout)
         self._chunks: list[tuple[bytes, memoryview]] = []
         self._sums: list[int] = []
@@ -133,7 +144,7 @@ class Outgoing:
         encoded = encode_block(self._codec, data, base, self._widths[block])
         self._sums.append(checksum)
         if encoded is not None:
-            encoding, raw = encoded
+            encoding, raw = ("shared", _NOTHING) if self._shared else encoded
             head = Chunk(block=block, size=len(raw), checksum=checksum, encoding=encoding)
             self._chunks.append((encode(head), raw))
 
@@ -192,13 +203,26 @@ class ByStream(Delivery):
         if self._codec not in codecs:
             self._codec = "full"
 
-    def payload(self, published: Published, have: int) -> dict[str, Any]:
-        """What it is encoded against: the version that the worker has, if that is of use and still here."""
+    def payload(self, published: Published, fetched: Fetched) -> dict[str, Any]:
+        """What it is encoded against: the version that the worker has, if that is of use and still here; and
+        where it lies, if the worker can look."""
+        have = fetched.have
         same = have == published.version
         of_use = self._codec == "delta" or same or (published.names is not None and have == published.base)
         based = of_use and have >= 0 and self._group.slot_of(have) is not None
-        self._variant = Variant(self._codec, have if based else -1)
-        return {"base": self._variant.base}
+        payload: dict[str, Any] = {"base": have if based else -1}
+        handle = published.slot.segment.handle
+        shared = (
+            fetched.maps
+            and self._codec == "full"
+            and self._group.arena.layout.nbytes > BLOCK
+            and handle is not None
+            and handle["kind"] == "memfd"
+        )
+        if shared and handle is not None:
+            payload["memory"] = [handle["fd"], handle["inode"]]
+        self._variant = Variant(self._codec, payload["base"], shared)
+        return payload
 
     def begin(self, published: Published, on_sent: Callable[[], None]) -> None:
         """Send the bytes."""
@@ -211,7 +235,8 @@ class ByStream(Delivery):
             for other in [k for k in self._ready if k[0] != published.round]:
                 del self._ready[other]
             self._ready[key] = outgoing
-        self._transport.stream(outgoing, on_sent)
+        # What is shared is needed until the worker has answered.
+        self._transport.stream(outgoing, _nothing if variant.shared else on_sent)
 
     def base(self) -> Slot | None:
         """A further slot that is read while this update is being sent."""
@@ -223,5 +248,14 @@ class ByStream(Delivery):
 
     @property
     def progress(self) -> int:
-        """Bytes that the kernel has taken."""
+        """See :class:`Delivery`."""
         return self._transport.progress
+
+    @property
+    def moved(self) -> Hashable:
+        """See :class:`Delivery`."""
+        return self._transport.progress, self._transport.unread
+
+
+def _nothing() -> None:
+    return

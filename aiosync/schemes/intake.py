@@ -169,6 +169,11 @@ class Intake:
         """The version whose bytes, as they came, are still here; -1 for none."""
         return self.version if self.arrival is not None and not self.arrival.borrowed else -1
 
+    @property
+    def peeks(self) -> bool:
+        """Whether blocks of the next update may be left in the sender's memory."""
+        return self.arrival is not None and self.arrival.peeks
+
     def follow_another(self) -> None:
         """Another sender's versions say nothing about the one in service, so it counts as older than all."""
         self.version = -1

@@ -19,14 +19,20 @@ from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.arena import Arena, Slot
 from aiosync.weights.checksum import checksum_of, digest_of
 from aiosync.weights.codec import decode
+from aiosync.weights.copying import copy_bytes
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
 __all__ = ["BaseLostError", "Landing", "block_of", "memory_of"]
 
 
+_MOST_PEEKED = 3
+"""Slots of the sender's that are kept mapped."""
+
+
 class BaseLostError(ProtocolError):
-    """What an update builds on is not what the sender thinks it is: all of it is needed."""
+    """What an update builds on is not what the sender thinks it is: all of it is needed, and over the
+    connection."""
 
 
 class Landing(Arrival):
@@ -46,6 +52,10 @@ class Landing(Arrival):
         self._base: memoryview | None = None
         self._encoded = memoryview(b"")
         self._memory = memoryview(b"")
+        self._sender = 0
+        self._peeked: dict[tuple[int, int], memoryview] = {}
+        self._source: memoryview | None = None
+        self._shared = False
         self._sums: dict[int, int] = {}
         self._filled = 0
         self._damage: ProtocolError | None = None
@@ -65,7 +75,14 @@ class Landing(Arrival):
     def attach(self, transport: Transport) -> None:
         """Take in the bodies that this connection brings."""
         assert isinstance(transport, TCPTransport)
+        self._sender = transport.shares_with
+        self._peeked.clear()
         transport.land(self)
+
+    @property
+    def peeks(self) -> bool:
+        """See :class:`Arrival`."""
+        return self._sender != 0
 
     def reserve(self) -> None:
         """Take the second."""
@@ -93,6 +110,7 @@ class Landing(Arrival):
     def close(self) -> None:
         """Let go of the slots; tensors in service keep theirs."""
         self._arena.close()
+        self._sender = 0
 
     # -- the thread's side ----------------------------------------------------------------------------
 
@@ -108,6 +126,26 @@ class Landing(Arrival):
         self._sums = {}
         self._filled = 0
         self._damage = None
+        self._source = None
+        self._shared = "memory" in update.payload
+        if self._shared:
+            self._peek(update.payload["memory"])
+
+    def _peek(self, memory: object) -> None:
+        """Map the sender's memory that holds the update."""
+        match memory:
+            case [int(fd), int(inode)] if self._sender:
+                try:
+                    if (fd, inode) not in self._peeked:
+                        view = Segment.peek(self._sender, fd, inode, self._layout.nbytes)
+                        self._peeked = dict([*self._peeked.items()][1 - _MOST_PEEKED :])
+                        self._peeked[fd, inode] = view
+                except (OSError, ProtocolError) as exc:
+                    self._harm(f"the sender's memory cannot be read: {exc}")
+                else:
+                    self._source = self._peeked[fd, inode]
+            case _:
+                raise ProtocolError(f"an update lies in memory that cannot be read here: {memory!r:.80}")
 
     def _slots(self) -> tuple[Slot | None, Slot | None]:
         """Where to put the next update, and the version in service."""
@@ -121,6 +159,8 @@ class Landing(Arrival):
         place = block_of(self._memory, chunk.block)
         if chunk.encoding == "raw":
             return place
+        if chunk.encoding == "shared" and self._shared:
+            return memoryview(b"")
         if not 0 < chunk.size < len(place):
             raise ProtocolError(f"an encoded block of {chunk.size} bytes, expected less than {len(place)}")
         self._encoded = memoryview(bytearray(chunk.size))
@@ -129,7 +169,10 @@ class Landing(Arrival):
     def placed(self, chunk: Chunk) -> None:
         """A block is there: decode and check it."""
         place = block_of(self._memory, chunk.block)
-        if chunk.encoding != "raw":
+        if chunk.encoding == "shared":
+            if self._source is not None:
+                copy_bytes(place, block_of(self._source, chunk.block))
+        elif chunk.encoding != "raw":
             base = None if self._base is None else block_of(self._base, chunk.block)
             try:
                 decode(chunk.encoding, self._encoded, place, base)
@@ -161,7 +204,10 @@ class Landing(Arrival):
 
     def _harm(self, what: str) -> None:
         if self._damage is None:
-            self._damage = ProtocolError(what) if self._base is None else BaseLostError(what)
+            again = self._base is not None or self._shared
+            self._damage = BaseLostError(what) if again else ProtocolError(what)
+        if self._shared:
+            self._sender = 0  # it may have been written over: from now on the connection brings all
 
     def forsake(self) -> None:
         """What has come is of no use."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from aiosync.errors import ProtocolError, WorkerLostError
-from aiosync.protocol.events import SenderEvent
+from aiosync.protocol.events import Fetched, SenderEvent
 from aiosync.protocol.frames import Bye, Frame, Nack, Update, Welcome
 from aiosync.protocol.session import SenderSession, SenderState
 from aiosync.schemes.delivery import Delivery
@@ -77,8 +77,8 @@ class WorkerLink:
         self._in_service: Published | None = None
         self._delivery = delivery
         self._instance = instance
-        self._have = -1
-        self._moved = (0, 0.0)
+        self._fetched = Fetched()
+        self._moved: tuple[Hashable, float] = (None, 0.0)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._copied = False
@@ -205,10 +205,9 @@ class WorkerLink:
             self._call_off(self._leased)
         self._answered()
 
-    def fetched(self, have: int) -> None:
-        """It is ready for the newest, and has the bytes of version ``have``; what it had leased and not used,
-        it gives back."""
-        self._have = have
+    def fetched(self, event: Fetched) -> None:
+        """It is ready for the newest; what it had leased and not used, it gives back."""
+        self._fetched = event
         if self._leased is not None:
             self._keep_due(self._leased)
             self._answered()
@@ -227,11 +226,15 @@ class WorkerLink:
     def cut(self) -> None:
         """Take back what is being sent to a worker that does not take it: its memory is needed. A worker that
         is merely slow is left to it, or it would never get a whole version."""
-        if self._leased is not None and self._still() > PATIENCE and self._delivery.cut():
+        if self._leased is None or self._still() <= PATIENCE:
+            return
+        if self._delivery.cut():
             self._keep_due(self._leased)
             self._answered()
             self.session.recall(again=True)
             self.transport.flush(self.session)
+        elif not self._delivery.maps:
+            self.copied()  # or it finds out by the checksums that it was not quick enough
 
     def withdraw(self, published: Published) -> None:
         """This version will never be whole: nobody is to have it."""
@@ -287,7 +290,7 @@ class WorkerLink:
         self.due = None
         self._leased = published
         self._copied = False
-        self._moved = self._delivery.progress, self._loop.time()
+        self._moved = self._delivery.moved, self._loop.time()
         if self._timer is None:  # one goes on for many leases: making one takes longer than a small send may
             self._timer = self._loop.call_later(min(SAMPLE, LATE_AFTER), self._look)
         partial = published.names is not None and self.session.acked_version == published.base
@@ -302,7 +305,7 @@ class WorkerLink:
         )
 
     def _payload(self, published: Published) -> dict[str, Any]:
-        payload = self._delivery.payload(published, self._have)
+        payload = self._delivery.payload(published, self._fetched)
         base = self._delivery.base()
         if base is not None:
             base.holders.add(self.worker)
@@ -322,9 +325,9 @@ class WorkerLink:
 
     def _still(self) -> float:
         """Seconds for which nothing of what it was leased has moved, as far as was looked."""
-        progress, now = self._delivery.progress, self._loop.time()
-        if progress != self._moved[0]:
-            self._moved = progress, now
+        moved, now = self._delivery.moved, self._loop.time()
+        if moved != self._moved[0]:
+            self._moved = moved, now
         return now - self._moved[1]
 
     def _stop_timer(self) -> None:

@@ -144,6 +144,7 @@ class WeightReceiver:
             self._tell_failure(exc)
             raise
         await self.intake.prepare(link.transport)
+        self._say_what_is_here()
         link.start(self, self._sender_ended)
         while self.version < 0:
             if not await self._await_held():
@@ -193,8 +194,8 @@ class WeightReceiver:
         # Versions are one sender's own: another at the same address begins anew, and is the one to follow.
         if another:
             self.intake.follow_another()
-        link.session.have = self.intake.have
         await self.intake.prepare(link.transport)
+        self._say_what_is_here()
         link.start(self, self._sender_ended)
 
     # -- the transport's sink -----------------------------------------------------------------------
@@ -438,11 +439,17 @@ class WeightReceiver:
             self.intake.note(held)
         if not self._closed:
             if whole:
+                self._say_what_is_here()
                 self._link.session.have = -1
             # Asked for at once: nobody wakes the loop if it was not needed to come here.
             self._link.session.wanting = self._looping and self.intake.may_fetch
             self._link.session.skip()
             self._link.flush()
+
+    def _say_what_is_here(self) -> None:
+        """What the next update can build on."""
+        session = self._link.session
+        session.have, session.maps = self.intake.have, self.intake.peeks
 
     def _held_up(self) -> None:
         """What is staged waits for readers."""
@@ -461,7 +468,7 @@ class WeightReceiver:
             stats.skipped += max(0, held.update.version - self._link.session.version - 1)
             stats.memory = self.intake.memory
             stats.add_phases(held.seconds)
-        self._link.session.have = self.intake.have
+        self._say_what_is_here()
         # So that what goes out asks for the next one as well.
         self._link.session.wanting = self._looping and self.intake.may_fetch
         self._link.session.applied(self.version, held.seconds)
@@ -475,7 +482,7 @@ class WeightReceiver:
         assert held is not None
         if held.update.joint is not None:
             give_up(held.update.joint.id, self.worker_idx, f"the part of {self.model_id!r} failed: {error}")
-        self._link.session.have = self.intake.have
+        self._say_what_is_here()
         self._link.session.refused(nack_of(held.update.version, error))
         self._tell_failure(error)
 

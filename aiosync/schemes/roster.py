@@ -339,8 +339,8 @@ class Roster:
 
     def _on_event(self, link: WorkerLink, event: SenderEvent) -> None:
         match event:
-            case Fetched(have=have):
-                link.fetched(have)
+            case Fetched():
+                link.fetched(event)
                 link.serve()
             case StageDone(copied=copied):
                 for round_ in self.rounds:

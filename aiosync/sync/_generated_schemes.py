@@ -499,7 +499,8 @@ class TCPWeightSyncScheme(WeightSyncScheme):
 
     The weights are copied once into a slot of the sender's and sent from there to all workers at the same
     time, by a thread beside the event loop; each block carries a checksum. In the worker the bytes go
-    straight into its back slot. Nothing on the wire is pickled.
+    straight into its back slot. Nothing on the wire is pickled. At a Unix socket without TLS (on Linux) the
+    blocks do not even pass through the socket: the worker is told of each, and copies it from the slot.
 
     A worker on another machine builds the same scheme from address and token; one that is handed the
     pickled scheme knows the real port too. Without ``num_workers=`` the sender takes workers as they come:

@@ -23,6 +23,7 @@ import logging
 import socket
 import ssl
 import struct
+import termios
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -31,6 +32,7 @@ from aiosync.errors import HandshakeError, ProtocolError
 from aiosync.protocol.frames import Bye, Frame, encode
 from aiosync.protocol.stream import StreamDecoder
 from aiosync.transports._offload import LoopThread
+from aiosync.transports.ioctl import ioctl_int
 from aiosync.transports.outbox import Body, Outbox
 from aiosync.transports.tls import TLSLayer
 
@@ -40,6 +42,9 @@ logger = logging.getLogger("aiosync")
 
 _TURN = 1 << 20
 """Bytes that are moved at most before other connections have their turn."""
+
+_STEP = 1 << 18
+"""What anything counts for at least: behind a few bytes there may be a block that was copied just now."""
 
 _SMALL = 1 << 18
 """Bytes up to which a body is sent by whoever queues it: faster than waking the thread."""
@@ -129,6 +134,12 @@ class Channel:
         sees to that."""
         self._thread.call(self._begin, patience)
 
+    @property
+    def unread(self) -> int:
+        """About how many bytes the kernel has that the other side has not taken."""
+        with self._lock:
+            return 0 if self._state is _State.ENDED else ioctl_int(self._fd, termios.TIOCOUTQ)
+
     def write(self, data: bytes) -> None:
         """Send frames, without waiting."""
         with self._lock:
@@ -197,7 +208,7 @@ class Channel:
                 sent = self._send() if self._tls is None else self._send_sealed(self._tls)
                 if not sent:
                     return
-                budget -= sent
+                budget -= max(sent, _STEP)
                 self.progress += sent
         except (BlockingIOError, InterruptedError):
             return

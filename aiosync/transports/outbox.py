@@ -27,7 +27,7 @@ class Body(Protocol):
         """About how many bytes will be sent."""
 
     def chunk(self, index: int) -> tuple[bytes, memoryview] | None:
-        """A chunk's frame and its raw bytes; None if there are no more.
+        """A chunk's frame and its raw bytes, which may be none; None if there are no more chunks.
 
         Raises:
             NotYet: it is not there yet.
@@ -127,7 +127,7 @@ class Outbox:
             return False
         if chunk is not None:
             job.at += 1
-            self._pieces += [memoryview(chunk[0]), chunk[1]]
+            self._pieces += [memoryview(piece) for piece in chunk if piece]
         else:
             self._queue[0] = memoryview(job.body.end())
             self._on_sent(job.on_sent)

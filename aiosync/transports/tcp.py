@@ -53,6 +53,16 @@ class TCPTransport(Transport):
         """Bytes handed to the kernel so far."""
         return self._channel.progress if self._channel is not None else 0
 
+    @property
+    def unread(self) -> int:
+        """About how many bytes the peer has not taken from the kernel yet."""
+        return self._channel.unread if self._channel is not None else 0
+
+    @property
+    def shares_with(self) -> int:
+        """The peer's process id if its memory can be read from here and need not be encrypted; else 0."""
+        return 0
+
     # -- frames and bodies ----------------------------------------------------------------------------
 
     def trust(self) -> None:
@@ -168,6 +178,13 @@ class DialledTransport(TCPTransport):
             raise self._breach
         if self._end is not None:
             raise WorkerLostError((), f"cannot connect to {address}: {self._end}")
+
+    @property
+    def shares_with(self) -> int:
+        """See :class:`TCPTransport`."""
+        # Who may list the files that a process has open may open them too.
+        may = self._tls is None and os.access(f"/proc/{self.peer_pid}/fd", os.R_OK | os.X_OK)
+        return self.peer_pid if may else 0
 
     async def _dial(self, deadline: Deadline) -> socket.socket:
         """A connected socket."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ __all__ = [
     "Filling",
     "Lane",
     "Pairs",
+    "copy_bytes",
     "copy_lanes",
     "copy_pairs",
     "nbytes_of",
@@ -73,6 +75,11 @@ def copy_pairs(pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> b
     if nbytes_of(destination for destination, _ in pairs) <= INLINE_LIMIT:
         return _copy_by_torch(pairs, cancelled)
     return all(lane(cancelled) for lane in copy_lanes(pairs, 1))
+
+
+def copy_bytes(destination: memoryview, source: memoryview) -> None:
+    """Copy bytes; other threads run meanwhile."""
+    np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:

@@ -12,9 +12,11 @@ No segment is ever unmapped by hand: tensors may view it, and their references k
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import secrets
+import stat
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -130,6 +132,34 @@ class Segment:
             raise ProtocolError(f"the sender's memory cannot be mapped: {exc}") from exc
         raise ProtocolError(f"expected a handle of shared memory, got {handle!r}")
 
+    @staticmethod
+    def peek(pid: int, fd: int, inode: int, nbytes: int) -> memoryview:
+        """Another process's shared memory, to be read and not relied on: it may change at any time.
+
+        Args:
+            pid, fd: the process, and what number the file has there.
+            inode: the file's.
+            nbytes: how much of it is wanted.
+
+        Raises:
+            OSError: it is not to be had.
+            ProtocolError: it is something else.
+        """
+        path = f"/proc/{pid}/fd/{fd}"
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode) or found.st_ino != inode or found.st_size < nbytes:
+            raise ProtocolError(f"{path} is not the memory of {nbytes} bytes that was named")
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # Memory that could be cut off would kill whoever reads it then.
+            if not fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ProtocolError(f"{path} may shrink")
+            if os.fstat(opened).st_size < nbytes:
+                raise ProtocolError(f"{path} has shrunk")
+            return memoryview(mmap.mmap(opened, nbytes, prot=mmap.PROT_READ))
+        finally:
+            os.close(opened)
+
     def close(self) -> None:
         """End the way for others to attach; idempotent. Tensors that view the memory stay valid."""
         release, self._release = self._release, None
@@ -143,6 +173,8 @@ def _share_file(cls: type[Segment], nbytes: int) -> Segment:
         # Takes the pages now: without it a machine that is out of memory answers the first write
         # into the mapping with SIGBUS, and no error can be raised any more.
         os.posix_fallocate(fd, 0, nbytes)
+        if path is None:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         buffer = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
         buffer.zero_()  # a taken page is cleared at its first use: pay for that here, once
         inode = os.fstat(fd).st_ino
@@ -165,7 +197,7 @@ def _share_file(cls: type[Segment], nbytes: int) -> Segment:
 
 def _anonymous_file() -> tuple[int, str | None]:
     if "memfd_create" in dir(os):
-        return os.memfd_create("aiosync"), None
+        return os.memfd_create("aiosync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), None
     return tempfile.mkstemp(prefix="aiosync-")
 
 

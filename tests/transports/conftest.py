@@ -8,7 +8,13 @@ from collections.abc import Callable
 import pytest
 import uvloop
 
-ON_BOTH = {"test_relay.py", "test_tcp.py", "test_tcp_races.py", "test_tcp_security.py"}
+ON_BOTH = {
+    "test_relay.py",
+    "test_tcp.py",
+    "test_tcp_races.py",
+    "test_tcp_security.py",
+    "test_unix_memory.py",
+}
 
 
 def pytest_asyncio_loop_factories(

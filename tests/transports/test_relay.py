@@ -21,10 +21,12 @@ LARGE = 1 << 19  # four tensors of 2 MiB: the update is longer than what sockets
 
 
 @asynccontextmanager
-async def relay_below(upstream: str, **options: Any) -> AsyncIterator[WeightRelay]:
+async def relay_below(
+    upstream: str, listen: str = "tcp://127.0.0.1:0", **options: Any
+) -> AsyncIterator[WeightRelay]:
     """A relay, connected by whoever enters it; its trainer connects meanwhile."""
     above = TCPWeightSyncScheme(upstream, token=TOKEN, timeout=PATIENCE)
-    below = TCPWeightSyncScheme("tcp://127.0.0.1:0", token=TOKEN, timeout=PATIENCE, **options)
+    below = TCPWeightSyncScheme(listen, token=TOKEN, timeout=PATIENCE, **options)
     relay = WeightRelay(above, below, model_id="policy")
     try:
         yield relay
