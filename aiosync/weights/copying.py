@@ -9,6 +9,7 @@ copies.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -80,6 +81,7 @@ def copy_pairs(pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> b
 def copy_bytes(destination: memoryview, source: memoryview) -> None:
     """Copy bytes; other threads run meanwhile."""
     np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
+    os.sched_yield()  # who copies block after block is to leave the processor to an event loop in between
 
 
 def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:
@@ -188,6 +190,7 @@ class BlockCopy(Filling):
                 if len(done) <= block:
                     self._copy_until(self._start + begin + self._block)
                     done.append(checksum_of(self._memory[begin : begin + self._block]))  # still in the cache
+            os.sched_yield()  # an event loop that waits for the processor is to have it now, and not next time
 
     def _copy_until(self, end: int) -> None:
         while self._range is not None and self._range[0] < end:
