@@ -346,34 +346,6 @@ async def test_an_update_that_is_cut_and_offered_again_above_a_relay(
 # -- relays -------------------------------------------------------------------------------------------
 
 
-async def test_workers_below_a_relay_do_not_take_the_old_trainers_newest_for_the_new_ones() -> None:
-    model = Uniform()
-    async with sender_of(model) as first, ChaosProxy(first.address) as proxy:
-        address = first.address
-        proxy.weather["to_sender"].delay = BRIEF / 2
-        async with relay_below(proxy.address) as relay:
-            await connect(first, relay)
-            worker = make_worker(relay.address)
-            await serve(worker)
-            for version in range(1, 4):
-                fill(model, version)
-                await first.send()
-            break_off(first)
-            listener: Any = first.shared_transport
-            listener.stop()
-            second = TCPWeightSyncScheme(address, token=TOKEN, timeout=PATIENCE)
-            fill(model, 9)
-            second.init_on_sender(model_id="policy", model=model)
-            await second.connect()
-            for value in (10, 11):
-                fill(model, value)
-                await second.send()
-            await eventually(lambda: worker.scheme.version == second.version, "the worker counts anew")
-            assert value_of(worker.model) == 11
-            await worker.close()
-            await second.aclose()
-
-
 async def test_a_relay_does_not_pass_the_end_on_before_it_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Uniform(size=LARGE)
     async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
