@@ -190,7 +190,7 @@ class BlockCopy(Filling):
                 if len(done) <= block:
                     self._copy_until(self._start + begin + self._block)
                     done.append(checksum_of(self._memory[begin : begin + self._block]))  # still in the cache
-            os.sched_yield()  # an event loop that waits for the processor is to have it now, and not next time
+            os.sched_yield()  # an event loop that waits for the processor is to have it now
 
     def _copy_until(self, end: int) -> None:
         while self._range is not None and self._range[0] < end:
