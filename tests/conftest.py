@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import uvloop
+from torch._C._distributed_c10d import TCPStore
 
 from aiosync.sync._portal import portal
 from tests.kit.leaks import Snapshot
@@ -40,6 +41,7 @@ def _warm_up_once(config: pytest.Config) -> None:
         portal().call(_listen_once)
         asyncio.run(_nothing())
         uvloop.run(_nothing())
+        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the first keeps a pipe
         # Collecting is quick from here on: what was imported is not looked through each time.
         gc.collect()
         gc.freeze()

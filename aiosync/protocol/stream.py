@@ -22,6 +22,7 @@ BLOCK = 1 << 20
 
 _SCRATCH = 16 * 1024
 _HELD_BACK = 16
+_FEW = 1024
 
 
 def block_count(nbytes: int) -> int:
@@ -59,11 +60,13 @@ class StreamDecoder:
     Attributes:
         limit: largest body of a frame, in bytes.
         sink: where bodies go; None as long as no update may come.
+        bare: whether updates come without bodies.
     """
 
     def __init__(self, limit: int = f.MAX_GREETING) -> None:
         self.limit = limit
         self.sink: BodySink | None = None
+        self.bare = False
         self._scratch = bytearray(f.HEADER_SIZE + f.MAX_GREETING)
         self._start = self._end = 0
         self._target: memoryview | None = None
@@ -88,7 +91,9 @@ class StreamDecoder:
         spare = memoryview(self._scratch)[self._end :]
         if self._target is not None:
             return [self._target[self._filled :], spare]
-        return [spare]
+        # Little of what is between two blocks: behind a few bytes there may be a block elsewhere, and that
+        # the bytes have been taken is to mean that the block has been too.
+        return [spare[:_FEW] if self._update is not None else spare]
 
     def received(self, count: int) -> list[f.Frame]:
         """``count`` bytes have been put there; returns the frames that they complete.
@@ -165,6 +170,8 @@ class StreamDecoder:
     def _take(self, frame: f.Frame, out: list[f.Frame]) -> None:
         sink, update = self.sink, self._update
         match frame:
+            case f.Update() if self.bare:
+                out.append(frame)
             case f.Update() if sink is not None and update is None:
                 sink.begin(frame)
                 self._update = frame

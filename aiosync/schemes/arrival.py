@@ -6,15 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from aiosync.errors import ProtocolError
 from aiosync.protocol.frames import Update
 from aiosync.transports.base import Transport
+from aiosync.weights.arena import Arena, Slot
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
-__all__ = ["Arrival", "Mapped"]
+__all__ = ["Arrival", "Mapped", "OwnSlots"]
+
+_CPU = torch.device("cpu")
 
 
 class Arrival(ABC):
@@ -38,6 +42,26 @@ class Arrival(ABC):
 
     def attach(self, transport: Transport) -> None:
         """Updates come over this connection."""
+        return
+
+    def expect(self, update: Update) -> None:
+        """An update has come, whether it will be used or not.
+
+        Raises:
+            ProtocolError: it does not say what it has to.
+        """
+        return
+
+    def is_here(self, update: Update) -> bool:
+        """Whether nothing has to be awaited before :meth:`find`."""
+        return True
+
+    async def arrive(self, update: Update) -> None:
+        """Wait for its bytes. Cancelled, it goes on by itself and can be awaited again.
+
+        Raises:
+            WorkerLostError: they will not come.
+        """
         return
 
     @property
@@ -119,3 +143,54 @@ class Mapped(Arrival):
         """Unmap."""
         self._attached.clear()
         self._announced.clear()
+
+
+class OwnSlots(Arrival):
+    """Two slots of this process: one in service, one that the next update comes into.
+
+    Args:
+        layout: what a slot holds.
+        device: where they are.
+    """
+
+    borrowed = False
+
+    def __init__(self, layout: Layout, device: torch.device = _CPU) -> None:
+        self._layout = layout
+        self._arena = Arena(layout, lambda nbytes: Segment.private(nbytes, device), max_slots=2)
+        self._slot: Slot | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self._arena.nbytes
+
+    def prepare(self) -> None:
+        """Take the first slot."""
+        if not self._arena.slots:
+            self._arena.grow()
+
+    def reserve(self) -> None:
+        """Take the second."""
+        while len(self._arena.slots) < 2:
+            self._arena.grow()
+
+    def is_quick(self, update: Update) -> bool:
+        """Always: it is here by then."""
+        return True
+
+    def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :meth:`Arrival.find`."""
+        assert self._slot is not None
+        return self._slot.segment.buffer, self._slot.views
+
+    def committed(self) -> None:
+        """The other slot is free now."""
+        for slot in self._arena.slots:
+            slot.holders.clear()
+        if self._slot is not None:
+            self._slot.holders.add("front")
+
+    def close(self) -> None:
+        """Let go of the slots; tensors in service keep theirs."""
+        self._arena.close()

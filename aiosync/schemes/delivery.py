@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from aiosync.protocol.events import Fetched
 from aiosync.protocol.frames import Chunk, End, encode
 from aiosync.protocol.stream import BLOCK
+from aiosync.schemes.ensemble import Member
 from aiosync.schemes.group import Published, WeightGroup
 from aiosync.schemes.landing import block_of, memory_of
 from aiosync.transports.outbox import NotYet
@@ -39,6 +40,14 @@ class Delivery(ABC):
     def payload(self, published: Published, fetched: Fetched) -> dict[str, Any]:
         """What the update frame says to a worker that asked for it so."""
 
+    def enter(self, link: Member) -> None:
+        """Whose it is."""
+        return
+
+    def may_begin(self, published: Published) -> bool:
+        """Whether the worker can have it now; if not, it is served again when it can."""
+        return True
+
     def begin(self, published: Published, on_sent: Callable[[], None]) -> None:
         """The update frame has been written. ``on_sent``: the slot is not needed any more."""
         return
@@ -54,6 +63,16 @@ class Delivery(ABC):
     def cut(self) -> bool:
         """Stop reading the slot, now; returns whether that took the update back."""
         return False
+
+    @property
+    def reads_on(self) -> bool:
+        """Whether the worker reads the slot until it answers, though all has been sent; it notices if the
+        slot is written over meanwhile."""
+        return False
+
+    def leave(self) -> None:
+        """The worker is gone."""
+        return
 
     @property
     def progress(self) -> int:
@@ -235,8 +254,12 @@ class ByStream(Delivery):
             for other in [k for k in self._ready if k[0] != published.round]:
                 del self._ready[other]
             self._ready[key] = outgoing
-        # What is shared is needed until the worker has answered.
-        self._transport.stream(outgoing, _nothing if variant.shared else on_sent)
+        self._transport.stream(outgoing, on_sent)
+
+    @property
+    def reads_on(self) -> bool:
+        """See :class:`Delivery`."""
+        return self._variant.shared
 
     def base(self) -> Slot | None:
         """A further slot that is read while this update is being sent."""
@@ -255,7 +278,3 @@ class ByStream(Delivery):
     def moved(self) -> Hashable:
         """See :class:`Delivery`."""
         return self._transport.progress, self._transport.unread
-
-
-def _nothing() -> None:
-    return

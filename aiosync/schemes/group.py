@@ -7,6 +7,7 @@ Who may still read a slot is written into its holders:
 ``LATEST``              it is the newest: a worker that joins late gets it, a partial update builds on it
 ``("fallback", round)`` it is what the newest replaced, as long as all workers may yet refuse the newest
 ``WRITER``              it is being written
+``("sending", ...)``    is read by what cannot be told to stop
 ``("orphan", pid)``     a process that lost its channel but still runs may be computing with it
 
 Where every slot is held and the sender is not to wait, a version is *spilled*: written into memory of
@@ -99,6 +100,7 @@ class WeightGroup:
         spill_targets: the workers that it is for.
         unspilling: whether somebody is bringing it into a slot.
         addressed: worker -> the newest version that was for it.
+        unstoppable: holders that read a slot until somebody else is done.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class WeightGroup:
         self._offloader = offloader
         self.unspilling = False
         self.addressed: dict[int, int] = {}
+        self.unstoppable: set[Hashable] = set()
         self._freed = asyncio.Event()
         self._stopped = False
 
@@ -216,7 +219,8 @@ class WeightGroup:
 
     def overlaps(self, draft: Draft) -> bool:
         """Whether the draft can be sent while it is being copied."""
-        return self.streams and not draft.spilled and self.arena.layout.nbytes > _WORTH_OVERLAPPING
+        worth = draft.slot.segment.buffer.is_cpu and self.arena.layout.nbytes > _WORTH_OVERLAPPING
+        return self.streams and not draft.spilled and worth
 
     async def begin(self, draft: Draft) -> None:
         """Begin a copy that goes on beside the sending."""

@@ -90,7 +90,7 @@ class Intake:
         self._strategy = strategy
         self._model_id = model_id
         self._context = context
-        self._worker = worker
+        self.worker = worker
         self._holds = holds
         self._make_arrival = make_arrival
         self.arrival: Arrival | None = None
@@ -169,6 +169,11 @@ class Intake:
         """The version whose bytes, as they came, are still here; -1 for none."""
         return self.version if self.arrival is not None and not self.arrival.borrowed else -1
 
+    def expect(self, update: Update) -> None:
+        """An update has come, whether it will be used or not."""
+        if self.arrival is not None:
+            self.arrival.expect(update)
+
     @property
     def peeks(self) -> bool:
         """Whether blocks of the next update may be left in the sender's memory."""
@@ -211,8 +216,10 @@ class Intake:
         started = time.perf_counter()
         async with self._staging:
             stager = self._stager
-            if stager is None:
+            if stager is None or self.arrival is None:
                 raise NotConnectedError("this receiver was closed before it had staged an update")
+            if not self.arrival.is_here(held.update):
+                await self.arrival.arrive(held.update)
             if stager.is_quick(held.update):
                 views, pairs = stager.stage(held.update)
                 copy_pairs(pairs)
@@ -232,8 +239,9 @@ class Intake:
             Exception: as :meth:`stage` and :meth:`commit`.
         """
         stager = self._stager
-        assert stager is not None
-        if held.update.joint is not None or self._context is not None or not stager.is_quick(held.update):
+        assert stager is not None and self.arrival is not None
+        quick = self.arrival.is_here(held.update) and stager.is_quick(held.update)
+        if held.update.joint is not None or self._context is not None or not quick:
             return False
         started = time.perf_counter()
         views, pairs = stager.stage(held.update)
@@ -272,7 +280,7 @@ class Intake:
         if joint is None:
             job = submit([self.gate], lambda: self._commit_alone(held))
         else:
-            job = join(joint, self._worker, self.gate, lambda: self._committing(held))
+            job = join(joint, self.worker, self.gate, lambda: self._committing(held))
         if not job.done.done():
             self._waiting = job
             on_wait()
@@ -283,7 +291,7 @@ class Intake:
                 if isinstance(job, CommitJob):
                     job.withdraw()
                 elif joint is not None:
-                    leave(joint, self._worker, job)
+                    leave(joint, self.worker, job)
                 if held.committed:
                     self._committed()
                 raise

@@ -8,26 +8,24 @@ to the event loop the back slot is the thread's.
 
 from __future__ import annotations
 
+import os
+
 from torch import Tensor
 
 from aiosync.errors import ProtocolError
 from aiosync.protocol.frames import Chunk, End, Update
 from aiosync.protocol.stream import BLOCK, block_count
-from aiosync.schemes.arrival import Arrival
+from aiosync.schemes.arrival import OwnSlots
 from aiosync.transports.base import Transport
 from aiosync.transports.tcp import TCPTransport
-from aiosync.weights.arena import Arena, Slot
+from aiosync.weights.arena import Slot
 from aiosync.weights.checksum import checksum_of, digest_of
 from aiosync.weights.codec import decode
-from aiosync.weights.copying import copy_bytes
+from aiosync.weights.copying import read_at
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
 __all__ = ["BaseLostError", "Landing", "block_of", "memory_of"]
-
-
-_MOST_PEEKED = 3
-"""Slots of the sender's that are kept mapped."""
 
 
 class BaseLostError(ProtocolError):
@@ -35,26 +33,21 @@ class BaseLostError(ProtocolError):
     connection."""
 
 
-class Landing(Arrival):
-    """Slots of this process, and what is known of the bytes in them.
+class Landing(OwnSlots):
+    """Updates that the connection brings, and what is known of their bytes.
 
     Args:
         layout: what a slot holds.
     """
 
-    borrowed = False
-
     def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._arena = Arena(layout, Segment.private, max_slots=2)
+        super().__init__(layout)
         self._blocks = block_count(layout.nbytes)
-        self._slot: Slot | None = None
         self._base: memoryview | None = None
         self._encoded = memoryview(b"")
         self._memory = memoryview(b"")
         self._sender = 0
-        self._peeked: dict[tuple[int, int], memoryview] = {}
-        self._source: memoryview | None = None
+        self._source = -1
         self._shared = False
         self._sums: dict[int, int] = {}
         self._filled = 0
@@ -62,21 +55,10 @@ class Landing(Arrival):
 
     # -- the event loop's side ------------------------------------------------------------------------
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return self._arena.nbytes
-
-    def prepare(self) -> None:
-        """Take the first slot."""
-        if not self._arena.slots:
-            self._arena.grow()
-
     def attach(self, transport: Transport) -> None:
         """Take in the bodies that this connection brings."""
         assert isinstance(transport, TCPTransport)
         self._sender = transport.shares_with
-        self._peeked.clear()
         transport.land(self)
 
     @property
@@ -84,32 +66,15 @@ class Landing(Arrival):
         """See :class:`Arrival`."""
         return self._sender != 0
 
-    def reserve(self) -> None:
-        """Take the second."""
-        while len(self._arena.slots) < 2:
-            self._arena.grow()
-
-    def is_quick(self, update: Update) -> bool:
-        """Always: it is here, or it would not have been handed out."""
-        return True
-
     def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`Arrival.find`."""
         if self._damage is not None:
             raise self._damage
-        assert self._slot is not None
-        return self._slot.segment.buffer, self._slot.views
-
-    def committed(self) -> None:
-        """The other slot is free now."""
-        for slot in self._arena.slots:
-            slot.holders.clear()
-        if self._slot is not None:
-            self._slot.holders.add("front")
+        return super().find(update)
 
     def close(self) -> None:
-        """Let go of the slots; tensors in service keep theirs."""
-        self._arena.close()
+        """See :class:`Arrival`."""
+        super().close()
         self._sender = 0
 
     # -- the thread's side ----------------------------------------------------------------------------
@@ -126,24 +91,18 @@ class Landing(Arrival):
         self._sums = {}
         self._filled = 0
         self._damage = None
-        self._source = None
         self._shared = "memory" in update.payload
         if self._shared:
             self._peek(update.payload["memory"])
 
     def _peek(self, memory: object) -> None:
-        """Map the sender's memory that holds the update."""
+        """Open the sender's memory that holds the update."""
         match memory:
             case [int(fd), int(inode)] if self._sender:
                 try:
-                    if (fd, inode) not in self._peeked:
-                        view = Segment.peek(self._sender, fd, inode, self._layout.nbytes)
-                        self._peeked = dict([*self._peeked.items()][1 - _MOST_PEEKED :])
-                        self._peeked[fd, inode] = view
+                    self._source = Segment.open(self._sender, fd, inode, self._layout.nbytes)
                 except (OSError, ProtocolError) as exc:
                     self._harm(f"the sender's memory cannot be read: {exc}")
-                else:
-                    self._source = self._peeked[fd, inode]
             case _:
                 raise ProtocolError(f"an update lies in memory that cannot be read here: {memory!r:.80}")
 
@@ -170,8 +129,8 @@ class Landing(Arrival):
         """A block is there: decode and check it."""
         place = block_of(self._memory, chunk.block)
         if chunk.encoding == "shared":
-            if self._source is not None:
-                copy_bytes(place, block_of(self._source, chunk.block))
+            if self._source >= 0:
+                read_at(self._source, place, chunk.block * BLOCK)  # the checksum tells whether it did
         elif chunk.encoding != "raw":
             base = None if self._base is None else block_of(self._base, chunk.block)
             try:
@@ -189,6 +148,7 @@ class Landing(Arrival):
         if digest_of([self._sums[block] for block in range(self._blocks)]) != end.digest:
             self._harm("an update arrived damaged (its digest differs)")
         self._base = None
+        self._let_go()
 
     def _fill_up_to(self, end: int) -> None:
         """Blocks before this one that have not come are those of the version before."""
@@ -212,6 +172,12 @@ class Landing(Arrival):
     def forsake(self) -> None:
         """What has come is of no use."""
         self._slot = self._base = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        source, self._source = self._source, -1
+        if source >= 0:
+            os.close(source)
 
 
 def memory_of(slot: Slot, nbytes: int) -> memoryview:

@@ -85,6 +85,7 @@ class WorkerLink:
         self._on_event = on_event
         self._on_lost = on_lost
         self._watch = ProcessWatch(pid, self._process_ended)
+        delivery.enter(self)
 
     @property
     def behind(self) -> bool:
@@ -101,6 +102,11 @@ class WorkerLink:
     @property
     def _to_spill(self) -> bool:
         return self.group.spill is not None and self.worker in self.group.spill_targets
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has come for what is due, and that is there."""
+        return self.session.state is SenderState.READY and self.group.offerable(self.due)
 
     @property
     def parked(self) -> bool:
@@ -165,8 +171,7 @@ class WorkerLink:
             self.session.welcome(self._welcome(group.latest.version))
             group.addressed[self.worker] = group.latest.version
             self.announce(group.latest)
-        elif state is SenderState.READY and group.offerable(self.due):
-            assert self.due is not None
+        elif self.ready and self.due is not None and self._delivery.may_begin(self.due):
             published, joint = self.due, self.due.joint
             if joint is not None and self._in_service is None:
                 # A worker takes its first by itself: its other models' receivers may not run yet.
@@ -194,6 +199,7 @@ class WorkerLink:
         """It runs on the leased version now; returns whether that is its first."""
         first = self._in_service is None
         self._in_service = self._leased
+        self._clear_due()
         self._answered()
         return first
 
@@ -203,7 +209,14 @@ class WorkerLink:
             self._in_service = self._leased
         else:
             self._call_off(self._leased)
+        self._clear_due()
         self._answered()
+
+    def _clear_due(self) -> None:
+        """It has answered for what it is not to come for again."""
+        if self.due is not None and self.due is self._leased:
+            self.due.slot.holders.discard(("due", self.worker))
+            self.due = None
 
     def fetched(self, event: Fetched) -> None:
         """It is ready for the newest; what it had leased and not used, it gives back."""
@@ -215,12 +228,20 @@ class WorkerLink:
     def _keep_due(self, leased: Published) -> None:
         """It still has to come for what it was leased, or for a newer version. To be said before the slot is
         let go of: one that nobody holds may be gone at once."""
-        self.due = self.due or leased
+        if self.due is not leased:
+            if self.due is not None or leased.slot.version != leased.version:
+                self._call_off(leased)  # it will never have that one
+                return
+            self.due = leased
         self.due.slot.holders.add(("due", self.worker))
 
     def _sent(self, published: Published) -> None:
         """All its bytes are on their way."""
-        if self._leased is published and not self._holds:
+        if self._leased is not published or self._holds:
+            return
+        if self._delivery.reads_on:
+            self.group.release(self.worker, keep=published.slot)
+        else:
             self.copied()
 
     def cut(self) -> None:
@@ -233,8 +254,10 @@ class WorkerLink:
             self._answered()
             self.session.recall(again=True)
             self.transport.flush(self.session)
-        elif not self._delivery.maps:
-            self.copied()  # or it finds out by the checksums that it was not quick enough
+        elif self._delivery.reads_on:
+            # If a newer version takes its place, the worker finds out by the checksums.
+            self._keep_due(self._leased)
+            self.copied()
 
     def withdraw(self, published: Published) -> None:
         """This version will never be whole: nobody is to have it."""
@@ -258,6 +281,7 @@ class WorkerLink:
         self._watch.close()
         self._stop_timer()
         self._delivery.cut()
+        self._delivery.leave()
         self._call_off(self._leased)
         if self.due is not None:
             self._forgo(self.due)

@@ -25,7 +25,7 @@ from aiosync.errors import (
     ProtocolError,
     WorkerLostError,
 )
-from aiosync.protocol.events import Aborted, Left, UpdateArrived
+from aiosync.protocol.events import Aborted, Left, Recalled, UpdateArrived
 from aiosync.protocol.frames import Frame, Welcome
 from aiosync.schemes._host import TaskHost
 from aiosync.schemes.intake import Held, Intake, Overtaken
@@ -126,6 +126,7 @@ class WeightReceiver:
         try:
             async with asyncio.timeout(deadline.remaining()):
                 welcome, _ = await self._link.meet(deadline)
+                self.intake.worker = welcome.worker
                 await self._settle_in(welcome)
         except TimeoutError as exc:
             await self.aclose()
@@ -185,6 +186,7 @@ class WeightReceiver:
         link = self._link
         await link.renew(self.intake.signature)
         welcome, another = await link.meet(deadline)
+        self.intake.worker = welcome.worker
         try:
             self.intake.check_layout(welcome)
         except LayoutMismatchError as exc:
@@ -205,7 +207,10 @@ class WeightReceiver:
         for event in self._link.take(frame):
             match event:
                 case UpdateArrived(update=update):
+                    self.intake.expect(update)
                     self._held = Held(update)
+                case Recalled():
+                    self._say_what_is_here()
                 case Aborted(joint=joint):
                     give_up(joint, self.worker_idx, "the sender called it off")
                 case Left(reason=reason, replaced=True):
@@ -427,6 +432,9 @@ class WeightReceiver:
             self._skip(whole=isinstance(exc, BaseLostError))
             return None
         except Exception as exc:  # noqa: BLE001 - travels to the sender as a refusal
+            if held.views is None and (self.lost or self._link.down):
+                self._held = None
+                return None
             self._refuse(exc)
             return exc
         self._answer(held)
@@ -438,8 +446,8 @@ class WeightReceiver:
         if held is not None and held.views is None:
             self.intake.note(held)
         if not self._closed:
+            self._say_what_is_here()
             if whole:
-                self._say_what_is_here()
                 self._link.session.have = -1
             # Asked for at once: nobody wakes the loop if it was not needed to come here.
             self._link.session.wanting = self._looping and self.intake.may_fetch

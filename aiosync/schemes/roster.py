@@ -166,7 +166,7 @@ class Roster:
             for slot in group.arena.slots
             for holder in slot.holders
             if isinstance(holder, tuple) and holder[0] == "orphan"
-        }
+        } | group.unstoppable
         for link in self.members(group):
             if link.parked:
                 parked |= {link.worker, ("due", link.worker)}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
 
-from aiosync.errors import InsecureTransportError, InvalidArgumentError
+from aiosync.errors import ArenaAllocationError, InsecureTransportError, InvalidArgumentError
+from aiosync.protocol.stream import BLOCK
 from aiosync.schemes.arrival import Arrival
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.delivery import ByStream, Delivery, Outgoing, Variant
@@ -161,8 +164,12 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         return DialledTransport(self._address, self._tls)
 
     def _allocate(self, nbytes: int, device: torch.device) -> Segment:
-        # Workers at a Unix socket are on this machine, and can read the slots where they are.
-        return Segment.shared(nbytes) if self._address.path and self._tls is None else Segment.private(nbytes)
+        plain = self._tls is None and self._codec == "full"
+        if self._address.path and plain and nbytes > BLOCK and "memfd_create" in dir(os):
+            # Workers at a Unix socket are on this machine, and can read the slots where they are.
+            with suppress(ArenaAllocationError):  # not allowed to, perhaps; it is not needed
+                return Segment.shared(nbytes)
+        return Segment.private(nbytes)
 
     def _deliver(self, transport: Transport, group: WeightGroup) -> Delivery:
         assert isinstance(transport, TCPTransport)

@@ -45,10 +45,11 @@ class Uplink:
         self._encodings = known_encodings()
         self._watch: ProcessWatch | None = None
         self._asked = worker
+        self._signature = ""
         self.transport = make_transport()
-        self.session = self._new_session("")
+        self.session = self._new_session()
 
-    def _new_session(self, signature: str) -> ReceiverSession:
+    def _new_session(self) -> ReceiverSession:
         return ReceiverSession(
             self._token,
             self._asked,
@@ -56,12 +57,15 @@ class Uplink:
             model_id=self._model_id,
             codecs=self._encodings,
             before=self.worker,
-            signature=signature,
+            signature=self._signature,
         )
 
     async def meet(self, deadline: Deadline) -> tuple[Welcome, bool]:
         """Connect, and hear what there is; also whether it is another sender than before."""
         await self.transport.open(deadline)
+        if self.transport.secret is not None:
+            self._token = self.transport.secret
+            self.session = self._new_session()
         welcomed = await self.transport.setup_connection_and_weights_on_receiver(self.session, deadline)
         welcome, before = welcomed.welcome, self.instance
         self.worker, self.instance = welcome.worker, welcome.instance
@@ -99,8 +103,9 @@ class Uplink:
         """
         self.unwatch()
         await self.transport.aclose()
+        self._signature = signature
         self.transport = self._make_transport()
-        self.session = self._new_session(signature)
+        self.session = self._new_session()
 
     def unwatch(self) -> None:
         """The sender's process is nothing to us any more."""

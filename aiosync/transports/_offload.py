@@ -1,7 +1,8 @@
 """Threads: the only place of the package that starts them (the blocking twins' loop thread aside).
 
-Three kinds. :class:`Offloader` runs blocking work for coroutines that await it. :class:`QueueReader`
+Four kinds. :class:`Offloader` runs blocking work for coroutines that await it. :class:`QueueReader`
 waits on a multiprocessing queue for as long as it is open. :class:`LoopThread` moves the bytes of sockets.
+:class:`DetachedThread` is for what cannot be interrupted, and is left to itself.
 """
 
 from __future__ import annotations
@@ -10,18 +11,27 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
-from multiprocessing.queues import SimpleQueue
+from multiprocessing.queues import SimpleQueue as ProcessQueue
+from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
 import torch
 
 from aiosync.weights.copying import Lane, Pairs, copy_lanes
 
-__all__ = ["LoopThread", "Offloader", "QueueReader", "abandonable", "uninterrupted"]
+__all__ = [
+    "DetachedThread",
+    "LoopThread",
+    "Offloader",
+    "QueueReader",
+    "abandonable",
+    "aside",
+    "uninterrupted",
+]
 
 T = TypeVar("T")
 
@@ -140,6 +150,11 @@ async def abandonable(work: Callable[[], T], name: str) -> T:
     return await future
 
 
+def aside(work: Callable[[], object], name: str) -> None:
+    """Do ``work()`` in a thread that nobody waits for."""
+    threading.Thread(target=work, name=name, daemon=True).start()
+
+
 class QueueReader:
     """A thread that waits on a multiprocessing queue and hands its bytes to the event loop.
 
@@ -158,7 +173,7 @@ class QueueReader:
 
     def __init__(
         self,
-        queue: SimpleQueue[bytes],
+        queue: ProcessQueue[bytes],
         loop: asyncio.AbstractEventLoop,
         split: Callable[[bytearray], list[bytes]],
         on_item: Callable[[bytes], None],
@@ -246,3 +261,39 @@ class LoopThread:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
             self.loop.close()
+
+
+class DetachedThread:
+    """A thread for calls into a library that waits for other machines and cannot be interrupted, one after
+    the other. Nobody waits for its end: :meth:`close` lets it go when the call that it is in returns.
+
+    Args:
+        name: the thread's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Do ``work()`` after what was asked for before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        future: Future[T] = Future()
+        self._jobs.put((future, work))
+        return future
+
+    def close(self) -> None:
+        """Do what was asked for, and end."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, work = job
+            try:
+                future.set_result(work())
+            except BaseException as exc:  # noqa: BLE001 - raised to whoever asks the future
+                future.set_exception(exc)
+            del job, future, work  # what they hold is to go now, and not when the next one comes

@@ -77,6 +77,7 @@ class Transport(ABC):
     Attributes:
         peer_name: who is at the other end, for messages.
         same_machine: whether process ids mean the same on both sides.
+        secret: the token that goes with the peer, where it is found out how to get to it; else None.
 
     It begins in inbox mode, in which frames are awaited one by one (the handshake is written so); with
     :meth:`start` it changes over to delivering them to a sink. Until :meth:`trust` is called no more
@@ -94,6 +95,7 @@ class Transport(ABC):
         self._sink: Sink | None = None
         self.peer_name = "a local process"
         self.trouble = ""
+        self.secret: bytes | None = None
         self._end: str | None = None
         self._breach: ProtocolError | None = None
         self._closed = False

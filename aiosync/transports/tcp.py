@@ -129,6 +129,11 @@ class TCPTransport(Transport):
         self._lost(reason or "this side has closed the connection", error)
         self._ended(error)
 
+    def give_up(self, reason: str) -> None:
+        """End the connection at once: it is of no use any more."""
+        self._lost(reason)
+        self.abort()
+
     def abort(self) -> None:
         """End the connection at once, without a word."""
         if self._channel is not None:
@@ -182,7 +187,7 @@ class DialledTransport(TCPTransport):
     @property
     def shares_with(self) -> int:
         """See :class:`TCPTransport`."""
-        # Who may list the files that a process has open may open them too.
+        # Who may list the files that a process has open may most likely open them too.
         may = self._tls is None and os.access(f"/proc/{self.peer_pid}/fd", os.R_OK | os.X_OK)
         return self.peer_pid if may else 0
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,10 +28,10 @@ __all__ = [
     "Filling",
     "Lane",
     "Pairs",
-    "copy_bytes",
     "copy_lanes",
     "copy_pairs",
     "nbytes_of",
+    "read_at",
 ]
 
 INLINE_LIMIT = 256 * 1024
@@ -78,10 +77,16 @@ def copy_pairs(pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> b
     return all(lane(cancelled) for lane in copy_lanes(pairs, 1))
 
 
-def copy_bytes(destination: memoryview, source: memoryview) -> None:
-    """Copy bytes; other threads run meanwhile."""
-    np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
-    os.sched_yield()  # who copies block after block is to leave the processor to an event loop in between
+def read_at(fd: int, place: memoryview, offset: int) -> bool:
+    """Fill ``place`` from a file; whether it has that much. Other threads run meanwhile."""
+    filled = 0
+    while filled < len(place):
+        count = os.preadv(fd, [place[filled:]], offset + filled)
+        if not count:
+            return False
+        filled += count
+    os.sched_yield()  # who reads block after block is to leave the processor to an event loop in between
+    return True
 
 
 def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:

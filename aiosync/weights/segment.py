@@ -12,7 +12,6 @@ No segment is ever unmapped by hand: tensors may view it, and their references k
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import secrets
@@ -133,8 +132,9 @@ class Segment:
         raise ProtocolError(f"expected a handle of shared memory, got {handle!r}")
 
     @staticmethod
-    def peek(pid: int, fd: int, inode: int, nbytes: int) -> memoryview:
-        """Another process's shared memory, to be read and not relied on: it may change at any time.
+    def open(pid: int, fd: int, inode: int, nbytes: int) -> int:
+        """A descriptor of another process's shared memory, to be read and not relied on: it may change, or
+        be cut off, at any time. It is not mapped: so none of it stays when the other process has gone.
 
         Args:
             pid, fd: the process, and what number the file has there.
@@ -146,19 +146,19 @@ class Segment:
             ProtocolError: it is something else.
         """
         path = f"/proc/{pid}/fd/{fd}"
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode) or found.st_ino != inode or found.st_size < nbytes:
-            raise ProtocolError(f"{path} is not the memory of {nbytes} bytes that was named")
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+        def check(found: os.stat_result) -> None:
+            if not stat.S_ISREG(found.st_mode) or found.st_ino != inode or found.st_size < nbytes:
+                raise ProtocolError(f"{path} is not the memory of {nbytes} bytes that was named")
+
+        check(os.stat(path))  # opening something else might wait, or do something
+        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
-            # Memory that could be cut off would kill whoever reads it then.
-            if not fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise ProtocolError(f"{path} may shrink")
-            if os.fstat(opened).st_size < nbytes:
-                raise ProtocolError(f"{path} has shrunk")
-            return memoryview(mmap.mmap(opened, nbytes, prot=mmap.PROT_READ))
-        finally:
+            check(os.fstat(opened))
+        except ProtocolError:
             os.close(opened)
+            raise
+        return opened
 
     def close(self) -> None:
         """End the way for others to attach; idempotent. Tensors that view the memory stay valid."""
@@ -168,13 +168,14 @@ class Segment:
 
 
 def _share_file(cls: type[Segment], nbytes: int) -> Segment:
-    fd, path = _anonymous_file()
+    try:
+        fd, path = _anonymous_file()
+    except OSError as exc:
+        raise ArenaAllocationError(nbytes, exc.strerror or str(exc)) from exc
     try:
         # Takes the pages now: without it a machine that is out of memory answers the first write
         # into the mapping with SIGBUS, and no error can be raised any more.
         os.posix_fallocate(fd, 0, nbytes)
-        if path is None:
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         buffer = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
         buffer.zero_()  # a taken page is cleared at its first use: pay for that here, once
         inode = os.fstat(fd).st_ino
@@ -197,7 +198,7 @@ def _share_file(cls: type[Segment], nbytes: int) -> Segment:
 
 def _anonymous_file() -> tuple[int, str | None]:
     if "memfd_create" in dir(os):
-        return os.memfd_create("aiosync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), None
+        return os.memfd_create("aiosync"), None
     return tempfile.mkstemp(prefix="aiosync-")
 
 

@@ -11,7 +11,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from aiosync import MultiProcessWeightSyncScheme, TCPWeightSyncScheme, WeightSyncScheme
+from aiosync import (
+    MultiProcessWeightSyncScheme,
+    TCPWeightSyncScheme,
+    WeightSyncScheme,
+)
 from tests.kit.certificates import certificates
 
 __all__ = ["SCHEMES", "Recipe", "SchemeCase"]

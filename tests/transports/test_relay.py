@@ -180,6 +180,9 @@ async def test_a_trainer_that_is_started_again(delay: float) -> None:
             second = TCPWeightSyncScheme(first.address, token=TOKEN, timeout=PATIENCE)
             second.init_on_sender(model_id="policy", model=model)
             await second.connect()
+            if not delay:
+                await eventually(lambda: value_of(worker.model) == 9, "the worker follows")
+                await eventually(lambda: worker.scheme.version == second.version == 0, "and counts anew")
             # Not what was the newest of the trainer before, whose number may be the same.
             for value in (10, 11):
                 fill(model, value)

@@ -19,6 +19,7 @@ from aiosync import (
     TCPWeightSyncScheme,
     TLSConfig,
     WorkerLostError,
+    atomic,
 )
 from aiosync.protocol import frames as f
 from aiosync.protocol.session import ReceiverSession, ReceiverState
@@ -406,3 +407,30 @@ def test_a_copy_waits_only_if_it_is_paced(paced: bool, monkeypatch: pytest.Monke
     assert leads == ([5] if paced else [])
     assert torch.equal(buffer, source)
     assert copying.checksum(255) == copying.checksum(0)
+
+
+# -- joint updates of workers whose index the sender chose ---------------------------------------------
+
+
+async def test_a_part_that_is_refused_calls_the_other_off() -> None:
+    policy, value = Uniform(), Uniform()
+    async with sender_of(policy) as first, sender_of(value) as second:
+        refusing, fine = make_worker(first.address), make_worker(second.address)
+        await join(first, refusing)
+        await join(second, fine)
+
+        def refuse(views: Any) -> None:
+            raise ValueError("not this one")
+
+        refusing.scheme.get_receiver().intake._check = refuse  # type: ignore[method-assign]
+        fill(policy, 1)
+        fill(value, 1)
+        with pytest.raises(RemoteApplyError, match="not this one"):
+            async with atomic(first, second):
+                pass
+        assert (value_of(refusing.model), value_of(fine.model)) == (0, 0)
+        fill(value, 2)
+        assert (await second.send()).ok
+        assert value_of(fine.model) == 2
+        for worker in (refusing, fine):
+            await worker.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -9,21 +11,21 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 from torch import nn
 
-from aiosync import SyncTimeoutError, TCPWeightSyncScheme
+from aiosync import SyncTimeoutError, TCPWeightSyncScheme, WeightSyncScheme, atomic
 from aiosync.errors import ProtocolError
 from aiosync.protocol import frames as f
 from aiosync.schemes import landing
 from aiosync.schemes.landing import Landing
 from aiosync.schemes.link import PATIENCE as STUCK_AFTER
+from aiosync.transports import sockets
 from aiosync.transports.tcp import DialledTransport
-from aiosync.weights.copying import copy_bytes
+from aiosync.weights.copying import read_at
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 from tests.kit.certificates import certificates
@@ -37,6 +39,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads another p
 
 SIZE = 1 << 20
 NBYTES = 4 * 4 * SIZE
+
+Instead: TypeAlias = Callable[[Callable[[int, memoryview, int], bool]], None]
 
 
 @asynccontextmanager
@@ -64,9 +68,9 @@ async def sent(scheme: TCPWeightSyncScheme, model: nn.Module, value: float) -> i
 
 
 @pytest.fixture
-def instead_of_copying(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], None]:
-    """Have something else happen where a worker copies a block out of the sender's memory."""
-    return lambda action: monkeypatch.setattr(landing, "copy_bytes", action)
+def instead_of_reading(monkeypatch: pytest.MonkeyPatch) -> Instead:
+    """Have something else happen where a worker reads a block out of the sender's memory."""
+    return lambda action: monkeypatch.setattr(landing, "read_at", action)
 
 
 async def test_the_bytes_do_not_pass_through_the_socket() -> None:
@@ -81,14 +85,14 @@ async def test_the_bytes_do_not_pass_through_the_socket() -> None:
             await worker.close()
 
 
-async def test_a_part_is_read_in_part(instead_of_copying: Callable[[Callable[..., None]], None]) -> None:
+async def test_a_part_is_read_in_part(instead_of_reading: Instead) -> None:
     copied: list[int] = []
 
-    def copy(place: memoryview, source: memoryview) -> None:
+    def read(fd: int, place: memoryview, offset: int) -> bool:
         copied.append(len(place))
-        copy_bytes(place, source)
+        return read_at(fd, place, offset)
 
-    instead_of_copying(copy)
+    instead_of_reading(read)
     model = Uniform(size=SIZE)
     async with at_unix(model) as scheme:
         worker = large_worker(scheme.address)
@@ -123,17 +127,18 @@ async def test_what_is_encrypted_or_encoded_passes_through_it(what: str) -> None
 
 
 async def test_memory_that_was_written_over_is_noticed(
-    instead_of_copying: Callable[[Callable[..., None]], None],
+    instead_of_reading: Instead,
 ) -> None:
     spoil = threading.Event()
 
-    def copy(place: memoryview, source: memoryview) -> None:
-        copy_bytes(place, source)
+    def read(fd: int, place: memoryview, offset: int) -> bool:
+        whole = read_at(fd, place, offset)
         if spoil.is_set():
             place[5] ^= 1
             spoil.clear()
+        return whole
 
-    instead_of_copying(copy)
+    instead_of_reading(read)
     model = Uniform(size=SIZE)
     async with at_unix(model) as scheme:
         worker = large_worker(scheme.address)
@@ -141,6 +146,7 @@ async def test_memory_that_was_written_over_is_noticed(
         spoil.set()
         assert await sent(scheme, model, 1) > NBYTES  # again, and over the connection
         assert value_of(worker.model) == 1
+        assert scheme.stats.lost == 0
         await worker.close()
 
 
@@ -164,40 +170,174 @@ async def test_memory_of_somebody_else_is_left_alone(stranger: int, monkeypatch:
         await worker.close()
 
 
+class Stall:
+    """Holds up what one worker's thread reads.
+
+    Attributes:
+        armed: from now on.
+        go_on: no more.
+        damaged: blocks that were not the ones that were sent.
+    """
+
+    def __init__(self) -> None:
+        self.armed = threading.Event()
+        self.go_on = threading.Event()
+        self._threads: set[threading.Thread] = set()
+        self._before = set(threading.enumerate())
+
+    def of_whoever_came_since(self) -> None:
+        """The connections' threads that were not there when this was made."""
+        self._threads = {t for t in set(threading.enumerate()) - self._before if t.name == "aiosync-tcp"}
+        assert self._threads
+        self.armed.set()
+
+    def read(self, fd: int, place: memoryview, offset: int) -> bool:
+        """In the place of ``read_at``."""
+        if self.armed.is_set() and threading.current_thread() in self._threads:
+            self.go_on.wait()
+        return read_at(fd, place, offset)
+
+
+async def _go_on_without(scheme: TCPWeightSyncScheme, model: nn.Module, well: LocalWorker) -> None:
+    for version in range(1, 5):
+        fill(model, version)
+        with pytest.raises(SyncTimeoutError):
+            await scheme.send(timeout=BRIEF + 2 * STUCK_AFTER * (version == 2))
+        await eventually(lambda v=version: value_of(well.model) == v, "the other goes on")  # type: ignore[misc]
+    assert scheme.stats.memory == 2 * NBYTES
+
+
+@pytest.mark.parametrize("how", ["loop", "receive", "cut"])
 async def test_a_worker_that_stops_in_the_middle_costs_no_memory(
-    instead_of_copying: Callable[[Callable[..., None]], None],
+    how: str, instead_of_reading: Instead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, armed = threading.Event(), threading.Event()
-
-    def copy(place: memoryview, source: memoryview) -> None:
-        if threading.current_thread() is stuck_in[0] and armed.is_set():
-            go_on.wait()
-        copy_bytes(place, source)
-
+    if how == "cut":
+        monkeypatch.setattr(sockets, "_UNIX_BUFFER", 2048)  # so that not all frames fit in
     model = Uniform(size=SIZE)
     async with at_unix(model) as scheme:
-        well, stopped = large_worker(scheme.address), large_worker(scheme.address)
+        well = large_worker(scheme.address)
         await join(scheme, well)
-        before = set(threading.enumerate())
+        stall = Stall()
+        stopped = large_worker(scheme.address)
         await stopped.connect()
-        await stopped.serve()
-        stuck_in = [t for t in set(threading.enumerate()) - before if t.name == "aiosync-tcp"]
-        assert len(stuck_in) == 1
-        armed.set()
-        instead_of_copying(copy)
+        if how == "receive":
+            polling = asyncio.create_task(_poll(stopped.scheme))
+        else:
+            await stopped.serve()
+        stall.of_whoever_came_since()
+        instead_of_reading(stall.read)
         try:
-            for version in range(1, 5):
-                fill(model, version)
-                with pytest.raises(SyncTimeoutError):
-                    await scheme.send(timeout=BRIEF + 2 * STUCK_AFTER * (version == 2))
-                await eventually(lambda v=version: value_of(well.model) == v, "the other goes on")  # type: ignore[misc]
-            assert scheme.stats.memory == 2 * NBYTES
+            await _go_on_without(scheme, model, well)
         finally:
-            go_on.set()
+            stall.go_on.set()
         await eventually(lambda: stopped.scheme.version == 4, "it is back")
         assert value_of(stopped.model) == 4
+        assert scheme.stats.lost == 0  # on the connection that it had
+        if how == "receive":
+            polling.cancel()
         for worker in (well, stopped):
             await worker.close()
+
+
+async def _poll(scheme: WeightSyncScheme) -> None:
+    while True:
+        await scheme.receive(timeout=BRIEF)
+
+
+async def test_a_relay_that_stops_in_the_middle(instead_of_reading: Instead) -> None:
+    model = Uniform(size=SIZE)
+    async with at_unix(model) as scheme:
+        well = large_worker(scheme.address)
+        await join(scheme, well)
+        stall = Stall()
+        async with relay_below(scheme.address) as relay:
+            await relay.connect()
+            stall.of_whoever_came_since()
+            below = large_worker(relay.address)
+            await serve(below)
+            instead_of_reading(stall.read)
+            try:
+                await _go_on_without(scheme, model, well)
+            finally:
+                stall.go_on.set()
+            await eventually(lambda: value_of(below.model) == 4, "it is back")
+            assert scheme.stats.lost == 0
+            await below.close()
+        await well.close()
+
+
+async def test_what_was_not_for_a_worker_that_stopped_is_not_given_to_it(instead_of_reading: Instead) -> None:
+    model = Uniform(size=SIZE)
+    async with at_unix(model) as scheme:
+        well = large_worker(scheme.address)
+        await join(scheme, well)
+        stall = Stall()
+        stopped = large_worker(scheme.address)
+        await stopped.connect()
+        await stopped.serve()
+        stall.of_whoever_came_since()
+        instead_of_reading(stall.read)
+        try:
+            fill(model, 1)
+            with pytest.raises(SyncTimeoutError):
+                await scheme.send(timeout=2 * STUCK_AFTER)
+            for version in range(2, 6):
+                fill(model, version)
+                await scheme.send(worker_ids=[0])
+        finally:
+            stall.go_on.set()
+        await eventually(lambda: stopped.scheme.version == 1, "it has what it was to have")
+        assert value_of(stopped.model) == 1
+        fill(model, 6)
+        assert (await scheme.send()).ok
+        assert value_of(stopped.model) == 6
+        for worker in (well, stopped):
+            await worker.close()
+
+
+async def test_a_joint_part_that_gives_way_to_a_newer_version(instead_of_reading: Instead) -> None:
+    policy, value = Uniform(size=SIZE), Uniform(size=SIZE)
+    async with at_unix(policy, max_slots=2) as first, at_unix(value) as second:
+        partner = large_worker(second.address)
+        await join(second, partner)
+        stall = Stall()
+        stopped = large_worker(first.address)
+        await join(first, stopped)
+        stall.of_whoever_came_since()
+        instead_of_reading(stall.read)
+        try:
+            fill(policy, 1)
+            fill(value, 1)
+            with pytest.raises(SyncTimeoutError):
+                async with atomic(first, second, timeout=2 * STUCK_AFTER):
+                    pass
+            for version in range(2, 6):
+                fill(policy, version)
+                with pytest.raises(SyncTimeoutError):
+                    await first.send(timeout=BRIEF)
+        finally:
+            stall.go_on.set()
+        await eventually(lambda: value_of(stopped.model) == 5, "it goes on with the newest")
+        # Committed with the other one or given up, but not waiting for it for ever.
+        await eventually(lambda: partner.scheme.get_receiver()._held is None, "the other part is done with")
+        fill(value, 2)
+        assert (await second.send()).ok
+        for worker in (stopped, partner):
+            await worker.close()
+
+
+async def test_without_memory_to_share_it_passes_through_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(name: str, flags: int = 0) -> int:
+        raise PermissionError(errno.EACCES, "not here")
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    model = Uniform(size=SIZE)
+    async with at_unix(model) as scheme:
+        worker = large_worker(scheme.address)
+        await join(scheme, worker)
+        assert await sent(scheme, model, 1) > NBYTES
+        assert value_of(worker.model) == 1
+        await worker.close()
 
 
 async def test_below_a_relay() -> None:
@@ -245,38 +385,28 @@ def test_memory_that_was_not_asked_for() -> None:
         landed.place(f.Chunk(block=0, size=0, checksum=0, encoding="shared"))
 
 
-def test_files_that_are_no_memory_are_not_opened(tmp_path: Path) -> None:
+def test_files_that_are_no_memory_are_not_opened() -> None:
     def refused(fd: int, nbytes: int = 4096, inode: int | None = None) -> str:
         with pytest.raises((OSError, ProtocolError)) as caught:
-            Segment.peek(os.getpid(), fd, os.fstat(fd).st_ino if inode is None else inode, nbytes)
+            Segment.open(os.getpid(), fd, os.fstat(fd).st_ino if inode is None else inode, nbytes)
         return str(caught.value)
 
     segment = Segment.shared(1 << 16)
     assert segment.handle is not None
     fd = segment.handle["fd"]
-    with (tmp_path / "file").open("w+b") as file, open("/dev/null", "rb") as null:
-        file.truncate(1 << 16)
-        unsealed = os.memfd_create("test")
+    with open("/dev/null", "rb") as null:
         read, write = os.pipe()
-        os.ftruncate(unsealed, 1 << 16)
         try:
             assert "not the memory" in refused(null.fileno())
             assert "not the memory" in refused(read)
             assert "not the memory" in refused(fd, inode=1)
             assert "not the memory" in refused(fd, nbytes=1 << 17)
-            assert "may shrink" in refused(unsealed)
-            refused(file.fileno())
             segment.buffer[7] = 3
-            assert Segment.peek(os.getpid(), fd, os.fstat(fd).st_ino, 1 << 16)[7] == 3
+            opened = Segment.open(os.getpid(), fd, os.fstat(fd).st_ino, 1 << 16)
+            place = bytearray(8)
+            assert read_at(opened, memoryview(place), 0) and place[7] == 3
+            assert not read_at(opened, memoryview(place), (1 << 16) - 4)
         finally:
-            for opened in (unsealed, read, write):
-                os.close(opened)
+            for each in (opened, read, write):
+                os.close(each)
             segment.close()
-
-
-def test_shared_memory_cannot_shrink() -> None:
-    segment = Segment.shared(1 << 16)
-    assert segment.handle is not None
-    with pytest.raises(PermissionError):
-        os.ftruncate(segment.handle["fd"], 0)
-    segment.close()

@@ -1,0 +1,238 @@
+"""Versions that go from rank to rank: both sides of what :mod:`aiosync.transports.process_group` moves."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiosync.errors import ProtocolError, WorkerLostError
+from aiosync.protocol.events import Fetched
+from aiosync.protocol.frames import Update
+from aiosync.protocol.stream import BLOCK
+from aiosync.schemes.arrival import OwnSlots
+from aiosync.schemes.delivery import Delivery
+from aiosync.schemes.ensemble import Ensemble, Member
+from aiosync.schemes.group import Published, WeightGroup
+from aiosync.schemes.landing import BaseLostError
+from aiosync.transports.base import Transport
+from aiosync.transports.distributed import DistributedTransport
+from aiosync.transports.process_group import Ranks
+from aiosync.transports.tcp import TCPTransport
+from aiosync.weights.layout import Layout
+
+__all__ = ["Collected", "FromRankZero", "send_by"]
+
+_TAGS = 1 << 30
+_MOST_RANKS = 1 << 16
+
+
+def send_by(
+    ranks: Ranks, group: WeightGroup, published: Published, ended: Callable[[Future[None]], None]
+) -> None:
+    """Send a version by a process group; ``ended`` is called on the event loop.
+
+    The version holds its slot in a name of its own: torch.distributed cannot be told to stop, and reads it
+    until the workers have it or the process group has broken, whatever has become of them.
+    """
+    slot, copying = published.slot, published.copying
+    holder = ("sending", object())
+    slot.holders.add(holder)
+    group.unstoppable.add(holder)
+
+    def ready(nbytes: int) -> None:
+        if copying is not None:
+            copying.ready((nbytes - 1) // BLOCK)
+
+    def over(future: Future[None]) -> None:
+        group.unstoppable.discard(holder)
+        group.release(holder)
+        ended(future)
+
+    buffer = slot.segment.buffer[: group.arena.layout.nbytes]
+    future = ranks.send(buffer, 1 + published.round % _TAGS, ready)
+    future.add_done_callback(partial(_tell, asyncio.get_running_loop(), over))
+
+
+class FromRankZero(Delivery):
+    """The sender's side: what it says over the connection is which process group the bytes come through.
+
+    Args:
+        transport: the worker's.
+        group: whose versions.
+        join: makes the sender's part of a process group of two, of a key.
+        ensemble: sends what all workers get to all at once; None: to each by itself.
+    """
+
+    maps = False
+
+    def __init__(
+        self,
+        transport: TCPTransport,
+        group: WeightGroup,
+        join: Callable[[str], Ranks],
+        ensemble: Ensemble | None,
+    ) -> None:
+        self._transport = transport
+        self._group = group
+        self._key = secrets.token_hex(8)
+        self._ranks = join(self._key)
+        self._ensemble = ensemble
+        self._link: Member | None = None
+
+    def enter(self, link: Member) -> None:
+        """See :class:`Delivery`."""
+        self._link = link
+        if self._ensemble is not None:
+            self._ensemble.enter(link)
+
+    def may_begin(self, published: Published) -> bool:
+        """See :class:`Delivery`."""
+        return self._ensemble is None or self._ensemble.may_begin(published)
+
+    def payload(self, published: Published, fetched: Fetched) -> dict[str, Any]:
+        """Which process group."""
+        if self._ensemble is not None and self._link is not None and self._ensemble.broadcasts(published):
+            return self._ensemble.payload(self._link.worker)
+        return {"group": self._key, "rank": 1, "size": 2}
+
+    def begin(self, published: Published, on_sent: Callable[[], None]) -> None:
+        """Send the bytes."""
+        if self._ensemble is not None and self._ensemble.broadcasts(published):
+            self._ensemble.begin(published, on_sent)
+            return
+
+        def ended(future: Future[None]) -> None:
+            error = future.exception()
+            if error is None:
+                on_sent()
+            else:
+                self._transport.give_up(str(error))
+
+        send_by(self._ranks, self._group, published, ended)
+
+    def leave(self) -> None:
+        """The worker is gone."""
+        self._ranks.close()
+        if self._ensemble is not None and self._link is not None:
+            self._ensemble.leave(self._link)
+
+    @property
+    def progress(self) -> int:
+        """See :class:`Delivery`."""
+        return self._ranks.moved
+
+    @property
+    def moved(self) -> Hashable:
+        """See :class:`Delivery`."""
+        return self._ranks.moved
+
+
+class Collected(OwnSlots):
+    """The worker's side.
+
+    Args:
+        layout: what a slot holds.
+        device: where slots have to be.
+        join: makes this worker's part of a process group, of the connection, a key, a rank and a size.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device,
+        join: Callable[[DistributedTransport, str, int, int], Ranks],
+    ) -> None:
+        super().__init__(layout, device)
+        self._join = join
+        self._transport: DistributedTransport | None = None
+        self._groups: dict[int, tuple[str, Ranks]] = {}
+        self._arriving: tuple[Update, Future[None]] | None = None
+
+    def attach(self, transport: Transport) -> None:
+        """See :class:`Arrival`."""
+        assert isinstance(transport, DistributedTransport)
+        self._drop()
+        self._transport = transport
+
+    def expect(self, update: Update) -> None:
+        """Receive it at once: the sender is sending it, and what follows comes behind it."""
+        match update.payload:
+            case {"group": str(key), "rank": int(rank), "size": int(size)} if 0 < rank < size <= _MOST_RANKS:
+                ranks = self._member_of(key, rank, size)
+            case _:
+                raise ProtocolError(f"an update names no process group: {update.payload!r:.80}")
+        self._slot = self._arena.free_slot()
+        if self._slot is None:
+            raise ProtocolError("an update came that was not asked for")
+        buffer = self._slot.segment.buffer[: self._layout.nbytes]
+        # What came by way of another process group may still be being written there.
+        before = [] if self._arriving is None else [self._arriving[1]]
+        future = ranks.receive(buffer, 1 + update.round % _TAGS, before)
+        self._arriving = update, future
+
+    def _member_of(self, key: str, rank: int, size: int) -> Ranks:
+        kind = min(size, 3)  # a group of two, and a broadcast's
+        if kind in self._groups and self._groups[kind][0] != key:
+            self._groups.pop(kind)[1].close()
+        if kind not in self._groups:
+            assert self._transport is not None
+            self._groups[kind] = key, self._join(self._transport, key, rank, size)
+        return self._groups[kind][1]
+
+    def is_here(self, update: Update) -> bool:
+        """See :class:`Arrival`."""
+        return self._arriving is not None and self._arriving[0] is update and self._arriving[1].done()
+
+    async def arrive(self, update: Update) -> None:
+        """Wait for it.
+
+        Raises:
+            WorkerLostError: the group has broken; the connection is given up too.
+        """
+        assert self._arriving is not None and self._arriving[0] is update
+        future, ended = self._arriving[1], asyncio.Event()
+        future.add_done_callback(partial(_tell, asyncio.get_running_loop(), lambda _: ended.set()))
+        await ended.wait()
+        self._check(update, future)
+
+    def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
+        """See :class:`Arrival`."""
+        assert self._arriving is not None
+        self._check(*self._arriving)
+        return super().find(update)
+
+    def _check(self, update: Update, future: Future[None]) -> None:
+        error = future.exception()
+        if isinstance(error, WorkerLostError) and update.payload["size"] > 2:
+            # It is one of the others that is gone, more likely than the sender.
+            raise BaseLostError(error.reason)
+        if isinstance(error, WorkerLostError) and self._transport is not None:
+            self._transport.give_up(error.reason)
+        if error is not None:
+            raise error
+
+    def _drop(self) -> None:
+        groups, self._groups = self._groups, {}
+        for _, ranks in groups.values():
+            ranks.close()
+
+    def close(self) -> None:
+        """See :class:`Arrival`."""
+        self._drop()
+        super().close()
+
+
+def _tell(
+    loop: asyncio.AbstractEventLoop, callback: Callable[[Future[None]], None], future: Future[None]
+) -> None:
+    try:
+        loop.call_soon_threadsafe(callback, future)
+    except RuntimeError:
+        return  # the loop is closed: nobody is left to tell

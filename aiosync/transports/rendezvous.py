@@ -1,0 +1,227 @@
+"""Where sender and workers that know nothing but a store of torch.distributed find each other.
+
+What lies in the store, all of it under ``aiosync/<model_id>/``:
+
+``arrivals``      a queue: a worker puts in a name that it has just made up
+``met/<name>``    the sender's answer to it: where it listens, and the token; the worker deletes it
+
+(And under ``aiosync/ranks/<key>`` what ranks say to each other to make a process group, until it stands.)
+
+Nobody asks again and again: the sender waits in a thread that the store wakes when a worker arrives, a worker
+in one that it wakes when it is answered. Whoever gives up wakes its own thread by writing what it waits for.
+A blocking call keeps its connection to the store busy, so each thread has one of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from aiosync.errors import InvalidArgumentError, WorkerLostError
+from aiosync.transports.address import is_loopback
+
+__all__ = ["Meeting", "Place", "Reception", "meet"]
+
+_FOR_EVER = timedelta(days=365)
+_CONNECT = timedelta(seconds=60)
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a sender listens, and what it is to be told there."""
+
+    host: str
+    port: int
+    token: bytes
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Which store: one that was given, or the way to one.
+
+    Attributes:
+        store: given; stays in this process.
+        host, port: of a TCPStore; port 0: not known yet.
+        serves: whether the sender is to start it there if nobody has.
+    """
+
+    store: Any = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    serves: bool = True
+
+    @classmethod
+    def at(cls, store: Any, init_method: str | None) -> Meeting:
+        """What a scheme's arguments, or else the environment, say.
+
+        Raises:
+            InvalidArgumentError: they make no sense.
+        """
+        if store is not None and init_method is not None:
+            raise InvalidArgumentError("give store= or init_method=, not both")
+        if store is not None:
+            if not isinstance(store, Store):
+                raise InvalidArgumentError(
+                    f"store: expected a torch.distributed Store, got {type(store).__name__}"
+                )
+            return cls(store=store)
+        if init_method is None and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            return cls()
+        parts = urlsplit(init_method or "env://")
+        if parts.scheme == "env":
+            try:
+                host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            except (KeyError, ValueError) as exc:
+                raise InvalidArgumentError(
+                    f"init_method='env://' needs MASTER_ADDR and MASTER_PORT: {exc}"
+                ) from exc
+        elif parts.scheme == "tcp" and parts.hostname and parts.port:
+            host, port = parts.hostname, parts.port
+        else:
+            raise InvalidArgumentError(
+                f"init_method={init_method!r}: expected 'env://' or 'tcp://host:port' (or give a store=)"
+            )
+        return cls(host=host, port=port, serves=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+
+    def open(self) -> tuple[Meeting, Any]:
+        """On the sender: a store to keep, and how workers get there.
+
+        Raises:
+            InvalidArgumentError: there is no store there, and none can be.
+        """
+        if self.store is not None:
+            return self, self.store.clone()
+        if self.serves:
+            with suppress(RuntimeError):  # somebody else serves it: another group of the same job
+                store = TCPStore(
+                    self.host, self.port, is_master=True, wait_for_workers=False, multi_tenant=True
+                )
+                return Meeting(None, self.host, store.port, serves=False), store
+        return self, self.connect()
+
+    def connect(self) -> Any:
+        """A connection to the store. Blocking.
+
+        Raises:
+            InvalidArgumentError: nobody said where it is.
+            WorkerLostError: there is none.
+        """
+        if self.store is not None:
+            return self.store.clone()
+        if not self.port:
+            raise InvalidArgumentError(
+                "this scheme does not know where its store is: give worker and sender the same store= or "
+                "init_method=, set MASTER_ADDR and MASTER_PORT, or hand the worker the sender's scheme"
+            )
+        try:
+            return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+        except RuntimeError as exc:
+            raise WorkerLostError((), f"no store at {self.host}:{self.port}: {_first_line(exc)}") from exc
+
+    @property
+    def bind(self) -> str:
+        """Where the sender is to listen so that those who reach the store reach it too."""
+        return "127.0.0.1" if is_loopback(self._store_address()) else "0.0.0.0"
+
+    @property
+    def reachable(self) -> str:
+        """This machine's address, as those who reach the store see it."""
+        address = self._store_address()
+        if is_loopback(address):
+            return "127.0.0.1"
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, self.port or 1))  # sends nothing
+            return str(probe.getsockname()[0])
+
+    def _store_address(self) -> str:
+        host = self.host
+        store = self.store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, TCPStore):
+            host = store.host
+        return socket.gethostbyname(host)
+
+
+def prefixed(store: Any, model_id: str | None, *more: str) -> Any:
+    """The part of a store that is one model's."""
+    return PrefixStore("/".join(("aiosync", model_id or "", *more)), store)
+
+
+class Reception:
+    """The sender's side: answers those who arrive. To be run in a thread.
+
+    Args:
+        store: a connection of its own.
+        other: another, for waking it.
+        place: the answer.
+    """
+
+    def __init__(self, store: Any, other: Any, model_id: str | None, place: Place) -> None:
+        self._store = prefixed(store, model_id)
+        self._other = prefixed(other, model_id)
+        self._place = msgspec.msgpack.encode(place)
+        self._closed = False
+        store.set_timeout(_FOR_EVER)
+
+    def run(self) -> str:
+        """Answer until :meth:`close`, or until the store is no more; why it ended."""
+        while True:
+            try:
+                name = self._store.queue_pop("arrivals")
+                if self._closed:
+                    if name:
+                        self._store.queue_push("arrivals", name)  # for the next sender
+                    return ""
+                if name:
+                    self._store.set(f"met/{name.decode()}", self._place)
+            except (RuntimeError, UnicodeDecodeError) as exc:
+                return _first_line(exc)
+
+    def close(self) -> None:
+        """Have :meth:`run` return. Blocking, shortly."""
+        self._closed = True
+        with suppress(RuntimeError):
+            self._other.queue_push("arrivals", b"")
+
+
+def meet(
+    meeting: Meeting, model_id: str | None
+) -> tuple[Callable[[], tuple[Place, Any] | None], Callable[[], None]]:
+    """A worker's side: ``(wait, give_up)``, for two threads. ``wait()`` gives the sender's answer and the
+    store, or None if ``give_up()`` was called."""
+    name = secrets.token_hex(8)
+    given_up = False
+
+    def wait() -> tuple[Place, Any] | None:
+        store = meeting.connect()
+        store.set_timeout(_FOR_EVER)
+        mine = prefixed(store, model_id)
+        try:
+            mine.queue_push("arrivals", name)
+            answer = mine.get(f"met/{name}")
+            mine.delete_key(f"met/{name}")
+        except RuntimeError as exc:
+            raise WorkerLostError((), f"the store is no more: {_first_line(exc)}") from exc
+        return None if given_up else (msgspec.msgpack.decode(answer, type=Place), store)
+
+    def give_up() -> None:
+        nonlocal given_up
+        given_up = True
+        with suppress(WorkerLostError, RuntimeError):
+            prefixed(meeting.connect(), model_id).set(f"met/{name}", b"")
+
+    return wait, give_up
+
+
+def _first_line(exc: Exception) -> str:
+    return str(exc).splitlines()[0] if str(exc) else repr(exc)
