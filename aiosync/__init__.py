@@ -28,6 +28,7 @@ from aiosync.errors import (
 )
 from aiosync.schemes.atomic import JointUpdate, atomic
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.distributed import DistributedWeightSyncScheme
 from aiosync.schemes.memory import MemoryWeightSyncScheme
 from aiosync.schemes.multiprocess import MultiProcessWeightSyncScheme
 from aiosync.schemes.none import NoWeightSyncScheme
@@ -40,6 +41,7 @@ from aiosync.schemes.stats import PhaseStats, SchemeStats, SyncEvent
 from aiosync.schemes.tcp import TCPWeightSyncScheme
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.carrier import MPTransport
+from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.memory import Fault, MemoryTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
@@ -53,6 +55,8 @@ __all__ = [
     "AlreadyConnectedError",
     "ArenaAllocationError",
     "BlockingCallError",
+    "DistributedTransport",
+    "DistributedWeightSyncScheme",
     "Fault",
     "ForkedEndpointError",
     "FrameError",

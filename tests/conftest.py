@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -14,6 +15,9 @@ from torch._C._distributed_c10d import TCPStore
 from aiosync.sync._portal import portal
 from tests.kit.leaks import Snapshot
 from tests.kit.processes import warm_up
+
+# torch looks up the name of whoever connects to a store. Where nobody answers that, it is not to take 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 CHECKED = ("tests.conformance", "tests.transports", "tests.schemes", "tests.protocol", "tests.sync")
 """Packages whose every test is checked for leaks."""

@@ -26,6 +26,7 @@ TWINS: list[tuple[type[Any], str]] = [
     (aiosync.SharedMemWeightSyncScheme, "WeightSyncScheme"),
     (aiosync.MultiProcessWeightSyncScheme, "WeightSyncScheme"),
     (aiosync.TCPWeightSyncScheme, "WeightSyncScheme"),
+    (aiosync.DistributedWeightSyncScheme, "WeightSyncScheme"),
     (aiosync.NoWeightSyncScheme, "WeightSyncScheme"),
     (aiosync.MemoryWeightSyncScheme, "WeightSyncScheme"),
 ]
@@ -55,6 +56,7 @@ from typing import Any, ClassVar
 import torch
 
 import aiosync
+from aiosync.schemes.distributed import Collective
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.report import SendReport, WorkerState
 from aiosync.schemes.sender import WeightSender
@@ -63,6 +65,7 @@ from aiosync.schemes.stats import EventHook, SchemeStats
 from aiosync.sync._portal import portal
 from aiosync.sync._twin import BlockingTwin
 from aiosync.transports.base import Listener, Transport
+from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.memory import Fault, MemoryTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport

@@ -25,7 +25,7 @@ from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
-__all__ = ["DistributedWeightSyncScheme"]
+__all__ = ["Collective", "DistributedWeightSyncScheme"]
 
 Collective: TypeAlias = Literal["p2p", "broadcast"]
 
@@ -64,7 +64,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     backends = ("distributed",)
     _holds = False
-    _streams = True
+    _streams = "plain"
 
     def __init__(
         self,
@@ -100,6 +100,19 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         rank = os.environ.get("RANK", "")
         if self._worker_idx is None and rank.isdigit() and int(rank) > 0:
             self._worker_idx = checked_index(int(rank) - 1)
+
+    async def reconnect(self, *, timeout: float | None = None) -> None:
+        """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
+        replacement, and make broadcasts again in a process group of them. (Each worker has a process group of
+        its own with the sender from when it connects, and is sent everything through that meanwhile.)
+
+        Raises:
+            NotConnectedError: this is no connected sender.
+            SyncTimeoutError: some did not come in time; it names them.
+        """
+        await self.get_sender().await_workers(self._deadline(timeout))
+        for ensemble in self._ensembles.values():
+            ensemble.renew()
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
         listener = DistributedListener(self._meeting, self._model_id, self._token)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,10 +34,13 @@ from aiosync.weights.arena import Arena, Slot
 from aiosync.weights.copying import INLINE_LIMIT, BlockCopy, Filling, copy_pairs
 from aiosync.weights.segment import Segment
 
-__all__ = ["Draft", "Published", "WeightGroup"]
+__all__ = ["Draft", "Published", "Streams", "WeightGroup"]
 
 _WORTH_OVERLAPPING = 4 << 20
 """Bytes from which copying and sending are done at the same time."""
+
+Streams: TypeAlias = Literal["", "plain", "checked"]
+"""Whether versions are sent block after block, while the last are still being copied; and with checksums."""
 
 LATEST = "latest"
 WRITER = "writer"
@@ -92,7 +96,7 @@ class WeightGroup:
         device: where the copy lies.
         arena: its slots.
         offloader: the threads that copy.
-        streams: whether connections carry the bytes, in blocks, from the first to the last.
+        streams: whether versions are sent block after block, and with checksums.
 
     Attributes:
         latest: the newest version in a slot.
@@ -110,7 +114,7 @@ class WeightGroup:
         arena: Arena,
         offloader: Offloader,
         *,
-        streams: bool = False,
+        streams: Streams = "",
     ) -> None:
         self.workers = set(workers)
         self.device = device
@@ -220,13 +224,16 @@ class WeightGroup:
     def overlaps(self, draft: Draft) -> bool:
         """Whether the draft can be sent while it is being copied."""
         worth = draft.slot.segment.buffer.is_cpu and self.arena.layout.nbytes > _WORTH_OVERLAPPING
-        return self.streams and not draft.spilled and worth
+        return self.streams != "" and not draft.spilled and worth
 
     async def begin(self, draft: Draft) -> None:
         """Begin a copy that goes on beside the sending."""
         draft.begun = True
         buffer, nbytes = draft.slot.segment.buffer, self.arena.layout.nbytes
-        draft.copying = await self._offloader.run(lambda _: BlockCopy(buffer, nbytes, draft.pairs, BLOCK))
+        checked = self.streams == "checked"
+        draft.copying = await self._offloader.run(
+            lambda _: BlockCopy(buffer, nbytes, draft.pairs, BLOCK, checked=checked)
+        )
 
     async def finish(self, draft: Draft, *, paced: bool) -> None:
         """Bring it to its end; ``paced``: no faster than it is sent, for somebody waits for that anyway."""

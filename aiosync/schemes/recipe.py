@@ -21,7 +21,7 @@ from aiosync.errors import (
 )
 from aiosync.schemes.arrival import Arrival, Mapped
 from aiosync.schemes.delivery import ByReference, Delivery
-from aiosync.schemes.group import WeightGroup
+from aiosync.schemes.group import Streams, WeightGroup
 from aiosync.schemes.plan import SenderArguments, SenderPlan, make_plan, model_of
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.sender import WeightSender
@@ -45,7 +45,7 @@ class SchemeRecipe(ABC):
     _registry: ClassVar[dict[str, type[SchemeRecipe]]] = {}
     _holds: ClassVar[bool] = True
     _elastic: ClassVar[bool] = False
-    _streams: ClassVar[bool] = False
+    _streams: ClassVar[Streams] = ""
     _reconnect_for: float = 0.0
 
     def __init__(

@@ -174,7 +174,7 @@ class RelayIntake(Intake):
 
     def _landing_for(self, layout: Layout) -> Landing:
         arena = Arena(layout, Segment.private, self._scheme._spec.max_slots)
-        self._group = WeightGroup((), CPU, arena, self._copier, streams=True)
+        self._group = WeightGroup((), CPU, arena, self._copier, streams="checked")
         self._publisher = Publisher([self._group], self.roster, self._host)
         self._landing = _RelayLanding(layout, self)
         return self._landing

@@ -19,7 +19,7 @@ from torch import Tensor
 from aiosync._deadline import Deadline
 from aiosync.errors import NotConnectedError, SyncTimeoutError
 from aiosync.schemes._host import TaskHost
-from aiosync.schemes.group import WeightGroup
+from aiosync.schemes.group import Streams, WeightGroup
 from aiosync.schemes.plan import SenderPlan
 from aiosync.schemes.publisher import Prepared, Publisher, Sources
 from aiosync.schemes.report import SendReport, WorkerReport
@@ -47,7 +47,7 @@ class WeightSender:
         token: the secret that workers must know.
         allocate: makes a segment of so many bytes on a device.
         holds: whether workers view the memory that they are given, instead of copying from it.
-        streams: whether connections carry the bytes.
+        streams: whether versions are sent block after block.
         deliver: says how versions of a group get over a connection.
 
     Attributes:
@@ -65,7 +65,7 @@ class WeightSender:
         *,
         allocate: Callable[[int, torch.device], Segment],
         holds: bool,
-        streams: bool,
+        streams: Streams,
         deliver: Deliver,
         events: EventSource,
     ) -> None:
@@ -140,6 +140,16 @@ class WeightSender:
         else:
             await self._await_everybody(deadline)
         self._events.tell("connected", self.model_id, self.version)
+
+    async def await_workers(self, deadline: Deadline) -> None:
+        """Wait until every worker is there, also those that were lost.
+
+        Raises:
+            SyncTimeoutError: some did not come in time; it names them.
+            NotConnectedError: this was closed.
+        """
+        self.check_open()
+        await self._await_everybody(deadline)
 
     async def _await_everybody(self, deadline: Deadline) -> None:
         roster = self.roster

@@ -79,7 +79,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     backends = ("tcp",)
     _holds = False
     _elastic = True
-    _streams = True
+    _streams = "checked"
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ loop: await the class of the same name in :mod:`aiosync` there.
 """
 
 from aiosync.sync._generated_schemes import (
+    DistributedWeightSyncScheme,
     MemoryWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
@@ -17,6 +18,7 @@ from aiosync.sync._generated_schemes import (
 from aiosync.sync._joint import JointUpdate, atomic
 
 __all__ = [
+    "DistributedWeightSyncScheme",
     "JointUpdate",
     "MemoryWeightSyncScheme",
     "MultiProcessWeightSyncScheme",

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 import aiosync
+from aiosync.schemes.distributed import Collective
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.report import SendReport, WorkerState
 from aiosync.schemes.sender import WeightSender
@@ -19,6 +20,7 @@ from aiosync.schemes.stats import EventHook, SchemeStats
 from aiosync.sync._portal import portal
 from aiosync.sync._twin import BlockingTwin
 from aiosync.transports.base import Listener, Transport
+from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.memory import Fault, MemoryTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
@@ -28,6 +30,7 @@ from aiosync.weights.codec import Codec
 from aiosync.weights.strategy import WeightStrategy
 
 __all__ = [
+    "DistributedWeightSyncScheme",
     "MemoryWeightSyncScheme",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
@@ -550,6 +553,66 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         Raises:
             InvalidArgumentError: the address has no port yet.
         """
+        return self._async.create_transport(worker_idx=worker_idx)
+
+
+class DistributedWeightSyncScheme(WeightSyncScheme):
+    """The blocking twin of :class:`aiosync.DistributedWeightSyncScheme`.
+
+    Workers of a job that has torch.distributed: weights go from rank to rank, in a few flat buckets.
+
+    The sender is rank 0, worker ``i`` is rank ``i + 1``. Each worker and the sender make a process group of
+    their own, beside whatever groups the job has: none of those is used, replaced or waited for, and none
+    is needed. Sender and workers meet in a store: ``store=``, or the TCPStore at ``init_method=``, or at
+    MASTER_ADDR and MASTER_PORT (so under ``torchrun`` nothing has to be given; there RANK is the worker's
+    rank too), or one that the sender starts on this machine, which the pickled scheme knows.
+
+    What torch.distributed cannot do, it cannot do here: a call into it is not interrupted, it ends when the
+    other side goes on, or dies, or after ``timeout``. So a call of ours that is cancelled or reaches its
+    deadline returns at once and leaves behind, until then, a thread and the slot that it reads or writes; a
+    stopped worker keeps such a slot, beside those of the others. Whatever goes wrong in a group ends the
+    worker's connection; a worker connects again by itself and gets a group of its own, as a replacement
+    does. Whoever can reach the store is trusted, as in torch.distributed itself.
+
+    Args:
+        backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
+        sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
+        collective: ``"p2p"``, from the sender to each worker; ``"broadcast"``, to all workers at once where a
+            send addresses all of them and they are there, through one process group of all. In that a worker
+            that stops holds up the others, at most for ``timeout``; when one dies, weights go to each by
+            itself until :meth:`reconnect`.
+        store: a torch.distributed store that is reached from both sides.
+        init_method: ``"env://"`` or ``"tcp://host:port"``.
+        reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
+        options: see :class:`~aiosync.WeightSyncScheme`.
+
+    Raises:
+        InvalidArgumentError: a backend that is not there, a store that is none.
+    """
+
+    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.DistributedWeightSyncScheme
+    _async: aiosync.DistributedWeightSyncScheme
+
+    def __init__(self, backend: str='gloo', sync: bool=True, *, collective: Collective='p2p', store: Any=None, init_method: str | None=None, reconnect_for: float=60.0, **options: Any) -> None:
+        self._async = aiosync.DistributedWeightSyncScheme(backend, sync, collective=collective, store=store, init_method=init_method, reconnect_for=reconnect_for, **options)
+
+    def init_on_receiver(self, *, model_id: str | None=None, context: Any=None, model: Any=None, worker_idx: int | None=None) -> None:
+        """See :meth:`WeightSyncScheme.init_on_receiver`; the index is RANK - 1 if nobody says otherwise."""
+        self._async.init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
+
+    def reconnect(self, *, timeout: float | None=None) -> None:
+        """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
+        replacement, and make broadcasts again in a process group of them. (Each worker has a process group of
+        its own with the sender from when it connects, and is sent everything through that meanwhile.)
+
+        Raises:
+            NotConnectedError: this is no connected sender.
+            SyncTimeoutError: some did not come in time; it names them.
+        """
+        portal().call(self._async.reconnect, timeout=timeout)
+
+    def create_transport(self, *, worker_idx: int) -> DistributedTransport:
+        """A worker's connection, not open yet."""
         return self._async.create_transport(worker_idx=worker_idx)
 
 

@@ -8,8 +8,11 @@ waits on a multiprocessing queue for as long as it is open. :class:`LoopThread` 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -34,6 +37,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+_LAST_WAIT = 2.0
+"""Seconds that the interpreter's exit waits for detached threads."""
 
 _LANES = 8
 """Threads of one offloader at most; more do not copy any faster where memory is what limits."""
@@ -263,15 +269,32 @@ class LoopThread:
             self.loop.close()
 
 
+_detached: weakref.WeakSet[DetachedThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_detached() -> None:
+    until = time.monotonic() + _LAST_WAIT
+    for thread in list(_detached):
+        thread._end(until)
+
+
 class DetachedThread:
     """A thread for calls into a library that waits for other machines and cannot be interrupted, one after
     the other. Nobody waits for its end: :meth:`close` lets it go when the call that it is in returns.
 
+    Only the interpreter waits at its exit, shortly: a thread that comes back from such a library into an
+    interpreter that is no more brings the process down with an error.
+
     Args:
         name: the thread's.
+
+    Attributes:
+        wake: has the call that it is in return, where there is a way to; called at the interpreter's exit.
     """
 
     def __init__(self, name: str) -> None:
+        self.wake: Callable[[], object] | None = None
         self._name = name
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -281,6 +304,7 @@ class DetachedThread:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
+            _detached.add(self)
         future: Future[T] = Future()
         self._jobs.put((future, work))
         return future
@@ -288,6 +312,14 @@ class DetachedThread:
     def close(self) -> None:
         """Do what was asked for, and end."""
         self._jobs.put(None)
+
+    def _end(self, until: float) -> None:
+        """At the interpreter's exit."""
+        if self._thread is not None and self._thread.is_alive():
+            self.close()
+            if self.wake is not None:
+                self.wake()
+            self._thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

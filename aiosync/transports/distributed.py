@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from aiosync._deadline import Deadline
 from aiosync.transports._offload import DetachedThread, abandonable, aside
 from aiosync.transports.address import Address
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.rendezvous import Meeting, Place, Reception, meet
+from aiosync.transports.rendezvous import Meeting, Place, Reception, Search
 from aiosync.transports.tcp import DialledTransport
 from aiosync.transports.tcp_listener import TCPListener
 
@@ -45,6 +46,7 @@ class DistributedTransport(DialledTransport):
         """Meet the sender in the store, and connect to it.
 
         Raises:
+            InvalidArgumentError: nobody said where the store is.
             WorkerLostError: there is no store, or it is no more.
             SyncTimeoutError: the sender did not come in time.
         """
@@ -66,21 +68,22 @@ class DistributedTransport(DialledTransport):
 
     async def _meet(self, deadline: Deadline) -> Place:
         meeting = self._meeting
-        wait, give_up = meet(meeting, self._model_id)
+        search = Search(meeting, self._model_id)
         found = None
         try:
             async with asyncio.timeout(deadline.remaining()):
+                meeting.check_known()
                 if meeting.store is None:
                     # torch would wait for it where nobody can tell it to stop.
                     self._address = Address(meeting.host, meeting.port)
                     (await self._dial(deadline)).close()
-                found = await abandonable(wait, "aiosync-meet")
+                self.trouble = "no sender of this model came to the store"
+                found = await abandonable(search.run, "aiosync-meet")
         except TimeoutError:
-            hint = self.trouble or "no sender of this model came to the store"
-            raise deadline.error("connect", hint=hint) from None
+            raise deadline.error("connect", hint=self.trouble) from None
         finally:
             if found is None:
-                aside(give_up, "aiosync-meet")
+                aside(search.give_up, "aiosync-meet")
         assert found is not None
         place, self.store = found
         self.trouble = ""
@@ -104,8 +107,8 @@ class DistributedListener(Listener):
         self._tcp = TCPListener(Address(self.meeting.bind, 0))
         self.patience = self._tcp.patience
         place = Place(self.meeting.reachable, self._tcp.address.port, bytes(bytearray(token)))
-        self._make_reception: Callable[[], Reception] = lambda: Reception(
-            self._store.clone(), self._store.clone(), model_id, place
+        self._make_reception: Callable[[], Reception] | None = partial(
+            Reception, self._store, model_id, place
         )
         self._reception: Reception | None = None
         self._thread = DetachedThread("aiosync-reception")
@@ -118,8 +121,10 @@ class DistributedListener(Listener):
         self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
     ) -> None:
         """See :class:`Listener`."""
+        assert self._make_reception is not None
         await self._tcp.listen(on_connection, on_lost)
         self._reception = await abandonable(self._make_reception, "aiosync-reception")
+        self._thread.wake = self._reception.close
         self._thread.submit(self._reception.run)
 
     def forget(self) -> None:
@@ -138,4 +143,4 @@ class DistributedListener(Listener):
         """See :class:`Listener`."""
         self.stop()
         self._tcp.close()
-        self._store = None
+        self._store = self._make_reception = None

@@ -117,22 +117,29 @@ class Ranks:
     # -- in the thread -------------------------------------------------------------------------------
 
     def _move(self, buffer: Tensor, tag: int, ready: Callable[[int], object]) -> None:
+        broken = ""
         try:
-            group = self._joined()
-            works, end = [], 0
-            for bucket in buffer.split(BUCKET):
-                end += bucket.numel()
-                ready(end)
-                works.append((self._begin(group, bucket, tag), bucket.numel()))
-            for work, nbytes in works:
-                work.wait(timedelta(seconds=self._timeout))
-                self.moved += nbytes
-            if buffer.is_cuda:
-                torch.cuda.current_stream(buffer.device).synchronize()  # until then it is only queued
+            self._move_all(buffer, tag, ready)
         except RuntimeError as exc:
-            self._drop()  # what is still queued in it must not be moved any more
-            said = str(exc).splitlines()[0] if str(exc) else repr(exc)
-            raise WorkerLostError((), f"its process group ({self._backend}) broke: {said}") from exc
+            broken = str(exc).splitlines()[0] if str(exc) else repr(exc)
+        if broken:
+            # Not from within the handler: what is raised there knows the frames that still hold the group,
+            # and the others wait until that is gone. Nor must what is queued in it be moved any more.
+            self._drop()
+            raise WorkerLostError((), f"its process group ({self._backend}) broke: {broken}")
+
+    def _move_all(self, buffer: Tensor, tag: int, ready: Callable[[int], object]) -> None:
+        group = self._joined()
+        works, end = [], 0
+        for bucket in buffer.split(BUCKET):
+            end += bucket.numel()
+            ready(end)
+            works.append((self._begin(group, bucket, tag), bucket.numel()))
+        for work, nbytes in works:
+            work.wait(timedelta(seconds=self._timeout))
+            self.moved += nbytes
+        if buffer.is_cuda:
+            torch.cuda.current_stream(buffer.device).synchronize()  # until then it is only queued
 
     def _begin(self, group: Any, bucket: Tensor, tag: int) -> Any:
         if self._size > 2:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from aiosync.errors import InvalidArgumentError, WorkerLostError
 from aiosync.transports.address import is_loopback
 
-__all__ = ["Meeting", "Place", "Reception", "meet"]
+__all__ = ["Meeting", "Place", "Reception", "Search"]
 
 _FOR_EVER = timedelta(days=365)
 _CONNECT = timedelta(seconds=60)
@@ -108,20 +107,22 @@ class Meeting:
                 return Meeting(None, self.host, store.port, serves=False), store
         return self, self.connect()
 
-    def connect(self) -> Any:
-        """A connection to the store. Blocking.
-
-        Raises:
-            InvalidArgumentError: nobody said where it is.
-            WorkerLostError: there is none.
-        """
-        if self.store is not None:
-            return self.store.clone()
-        if not self.port:
+    def check_known(self) -> None:
+        """Raise InvalidArgumentError if nobody said where the store is."""
+        if self.store is None and not self.port:
             raise InvalidArgumentError(
                 "this scheme does not know where its store is: give worker and sender the same store= or "
                 "init_method=, set MASTER_ADDR and MASTER_PORT, or hand the worker the sender's scheme"
             )
+
+    def connect(self) -> Any:
+        """A connection to the store. Blocking.
+
+        Raises:
+            WorkerLostError: there is none.
+        """
+        if self.store is not None:
+            return self.store.clone()
         try:
             return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
         except RuntimeError as exc:
@@ -161,12 +162,13 @@ class Reception:
     """The sender's side: answers those who arrive. To be run in a thread.
 
     Args:
-        store: a connection of its own.
-        other: another, for waking it.
+        kept: the store, which is kept for as long as this waits in it.
         place: the answer.
     """
 
-    def __init__(self, store: Any, other: Any, model_id: str | None, place: Place) -> None:
+    def __init__(self, kept: Any, model_id: str | None, place: Place) -> None:
+        self._kept = kept
+        store, other = kept.clone(), kept.clone()
         self._store = prefixed(store, model_id)
         self._other = prefixed(other, model_id)
         self._place = msgspec.msgpack.encode(place)
@@ -194,33 +196,47 @@ class Reception:
             self._other.queue_push("arrivals", b"")
 
 
-def meet(
-    meeting: Meeting, model_id: str | None
-) -> tuple[Callable[[], tuple[Place, Any] | None], Callable[[], None]]:
-    """A worker's side: ``(wait, give_up)``, for two threads. ``wait()`` gives the sender's answer and the
-    store, or None if ``give_up()`` was called."""
-    name = secrets.token_hex(8)
-    given_up = False
+class Search:
+    """A worker's side: looks for the sender. :meth:`run` is for a thread, :meth:`give_up` for another.
 
-    def wait() -> tuple[Place, Any] | None:
-        store = meeting.connect()
+    Args:
+        meeting: which store.
+        model_id: what sender it looks for.
+    """
+
+    def __init__(self, meeting: Meeting, model_id: str | None) -> None:
+        self._meeting = meeting
+        self._model_id = model_id
+        self._name = secrets.token_hex(8)
+        self._other: Any = None
+        self._given_up = False
+
+    def run(self) -> tuple[Place, Any] | None:
+        """Wait for the sender's answer; that and the store, or None after :meth:`give_up`.
+
+        Raises:
+            WorkerLostError: there is no store, or it is no more.
+        """
+        store = self._meeting.connect()
         store.set_timeout(_FOR_EVER)
-        mine = prefixed(store, model_id)
+        mine, answer = prefixed(store, self._model_id), f"met/{self._name}"
         try:
-            mine.queue_push("arrivals", name)
-            answer = mine.get(f"met/{name}")
-            mine.delete_key(f"met/{name}")
+            self._other = prefixed(store.clone(), self._model_id)
+            if self._given_up:
+                return None
+            mine.queue_push("arrivals", self._name)
+            place = mine.get(answer)
+            mine.delete_key(answer)
         except RuntimeError as exc:
             raise WorkerLostError((), f"the store is no more: {_first_line(exc)}") from exc
-        return None if given_up else (msgspec.msgpack.decode(answer, type=Place), store)
+        return None if self._given_up else (msgspec.msgpack.decode(place, type=Place), store)
 
-    def give_up() -> None:
-        nonlocal given_up
-        given_up = True
-        with suppress(WorkerLostError, RuntimeError):
-            prefixed(meeting.connect(), model_id).set(f"met/{name}", b"")
-
-    return wait, give_up
+    def give_up(self) -> None:
+        """Have :meth:`run` return. Blocking, shortly."""
+        self._given_up = True
+        if self._other is not None:
+            with suppress(RuntimeError):
+                self._other.set(f"met/{self._name}", b"")
 
 
 def _first_line(exc: Exception) -> str:

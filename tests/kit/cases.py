@@ -9,16 +9,17 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 from aiosync import (
+    DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
     TCPWeightSyncScheme,
     WeightSyncScheme,
 )
 from tests.kit.certificates import certificates
 
-__all__ = ["SCHEMES", "Recipe", "SchemeCase"]
+__all__ = ["SCHEMES", "Recipe", "SchemeCase", "distributed"]
 
 
 @dataclass
@@ -89,6 +90,12 @@ def _over_sockets(kind: str, *, tls: bool) -> Build:
     return build
 
 
+def distributed(collective: Literal["p2p", "broadcast"]) -> Build:
+    return lambda workers, options: Recipe(
+        DistributedWeightSyncScheme(collective=collective, reconnect_for=0, **options)
+    )
+
+
 SCHEMES = [
     SchemeCase("shared", named("shared"), views=True),
     SchemeCase("process", named("process")),
@@ -98,5 +105,6 @@ SCHEMES = [
     SchemeCase("tcp-tls", _over_sockets("tcp", tls=True), elastic=True),
     SchemeCase("unix", _over_sockets("unix", tls=False), elastic=True),
     SchemeCase("unix-tls", _over_sockets("unix", tls=True), elastic=True),
+    SchemeCase("distributed", distributed("p2p")),
     SchemeCase("memory", named("memory"), processes=False),
 ]

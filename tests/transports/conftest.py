@@ -9,6 +9,7 @@ import pytest
 import uvloop
 
 ON_BOTH = {
+    "test_distributed.py",
     "test_relay.py",
     "test_tcp.py",
     "test_tcp_races.py",
