@@ -34,7 +34,7 @@ GAMMA, LAMBDA, CLIP = 0.98, 0.9, 0.2
 EVALUATE_EVERY, EPISODES, SOLVED = 10, 20, 475.0
 SPAWN = multiprocessing.get_context("spawn")
 
-Backend = Literal["shared", "process", "tcp"]
+Backend = Literal["shared", "process", "tcp", "distributed"]
 Rollout = dict[str, NDArray[Any]]  # each array is [STEPS, ENVS, ...]
 
 

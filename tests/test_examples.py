@@ -39,3 +39,29 @@ def test_trainer_and_workers_in_terminals_of_their_own(tmp_path: Path) -> None:
     finally:
         trainer.kill()
         trainer.communicate()
+
+
+def _torchrun(*args: str) -> str:
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+            *("--nproc-per-node", "4"),
+            *(str(EXAMPLES / "torchrun_trainer.py"), "--trainers", "2", *args),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=4 * PATIENCE,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_trainers_and_workers_under_torchrun() -> None:
+    said = _torchrun()
+    for worker in (0, 1):
+        assert f"worker {worker} has acted with" in said
+    assert said.count("at last with 200") == 2
+    # The trainers' own process group is beside it, and their losses are the same to the bit.
+    bits = said.split("of these bits: ")[1].split()[0]
+    assert f"of these bits: {bits}" in _torchrun("--no-sync")

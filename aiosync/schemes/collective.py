@@ -113,7 +113,7 @@ class FromRankZero(Delivery):
             if error is None:
                 on_sent()
             else:
-                self._transport.give_up(str(error))
+                self._transport.give_up(error.reason if isinstance(error, WorkerLostError) else str(error))
 
         send_by(self._ranks, self._group, published, ended)
 

@@ -63,6 +63,7 @@ class Ensemble:
         self._join = join
         self._send = send
         self._members: dict[int, Member] = {}
+        self._expected = set(group.workers)
         self._ranks: Ranks | None = None
         self._key = ""
         self._broken = False
@@ -76,6 +77,7 @@ class Ensemble:
         """A worker is connected."""
         if self._members.get(member.worker) is not member:
             self._members[member.worker] = member
+            self._expected.add(member.worker)
             self._break("")  # the process group is of those who were here before
 
     def leave(self, member: Member) -> None:
@@ -87,6 +89,7 @@ class Ensemble:
     def renew(self) -> None:
         """Broadcast again, in a process group of those who are here now."""
         self._broken = False
+        self._expected = set(self._members)
 
     def close(self) -> None:
         """Let go of the process group."""
@@ -100,7 +103,7 @@ class Ensemble:
 
     def may_begin(self, published: Published) -> bool:
         """Whether a worker that has come for a version may be given it now."""
-        if self._broken or published.joint is not None or len(self._group.workers) < 2:
+        if self._broken or published.joint is not None or len(self._expected) < 2:
             return True
         if published.round in (self._chosen, self._alone):
             return True
@@ -137,7 +140,7 @@ class Ensemble:
 
     def _decide(self, published: Published) -> None:
         self._soon = False
-        members = [self._members.get(worker) for worker in self._group.workers]
+        members = [self._members.get(worker) for worker in self._expected]
         here = [member for member in members if member is not None and member.due is published]
         if self._broken or len(here) < len(members):
             self._go(here, alone=published.round)
@@ -162,8 +165,8 @@ class Ensemble:
             return
         ranks.close()
         self._joined = []
-        if why:
-            self._broken = True
+        self._broken = self._broken or bool(why)
+        if why and not self._group.stopped:
             logger.warning("weights go to each worker by itself until reconnect(): %s", why)
 
     def _stop_timer(self) -> None:

@@ -132,6 +132,11 @@ class WeightGroup:
         self._stopped = False
 
     @property
+    def stopped(self) -> bool:
+        """Whether the sender is being closed."""
+        return self._stopped
+
+    @property
     def writes_inline(self) -> bool:
         """Whether a version is so small that no thread is needed to write it."""
         return self.device.type == "cpu" and self.arena.layout.nbytes <= INLINE_LIMIT

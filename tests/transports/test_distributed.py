@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import subprocess
 import sys
 import threading
@@ -180,7 +181,7 @@ def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sent
 
 
-async def test_all_get_it_at_once(broadcasts: list[int]) -> None:
+async def test_all_get_it_at_once(broadcasts: list[int], caplog: pytest.LogCaptureFixture) -> None:
     async with LocalCluster(BROADCAST, workers=3, model=lambda: Uniform(size=LARGE)) as cluster:
         scheme = cluster.scheme
         for version in range(1, 6):
@@ -188,6 +189,24 @@ async def test_all_get_it_at_once(broadcasts: list[int]) -> None:
             assert (await scheme.send()).ok
             assert [value_of(worker.model) for worker in cluster.workers] == [version] * 3
         assert broadcasts[-5:] == [1, 2, 3, 4, 5]
+        await within(scheme.aclose())
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+async def test_a_worker_that_is_dropped_is_not_waited_for(broadcasts: list[int]) -> None:
+    async with LocalCluster(BROADCAST, workers=3, on_failure="drop") as cluster:
+        scheme = cluster.scheme
+        assert isinstance(scheme, DistributedWeightSyncScheme)
+        await cluster.workers[1].close()
+        await eventually(lambda: 1 not in scheme.sender_transports, "it is gone")
+        fill(cluster.model, 1)
+        await scheme.send()
+        await scheme.reconnect()
+        broadcasts.clear()
+        fill(cluster.model, 2)
+        assert (await scheme.send()).ok
+        assert broadcasts == [2]
+        assert [value_of(cluster.workers[worker].model) for worker in (0, 2)] == [2, 2]
 
 
 async def test_some_get_it_by_themselves(broadcasts: list[int]) -> None:

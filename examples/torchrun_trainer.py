@@ -1,0 +1,101 @@
+"""DistributedDataParallel trainers and workers in one job, with the weights on their way beside them::
+
+    torchrun --standalone --nproc-per-node 4 examples/torchrun_trainer.py --trainers 2
+
+The first ranks train together in a process group of theirs; the rest play the policy out. Rank 0 sends
+each worker every version, over process groups of aiosync's own: the trainers' all-reduce does not notice,
+and their losses are the same to the last bit as with ``--no-sync``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import aiosync
+
+
+def make_policy() -> nn.Module:
+    """The same on all ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4))
+
+
+async def train(rank: int, trainers: list[int], workers: int, steps: int, *, sync: bool) -> None:
+    together = dist.new_group(trainers)
+    policy = make_policy()
+    model = DistributedDataParallel(policy, process_group=together)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheme = aiosync.DistributedWeightSyncScheme(timeout=60)
+    sends = sync and rank == 0
+    if sends:
+        scheme.init_on_sender(model_id="policy", model=policy, num_workers=workers)
+        await scheme.connect()
+    losses = []
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        x = torch.randn(64, 16, generator=generator)
+        loss = (model(x) - x[:, :4].sin()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if sends:
+            await scheme.send()  # back when every worker runs on it
+    await scheme.aclose()
+    if rank == 0:
+        bits = hashlib.sha256(torch.tensor(losses, dtype=torch.float64).numpy().tobytes()).hexdigest()
+        print(f"trained {steps} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}, of these bits: {bits[:16]}")
+
+
+async def work(worker: int) -> None:
+    policy = make_policy()
+    scheme = aiosync.DistributedWeightSyncScheme(timeout=60)
+    scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)
+    seen = set()
+    async with scheme, scheme.receiving():
+        while scheme.ended is None:
+            async with scheme.pinned() as version:
+                policy(torch.randn(1, 16))  # stands for a step of the environment
+            seen.add(version)
+            await asyncio.sleep(0.001)
+        print(f"worker {worker} has acted with {len(seen)} versions, at last with {scheme.version}")
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    trainers: Annotated[int, typer.Option(min=1, help="How many of the ranks train.")] = 1,
+    steps: Annotated[int, typer.Option(min=1)] = 200,
+    sync: Annotated[bool, typer.Option(help="Whether weights are sent at all.")] = True,
+) -> None:
+    """Train with some ranks of a torchrun job, play out with the others."""
+    if "RANK" not in os.environ:
+        raise typer.BadParameter("start this by torchrun --standalone --nproc-per-node 3")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if trainers >= size:
+        raise typer.BadParameter(f"--trainers {trainers} leaves none of {size} ranks to work")
+    if rank < trainers:
+        asyncio.run(train(rank, list(range(trainers)), size - trainers, steps, sync=sync))
+    else:
+        dist.new_group(list(range(trainers)))  # all ranks have to say so
+        if sync:
+            asyncio.run(work(rank - trainers))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    app()
