@@ -33,10 +33,6 @@ def bench(
     relay: Annotated[
         bool, typer.Option("--relay", help="a trainer, two relays and eight workers, and only that")
     ] = False,
-    distributed: Annotated[
-        bool,
-        typer.Option("--distributed", help="torch.distributed, beside torchrl and bare gloo, and only that"),
-    ] = False,
     mbit: Annotated[float, typer.Option(help="with --relay: megabits per second of a link; 0: any")] = 1000.0,
     updates: Annotated[int, typer.Option(help="with --delta: how many updates")] = 200,
     mib: Annotated[str, typer.Option(help="with --network, --relay: model sizes in MiB")] = "256,1024",
@@ -48,7 +44,7 @@ def bench(
     check: Annotated[bool, typer.Option("--check", help="exit 1 if a target is missed")] = False,
 ) -> None:
     """Measure aiosync, torchrl and the physical limit side by side, in one run and in turn."""
-    if check and (delta or network or relay or distributed):
+    if check and (delta or network or relay):
         raise typer.BadParameter(
             "only the comparison with torchrl has targets to check", param_hint="--check"
         )
@@ -69,15 +65,6 @@ def bench(
         from benchmarks import relay as tree
 
         tree.run(_numbers("--mib", mib)[0], mbit, rounds or 5, json)
-        return
-    if distributed:
-        from benchmarks import distributed as ranks
-        from benchmarks.models import MODELS
-
-        unknown = sorted(set(_split(models)) - set(MODELS))
-        if unknown:
-            raise typer.BadParameter(f"expected some of {', '.join(MODELS)}, got {', '.join(unknown)}")
-        ranks.run(list(_split(models)), _numbers("--workers", workers), rounds, json)
         return
     # Here and not above: each spawned process imports this module as its main one.
     from benchmarks.run import Options, run
