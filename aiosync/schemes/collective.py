@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor
 from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.events import Fetched
 from aiosync.protocol.frames import Update
-from aiosync.protocol.stream import BLOCK
 from aiosync.schemes.arrival import OwnSlots
 from aiosync.schemes.delivery import Delivery
-from aiosync.schemes.ensemble import Ensemble, Member
+from aiosync.schemes.ensemble import Ensemble, Member, call_when_done, send_by, tag_of
 from aiosync.schemes.group import Published, WeightGroup
 from aiosync.schemes.landing import BaseLostError
 from aiosync.transports.base import Transport
@@ -27,37 +25,9 @@ from aiosync.transports.process_group import Ranks
 from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.layout import Layout
 
-__all__ = ["Collected", "FromRankZero", "send_by"]
+__all__ = ["Collected", "FromRankZero"]
 
-_TAGS = 1 << 30
 _MOST_RANKS = 1 << 16
-
-
-def send_by(
-    ranks: Ranks, group: WeightGroup, published: Published, ended: Callable[[Future[None]], None]
-) -> None:
-    """Send a version by a process group; ``ended`` is called on the event loop.
-
-    The version holds its slot in a name of its own: torch.distributed cannot be told to stop, and reads it
-    until the workers have it or the process group has broken, whatever has become of them.
-    """
-    slot, copying = published.slot, published.copying
-    holder = ("sending", object())
-    slot.holders.add(holder)
-    group.unstoppable.add(holder)
-
-    def ready(nbytes: int) -> None:
-        if copying is not None:
-            copying.ready((nbytes - 1) // BLOCK)
-
-    def over(future: Future[None]) -> None:
-        group.unstoppable.discard(holder)
-        group.release(holder)
-        ended(future)
-
-    buffer = slot.segment.buffer[: group.arena.layout.nbytes]
-    future = ranks.send(buffer, 1 + published.round % _TAGS, ready)
-    future.add_done_callback(partial(_tell, asyncio.get_running_loop(), over))
 
 
 class FromRankZero(Delivery):
@@ -108,8 +78,7 @@ class FromRankZero(Delivery):
             self._ensemble.begin(published, on_sent)
             return
 
-        def ended(future: Future[None]) -> None:
-            error = future.exception()
+        def ended(error: BaseException | None) -> None:
             if error is None:
                 on_sent()
             else:
@@ -174,7 +143,7 @@ class Collected(OwnSlots):
         buffer = self._slot.segment.buffer[: self._layout.nbytes]
         # What came by way of another process group may still be being written there.
         before = [] if self._arriving is None else [self._arriving[1]]
-        future = ranks.receive(buffer, 1 + update.round % _TAGS, before)
+        future = ranks.receive(buffer, tag_of(update.round), before)
         self._arriving = update, future
 
     def _member_of(self, key: str, rank: int, size: int) -> Ranks:
@@ -198,7 +167,7 @@ class Collected(OwnSlots):
         """
         assert self._arriving is not None and self._arriving[0] is update
         future, ended = self._arriving[1], asyncio.Event()
-        future.add_done_callback(partial(_tell, asyncio.get_running_loop(), lambda _: ended.set()))
+        call_when_done(future, lambda _: ended.set())
         await ended.wait()
         self._check(update, future)
 
@@ -227,12 +196,3 @@ class Collected(OwnSlots):
         """See :class:`Arrival`."""
         self._drop()
         super().close()
-
-
-def _tell(
-    loop: asyncio.AbstractEventLoop, callback: Callable[[Future[None]], None], future: Future[None]
-) -> None:
-    try:
-        loop.call_soon_threadsafe(callback, future)
-    except RuntimeError:
-        return  # the loop is closed: nobody is left to tell

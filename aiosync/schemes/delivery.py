@@ -229,19 +229,13 @@ class ByStream(Delivery):
         same = have == published.version
         of_use = self._codec == "delta" or same or (published.names is not None and have == published.base)
         based = of_use and have >= 0 and self._group.slot_of(have) is not None
-        payload: dict[str, Any] = {"base": have if based else -1}
-        handle = published.slot.segment.handle
-        shared = (
-            fetched.maps
-            and self._codec == "full"
-            and self._group.arena.layout.nbytes > BLOCK
-            and handle is not None
-            and handle["kind"] == "memfd"
-        )
-        if shared and handle is not None:
-            payload["memory"] = [handle["fd"], handle["inode"]]
-        self._variant = Variant(self._codec, payload["base"], shared)
-        return payload
+        base = have if based else -1
+        handle = published.slot.segment.handle  # only of slots that were made to be read by others
+        if not fetched.maps or self._codec != "full" or handle is None or handle["kind"] != "memfd":
+            self._variant = Variant(self._codec, base)
+            return {"base": base}
+        self._variant = Variant(self._codec, base, shared=True)
+        return {"base": base, "memory": [handle["fd"], handle["inode"]]}
 
     def begin(self, published: Published, on_sent: Callable[[], None]) -> None:
         """Send the bytes."""

@@ -12,11 +12,10 @@ import torch
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.arrival import Arrival
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.collective import Collected, FromRankZero, send_by
+from aiosync.schemes.collective import Collected, FromRankZero
 from aiosync.schemes.delivery import Delivery
 from aiosync.schemes.ensemble import Ensemble
 from aiosync.schemes.group import WeightGroup
-from aiosync.schemes.recipe import checked_index
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.distributed import DistributedListener, DistributedTransport
 from aiosync.transports.process_group import Ranks, check_backend, device_of
@@ -87,19 +86,9 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         self._meeting = Meeting.at(store, init_method)
         self._reconnect_for = reconnect_for
 
-    def init_on_receiver(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        worker_idx: int | None = None,
-    ) -> None:
-        """See :meth:`WeightSyncScheme.init_on_receiver`; the index is RANK - 1 if nobody says otherwise."""
-        super().init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
+    def _usual_index(self) -> int | None:
         rank = os.environ.get("RANK", "")
-        if self._worker_idx is None and rank.isdigit() and int(rank) > 0:
-            self._worker_idx = checked_index(int(rank) - 1)
+        return int(rank) - 1 if rank.isdigit() and int(rank) > 0 else None
 
     async def reconnect(self, *, timeout: float | None = None) -> None:
         """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
@@ -129,11 +118,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     def _deliver(self, transport: Transport, group: WeightGroup) -> Delivery:
         assert isinstance(transport, TCPTransport)
         if self._collective == "broadcast" and group not in self._ensembles:
-            self._ensembles[group] = Ensemble(
-                group,
-                self._rank_zero,
-                lambda ranks, published, ended: send_by(ranks, group, published, ended),
-            )
+            self._ensembles[group] = Ensemble(group, self._rank_zero)
         return FromRankZero(transport, group, self._rank_zero, self._ensembles.get(group))
 
     def _rank_zero(self, key: str, size: int = 2) -> Ranks:
@@ -141,16 +126,14 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         assert isinstance(listener, DistributedListener)
         return Ranks(self._backend, listener.connection, key, 0, size, timeout=self.timeout)
 
+    def _release(self) -> None:
+        self._ensembles.clear()
+
     def _make_arrival(self, layout: Layout) -> Arrival:
         return Collected(layout, device_of(self._backend), self._member)
 
     def _member(self, transport: DistributedTransport, key: str, rank: int, size: int) -> Ranks:
         return Ranks(self._backend, transport.connection, key, rank, size, timeout=self.timeout)
-
-    def _release(self) -> None:
-        for ensemble in self._ensembles.values():
-            ensemble.close()
-        self._ensembles.clear()
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
         if self._meeting.store is not None and not inherit:

@@ -17,14 +17,18 @@ import logging
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Protocol
 
+from aiosync.protocol.stream import BLOCK
 from aiosync.schemes.group import Published, WeightGroup
 from aiosync.transports.process_group import Ranks
 
-__all__ = ["Ensemble", "Member"]
+__all__ = ["Ensemble", "Member", "call_when_done", "send_by", "tag_of"]
 
 logger = logging.getLogger("aiosync")
+
+_TAGS = 1 << 30
 
 _MOMENT = 0.5
 """Seconds that workers who have come wait for those who have not."""
@@ -44,46 +48,67 @@ class Member(Protocol):
         """Give it what it waits for."""
 
 
+def send_by(
+    ranks: Ranks, group: WeightGroup, published: Published, ended: Callable[[BaseException | None], None]
+) -> None:
+    """Send a version by a process group; ``ended`` is called on the event loop.
+
+    The version holds its slot in a name of its own: torch.distributed cannot be told to stop, and reads it
+    until the workers have it or the process group has broken, whatever has become of them.
+    """
+    slot, copying = published.slot, published.copying
+    holder = ("sending", object())
+    slot.holders.add(holder)
+    group.unstoppable.add(holder)
+
+    def ready(nbytes: int) -> None:
+        if copying is not None:
+            copying.ready((nbytes - 1) // BLOCK)
+
+    def over(future: Future[None]) -> None:
+        group.unstoppable.discard(holder)
+        group.release(holder)
+        ended(future.exception())
+
+    buffer = slot.segment.buffer[: group.arena.layout.nbytes]
+    future = ranks.send(buffer, tag_of(published.round), ready)
+    call_when_done(future, over)
+
+
 class Ensemble:
     """The sender's side.
 
     Args:
         group: whose workers.
         join: makes rank 0's part of a process group, of a key and a size.
-        send: sends a version by a process group, and calls back on the event loop.
     """
 
-    def __init__(
-        self,
-        group: WeightGroup,
-        join: Callable[[str, int], Ranks],
-        send: Callable[[Ranks, Published, Callable[[Future[None]], None]], None],
-    ) -> None:
+    def __init__(self, group: WeightGroup, join: Callable[[str, int], Ranks]) -> None:
         self._group = group
         self._join = join
-        self._send = send
         self._members: dict[int, Member] = {}
         self._expected = set(group.workers)
         self._ranks: Ranks | None = None
         self._key = ""
         self._broken = False
-        self._chosen = -1
-        self._alone = -1
-        self._joined: list[Callable[[], None]] = []
+        self._chosen = -1  # the round of which workers are being told
+        self._sent = -1  # the one that was broadcast last
+        self._alone = -1  # up to this one, each gets it by itself
+        self._told: list[Callable[[], None]] = []
         self._soon = False
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self, member: Member) -> None:
         """A worker is connected."""
-        if self._members.get(member.worker) is not member:
-            self._members[member.worker] = member
-            self._expected.add(member.worker)
-            self._break("")  # the process group is of those who were here before
+        self._members[member.worker] = member
+        self._expected.add(member.worker)
+        self._drop()  # the process group is of those who were here before
 
     def leave(self, member: Member) -> None:
         """It is not any more."""
         if self._members.get(member.worker) is member:
             del self._members[member.worker]
+            self._stop_timer()
             self._break(f"worker {member.worker} (rank {member.worker + 1}) is gone")
 
     def renew(self) -> None:
@@ -91,25 +116,18 @@ class Ensemble:
         self._broken = False
         self._expected = set(self._members)
 
-    def close(self) -> None:
-        """Let go of the process group."""
-        self._stop_timer()
-        self._broken = True
-        ranks, self._ranks = self._ranks, None
-        if ranks is not None:
-            ranks.close()
-
     # -- one version ---------------------------------------------------------------------------------
 
     def may_begin(self, published: Published) -> bool:
         """Whether a worker that has come for a version may be given it now."""
-        if self._broken or published.joint is not None or len(self._expected) < 2:
-            return True
-        if published.round in (self._chosen, self._alone):
+        if published.round == self._sent:
+            self._break("a worker came again for what had been broadcast")
+        alone = self._broken or published.joint is not None or len(self._expected) < 2
+        if alone or published.round == self._chosen or published.round <= self._alone:
             return True
         if not self._soon:  # others may be told of it in this very moment
             self._soon = True
-            asyncio.get_running_loop().call_soon(self._decide, published)
+            asyncio.get_running_loop().call_soon(self._decide)
         return False
 
     def broadcasts(self, published: Published) -> bool:
@@ -123,53 +141,87 @@ class Ensemble:
 
     def begin(self, published: Published, on_sent: Callable[[], None]) -> None:
         """One more worker has been told; the last one begins it."""
-        self._joined.append(on_sent)
-        if len(self._joined) == len(self._members) and self._ranks is not None:
-            told, self._joined = self._joined, []
-            ranks = self._ranks
+        self._told.append(on_sent)
+        ranks = self._ranks
+        if ranks is None or len(self._told) < len(self._members):
+            return
+        told, self._told = self._told, []
+        self._chosen, self._sent = -1, published.round  # who comes for it from now on comes alone
 
-            def ended(future: Future[None]) -> None:
-                error = future.exception()
-                if error is not None and self._ranks is ranks:
-                    self._break(str(error))
-                elif error is None:
-                    for callback in told:
-                        callback()
+        def ended(error: BaseException | None) -> None:
+            if error is None:
+                for callback in told:
+                    callback()
+            elif self._ranks is ranks:
+                self._break(str(error))
 
-            self._send(ranks, published, ended)
+        send_by(ranks, self._group, published, ended)
 
-    def _decide(self, published: Published) -> None:
+    def _decide(self) -> None:
+        """Look who has come for what."""
         self._soon = False
+        newest = self._newest()
+        if newest is None:
+            return
         members = [self._members.get(worker) for worker in self._expected]
-        here = [member for member in members if member is not None and member.due is published]
+        here = [member for member in members if member is not None and member.due is newest]
         if self._broken or len(here) < len(members):
-            self._go(here, alone=published.round)
+            self._go(alone=newest.round)
         elif all(member.ready for member in here):
             if self._ranks is None:
                 self._key = secrets.token_hex(8)
                 self._ranks = self._join(self._key, 1 + len(here))
-            self._go(here, chosen=published.round)
+            self._go(chosen=newest.round)
         elif self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(_MOMENT, self._go, here, -1, published.round)
+            self._timer = asyncio.get_running_loop().call_later(_MOMENT, self._waited)
 
-    def _go(self, members: list[Member], chosen: int = -1, alone: int = -1) -> None:
+    def _newest(self) -> Published | None:
+        """The newest version that somebody has come for."""
+        due = [member.due for member in self._members.values() if member.ready and member.due is not None]
+        return max(due, key=lambda published: published.round, default=None)
+
+    def _waited(self) -> None:
+        newest = self._newest()
+        self._go(alone=newest.round if newest is not None else -1)
+
+    def _go(self, *, chosen: int = -1, alone: int = -1) -> None:
         self._stop_timer()
-        self._chosen, self._alone, self._joined = chosen, alone, []
-        for member in members:
-            member.serve()
+        self._chosen, self._alone, self._told = chosen, max(alone, self._alone), []
+        for member in list(self._members.values()):
+            if member.ready:
+                member.serve()
 
     def _break(self, why: str) -> None:
-        ranks, self._ranks = self._ranks, None
-        if ranks is None:
+        if self._ranks is None:
             return
-        ranks.close()
-        self._joined = []
-        self._broken = self._broken or bool(why)
-        if why and not self._group.stopped:
+        self._broken = True
+        self._drop()
+        if not self._group.stopped:
             logger.warning("weights go to each worker by itself until reconnect(): %s", why)
+
+    def _drop(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        self._chosen, self._told = -1, []
+        if ranks is not None:
+            ranks.close()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def tag_of(round_: int) -> int:
+    """The tag of a version's messages."""
+    return 1 + round_ % _TAGS
+
+
+def call_when_done(future: Future[None], callback: Callable[[Future[None]], None]) -> None:
+    """Call ``callback`` on this event loop, if that is still there by then."""
+    loop = asyncio.get_running_loop()
+
+    def tell(done: Future[None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            loop.call_soon_threadsafe(callback, done)
+
+    future.add_done_callback(tell)

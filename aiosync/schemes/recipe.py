@@ -112,6 +112,10 @@ class SchemeRecipe(ABC):
         """Where a worker's updates come in."""
         return Mapped(layout)
 
+    def _usual_index(self) -> int | None:
+        """Which worker this process is, where nobody says so."""
+        return None
+
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
         """What else of the scheme is copied, and how a worker finds the sender.
 
@@ -243,7 +247,7 @@ class SchemeRecipe(ABC):
         self._model_id = model_id
         self._model = model
         self.context = context
-        self._worker_idx = checked_index(worker_idx)
+        self._worker_idx = checked_index(self._usual_index() if worker_idx is None else worker_idx)
         self._receiver_initialized = True
 
     init_on_worker = init_on_receiver

@@ -596,10 +596,6 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     def __init__(self, backend: str='gloo', sync: bool=True, *, collective: Collective='p2p', store: Any=None, init_method: str | None=None, reconnect_for: float=60.0, **options: Any) -> None:
         self._async = aiosync.DistributedWeightSyncScheme(backend, sync, collective=collective, store=store, init_method=init_method, reconnect_for=reconnect_for, **options)
 
-    def init_on_receiver(self, *, model_id: str | None=None, context: Any=None, model: Any=None, worker_idx: int | None=None) -> None:
-        """See :meth:`WeightSyncScheme.init_on_receiver`; the index is RANK - 1 if nobody says otherwise."""
-        self._async.init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
-
     def reconnect(self, *, timeout: float | None=None) -> None:
         """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
         replacement, and make broadcasts again in a process group of them. (Each worker has a process group of

@@ -295,22 +295,27 @@ class DetachedThread:
 
     def __init__(self, name: str) -> None:
         self.wake: Callable[[], object] | None = None
+        self._closed = False
         self._name = name
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Do ``work()`` after what was asked for before."""
-        if self._thread is None:
+        if self._thread is None and not self._closed:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
             _detached.add(self)
         future: Future[T] = Future()
-        self._jobs.put((future, work))
+        if self._closed:
+            future.set_exception(RuntimeError("this was closed before"))
+        else:
+            self._jobs.put((future, work))
         return future
 
     def close(self) -> None:
         """Do what was asked for, and end."""
+        self._closed = True
         self._jobs.put(None)
 
     def _end(self, until: float) -> None:

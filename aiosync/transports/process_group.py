@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 
 from aiosync.errors import InvalidArgumentError, WorkerLostError
 from aiosync.transports._offload import DetachedThread
@@ -40,7 +39,10 @@ def check_backend(backend: str) -> None:
     """Raise InvalidArgumentError if there is no such backend here."""
     if backend not in BACKENDS:
         raise InvalidArgumentError(f"backend={backend!r}: expected one of 'gloo', 'nccl'")
-    found = dist.is_gloo_available() if backend == "gloo" else dist.is_nccl_available()
+    # A build without torch.distributed has none of the other names.
+    found = dist.is_available() and (
+        dist.is_gloo_available() if backend == "gloo" else dist.is_nccl_available()
+    )
     if not found:
         raise InvalidArgumentError(f"backend={backend!r}: this build of torch does not have it")
 
@@ -108,7 +110,7 @@ class Ranks:
         return self._thread.submit(work)
 
     def close(self) -> None:
-        """Drop the group as soon as nothing is being moved; idempotent. Does not wait for that."""
+        """Drop the group when all that was asked for has been moved; idempotent. Does not wait for that."""
         if not self._closed:
             self._closed = True
             self._thread.submit(self._drop)
@@ -150,10 +152,10 @@ class Ranks:
 
     def _joined(self) -> Any:
         """The group; the first time all members make it."""
-        if self._closed:
-            raise RuntimeError("this side has closed it")
         if self._group is None:
-            half = PrefixStore(f"aiosync/ranks/{self._key}", self._store())
+            half = dist.PrefixStore(  # type: ignore[attr-defined]
+                f"aiosync/ranks/{self._key}", self._store()
+            )
             self._group = self._make(half)
             token = torch.zeros(1, dtype=torch.uint8, device=device_of(self._backend))
             if self._rank == 0:

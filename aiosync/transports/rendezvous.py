@@ -24,13 +24,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+import torch.distributed as dist
 
 from aiosync.errors import InvalidArgumentError, WorkerLostError
 from aiosync.transports.address import is_loopback
 
 __all__ = ["Meeting", "Place", "Reception", "Search"]
 
+_c10d: Any = dist  # which exports its stores by no name that a type checker knows
 _FOR_EVER = timedelta(days=365)
 _CONNECT = timedelta(seconds=60)
 
@@ -68,7 +69,7 @@ class Meeting:
         if store is not None and init_method is not None:
             raise InvalidArgumentError("give store= or init_method=, not both")
         if store is not None:
-            if not isinstance(store, Store):
+            if not isinstance(store, _c10d.Store):
                 raise InvalidArgumentError(
                     f"store: expected a torch.distributed Store, got {type(store).__name__}"
                 )
@@ -101,7 +102,7 @@ class Meeting:
             return self, self.store.clone()
         if self.serves:
             with suppress(RuntimeError):  # somebody else serves it: another group of the same job
-                store = TCPStore(
+                store = _c10d.TCPStore(
                     self.host, self.port, is_master=True, wait_for_workers=False, multi_tenant=True
                 )
                 return Meeting(None, self.host, store.port, serves=False), store
@@ -124,7 +125,9 @@ class Meeting:
         if self.store is not None:
             return self.store.clone()
         try:
-            return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+            return _c10d.TCPStore(
+                self.host, self.port, is_master=False, wait_for_workers=False, timeout=_CONNECT
+            )
         except RuntimeError as exc:
             raise WorkerLostError((), f"no store at {self.host}:{self.port}: {_first_line(exc)}") from exc
 
@@ -146,16 +149,16 @@ class Meeting:
     def _store_address(self) -> str:
         host = self.host
         store = self.store
-        while isinstance(store, PrefixStore):
+        while isinstance(store, _c10d.PrefixStore):
             store = store.underlying_store
-        if isinstance(store, TCPStore):
+        if isinstance(store, _c10d.TCPStore):
             host = store.host
         return socket.gethostbyname(host)
 
 
 def prefixed(store: Any, model_id: str | None, *more: str) -> Any:
     """The part of a store that is one model's."""
-    return PrefixStore("/".join(("aiosync", model_id or "", *more)), store)
+    return _c10d.PrefixStore("/".join(("aiosync", model_id or "", *more)), store)
 
 
 class Reception:

@@ -209,6 +209,37 @@ async def test_a_worker_that_is_dropped_is_not_waited_for(broadcasts: list[int])
         assert [value_of(cluster.workers[worker].model) for worker in (0, 2)] == [2, 2]
 
 
+async def test_two_sends_in_a_row_and_nobody_waits() -> None:
+    async with LocalCluster(BROADCAST, workers=2) as cluster:
+        scheme = cluster.scheme
+        for version in range(1, 40, 2):
+            for value in (version, version + 1):  # no turn of the loop between the two
+                fill(cluster.model, value)
+                await scheme.send(wait=False)
+            assert (await scheme.wait_ack()).ok
+            assert [value_of(worker.model) for worker in cluster.workers] == [version + 1] * 2
+
+
+async def test_who_comes_late_gets_what_was_broadcast(broadcasts: list[int]) -> None:
+    async with LocalCluster(BROADCAST, workers=3) as cluster:
+        scheme, late = cluster.scheme, cluster.workers[2]
+        assert isinstance(scheme, DistributedWeightSyncScheme)
+        fill(cluster.model, 1)
+        assert (await scheme.send()).ok
+        await late.close()
+        await eventually(lambda: 2 not in scheme.sender_transports, "it is gone")
+        late.init()
+        await within(late.connect())
+        await late.serve()
+        assert value_of(late.model) == 1
+        await scheme.reconnect()
+        broadcasts.clear()
+        fill(cluster.model, 2)
+        assert (await scheme.send()).ok
+        assert broadcasts == [2]
+        assert [value_of(worker.model) for worker in cluster.workers] == [2] * 3
+
+
 async def test_some_get_it_by_themselves(broadcasts: list[int]) -> None:
     async with LocalCluster(BROADCAST, workers=3) as cluster:
         scheme = cluster.scheme
