@@ -81,10 +81,13 @@ async def test_workers_come_and_go() -> None:
         await late.serve()
         assert late.scheme.worker_idx == 2
         assert value_of(late.model) == 1
-        state = scheme.workers
-        assert list(state) == [0, 1, 2]
-        assert all(s.connected and s.version == 1 and s.lag == 0 for s in state.values())
-        assert all(s.peer.startswith("127.0.0.1:") for s in state.values())
+        assert list(scheme.workers) == [0, 1, 2]
+        # the worker knows first: its acknowledgement is still on its way
+        await eventually(
+            lambda: all(s.connected and s.version == 1 and s.lag == 0 for s in scheme.workers.values()),
+            "the newcomer has acknowledged",
+        )
+        assert all(s.peer.startswith("127.0.0.1:") for s in scheme.workers.values())
         gone = first.scheme.worker_idx
         assert gone is not None
         left = sorted({0, 1, 2} - {gone})
