@@ -56,7 +56,7 @@ from typing import Any, ClassVar
 import torch
 
 import aiosync
-from aiosync.schemes.distributed import Collective
+from aiosync.schemes.ranked import Collective
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.report import SendReport, WorkerState
 from aiosync.schemes.sender import WeightSender
@@ -158,10 +158,11 @@ def accessor(name: str, prop: property) -> str:
 
 
 def members(cls: type[Any], *, whole: bool) -> dict[str, object]:
-    """The public members to write: all of them for the base class, else what the class says anew."""
+    """The public members to write: all of them for the base class, else what it does not say already."""
     found: dict[str, object] = {}
-    for owner in reversed(cls.__mro__[:-1]) if whole else [cls]:
-        if owner.__module__.startswith("aiosync."):
+    said = () if whole else aiosync.WeightSyncScheme.__mro__
+    for owner in reversed(cls.__mro__[:-1]):
+        if owner.__module__.startswith("aiosync.") and owner not in said:
             found.update(vars(owner))
     return {
         name: member

@@ -20,8 +20,8 @@ from aiosync.schemes.ensemble import Ensemble, Member, call_when_done, send_by, 
 from aiosync.schemes.group import Published, WeightGroup
 from aiosync.schemes.landing import BaseLostError
 from aiosync.transports.base import Transport
-from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.process_group import Ranks
+from aiosync.transports.ranked import RankedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.layout import Layout
 
@@ -116,17 +116,17 @@ class Collected(OwnSlots):
         self,
         layout: Layout,
         device: torch.device,
-        join: Callable[[DistributedTransport, str, int, int], Ranks],
+        join: Callable[[RankedTransport, str, int, int], Ranks],
     ) -> None:
         super().__init__(layout, device)
         self._join = join
-        self._transport: DistributedTransport | None = None
+        self._transport: RankedTransport | None = None
         self._groups: dict[int, tuple[str, Ranks]] = {}
         self._arriving: tuple[Update, Future[None]] | None = None
 
     def attach(self, transport: Transport) -> None:
         """See :class:`Arrival`."""
-        assert isinstance(transport, DistributedTransport)
+        assert isinstance(transport, RankedTransport)
         self._drop()
         self._transport = transport
 

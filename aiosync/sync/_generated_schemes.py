@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 import aiosync
-from aiosync.schemes.distributed import Collective
+from aiosync.schemes.ranked import Collective
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.report import SendReport, WorkerState
 from aiosync.schemes.sender import WeightSender

@@ -12,18 +12,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from aiosync._deadline import Deadline
 from aiosync.transports._offload import DetachedThread, abandonable, aside
 from aiosync.transports.address import Address
-from aiosync.transports.base import Listener, Transport
-from aiosync.transports.rendezvous import Meeting, Place, Reception, Search
-from aiosync.transports.tcp import DialledTransport
-from aiosync.transports.tcp_listener import TCPListener
+from aiosync.transports.base import Transport
+from aiosync.transports.ranked import Place, RankedListener, RankedTransport
+from aiosync.transports.rendezvous import Meeting, Reception, Search
 
 __all__ = ["DistributedListener", "DistributedTransport"]
 
 
-class DistributedTransport(DialledTransport):
+class DistributedTransport(RankedTransport):
     """A worker's connection to its sender, by way of a store.
 
     Args:
@@ -36,37 +37,17 @@ class DistributedTransport(DialledTransport):
     """
 
     def __init__(self, meeting: Meeting, model_id: str | None, rank: int) -> None:
-        super().__init__(Address("127.0.0.1", 0))
+        super().__init__()
         self.rank = rank
         self.store: Any = None
         self._meeting = meeting
         self._model_id = model_id
 
-    async def open(self, deadline: Deadline) -> None:
-        """Meet the sender in the store, and connect to it.
-
-        Raises:
-            InvalidArgumentError: nobody said where the store is.
-            WorkerLostError: there is no store, or it is no more.
-            SyncTimeoutError: the sender did not come in time.
-        """
-        place = await self._meet(deadline)
-        self.secret = place.token
-        self._address = Address(place.host, place.port)
-        self.peer_name = f"rank 0 at {self._address}"
-        await super().open(deadline)
-
     def connection(self) -> Any:
-        """A connection to the store for whoever blocks in it."""
+        """See :class:`RankedTransport`."""
         return self.store.clone()
 
-    def trust(self) -> None:
-        """The sender has authenticated: its updates may come, and what they bring comes another way."""
-        super().trust()
-        if self._channel is not None:
-            self._channel.decoder.bare = True
-
-    async def _meet(self, deadline: Deadline) -> Place:
+    async def _find(self, deadline: Deadline) -> Place:
         meeting = self._meeting
         search = Search(meeting, self._model_id)
         found = None
@@ -85,55 +66,40 @@ class DistributedTransport(DialledTransport):
             if found is None:
                 aside(search.give_up, "aiosync-meet")
         assert found is not None
-        place, self.store = found
-        self.trouble = ""
-        return place
+        answer, self.store = found
+        return msgspec.msgpack.decode(answer, type=Place)
 
 
-class DistributedListener(Listener):
+class DistributedListener(RankedListener):
     """Where workers connect; a store tells them where that is.
 
     Args:
         meeting: which store.
         model_id: the model's name.
         token: what workers are to prove that they know.
-
-    Attributes:
-        meeting: how workers get to the store.
     """
 
     def __init__(self, meeting: Meeting, model_id: str | None, token: bytes) -> None:
-        self.meeting, self._store = meeting.open()
-        self._tcp = TCPListener(Address(self.meeting.bind, 0))
-        self.patience = self._tcp.patience
-        place = Place(self.meeting.reachable, self._tcp.address.port, bytes(bytearray(token)))
+        super().__init__(meeting, token)
         self._make_reception: Callable[[], Reception] | None = partial(
-            Reception, self._store, model_id, place
+            Reception, self._store, model_id, msgspec.msgpack.encode(self.place)
         )
         self._reception: Reception | None = None
         self._thread = DetachedThread("aiosync-reception")
-
-    def connection(self) -> Any:
-        """A connection to the store for whoever blocks in it."""
-        return self._store.clone()
 
     async def listen(
         self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
     ) -> None:
         """See :class:`Listener`."""
         assert self._make_reception is not None
-        await self._tcp.listen(on_connection, on_lost)
+        await super().listen(on_connection, on_lost)
         self._reception = await abandonable(self._make_reception, "aiosync-reception")
         self._thread.wake = self._reception.close
         self._thread.submit(self._reception.run)
 
-    def forget(self) -> None:
-        """See :class:`Listener`."""
-        self._tcp.forget()
-
     def stop(self) -> None:
         """See :class:`Listener`."""
-        self._tcp.stop()
+        super().stop()
         reception, self._reception = self._reception, None
         if reception is not None:
             aside(reception.close, "aiosync-reception")
@@ -141,6 +107,5 @@ class DistributedListener(Listener):
 
     def close(self) -> None:
         """See :class:`Listener`."""
-        self.stop()
-        self._tcp.close()
-        self._store = self._make_reception = None
+        super().close()
+        self._make_reception = None

@@ -23,25 +23,16 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
 import torch.distributed as dist
 
 from aiosync.errors import InvalidArgumentError, WorkerLostError
 from aiosync.transports.address import is_loopback
 
-__all__ = ["Meeting", "Place", "Reception", "Search"]
+__all__ = ["Meeting", "Reception", "Search"]
 
 _c10d: Any = dist  # which exports its stores by no name that a type checker knows
 _FOR_EVER = timedelta(days=365)
 _CONNECT = timedelta(seconds=60)
-
-
-class Place(msgspec.Struct, frozen=True):
-    """Where a sender listens, and what it is to be told there."""
-
-    host: str
-    port: int
-    token: bytes
 
 
 @dataclass(frozen=True)
@@ -166,15 +157,15 @@ class Reception:
 
     Args:
         kept: the store, which is kept for as long as this waits in it.
-        place: the answer.
+        answer: what they are told.
     """
 
-    def __init__(self, kept: Any, model_id: str | None, place: Place) -> None:
+    def __init__(self, kept: Any, model_id: str | None, answer: bytes) -> None:
         self._kept = kept
         store, other = kept.clone(), kept.clone()
         self._store = prefixed(store, model_id)
         self._other = prefixed(other, model_id)
-        self._place = msgspec.msgpack.encode(place)
+        self._answer = answer
         self._closed = False
         store.set_timeout(_FOR_EVER)
 
@@ -188,7 +179,7 @@ class Reception:
                         self._store.queue_push("arrivals", name)  # for the next sender
                     return ""
                 if name:
-                    self._store.set(f"met/{name.decode()}", self._place)
+                    self._store.set(f"met/{name.decode()}", self._answer)
             except (RuntimeError, UnicodeDecodeError) as exc:
                 return _first_line(exc)
 
@@ -214,7 +205,7 @@ class Search:
         self._other: Any = None
         self._given_up = False
 
-    def run(self) -> tuple[Place, Any] | None:
+    def run(self) -> tuple[bytes, Any] | None:
         """Wait for the sender's answer; that and the store, or None after :meth:`give_up`.
 
         Raises:
@@ -222,17 +213,17 @@ class Search:
         """
         store = self._meeting.connect()
         store.set_timeout(_FOR_EVER)
-        mine, answer = prefixed(store, self._model_id), f"met/{self._name}"
+        mine, key = prefixed(store, self._model_id), f"met/{self._name}"
         try:
             self._other = prefixed(store.clone(), self._model_id)
             if self._given_up:
                 return None
             mine.queue_push("arrivals", self._name)
-            place = mine.get(answer)
-            mine.delete_key(answer)
+            answer = mine.get(key)
+            mine.delete_key(key)
         except RuntimeError as exc:
             raise WorkerLostError((), f"the store is no more: {_first_line(exc)}") from exc
-        return None if self._given_up else (msgspec.msgpack.decode(place, type=Place), store)
+        return None if self._given_up else (answer, store)
 
     def give_up(self) -> None:
         """Have :meth:`run` return. Blocking, shortly."""

@@ -1,0 +1,110 @@
+"""What schemes have in common whose weights go from rank to rank of torch.distributed."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from aiosync.errors import InvalidArgumentError
+from aiosync.schemes.arrival import Arrival
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.collective import Collected, FromRankZero
+from aiosync.schemes.delivery import Delivery
+from aiosync.schemes.ensemble import Ensemble
+from aiosync.schemes.group import WeightGroup
+from aiosync.transports.base import Transport
+from aiosync.transports.process_group import Ranks, check_backend, device_of
+from aiosync.transports.ranked import RankedListener, RankedTransport
+from aiosync.transports.tcp import TCPTransport
+from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
+
+__all__ = ["Collective", "RankedWeightSyncScheme"]
+
+Collective: TypeAlias = Literal["p2p", "broadcast"]
+
+
+class RankedWeightSyncScheme(WeightSyncScheme):
+    """The sender is rank 0, worker ``i`` rank ``i + 1``; how they find each other, a subclass says.
+
+    Args:
+        backend: ``"gloo"``, or ``"nccl"``.
+        sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
+        collective: ``"p2p"`` or ``"broadcast"``.
+        reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
+        options: see :class:`~aiosync.WeightSyncScheme`.
+
+    Raises:
+        InvalidArgumentError: a backend that is not there.
+    """
+
+    _holds = False
+    _streams = "plain"
+
+    def __init__(
+        self, backend: str, sync: bool, collective: Collective, reconnect_for: float, **options: Any
+    ) -> None:
+        super().__init__(sync=sync, **options)
+        check_backend(backend)
+        if collective not in ("p2p", "broadcast"):
+            raise InvalidArgumentError(f"collective={collective!r}: expected 'p2p' or 'broadcast'")
+        self._backend = backend
+        self._collective: Collective = collective
+        self._reconnect_for = reconnect_for
+        self._ensembles: dict[WeightGroup, Ensemble] = {}
+
+    async def reconnect(self, *, timeout: float | None = None) -> None:
+        """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
+        replacement, and make broadcasts again in a process group of them. (Each worker has a process group of
+        its own with the sender from when it connects, and is sent everything through that meanwhile.)
+
+        Raises:
+            NotConnectedError: this is no connected sender.
+            SyncTimeoutError: some did not come in time; it names them.
+        """
+        await self.get_sender().await_workers(self._deadline(timeout))
+        for ensemble in self._ensembles.values():
+            ensemble.renew()
+
+    @abstractmethod
+    def create_transport(self, *, worker_idx: int) -> RankedTransport:
+        """A worker's connection, not open yet."""
+
+    def _allocate(self, nbytes: int, device: torch.device) -> Segment:
+        return Segment.private(nbytes, device_of(self._backend))
+
+    def _deliver(self, transport: Transport, group: WeightGroup) -> Delivery:
+        assert isinstance(transport, TCPTransport)
+        if self._collective == "broadcast" and group not in self._ensembles:
+            self._ensembles[group] = Ensemble(group, self._rank_zero)
+        return FromRankZero(transport, group, self._rank_zero, self._ensembles.get(group))
+
+    def _rank_zero(self, key: str, size: int = 2) -> Ranks:
+        listener = self._listener
+        assert isinstance(listener, RankedListener)
+        return Ranks(self._backend, listener.connection, key, 0, size, timeout=self.timeout)
+
+    def _release(self) -> None:
+        self._ensembles.clear()
+
+    def _make_arrival(self, layout: Layout) -> Arrival:
+        return Collected(layout, device_of(self._backend), self._member)
+
+    def _member(self, transport: RankedTransport, key: str, rank: int, size: int) -> Ranks:
+        return Ranks(self._backend, transport.connection, key, rank, size, timeout=self.timeout)
+
+    def _recipe(self, *, inherit: bool) -> dict[str, Any]:
+        return {
+            "backend": self._backend,
+            "collective": self._collective,
+            "reconnect_for": self._reconnect_for,
+        }
+
+    def _restore(self, recipe: Mapping[str, Any]) -> None:
+        self._backend = recipe["backend"]
+        self._collective = recipe["collective"]
+        self._reconnect_for = recipe["reconnect_for"]
+        self._ensembles = {}
