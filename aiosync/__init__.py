@@ -35,6 +35,7 @@ from aiosync.schemes.none import NoWeightSyncScheme
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.relay import WeightRelay
 from aiosync.schemes.report import SendReport, WorkerReport, WorkerState
+from aiosync.schemes.rpc import RPCWeightSyncScheme
 from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.shared import SharedMemWeightSyncScheme
 from aiosync.schemes.stats import PhaseStats, SchemeStats, SyncEvent
@@ -43,6 +44,7 @@ from aiosync.transports.base import Listener, Transport
 from aiosync.transports.carrier import MPTransport
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.memory import Fault, MemoryTransport
+from aiosync.transports.rpc import RPCTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.transports.tls import TLSConfig
@@ -77,6 +79,8 @@ __all__ = [
     "NotInitializedError",
     "PhaseStats",
     "ProtocolError",
+    "RPCTransport",
+    "RPCWeightSyncScheme",
     "RemoteApplyError",
     "SchemeStats",
     "SendReport",

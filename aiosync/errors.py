@@ -270,7 +270,7 @@ class RemoteApplyError(WorkerError):
 
     Attributes:
         worker: the worker that refused.
-        version: the version it refused.
+        version: the version it refused; -1 where it was not a version that was asked of it.
         remote_type: the exception's type there, by its qualified name.
         remote_message: the exception's text there.
         remote_traceback: the traceback's text there.
@@ -289,8 +289,9 @@ class RemoteApplyError(WorkerError):
         self.remote_type = remote_type
         self.remote_message = remote_message
         self.remote_traceback = remote_traceback
+        what = "could not do what it was asked" if version < 0 else f"could not apply version {version}"
         super().__init__(
-            f"worker {worker} could not apply version {version}: {remote_type}: {remote_message}"
+            f"worker {worker} {what}: {remote_type}: {remote_message}"
             + (f"\n--- traceback at worker {worker} ---\n{remote_traceback}" if remote_traceback else "")
         )
 

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from aiosync.sync._portal import portal
 from tests.kit.leaks import Snapshot
 from tests.kit.processes import warm_up
+from tests.kit.rpc import World
 
 # torch looks up the name of whoever connects to a store. Where nobody answers that, it is not to take 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -46,6 +47,7 @@ def _warm_up_once(config: pytest.Config) -> None:
         asyncio.run(_nothing())
         uvloop.run(_nothing())
         TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the first keeps a pipe
+        World().close()  # torch RPC keeps what it talks to itself by
         # Collecting is quick from here on: what was imported is not looked through each time.
         gc.collect()
         gc.freeze()

@@ -27,6 +27,7 @@ TWINS: list[tuple[type[Any], str]] = [
     (aiosync.MultiProcessWeightSyncScheme, "WeightSyncScheme"),
     (aiosync.TCPWeightSyncScheme, "WeightSyncScheme"),
     (aiosync.DistributedWeightSyncScheme, "WeightSyncScheme"),
+    (aiosync.RPCWeightSyncScheme, "WeightSyncScheme"),
     (aiosync.NoWeightSyncScheme, "WeightSyncScheme"),
     (aiosync.MemoryWeightSyncScheme, "WeightSyncScheme"),
 ]
@@ -67,6 +68,7 @@ from aiosync.sync._twin import BlockingTwin
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.memory import Fault, MemoryTransport
+from aiosync.transports.rpc_meeting import RPCWorkerTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.transports.tls import TLSConfig

@@ -22,6 +22,7 @@ from aiosync.sync._twin import BlockingTwin
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.memory import Fault, MemoryTransport
+from aiosync.transports.rpc_meeting import RPCWorkerTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.transports.tls import TLSConfig
@@ -34,6 +35,7 @@ __all__ = [
     "MemoryWeightSyncScheme",
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
+    "RPCWeightSyncScheme",
     "SharedMemWeightSyncScheme",
     "TCPWeightSyncScheme",
     "WeightSyncScheme",
@@ -610,6 +612,77 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     def create_transport(self, *, worker_idx: int) -> DistributedTransport:
         """A worker's connection, not open yet."""
         return self._async.create_transport(worker_idx=worker_idx)
+
+
+class RPCWeightSyncScheme(WeightSyncScheme):
+    """The blocking twin of :class:`aiosync.RPCWeightSyncScheme`.
+
+    Workers that the trainer reaches by torch RPC: it says where they find each other, and has objects that
+    live in other processes join; weights go from rank to rank, as with
+    :class:`~aiosync.DistributedWeightSyncScheme`.
+
+    ``rpc.init_rpc()`` is the caller's to call, before the scheme is initialised; and it is before
+    ``rpc.shutdown()`` that the scheme is to be closed, though that is not held up by it. A worker calls
+    ``init_on_receiver`` and ``connect`` as under any other scheme. Or the sender has a context with
+    ``collector_infos``, ``collector_rrefs`` and ``collector_class``, as torchrl's RPCCollector has
+    them: then :meth:`connect` has the objects that these refer to join by themselves: an endpoint is
+    made beside each, in a thread; their model is found by ``model_id``, updates are never applied in
+    the middle of its forward pass, and their ``update_policy_weights_`` is called with each.
+
+    What holds for process groups holds here too: see :class:`~aiosync.DistributedWeightSyncScheme`.
+    Besides: torch RPC does not take a new process in the place of one that has died. Such a process
+    takes no part in it; with the sender's pickled scheme it finds the sender all the same. Whoever
+    takes part in RPC is trusted, as in torch RPC itself, which unpickles what it is sent.
+
+    Args:
+        backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
+        sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
+        sender: the sender's name in torch RPC, for workers that were not given its scheme; None: rank 0's.
+        collective: ``"p2p"`` or ``"broadcast"``, see :class:`~aiosync.DistributedWeightSyncScheme`.
+        reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
+        options: see :class:`~aiosync.WeightSyncScheme`.
+
+    Raises:
+        InvalidArgumentError: a backend that is not there.
+    """
+
+    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RPCWeightSyncScheme
+    _async: aiosync.RPCWeightSyncScheme
+
+    def __init__(self, backend: str='gloo', sync: bool=True, *, sender: str | None=None, collective: Collective='p2p', reconnect_for: float=60.0, **options: Any) -> None:
+        self._async = aiosync.RPCWeightSyncScheme(backend, sync, sender=sender, collective=collective, reconnect_for=reconnect_for, **options)
+
+    def reconnect(self, *, timeout: float | None=None) -> None:
+        """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
+        replacement, and make broadcasts again in a process group of them. (Each worker has a process group of
+        its own with the sender from when it connects, and is sent everything through that meanwhile.)
+
+        Raises:
+            NotConnectedError: this is no connected sender.
+            SyncTimeoutError: some did not come in time; it names them.
+        """
+        portal().call(self._async.reconnect, timeout=timeout)
+
+    def create_transport(self, *, worker_idx: int) -> RPCWorkerTransport:
+        """A worker's connection, not open yet."""
+        return self._async.create_transport(worker_idx=worker_idx)
+
+    def init_on_sender(self, **arguments: Any) -> None:
+        """See :meth:`WeightSyncScheme.init_on_sender`; a ``context`` may have remote objects.
+
+        Raises:
+            NotInitializedError: this process takes no part in torch RPC.
+            InvalidArgumentError: they are not one for each worker.
+        """
+        self._async.init_on_sender(**arguments)
+
+    def connect(self, *, worker_idx: int | None=None, weights: Any=None, min_workers: int | None=None, timeout: float | None=None) -> None:
+        """See :meth:`WeightSyncScheme.connect`; remote objects join first.
+
+        Raises:
+            RemoteApplyError: one cannot join: it has no model of this name, say.
+        """
+        self._blocking_connect(worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout)
 
 
 class NoWeightSyncScheme(WeightSyncScheme):

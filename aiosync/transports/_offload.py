@@ -1,8 +1,8 @@
 """Threads: the only place of the package that starts them (the blocking twins' loop thread aside).
 
 Four kinds. :class:`Offloader` runs blocking work for coroutines that await it. :class:`QueueReader`
-waits on a multiprocessing queue for as long as it is open. :class:`LoopThread` moves the bytes of sockets.
-:class:`DetachedThread` is for what cannot be interrupted, and is left to itself.
+waits on a multiprocessing queue for as long as it is open. :class:`LoopThread` moves the bytes of
+sockets. :class:`DetachedThread` is for what cannot be interrupted, and is left to itself.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ __all__ = [
     "QueueReader",
     "abandonable",
     "aside",
+    "handover",
+    "offloaded",
     "uninterrupted",
 ]
 
@@ -94,6 +96,15 @@ class Offloader:
             executor.shutdown(wait=True)
 
 
+async def offloaded(work: Callable[[], T], name: str) -> T:
+    """Run ``work()`` in a thread of its own and wait for its end, as :class:`Offloader` does."""
+    offloader = Offloader(name)
+    try:
+        return await offloader.run(lambda _: work())
+    finally:
+        offloader.close()
+
+
 def _drive(lane: Lane, cancelled: Callable[[], bool], gone: Callable[[], bool]) -> bool:
     return lane(lambda: gone() or cancelled())
 
@@ -125,17 +136,15 @@ async def _outlast(future: asyncio.Future[Any]) -> None:
         future.exception()  # the caller is gone: nobody else will look at it
 
 
-async def abandonable(work: Callable[[], T], name: str) -> T:
-    """Run ``work()`` in a thread that a cancelled caller leaves to itself: for what cannot be interrupted,
-    ends by itself, and touches nothing of ours.
-
-    Raises:
-        Exception: whatever ``work`` raises.
+def handover() -> tuple[asyncio.Future[T], Callable[[Callable[[], T]], None]]:
+    """A future of this event loop, and what another thread settles it with: a call, which is made in
+    that thread, and whose result or exception is the future's. If nobody waits any more, or the loop is
+    closed, that is lost.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(value: T | None, error: BaseException | None) -> None:
+    def put(value: T | None, error: BaseException | None) -> None:
         if future.done():
             return
         if error is not None:
@@ -143,16 +152,28 @@ async def abandonable(work: Callable[[], T], name: str) -> T:
         else:
             future.set_result(cast("T", value))
 
-    def run() -> None:
+    def settle(work: Callable[[], T]) -> None:
         value, error = None, None
         try:
             value = work()
         except Exception as exc:  # noqa: BLE001 - raised where it is awaited
             error = exc
         with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            loop.call_soon_threadsafe(settle, value, error)
+            loop.call_soon_threadsafe(put, value, error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    return future, settle
+
+
+async def abandonable(work: Callable[[], T], name: str) -> T:
+    """Run ``work()`` in a thread that a cancelled caller leaves to itself: for what cannot be interrupted,
+    ends by itself, and touches nothing of ours.
+
+    Raises:
+        Exception: whatever ``work`` raises.
+    """
+    future: asyncio.Future[T]
+    future, settle = handover()
+    threading.Thread(target=settle, args=(work,), name=name, daemon=True).start()
     return await future
 
 
@@ -290,7 +311,8 @@ class DetachedThread:
         name: the thread's.
 
     Attributes:
-        wake: has the call that it is in return, where there is a way to; called at the interpreter's exit.
+        wake: has the call that it is in return, where there is a way to; called at the interpreter's
+        exit.
     """
 
     def __init__(self, name: str) -> None:

@@ -27,6 +27,9 @@ class Place(msgspec.Struct, frozen=True):
     port: int
     token: bytes
 
+    def __repr__(self) -> str:
+        return f"Place({self.host!r}, {self.port}, <secret>)"
+
 
 class RankedTransport(DialledTransport):
     """A worker's connection to its sender; a subclass finds out where that is."""

@@ -99,6 +99,13 @@ class Meeting:
                 return Meeting(None, self.host, store.port, serves=False), store
         return self, self.connect()
 
+    def by_address(self) -> Meeting:
+        """The way to a TCPStore that was given."""
+        store = self.store
+        if not isinstance(store, _c10d.TCPStore):
+            return Meeting(serves=False)
+        return Meeting(None, store.host, store.port, serves=False)
+
     def check_known(self) -> None:
         """Raise InvalidArgumentError if nobody said where the store is."""
         if self.store is None and not self.port:

@@ -8,7 +8,6 @@ import secrets
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from aiosync import (
@@ -18,6 +17,7 @@ from aiosync import (
     WeightSyncScheme,
 )
 from tests.kit.certificates import certificates
+from tests.kit.rpc import JoiningScheme, World
 
 __all__ = ["SCHEMES", "Recipe", "SchemeCase", "distributed"]
 
@@ -34,12 +34,12 @@ class Recipe:
 
     scheme: WeightSyncScheme
     receiver_arguments: dict[int, dict[str, Any]] = field(default_factory=dict)
-    owned: list[Connection[Any, Any]] = field(default_factory=list)
+    owned: list[Any] = field(default_factory=list)
 
     def close(self) -> None:
         """Close what the scheme was lent."""
-        for connection in self.owned:
-            connection.close()
+        for thing in self.owned:
+            thing.close()
 
 
 Build = Callable[[int, dict[str, Any]], Recipe]
@@ -96,6 +96,13 @@ def distributed(collective: Literal["p2p", "broadcast"]) -> Build:
     )
 
 
+def _over_rpc(workers: int, options: dict[str, Any]) -> Recipe:
+    """A process that takes the place of one that has died is told of no world: it could not join it."""
+    scheme = JoiningScheme(reconnect_for=0, **options)
+    world = World()
+    return Recipe(scheme, {w: {"world": world.address} for w in range(workers)}, [world])
+
+
 SCHEMES = [
     SchemeCase("shared", named("shared"), views=True),
     SchemeCase("process", named("process")),
@@ -106,5 +113,6 @@ SCHEMES = [
     SchemeCase("unix", _over_sockets("unix", tls=False), elastic=True),
     SchemeCase("unix-tls", _over_sockets("unix", tls=True), elastic=True),
     SchemeCase("distributed", distributed("p2p")),
+    SchemeCase("rpc", _over_rpc),
     SchemeCase("memory", named("memory"), processes=False),
 ]

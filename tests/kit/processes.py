@@ -256,11 +256,12 @@ class ProcessCluster:
 
     def spawn(self, index: int) -> Worker:
         """A process for this worker; not connected."""
-        arguments = self.recipe.receiver_arguments.get(index, {})
+        arguments = self.recipe.receiver_arguments.pop(index, {})
         worker = self.workers[index] = Worker(self.scheme, index, arguments, method=self._method)
         self._all.append(worker)
         for end in arguments.values():
-            end.close()  # the worker has it now; held here it would hide the worker's end
+            if isinstance(end, Connection):
+                end.close()  # the worker has it now; held here it would hide the worker's end
         return worker
 
     async def connect_worker(self, index: int, **args: Any) -> Any:

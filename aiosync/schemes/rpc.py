@@ -1,0 +1,142 @@
+"""Weights between processes that take part in torch RPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from aiosync.errors import InvalidArgumentError
+from aiosync.schemes.enlisted import enlist
+from aiosync.schemes.ranked import Collective, RankedWeightSyncScheme
+from aiosync.transports.base import Listener
+from aiosync.transports.rpc import RPCTransport
+from aiosync.transports.rpc_calls import rank_here
+from aiosync.transports.rpc_meeting import Known, RPCListener, RPCWorkerTransport
+
+__all__ = ["RPCWeightSyncScheme"]
+
+
+class RPCWeightSyncScheme(RankedWeightSyncScheme):
+    """Workers that the trainer reaches by torch RPC: it says where they find each other, and has objects that
+    live in other processes join; weights go from rank to rank, as with
+    :class:`~aiosync.DistributedWeightSyncScheme`.
+
+    ``rpc.init_rpc()`` is the caller's to call, before the scheme is initialised; and it is before
+    ``rpc.shutdown()`` that the scheme is to be closed, though that is not held up by it. A worker calls
+    ``init_on_receiver`` and ``connect`` as under any other scheme. Or the sender has a context with
+    ``collector_infos``, ``collector_rrefs`` and ``collector_class``, as torchrl's RPCCollector has
+    them: then :meth:`connect` has the objects that these refer to join by themselves: an endpoint is
+    made beside each, in a thread; their model is found by ``model_id``, updates are never applied in
+    the middle of its forward pass, and their ``update_policy_weights_`` is called with each.
+
+    What holds for process groups holds here too: see :class:`~aiosync.DistributedWeightSyncScheme`.
+    Besides: torch RPC does not take a new process in the place of one that has died. Such a process
+    takes no part in it; with the sender's pickled scheme it finds the sender all the same. Whoever
+    takes part in RPC is trusted, as in torch RPC itself, which unpickles what it is sent.
+
+    Args:
+        backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
+        sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
+        sender: the sender's name in torch RPC, for workers that were not given its scheme; None: rank 0's.
+        collective: ``"p2p"`` or ``"broadcast"``, see :class:`~aiosync.DistributedWeightSyncScheme`.
+        reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
+        options: see :class:`~aiosync.WeightSyncScheme`.
+
+    Raises:
+        InvalidArgumentError: a backend that is not there.
+    """
+
+    backends = ("rpc",)
+
+    def __init__(
+        self,
+        backend: str = "gloo",
+        sync: bool = True,
+        *,
+        sender: str | None = None,
+        collective: Collective = "p2p",
+        reconnect_for: float = 60.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(backend, sync, collective, reconnect_for, **options)
+        self._sender_name = sender
+        self._known: Known | None = None
+        self._remote: tuple[RPCTransport, ...] = ()
+
+    def init_on_sender(self, **arguments: Any) -> None:
+        """See :meth:`WeightSyncScheme.init_on_sender`; a ``context`` may have remote objects.
+
+        Raises:
+            NotInitializedError: this process takes no part in torch RPC.
+            InvalidArgumentError: they are not one for each worker.
+        """
+        super().init_on_sender(**arguments)
+        context = arguments.get("context")
+        rrefs = getattr(context, "collector_rrefs", None)
+        if rrefs is None:
+            return
+        assert self._plan is not None
+        infos, workers = getattr(context, "collector_infos", None) or (), self._plan.workers
+        if not len(infos) == len(rrefs) == len(workers):
+            raise InvalidArgumentError(
+                f"the context has {len(infos)} collector_infos and {len(rrefs)} collector_rrefs for "
+                f"{len(workers)} workers: expected one of each per worker"
+            )
+        owner = getattr(context, "collector_class", None)
+        self._remote = tuple(
+            RPCTransport(info, rref, owner, worker_idx=worker)
+            for worker, info, rref in zip(workers, infos, rrefs, strict=True)
+        )
+
+    async def connect(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        min_workers: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """See :meth:`WeightSyncScheme.connect`; remote objects join first.
+
+        Raises:
+            RemoteApplyError: one cannot join: it has no model of this name, say.
+        """
+        deadline = self._deadline(timeout)
+        await asyncio.gather(
+            *(
+                remote.apply(enlist, self, self._model_id, remote.worker_idx, timeout=deadline.remaining())
+                for remote in self._remote
+            )
+        )
+        await super().connect(
+            worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=deadline.remaining()
+        )
+
+    def _usual_index(self) -> int | None:
+        rank = rank_here()
+        return rank - 1 if rank > 0 else None
+
+    def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
+        listener = RPCListener(self._model_id, self._token)
+        self._known = listener.known
+        return listener
+
+    def create_transport(self, *, worker_idx: int) -> RPCWorkerTransport:
+        """A worker's connection, not open yet."""
+        return RPCWorkerTransport(self._model_id, self._sender_name, self._known)
+
+    def _release(self) -> None:
+        super()._release()
+        self._remote = ()
+
+    def _recipe(self, *, inherit: bool) -> dict[str, Any]:
+        recipe = super()._recipe(inherit=inherit)
+        return {**recipe, "sender_name": self._sender_name, "known": self._known}
+
+    def _restore(self, recipe: Mapping[str, Any]) -> None:
+        super()._restore(recipe)
+        self._sender_name = recipe["sender_name"]
+        self._known = recipe["known"]
+        self._remote = ()
