@@ -9,6 +9,8 @@ import typer
 
 __all__ = ["app", "main"]
 
+_SCHEMES = "shared,process"
+
 app = typer.Typer(add_completion=False)
 
 
@@ -16,7 +18,9 @@ app = typer.Typer(add_completion=False)
 def bench(
     models: Annotated[str, typer.Option(help="of tiny, medium, large")] = "tiny,medium,large",
     workers: Annotated[str, typer.Option(help="how many workers, each")] = "1,2,4",
-    schemes: Annotated[str, typer.Option(help="of shared, process")] = "shared,process",
+    schemes: Annotated[
+        str, typer.Option(help="of shared, process; with --distributed: of distributed, rpc")
+    ] = _SCHEMES,
     contenders: Annotated[
         str, typer.Option(help="of aiosync, torchrl, torchrl-alias")
     ] = "aiosync,torchrl,torchrl-alias",
@@ -33,6 +37,10 @@ def bench(
     relay: Annotated[
         bool, typer.Option("--relay", help="a trainer, two relays and eight workers, and only that")
     ] = False,
+    distributed: Annotated[
+        bool,
+        typer.Option("--distributed", help="torch.distributed and RPC beside bare gloo, and only that"),
+    ] = False,
     mbit: Annotated[float, typer.Option(help="with --relay: megabits per second of a link; 0: any")] = 1000.0,
     updates: Annotated[int, typer.Option(help="with --delta: how many updates")] = 200,
     mib: Annotated[str, typer.Option(help="with --network, --relay: model sizes in MiB")] = "256,1024",
@@ -44,7 +52,7 @@ def bench(
     check: Annotated[bool, typer.Option("--check", help="exit 1 if a target is missed")] = False,
 ) -> None:
     """Measure aiosync, torchrl and the physical limit side by side, in one run and in turn."""
-    if check and (delta or network or relay):
+    if check and (delta or network or relay or distributed):
         raise typer.BadParameter(
             "only the comparison with torchrl has targets to check", param_hint="--check"
         )
@@ -60,6 +68,12 @@ def bench(
         if unknown:
             raise typer.BadParameter(f"expected some of tcp, unix, tls, got {', '.join(unknown)}")
         sockets.run(_numbers("--mib", mib), _numbers("--workers", workers), _split(links), rounds or 9, json)
+        return
+    if distributed:
+        from benchmarks import distributed as ranks
+
+        kinds = [kind for kind in ranks.KINDS if schemes == _SCHEMES or kind in _split(schemes)]
+        ranks.run(kinds, list(_split(models)), _numbers("--workers", workers), rounds, json)
         return
     if relay:
         from benchmarks import relay as tree
