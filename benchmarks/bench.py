@@ -18,9 +18,7 @@ app = typer.Typer(add_completion=False)
 def bench(
     models: Annotated[str, typer.Option(help="of tiny, medium, large")] = "tiny,medium,large",
     workers: Annotated[str, typer.Option(help="how many workers, each")] = "1,2,4",
-    schemes: Annotated[
-        str, typer.Option(help="of shared, process; with --distributed: of distributed, rpc")
-    ] = _SCHEMES,
+    schemes: Annotated[str, typer.Option(help="of shared, process (or distributed, rpc)")] = _SCHEMES,
     contenders: Annotated[
         str, typer.Option(help="of aiosync, torchrl, torchrl-alias")
     ] = "aiosync,torchrl,torchrl-alias",
@@ -41,6 +39,7 @@ def bench(
         bool,
         typer.Option("--distributed", help="torch.distributed and RPC beside bare gloo, and only that"),
     ] = False,
+    acting: Annotated[bool, typer.Option("--acting", help="with --distributed: workers act")] = False,
     mbit: Annotated[float, typer.Option(help="with --relay: megabits per second of a link; 0: any")] = 1000.0,
     updates: Annotated[int, typer.Option(help="with --delta: how many updates")] = 200,
     mib: Annotated[str, typer.Option(help="with --network, --relay: model sizes in MiB")] = "256,1024",
@@ -73,7 +72,7 @@ def bench(
         from benchmarks import distributed as ranks
 
         kinds = [kind for kind in ranks.KINDS if schemes == _SCHEMES or kind in _split(schemes)]
-        ranks.run(kinds, list(_split(models)), _numbers("--workers", workers), rounds, json)
+        ranks.run(kinds, list(_split(models)), _numbers("--workers", workers), rounds, acting, json)
         return
     if relay:
         from benchmarks import relay as tree

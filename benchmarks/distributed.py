@@ -1,19 +1,26 @@
-"""``aiosync bench --distributed``: the schemes over torch.distributed and torch RPC beside torchrl's and bare gloo.
+"""``aiosync bench --distributed``: aiosync's schemes over torch.distributed and torch RPC, beside torchrl's.
 
-All in one run and in turn. Bare gloo is one send and one receive of one tensor of the model's size, out of a
-ready buffer into a warm one, and a byte back. torchrl's schemes are used as its collectors use them; they send
-tensor by tensor over the default process group, which nothing else here uses. All times are until the new
-weights are in the workers' models.
+All in one run and in turn, and bare gloo too: one send and one receive of one tensor of the model's size,
+out of a ready buffer into a warm one, and a byte back. torchrl's schemes are used as its collectors use
+them; they send tensor by tensor over the default process group, which nothing else here uses. All times
+are until the new weights are in the workers' models.
+
+With ``--acting`` workers do what workers do: they roll a small policy out, as fast as they can, on their
+event loop or, torchrl's, in their main thread. Whose turn it is not is stopped meanwhile (SIGSTOP).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
+import itertools
 import multiprocessing
 import os
+import signal
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,9 +55,10 @@ class Job:
 
     Attributes:
         kind: of :data:`KINDS`.
-        model: of :data:`~benchmarks.models.MODELS`.
+        model: name of one of :data:`~benchmarks.models.MODELS`.
         workers: how many, of aiosync and of torchrl each.
         rounds: timed sends of each contender.
+        acting: whether workers roll out meanwhile.
         port: of the store that they meet in.
     """
 
@@ -58,6 +66,7 @@ class Job:
     model: str
     workers: int
     rounds: int
+    acting: bool
     port: int = 0
 
     @property
@@ -132,14 +141,31 @@ def aiosync_worker(job: Job, scheme: Any, index: int, pipe: Connection[Any, Any]
     async def main() -> None:
         scheme.init_on_receiver(model_id="policy", model=build_model(MODELS[job.model]), worker_idx=index)
         async with scheme, scheme.receiving():
+            rolling_out = asyncio.create_task(roll_out()) if job.acting else None
             await asyncio.get_running_loop().run_in_executor(None, pipe.recv)
             async with ticking() as late:
                 await scheme.wait_closed()
+            if rolling_out is not None:
+                rolling_out.cancel()
         pipe.send(late)
 
     asyncio.run(main())
     pipe.recv()
     _leave_rpc()
+
+
+def steps() -> Iterator[None]:
+    """Steps of a small policy."""
+    policy, state = torch.ones(64, 64), torch.zeros(1, 64)
+    while True:
+        state = torch.tanh(state @ policy)
+        yield
+
+
+async def roll_out() -> None:
+    """Act on the event loop."""
+    for _ in steps():
+        await asyncio.sleep(0)
 
 
 def torchrl_worker(job: Job, scheme: Any, index: int, pipe: Connection[Any, Any]) -> None:
@@ -151,6 +177,10 @@ def torchrl_worker(job: Job, scheme: Any, index: int, pipe: Connection[Any, Any]
         holder = Holder(job.model)
         scheme.init_on_receiver(model_id="policy", context=holder, worker_idx=1 + index)
         scheme.connect(worker_idx=1 + index)
+    if job.acting:
+        for _ in steps():
+            if pipe.poll():
+                break
     pipe.recv()
     _leave_rpc()
     os._exit(0)  # its thread cannot be told to end while it waits in the store
@@ -181,7 +211,7 @@ def conduct(job: Job, result: Connection[Any, Any]) -> None:
 async def measure(job: Job) -> Figures:
     """All three in turn, again and again; then sends beside tickers."""
     server: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    job = Job(job.kind, job.model, job.workers, job.rounds, server.port)
+    job = replace(job, port=server.port)
     holder = Holder(job.model)
     nbytes = sum(p.nbytes for p in holder.policy.parameters())
     options: Any = {"timeout": 120}
@@ -209,7 +239,8 @@ async def measure(job: Job) -> Figures:
         ours.init_on_sender(model_id="policy", model=holder.policy, num_workers=job.workers)
     theirs.connect()
     await ours.connect()
-    times = await _race(job, holder.policy, ours, theirs, nbytes)
+    turns = processes[: job.workers], processes[job.workers : -1]
+    times = await _race(job, holder.policy, ours, theirs, nbytes, turns)
     sender_late, worker_late = await _stalls(ours, pipes[: job.workers])
     for pipe in pipes:
         pipe.send("end")
@@ -221,22 +252,41 @@ async def measure(job: Job) -> Figures:
     return Figures(job.kind, job.model, job.workers, nbytes // 4, **found, **stalls)
 
 
-async def _race(job: Job, model: nn.Module, ours: Any, theirs: Any, nbytes: int) -> dict[str, list[float]]:
+@contextlib.contextmanager
+def _turn(job: Job, others: Sequence[Any]) -> Iterator[None]:
+    """Others do not take processor time."""
+    stopped = others if job.acting else ()
+    for process in stopped:
+        os.kill(process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in stopped:
+            os.kill(process.pid, signal.SIGCONT)
+
+
+async def _race(
+    job: Job, model: nn.Module, ours: Any, theirs: Any, nbytes: int, turns: tuple[list[Any], list[Any]]
+) -> dict[str, list[float]]:
     bare: Any = dist.ProcessGroupGloo(PrefixStore("bare", job.store()), 0, 2, LIMIT)
     ready, byte = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
     times: dict[str, list[float]] = {"aiosync": [], "torchrl": [], "gloo": []}
+    our_workers, their_workers = turns
     for version in range(job.total):
         fill(model, float(version))
-        begun = time.perf_counter()
-        await ours.send()
-        times["aiosync"].append(time.perf_counter() - begun)
-        begun = time.perf_counter()
-        theirs.send(weights=model)
-        times["torchrl"].append(time.perf_counter() - begun)
-        begun = time.perf_counter()
-        bare.send([ready], 1, 1).wait()
-        bare.recv([byte], 1, 2).wait()
-        times["gloo"].append(time.perf_counter() - begun)
+        with _turn(job, their_workers):
+            begun = time.perf_counter()
+            await ours.send()
+            times["aiosync"].append(time.perf_counter() - begun)
+        with _turn(job, our_workers):
+            begun = time.perf_counter()
+            theirs.send(weights=model)
+            times["torchrl"].append(time.perf_counter() - begun)
+        with _turn(job, our_workers + their_workers):
+            begun = time.perf_counter()
+            bare.send([ready], 1, 1).wait()
+            bare.recv([byte], 1, 2).wait()
+            times["gloo"].append(time.perf_counter() - begun)
     return times
 
 
@@ -279,7 +329,9 @@ def _of(samples: list[float]) -> Spread:
     return found
 
 
-def run(kinds: list[str], models: list[str], workers: list[int], rounds: int, out: Path | None) -> None:
+def run(
+    kinds: list[str], models: list[str], workers: list[int], rounds: int, acting: bool, out: Path | None
+) -> None:
     """Measure, print a table, write JSON.
 
     Args:
@@ -287,14 +339,17 @@ def run(kinds: list[str], models: list[str], workers: list[int], rounds: int, ou
         models: names of :data:`~benchmarks.models.MODELS`.
         workers: how many workers, each.
         rounds: timed sends of each contender; 0: as suits the model.
+        acting: whether workers roll out meanwhile.
         out: where the JSON goes.
     """
-    table = Table(title="aiosync beside torchrl and one bare gloo send (medians; least and most)")
+    how = ", workers act" if acting else ", workers are idle"
+    table = Table(title="aiosync beside torchrl and one bare gloo send (medians; least and most)" + how)
     columns = "scheme", "model", "workers", "aiosync, ms", "torchrl, ms", "times", "gloo, ms", "of gloo"
     for column in (*columns, "stall p99, ms"):
         table.add_column(column, justify="right")
     found = []
-    for job in (Job(k, m, w, rounds or MODELS[m].rounds) for k in kinds for m in models for w in workers):
+    for kind, name, count in itertools.product(kinds, models, workers):
+        job = Job(kind, name, count, rounds or MODELS[name].rounds, acting)
         here, there = SPAWN.Pipe()
         process = SPAWN.Process(target=conduct, args=(job, there))
         process.start()
