@@ -300,6 +300,10 @@ class JointUpdateError(WorkerError):
     """A model's part of a joint update was given up because another model's part failed."""
 
 
+class GatherError(AiosyncError, RuntimeError):
+    """The ranks of a sharded trainer could not bring the weights together."""
+
+
 class ProtocolError(AiosyncError, RuntimeError):
     """Bytes on a channel that are not our protocol."""
 

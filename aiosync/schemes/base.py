@@ -15,11 +15,13 @@ from aiosync.errors import (
     AlreadyConnectedError,
     ForkedEndpointError,
     InvalidArgumentError,
+    NotConnectedError,
     NotInitializedError,
 )
 from aiosync.schemes.cascade import in_format
+from aiosync.schemes.contributor import Contributor, gatherings, leading
 from aiosync.schemes.endpoints import SchemeEndpoints
-from aiosync.schemes.plan import model_of
+from aiosync.schemes.plan import SenderPlan, model_of
 from aiosync.schemes.report import SendReport
 from aiosync.schemes.sources import gather_sources, is_per_worker
 from aiosync.weights.flatten import optional_names
@@ -117,10 +119,7 @@ class WeightSyncScheme(SchemeEndpoints):
         if self._plan is not None:
             if worker_idx is not None:
                 raise InvalidArgumentError("worker_idx belongs to a receiver; this is the sender")
-            sender = self.create_sender()
-            enough = 1 if min_workers is None and self._plan.elastic else min_workers
-            sources = await self._sources(weights, sender.roster.workers)
-            await sender.connect(sources, deadline, min_workers=enough, optional=self._optional(weights))
+            await self._connect_sender(self._plan, weights, min_workers, deadline)
         elif self._receiver_initialized:
             if weights is not None or min_workers is not None:
                 raise InvalidArgumentError("weights and min_workers belong to the sender; this is a receiver")
@@ -134,6 +133,19 @@ class WeightSyncScheme(SchemeEndpoints):
         else:
             raise NotInitializedError("call init_on_sender() or init_on_receiver() before connect()")
         self._synchronized = True
+
+    async def _connect_sender(
+        self, plan: SenderPlan, weights: Any, min_workers: int | None, deadline: Deadline
+    ) -> None:
+        if self._contributor is not None:
+            await self._contributor.contribute(await self._sources(weights, set(plan.workers)), deadline)
+            return
+        sender = self.create_sender()
+        enough = 1 if min_workers is None and plan.elastic else min_workers
+        async with leading(self._team) as lead:
+            sources = await self._sources(weights, sender.roster.workers)
+            lead.gatherings = gatherings(sources) if sender.version < 0 else 0
+            await sender.connect(sources, deadline, min_workers=enough, optional=self._optional(weights))
 
     # -- sending -------------------------------------------------------------------------------------
 
@@ -172,25 +184,42 @@ class WeightSyncScheme(SchemeEndpoints):
             WorkerLostError: workers are gone.
             SyncTimeoutError: workers did not answer in time.
         """
-        sender = self.get_sender()
         deadline = self._deadline(timeout)
-        targets = sender.roster.resolve(worker_ids)
-        if worker_ids is None and is_per_worker(weights):
-            targets = sender.roster.resolve(list(weights))
-        sources = await self._sources(weights, targets)
-        return await sender.send(
-            sources,
-            targets,
-            wait=self._spec.sync if wait is None else wait,
-            strict=strict,
-            deadline=deadline,
-        )
+        if self._contributor is not None:
+            return await self._contribute(self._contributor, weights, worker_ids, deadline)
+        sender = self.get_sender()
+        async with leading(self._team) as lead:
+            targets = sender.roster.resolve(worker_ids)
+            if worker_ids is None and is_per_worker(weights):
+                targets = sender.roster.resolve(list(weights))
+            sources = await self._sources(weights, targets)
+            lead.gatherings = gatherings(sources)
+            return await sender.send(
+                sources,
+                targets,
+                wait=self._spec.sync if wait is None else wait,
+                strict=strict,
+                deadline=deadline,
+            )
+
+    async def _contribute(
+        self, contributor: Contributor, weights: Any, worker_ids: int | list[int] | None, deadline: Deadline
+    ) -> SendReport:
+        if not self._synchronized:
+            raise NotConnectedError("call connect() before send()")
+        assert self._plan is not None
+        chosen = [worker_ids] if isinstance(worker_ids, int) else worker_ids or ()
+        # Those that do not exist are rank 0's to complain of, and to call the send off for.
+        targets = set(chosen) & set(self._plan.workers)
+        return await contributor.contribute(await self._sources(weights, targets), deadline)
 
     async def wait_ack(
         self, worker_ids: int | list[int] | None = None, timeout: float | None = None
     ) -> SendReport:
         """Wait until workers run on what was last published to them. Raises as :meth:`send` does, also
         for what they refused since."""
+        if self._contributor is not None:
+            return self._contributor.report()
         sender = self.get_sender()
         return await sender.wait_ack(sender.roster.resolve(worker_ids), self._deadline(timeout))
 
@@ -299,6 +328,7 @@ class WeightSyncScheme(SchemeEndpoints):
         """Close this process's endpoint; idempotent. Nobody else's: a worker that closes leaves its
         siblings connected, and a model keeps the version that it has."""
         sender, receiver, listener = self._sender, self._receiver, self._listener
+        contributor, self._contributor = self._contributor, None
         if self._pid != os.getpid():
             self._forget_runtime()
             return
@@ -313,6 +343,8 @@ class WeightSyncScheme(SchemeEndpoints):
                 listener.close()
             if receiver is not None:
                 await receiver.aclose()
+            if contributor is not None:
+                contributor.close()
         finally:
             self._release()
 

@@ -130,6 +130,8 @@ class SchemeEndpoints(SchemeRecipe):
         """The version last published (sender) or in service (receiver); -1 before ``connect``."""
         if self._sender is not None:
             return self._sender.version
+        if self._contributor is not None:
+            return self._contributor.version
         return self._receiver.version if self._receiver is not None else -1
 
     @property

@@ -33,6 +33,7 @@ from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Arena, Slot
 from aiosync.weights.copying import INLINE_LIMIT, BlockCopy, Filling, copy_pairs
 from aiosync.weights.segment import Segment
+from aiosync.weights.sharded import collect, is_sharded
 
 __all__ = ["Draft", "Published", "Streams", "WeightGroup"]
 
@@ -71,6 +72,7 @@ class Draft:
 
     Attributes:
         pairs: (destination, source) tensors.
+        sharded: such whose source is spread over the ranks of the trainer.
         reclaimed: the slot holds a version that was published and not fetched: from the first byte
             written there is no way back, so this write goes through even if its caller is cancelled.
         spilled: the slot is not one that workers can read.
@@ -86,6 +88,12 @@ class Draft:
     spilled: bool = False
     begun: bool = False
     copying: Filling | None = None
+    sharded: Sequence[tuple[Tensor, Tensor]] = ()
+
+    @property
+    def writes_inline(self) -> bool:
+        """Whether no thread is needed to write it."""
+        return self.group.writes_inline and not self.sharded
 
 
 class WeightGroup:
@@ -138,7 +146,7 @@ class WeightGroup:
 
     @property
     def writes_inline(self) -> bool:
-        """Whether a version is so small that no thread is needed to write it."""
+        """Whether a version is so small that no thread is needed to copy it."""
         return self.device.type == "cpu" and self.arena.layout.nbytes <= INLINE_LIMIT
 
     async def reserve(self, count: int) -> None:
@@ -169,13 +177,14 @@ class WeightGroup:
         """
         slot, reclaimed = await self._slot_for(targets, parked, deadline, may_spill=may_spill)
         spilled = slot is self._spill_slot
-        pairs = [(slot.views[name], tensor) for name, tensor in given]
+        pairs = [(slot.views[name], tensor) for name, tensor in given if not is_sharded(tensor)]
+        sharded = [(slot.views[name], tensor) for name, tensor in given if is_sharded(tensor)]
         names = None
         if len(given) < len(self.arena.layout.entries):
             # After a spill the workers have not seen what this builds on, so all has changed for them.
             names = None if self.spill is not None else tuple(name for name, _ in given)
             pairs += self._rest(slot, {name for name, _ in given})
-        return Draft(self, slot, pairs, names, reclaimed, spilled)
+        return Draft(self, slot, pairs, names, reclaimed, spilled, sharded=sharded)
 
     async def draft_to_fill(
         self, targets: set[int], parked: Callable[[], set[Hashable]], deadline: Deadline
@@ -222,6 +231,9 @@ class WeightGroup:
     async def write(self, draft: Draft, cancelled: Callable[[], bool]) -> bool:
         """Copy; returns whether all was copied (not, if cancelled in between)."""
         draft.begun = True
+        if draft.sharded:
+            # To its end, also if this is cancelled: the other ranks are in the middle of it too.
+            await self._offloader.run(lambda _: collect(draft.sharded))
         if self.writes_inline:
             return copy_pairs(draft.pairs)
         return await self._offloader.copy(draft.pairs, cancelled)
@@ -229,7 +241,7 @@ class WeightGroup:
     def overlaps(self, draft: Draft) -> bool:
         """Whether the draft can be sent while it is being copied."""
         worth = draft.slot.segment.buffer.is_cpu and self.arena.layout.nbytes > _WORTH_OVERLAPPING
-        return self.streams != "" and not draft.spilled and worth
+        return self.streams != "" and not draft.spilled and not draft.sharded and worth
 
     async def begin(self, draft: Draft) -> None:
         """Begin a copy that goes on beside the sending."""

@@ -257,7 +257,7 @@ async def publish_together(items: Sequence[tuple[Publisher, Prepared]], *, fallb
     Args:
         fallback: keep what is replaced until the round is settled, in case all workers refuse.
     """
-    if all(draft.group.writes_inline for _, prepared in items for draft in prepared.drafts):
+    if all(draft.writes_inline for _, prepared in items for draft in prepared.drafts):
         # Nothing is awaited in there, so nothing can be cancelled.
         return await _write_and_announce(items, lambda: False, fallback)
     try:

@@ -65,6 +65,8 @@ class RankedWeightSyncScheme(WeightSyncScheme):
             NotConnectedError: this is no connected sender.
             SyncTimeoutError: some did not come in time; it names them.
         """
+        if self._contributor is not None:
+            return
         await self.get_sender().await_workers(self._deadline(timeout))
         for ensemble in self._ensembles.values():
             ensemble.renew()

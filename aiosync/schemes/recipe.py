@@ -20,6 +20,7 @@ from aiosync.errors import (
     NotInitializedError,
 )
 from aiosync.schemes.arrival import Arrival, Mapped
+from aiosync.schemes.contributor import Contributor
 from aiosync.schemes.delivery import ByReference, Delivery
 from aiosync.schemes.group import Streams, WeightGroup
 from aiosync.schemes.plan import SenderArguments, SenderPlan, make_plan, model_of
@@ -31,6 +32,7 @@ from aiosync.transports.base import Listener, Transport
 from aiosync.weights.binding import CommitMode
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
+from aiosync.weights.sharded import Team, team_of
 from aiosync.weights.strategy import WeightStrategy
 
 __all__ = ["SchemeRecipe", "checked_index"]
@@ -81,6 +83,8 @@ class SchemeRecipe(ABC):
         self._plan: SenderPlan | None = None
         self._listener: Listener | None = None
         self._sender: WeightSender | None = None
+        self._team: Team | None = None
+        self._contributor: Contributor | None = None
         self._receiver: WeightReceiver | None = None
         self._receiver_initialized = False
         self._synchronized = False
@@ -173,6 +177,10 @@ class SchemeRecipe(ABC):
     ) -> None:
         """Say whom to send to and what. Nothing is sent yet, but workers may already connect.
 
+        A model that is spread over the ranks of a trainer (FSDP2, DTensors) is sent by one of them, the
+        first of its mesh. The scheme is initialised, connected and sent with on all of them alike, and
+        one tensor at a time is gathered; what the others' calls return says nothing of workers.
+
         Give one of: ``params_map``; ``context`` with ``model_id``; ``model`` or ``weights`` with
         ``devices``, with ``device_map_fn`` and ``num_workers``, or with ``num_workers`` alone (CPU).
 
@@ -204,7 +212,11 @@ class SchemeRecipe(ABC):
         self._model_id = model_id
         self._model = model
         self.context = context
-        self._listener = self._make_listener(self._plan.workers, ctx)
+        self._team = team_of(weights if weights is not None else self.model)
+        if self._team is None or self._team.leads:
+            self._listener = self._make_listener(self._plan.workers, ctx)
+        else:
+            self._contributor = Contributor(self._team)
 
     def init_on_receiver(
         self,

@@ -84,6 +84,10 @@ class WeightSyncScheme(BlockingTwin):
     def init_on_sender(self, *, model_id: str | None=None, context: Any=None, model: Any=None, weights: Any=None, params_map: Mapping[int, Any] | None=None, devices: list[Any] | None=None, device_map_fn: Callable[[int, Any], Any] | None=None, num_workers: int | None=None, ctx: BaseContext | None=None) -> None:
         """Say whom to send to and what. Nothing is sent yet, but workers may already connect.
 
+        A model that is spread over the ranks of a trainer (FSDP2, DTensors) is sent by one of them, the
+        first of its mesh. The scheme is initialised, connected and sent with on all of them alike, and
+        one tensor at a time is gathered; what the others' calls return says nothing of workers.
+
         Give one of: ``params_map``; ``context`` with ``model_id``; ``model`` or ``weights`` with
         ``devices``, with ``device_map_fn`` and ``num_workers``, or with ``num_workers`` alone (CPU).
 

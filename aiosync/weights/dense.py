@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from aiosync.errors import UnsupportedTensorError
 from aiosync.weights.dtypes import BY_NAME, dtype_name, spelled
+from aiosync.weights.sharded import is_sharded, local_part
 
 __all__ = ["check_dense", "describe", "memory_key", "same_bits", "to_bytes"]
 
@@ -52,11 +53,8 @@ def _why_not(tensor: object, *, allow_meta: bool) -> str | None:
     if tensor.layout is not torch.strided:
         kind = str(tensor.layout).removeprefix("torch.")
         return f"it has the {kind} layout; send tensor.to_dense(), or its parts as entries"
-    if is_traceable_wrapper_subclass(tensor):
-        return (
-            f"it is a {type(tensor).__qualname__}, which wraps other tensors; "
-            "send the full plain tensor (full_tensor() of a DTensor)"
-        )
+    if is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor):
+        return f"it is a {type(tensor).__qualname__}, which wraps other tensors; send the plain tensor"
     if tensor.dtype not in _SUPPORTED:
         return f"its dtype is {dtype_name(tensor.dtype)}; send it as uint8 bytes"
     if tensor.is_meta and not allow_meta:
@@ -73,6 +71,8 @@ def memory_key(tensor: Tensor) -> object:
     """Equal keys mean the same memory seen the same way. A tensor without memory (empty, or on
     ``meta``) is only the same as itself; keep it alive while comparing.
     """
+    if is_sharded(tensor):
+        tensor = local_part(tensor)
     if tensor.is_meta or tensor.numel() == 0:
         return id(tensor)
     return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)

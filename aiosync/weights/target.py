@@ -22,6 +22,7 @@ from aiosync.weights.names import (
     join,
     normalized,
 )
+from aiosync.weights.sharded import is_sharded
 from aiosync.weights.walk import leaves, modules
 
 __all__ = ["Slot", "WeightTarget", "overlaps_itself", "receiver_slots", "receiver_tensors", "write"]
@@ -76,6 +77,8 @@ def receiver_slots(destination: WeightTarget) -> list[Slot]:
         )
     for slot in slots:
         check_dense(slot.name, slot.tensor)
+        if is_sharded(slot.tensor):
+            raise UnsupportedTensorError(slot.name, "it is a DTensor here; a worker's model has to be whole")
     return slots
 
 

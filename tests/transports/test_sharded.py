@@ -1,0 +1,113 @@
+"""Trainers whose weights are spread over ranks (FSDP2): real ones, of processes, over gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from aiosync import DistributedWeightSyncScheme
+from tests.kit.clock import PATIENCE, within
+from tests.kit.local import LocalWorker
+from tests.transports import trainers
+from tests.transports.trainers import LAYER, LAYERS, MIB, Net
+
+
+@asynccontextmanager
+async def workers_of(port: int, *, large: bool = False) -> AsyncIterator[list[LocalWorker]]:
+    """Two workers that know the store; they connect when the sender comes."""
+    address = f"tcp://127.0.0.1:{port}"
+    workers = [
+        LocalWorker(
+            DistributedWeightSyncScheme(init_method=address, timeout=PATIENCE), index, Net(large=large), {}
+        )
+        for index in range(2)
+    ]
+
+    async def connect(worker: LocalWorker) -> None:
+        await worker.connect()
+        await worker.serve()
+
+    connecting = [asyncio.create_task(connect(worker)) for worker in workers]
+    try:
+        yield workers
+        await asyncio.gather(*connecting)
+    finally:
+        for task in connecting:
+            task.cancel()
+        await asyncio.wait(connecting)
+        for worker in workers:
+            await worker.close()
+
+
+async def trainer(
+    scenario: Callable[..., Any], ranks: int = 2, *, large: bool = False
+) -> tuple[list[Any], list[LocalWorker]]:
+    """Run a scenario on every rank of a trainer; what they returned, and the workers, closed."""
+    store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    pipes, processes = [], []
+    try:
+        async with workers_of(store.port, large=large) as workers:
+            for rank in range(ranks):
+                ours, theirs = context.Pipe(duplex=False)
+                arguments = scenario.__name__, rank, ranks, store.port, large, theirs
+                processes.append(context.Process(target=trainers.main, args=arguments))
+                processes[-1].start()
+                theirs.close()
+                pipes.append(ours)
+            loop = asyncio.get_running_loop()
+            results = [await within(loop.run_in_executor(None, pipe.recv)) for pipe in pipes]
+            traces = [trace for trace, _ in results if trace]
+            assert not traces, "\n".join(traces)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in pipes:
+            pipe.close()
+    return [value for _, value in results], workers
+
+
+@pytest.mark.parametrize(
+    ("scenario", "ranks"), [(trainers.train, 2), (trainers.train, 3), (trainers.spread, 4)]
+)
+async def test_workers_hold_the_full_state_dict(scenario: Callable[..., Any], ranks: int) -> None:
+    (whole, *others), workers = await trainer(scenario, ranks)
+    assert others == [whole] * (ranks - 1) or scenario is trainers.train
+    for worker in workers:
+        state = worker.model.state_dict()
+        assert state.keys() == whole.keys()
+        for key, value in whole.items():
+            assert torch.equal(state[key], torch.tensor(value, dtype=state[key].dtype)), key
+
+
+async def test_gathering_takes_memory_for_one_tensor() -> None:
+    """For it and for the parts that it is made of; and rank 0 has the two slots that it sends from."""
+    (leading, other), _ = await trainer(trainers.memory, large=True)
+    one, model = 4 * LAYER, 4 * LAYER * LAYERS
+    assert other < 4 * one, (
+        f"{other / MIB:.1f} MiB for tensors of {one / MIB:g} MiB, of {model / MIB:g} in all"
+    )
+    assert leading < 2 * model + 4 * one, f"{leading / MIB:.1f} MiB with two slots of {model / MIB:g} MiB"
+
+
+async def test_what_is_not_sent_is_not_waited_for() -> None:
+    (leading, other), workers = await trainer(trainers.refused)
+    assert [kind for kind, _ in leading] == ["UnknownWorkerError", "LayoutMismatchError"]
+    assert [kind for kind, _ in other] == ["GatherError"] * 2
+    assert "unknown worker 7" in other[0][1]
+    assert "missing" in other[1][1]
+    assert [worker.model.single.item() for worker in workers] == [5, 5]
+
+
+async def test_a_rank_that_is_out_of_step() -> None:
+    (_, error), _ = await trainer(trainers.out_of_step)
+    assert "not every rank of the trainer came to send" in error

@@ -1,0 +1,165 @@
+"""The ranks of a sharded trainer, each a process."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import Shard
+
+from aiosync import AiosyncError, DistributedWeightSyncScheme
+from tests.kit.clock import BRIEF, PATIENCE
+
+__all__ = ["LAYER", "LAYERS", "Net", "main", "memory", "out_of_step", "refused", "spread", "train"]
+
+MIB = 1 << 20
+_MMAP_THRESHOLD = -3
+
+LAYERS = 24
+LAYER = 1 << 20
+"""Parameters of one layer."""
+
+
+class Net(nn.Module):
+    """Layers whose sizes no number of ranks divides, tied weights, a buffer; and large ones if wanted."""
+
+    def __init__(self, *, large: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.last = nn.Linear(7, 3, bias=False)
+        self.tied = nn.Linear(7, 3, bias=False)
+        self.tied.weight = self.last.weight
+        self.single = nn.Parameter(torch.ones(1))
+        width = LAYER if large else 1
+        self.large = nn.ParameterList(torch.full((width,), float(i)) for i in range(LAYERS if large else 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(torch.tanh(self.first(x)))
+        out: Tensor = (self.last(hidden) + self.tied(hidden)) * self.single
+        return out
+
+
+Scenario = Callable[[DistributedWeightSyncScheme, Any, int], Awaitable[Any]]
+
+
+def main(name: str, rank: int, ranks: int, port: int, large: bool, result: Connection[Any, Any]) -> None:
+    """Run a scenario of this module on one rank of a trainer; its result or traceback goes back."""
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=PrefixStore("trainer", store), rank=rank, world_size=ranks)
+    try:
+        result.send((None, asyncio.run(_run(globals()[name], rank, ranks, port, large))))
+    except BaseException:  # noqa: BLE001 - the test fails by it
+        result.send((traceback.format_exc(), None))
+    finally:
+        dist.destroy_process_group()
+
+
+async def _run(scenario: Scenario, rank: int, ranks: int, port: int, large: bool) -> Any:
+    torch.manual_seed(0)
+    model = Net(large=large)
+    if scenario is spread:
+        mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (ranks,))
+    fully_shard(model, mesh=mesh)
+    scheme = DistributedWeightSyncScheme(init_method=f"tcp://127.0.0.1:{port}", timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=model, num_workers=2)
+    try:
+        return await scenario(scheme, model, rank)
+    finally:
+        await scheme.aclose()
+
+
+def _whole(model: Any) -> dict[str, Any]:
+    """The full state dict, as lists."""
+    state = model.state_dict().items()
+    whole = {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state}
+    return {key: value.tolist() for key, value in whole.items()}
+
+
+async def train(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """Steps of training with a send after each; then the full state dict."""
+    await scheme.connect()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for version in range(1, 4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 5)).square().mean().backward()
+        optimizer.step()
+        report = await scheme.send()
+        assert report.version == scheme.version == version
+        assert sorted(report.workers) == ([0, 1] if rank == 0 else [])
+        assert (await scheme.wait_ack()).ok
+    return _whole(model)
+
+
+async def spread(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """The same where each shard is on several ranks."""
+    return await train(scheme, model, rank)
+
+
+async def memory(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """How many bytes connecting and sending takes at most, besides this rank's shards."""
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, MIB)  # what is let go is to be given back, and not kept
+    before = _forget_peak()
+    await scheme.connect()
+    await scheme.send()
+    await scheme.send()
+    return _status("VmHWM") - before
+
+
+def _forget_peak() -> int:
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmHWM")
+
+
+def _status(field: str) -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) * 1024
+
+
+async def refused(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """What rank 0 cannot send the others do not wait for."""
+    await scheme.connect()
+    errors = []
+    for arguments in ({"worker_ids": 7}, {"weights": {"single": model.single}}):
+        begun = time.monotonic()
+        try:
+            await scheme.send(**arguments)
+        except AiosyncError as exc:
+            errors.append((type(exc).__name__, str(exc)))
+        assert time.monotonic() - begun < PATIENCE / 2
+    assert (await scheme.send({"single": model.single}, strict=False)).ok
+    whole = distribute_tensor(torch.full((1,), 5.0), model.single.device_mesh, [Shard(0)])
+    assert (await scheme.send({"single": whole}, strict=False)).ok
+    return errors
+
+
+async def out_of_step(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """Rank 1 sends when rank 0 does not; later both do."""
+    await scheme.connect()
+    error = ""
+    if rank == 1:
+        try:
+            await scheme.send(timeout=BRIEF)
+        except TimeoutError as exc:
+            error = str(exc)
+    else:
+        await asyncio.sleep(2 * BRIEF)
+        await scheme.send()  # which is what rank 1's thread is still waiting for
+    await scheme.send()
+    return error
