@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import importlib
 import multiprocessing
+import os
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -22,17 +24,20 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from torch.distributed import rpc
 
+from aiosync import RPCWeightSyncScheme, WeightSyncScheme
 from aiosync.errors import AiosyncError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["DemoReport", "LoopTicker", "worker_processes"]
+__all__ = ["DemoReport", "LoopTicker", "member_of", "worker_processes"]
 
 JOIN_SECONDS = 10.0
 RECENT_EPISODES = 20
+_RPC_ADDRESS = "AIOSYNC_DEMO_RPC"
 
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -50,6 +55,24 @@ def ignoring_ctrl_c() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+@contextlib.contextmanager
+def member_of(scheme: WeightSyncScheme, rank: int) -> Iterator[None]:
+    """Take part in torch RPC inside, if that is what the scheme needs; rank 0 begins it, on a free port."""
+    if not isinstance(scheme, RPCWeightSyncScheme):
+        yield
+        return
+    if rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ[_RPC_ADDRESS] = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    options = rpc.TensorPipeRpcBackendOptions(init_method=os.environ[_RPC_ADDRESS])
+    rpc.init_rpc(f"rank{rank}", rank=rank, rpc_backend_options=options)
+    try:
+        yield
+    finally:
+        rpc.shutdown()
 
 
 @contextlib.asynccontextmanager

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributions import Categorical
 
 from aiosync import WeightSyncScheme, WorkerLostError
-from aiosync._demo import DemoReport, worker_processes
+from aiosync._demo import DemoReport, member_of, worker_processes
 
 ENVS, STEPS = 8, 64  # a rollout is 8 environments played side by side for 64 steps
 EPOCHS, MINIBATCH, LEARNING_RATE = 4, 128, 3e-4
@@ -34,7 +34,7 @@ GAMMA, LAMBDA, CLIP = 0.98, 0.9, 0.2
 EVALUATE_EVERY, EPISODES, SOLVED = 10, 20, 475.0
 SPAWN = multiprocessing.get_context("spawn")
 
-Backend = Literal["shared", "process", "tcp", "distributed"]
+Backend = Literal["shared", "process", "tcp", "distributed", "rpc"]
 Rollout = dict[str, NDArray[Any]]  # each array is [STEPS, ENVS, ...]
 
 
@@ -88,7 +88,7 @@ async def play(scheme: WeightSyncScheme, seed: int, worker: int, trainer: Connec
 def worker_main(scheme: WeightSyncScheme, seed: int, worker: int, trainer: Connection) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(seed + worker)
-    with contextlib.suppress(WorkerLostError):  # the trainer was killed: nobody to tell
+    with member_of(scheme, 1 + worker), contextlib.suppress(WorkerLostError):  # the trainer was killed
         asyncio.run(play(scheme, seed + worker, worker, trainer))
 
 
@@ -168,7 +168,8 @@ def main(
     torch.manual_seed(seed)
     recipe = WeightSyncScheme.from_backend(scheme)
     with DemoReport(f"CartPole ({scheme})", workers, updates, 60 * minutes, out) as report:
-        asyncio.run(train(recipe, report, workers, seed))
+        with member_of(recipe, 0):
+            asyncio.run(train(recipe, report, workers, seed))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def test_doctor_fails_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "connect not finished by worker 0" in result.output
 
 
-@pytest.mark.parametrize("scheme", ["shared", "process", "distributed"])
+@pytest.mark.parametrize("scheme", ["shared", "process", "distributed", "rpc"])
 def test_demo_ends_with_a_table_and_a_picture(scheme: str, tmp_path: Path) -> None:
     picture = tmp_path / "demo.png"
     ended = subprocess.run(
@@ -103,7 +103,8 @@ def test_demo_ends_with_a_table_and_a_picture(scheme: str, tmp_path: Path) -> No
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stderr == ""
+    # torch RPC itself notes that processes have ended.
+    assert [line for line in ended.stderr.splitlines() if "tensorpipe_agent.cpp" not in line] == []
     for row in ("updates", "send, p50", "send, p99", "lag, mean", "event loop stall"):
         assert row in ended.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -29,7 +29,16 @@ from aiosync.weights.flatten import optional_names
 __all__ = ["WeightSyncBackend", "WeightSyncScheme"]
 
 WeightSyncBackend = Literal[
-    "none", "direct", "shared", "thread", "process", "multiprocessing", "tcp", "memory"
+    "none",
+    "direct",
+    "shared",
+    "thread",
+    "process",
+    "multiprocessing",
+    "tcp",
+    "distributed",
+    "rpc",
+    "memory",
 ]
 
 
@@ -67,7 +76,7 @@ class WeightSyncScheme(SchemeEndpoints):
 
         Args:
             backend: ``none`` or ``direct``, ``shared`` or ``thread``, ``process`` or
-                ``multiprocessing``, ``tcp``, ``memory``.
+                ``multiprocessing``, ``tcp``, ``distributed``, ``rpc``, ``memory``.
             kwargs: its constructor's arguments.
 
         Raises:

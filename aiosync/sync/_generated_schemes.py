@@ -290,7 +290,7 @@ class WeightSyncScheme(BlockingTwin):
 
         Args:
             backend: ``none`` or ``direct``, ``shared`` or ``thread``, ``process`` or
-                ``multiprocessing``, ``tcp``, ``memory``.
+                ``multiprocessing``, ``tcp``, ``distributed``, ``rpc``, ``memory``.
             kwargs: its constructor's arguments.
 
         Raises:
