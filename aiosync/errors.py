@@ -5,6 +5,7 @@
     AiosyncError
     ├── InvalidArgumentError (ValueError)        an argument, or a mix of arguments, that cannot work
     │   ├── UnknownWorkerError                   a worker id that this scheme does not serve
+    │   ├── WeightSourceError (TypeError)        what was given as weights has none
     │   └── InsecureTransportError               an address that others can reach, and no authentication
     ├── UnsupportedTensorError (TypeError)       a weight that has no dense bytes to send
     ├── LayoutMismatchError (KeyError)           names, shapes or dtypes differ between two sides
@@ -14,6 +15,7 @@
     │   └── ForkedEndpointError                  a live endpoint met in a forked child
     ├── AlreadyConnectedError (RuntimeError)     connect, or an init, where there is a live endpoint
     ├── BlockingCallError (RuntimeError)         a blocking twin called from the loop that serves it
+    ├── GatherError (RuntimeError)               the ranks of a sharded trainer are not together
     ├── SyncTimeoutError (TimeoutError)          a deadline passed; names worker, phase and version
     ├── WorkerError (RuntimeError)               something went wrong at the other end
     │   ├── WorkerLostError                      its process or its channel is gone
@@ -42,6 +44,7 @@ __all__ = [
     "BlockingCallError",
     "ForkedEndpointError",
     "FrameError",
+    "GatherError",
     "HandshakeError",
     "InsecureTransportError",
     "InvalidArgumentError",
@@ -55,6 +58,7 @@ __all__ = [
     "SyncTimeoutError",
     "UnknownWorkerError",
     "UnsupportedTensorError",
+    "WeightSourceError",
     "WorkerError",
     "WorkerLostError",
 ]
@@ -76,6 +80,10 @@ class InvalidArgumentError(AiosyncError, ValueError):
     """An argument, or a mix of arguments, that cannot work."""
 
 
+class WeightSourceError(InvalidArgumentError, TypeError):
+    """What was given as weights is of a kind that has none."""
+
+
 class UnknownWorkerError(InvalidArgumentError):
     """A worker id that this scheme does not serve.
 
@@ -84,9 +92,9 @@ class UnknownWorkerError(InvalidArgumentError):
         known: the ids that would have been accepted.
     """
 
-    def __init__(self, worker: object, known: Iterable[int]) -> None:
+    def __init__(self, worker: object, known: Iterable[object]) -> None:
         self.worker = worker
-        self.known = tuple(sorted(known))
+        self.known = tuple(sorted(known, key=lambda w: (w, "") if isinstance(w, int) else (-1, str(w))))
         super().__init__(f"unknown worker {worker!r}: this scheme serves workers {list(self.known)}")
 
 

@@ -24,9 +24,12 @@ from aiosync import (
     RPCTransport,
     RPCWeightSyncScheme,
     SyncTimeoutError,
+    UnknownWorkerError,
     WorkerLostError,
+    updaters,
 )
 from aiosync.schemes import enlisted
+from aiosync.sync import updaters as blocking_updaters
 from aiosync.transports import rpc_meeting
 from aiosync.transports.rpc_calls import is_member
 from tests.conformance.test_g07_one_bad_worker import SOON
@@ -267,6 +270,63 @@ async def test_a_cancelled_call_leaves_nothing() -> None:
             await pending
         await transport.send_weights(Uniform(3.0), timeout=PATIENCE)
         await transport.send_weights_async(Uniform(13.0), timeout=PATIENCE)  # nobody hears of its failure
+
+
+# -- the updater ---------------------------------------------------------------------------------------
+
+
+def updater_of(library: Any, context: Context) -> Any:
+    """An updater of all the context's objects."""
+    return library.RPCWeightUpdater(
+        context.collector_infos,
+        context.collector_class,
+        context.collector_rrefs,
+        context.policy,
+        context.num_workers,
+    )
+
+
+@in_a_process
+async def test_the_updater_pushes_to_remote_objects() -> None:
+    async with world_of(2) as processes:
+        context = Context(Fallible, 2, Uniform(1.0))
+        updater = updater_of(updaters, context)
+        heard: list[int] = []
+        updater.register_post_hook(lambda: heard.append(1))
+        assert updater.all_worker_ids() == [0, 1]
+        await updater.push_weights()
+        assert [context.call(w, "values")[0] for w in (0, 1)] == [1, 1]
+        await updater(Uniform(2.0), worker_ids=1)
+        await updater.push_weights(weights=Uniform(3.0), worker_ids=[0])
+        assert [context.call(w, "values")[0] for w in (0, 1)] == [3, 2]
+        await updater.push_weights(Uniform(4.0), wait=False)
+        await updater.push_weights(Uniform(5.0), worker_ids=[0])
+        assert context.call(0, "values")[0] == 5
+        assert len(heard) == 5
+        with pytest.raises(UnknownWorkerError, match="unknown worker 2"):
+            await updater.push_weights(worker_ids=[2])
+        with pytest.raises(RemoteApplyError, match="thirteen is refused"):
+            await updater.push_weights(Uniform(13.0))
+        processes[0].kill()
+        with pytest.raises(WorkerLostError) as caught:
+            await within(updater.push_weights(Uniform(6.0)), SOON)
+        assert caught.value.workers == (0,)
+        assert context.call(1, "values")[0] == 6
+        await updater.aclose()
+
+
+@in_a_process
+async def test_the_blocking_updater_pushes_to_remote_objects() -> None:
+    async with world_of(1):
+        context = Context(Fallible, 1, Uniform(1.0))
+        updater = updater_of(blocking_updaters, context)
+        updater.push_weights()
+        updater.push_weights(Uniform(2.0), wait=False)
+        updater(Uniform(3.0))
+        assert context.call(0, "values")[0] == 3
+        with pytest.raises(RemoteApplyError, match="thirteen is refused"):
+            updater.push_weights(Uniform(13.0))
+        updater.close()
 
 
 # -- where the sender is -----------------------------------------------------------------------------

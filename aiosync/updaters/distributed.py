@@ -1,0 +1,72 @@
+"""Workers that follow torchrl's DistributedCollector's way of being told of weights, by a store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiosync.errors import WorkerError
+from aiosync.transports._offload import abandonable
+from aiosync.updaters.base import WeightUpdaterBase, WorkerId, WorkerIds
+
+__all__ = ["DistributedWeightUpdater"]
+
+_DONE = (b"updated", "updated")
+
+
+class DistributedWeightUpdater(WeightUpdaterBase):
+    """Sends weights from rank 0 to workers over the default process group, one worker after the other.
+
+    For each: ``NODE_<rank>_in`` is set to ``update_weights``, the weights are sent (tensor by tensor, by
+    TensorDict's own ``send``), and ``NODE_<rank>_out`` is awaited, which has to be ``updated``. All of
+    that blocks, and is done in a thread; given up, it goes on there until torch.distributed gives up too.
+    Between trainers and workers of aiosync :class:`~aiosync.DistributedWeightSyncScheme` does better.
+
+    Args:
+        store: a store of torch.distributed, or what has its ``set``, ``get`` and ``delete_key``.
+        policy_weights: a TensorDict; what is pushed where nothing is given.
+        num_workers: how many there are; their ranks begin at 1.
+        sync: whether to wait until torch.distributed has sent the weights, before waiting for the answer.
+    """
+
+    def __init__(self, store: Any, policy_weights: Any, num_workers: int, sync: bool) -> None:
+        self._store = store
+        self.policy_weights = policy_weights
+        self.num_workers = num_workers
+        self._sync = sync
+
+    def all_worker_ids(self) -> list[int]:
+        """The workers' ranks, from 1."""
+        return list(range(1, self.num_workers + 1))
+
+    def _get_server_weights(self) -> Any:
+        return self.policy_weights
+
+    def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
+        # What has a ``send`` is sent as it is.
+        given = policy_or_weights
+        return given if hasattr(given, "send") else super()._maybe_map_weights(given)
+
+    async def _push_weights(self, *, policy_or_weights: Any, worker_ids: WorkerIds) -> None:
+        ranks = self._workers(worker_ids) or ()
+        for rank in ranks:
+            self._check(rank)  # before anybody is told anything
+        await super()._push_weights(policy_or_weights=policy_or_weights, worker_ids=ranks)
+
+    def _check(self, rank: WorkerId | None) -> None:
+        if not isinstance(rank, int) or not 1 <= rank <= self.num_workers:
+            raise WorkerError(f"worker ranks are 1 to {self.num_workers}, got {rank!r}")
+
+    async def _sync_weights_with_worker(
+        self, *, worker_id: WorkerId | None = None, server_weights: Any
+    ) -> None:
+        self._check(worker_id)
+        await abandonable(lambda: self._tell(worker_id, server_weights), "aiosync-updater")
+
+    def _tell(self, rank: Any, weights: Any) -> None:
+        store, answer = self._store, f"NODE_{rank}_out"
+        store.set(f"NODE_{rank}_in", b"update_weights")
+        (weights.send if self._sync else weights.isend)(rank)
+        status = store.get(answer)
+        if status not in _DONE:
+            raise WorkerError(f"rank {rank}: expected the status 'updated' in the store, got {status!r}")
+        store.delete_key(answer)

@@ -1,0 +1,101 @@
+"""Updaters whose workers' weights this process can reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from aiosync.errors import NotInitializedError, UnknownWorkerError
+from aiosync.transports._offload import offloaded
+from aiosync.updaters.base import WeightUpdaterBase, WorkerId
+from aiosync.weights.strategy import WeightStrategy
+
+__all__ = ["MultiProcessedWeightUpdater", "RemoteModuleWeightUpdater", "VanillaWeightUpdater"]
+
+
+async def _apply(destination: Any, weights: Any) -> None:
+    """Write weights in place, in a thread: all of them, or, where they do not fit, none."""
+    await offloaded(lambda: WeightStrategy().apply_weights(destination, weights), "aiosync-updater")
+
+
+class VanillaWeightUpdater(WeightUpdaterBase):
+    """Updates one local policy in place.
+
+    Args:
+        weight_getter: where weights come from if none are given; None: then nothing happens.
+        policy_weights: the policy's own, as a TensorDict; written in place.
+    """
+
+    _may_lack_weights = True
+
+    def __init__(
+        self, *, weight_getter: Callable[[], Any] | None = None, policy_weights: TensorDictBase
+    ) -> None:
+        self.weight_getter = weight_getter
+        self.policy_weights = policy_weights
+
+    @classmethod
+    def from_policy(cls, policy: nn.Module) -> Self | None:
+        """An updater of this policy's parameters and buffers."""
+        return cls(policy_weights=TensorDict.from_module(policy).lock_())
+
+    def _get_server_weights(self) -> Any:
+        return self.weight_getter() if self.weight_getter is not None else None
+
+    async def _sync_weights_with_worker(
+        self, *, worker_id: WorkerId | None = None, server_weights: Any
+    ) -> None:
+        if server_weights is not None:
+            await _apply(self.policy_weights, server_weights)
+
+
+class MultiProcessedWeightUpdater(WeightUpdaterBase):
+    """Updates weights that worker processes share with this one, device by device, in place: a worker may
+    see some of the new ones before it sees the others.
+
+    Args:
+        get_server_weights: where weights come from if none are given; None, or what returns None: then
+            nothing happens.
+        policy_weights: worker (a device, or an index) -> its weights as a TensorDict; written in place.
+    """
+
+    _may_lack_weights = True
+
+    def __init__(
+        self,
+        *,
+        get_server_weights: Callable[[], Any] | None,
+        policy_weights: Mapping[Any, TensorDictBase],
+    ) -> None:
+        self.weights_getter = get_server_weights
+        self._policy_weights = dict(policy_weights)
+
+    def all_worker_ids(self) -> list[Any]:
+        """The devices, or indices."""
+        return list(self._policy_weights)
+
+    def _get_server_weights(self) -> Any:
+        return self.weights_getter() if self.weights_getter is not None else None
+
+    async def _sync_weights_with_worker(
+        self, *, worker_id: WorkerId | None = None, server_weights: Any
+    ) -> None:
+        if worker_id not in self._policy_weights:
+            raise UnknownWorkerError(worker_id, list(self._policy_weights))
+        if server_weights is not None:
+            await _apply(self._policy_weights[worker_id], server_weights)
+
+
+class RemoteModuleWeightUpdater(WeightUpdaterBase):
+    """For workers that update themselves: it only insists that weights are given."""
+
+    _may_lack_weights = True
+
+    def _sync_weights_with_worker(self, *, worker_id: WorkerId | None = None, server_weights: Any) -> None:
+        if server_weights is None:
+            raise NotInitializedError(
+                "a RemoteModuleWeightUpdater has no weights of its own: pass them, push_weights(weights)"
+            )

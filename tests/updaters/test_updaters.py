@@ -1,0 +1,421 @@
+"""The legacy updaters: what the base class promises, and what each does; coroutines and blocking twins."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import multiprocessing
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from aiosync import (
+    BlockingCallError,
+    InvalidArgumentError,
+    LayoutMismatchError,
+    NotInitializedError,
+    SyncTimeoutError,
+    UnknownWorkerError,
+    WeightSourceError,
+    updaters,
+)
+from aiosync.sync import updaters as blocking
+from tests.kit.clock import BRIEF, PATIENCE
+from tests.updaters.workers import follow
+
+KINDS = ["asyncio", "blocking"]
+
+
+@pytest.fixture(params=KINDS)
+def library(request: pytest.FixtureRequest) -> Any:
+    """Where the classes come from."""
+    return updaters if request.param == "asyncio" else blocking
+
+
+async def settled(result: Any) -> Any:
+    """What a call of either kind comes to."""
+    return await result if inspect.isawaitable(result) else result
+
+
+class Collector:
+    """Counts."""
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def increment_version(self) -> None:
+        self.version += 1
+
+
+def recording(library: Any, *, asynchronous: bool = False, workers: Any = None) -> Any:
+    """An updater that only notes what it is asked."""
+
+    class Recording(library.WeightUpdaterBase):  # type: ignore[misc]
+        def __init__(self) -> None:  # without super().__init__(), as many have it
+            self.calls: list[tuple[Any, Any]] = []
+            self.skipped: set[Any] = set()
+
+        def _get_server_weights(self) -> Any:
+            return {"server": torch.ones(1)}
+
+        def _skip_update(self, worker_id: Any) -> bool:
+            return worker_id in self.skipped
+
+        def all_worker_ids(self) -> Any:
+            return workers
+
+        def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> Any:
+            self.calls.append((worker_id, server_weights))
+            return asyncio.sleep(0) if asynchronous else None
+
+    return Recording()
+
+
+# -- the base class ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_hooks_are_called_in_order(library: Any, *, asynchronous: bool) -> None:
+    updater = recording(library, asynchronous=asynchronous)
+    heard: list[str] = []
+
+    async def second() -> None:
+        await asyncio.sleep(0)
+        heard.append("second")
+
+    assert updater.post_hooks == []
+    updater.register_post_hook(lambda: heard.append(f"first, after {len(updater.calls)}"))
+    updater.register_post_hook(second)
+    updater.register_post_hook(lambda: heard.append("third"))
+    assert len(updater.post_hooks) == 3
+    weights = {"w": torch.zeros(2)}
+    await settled(updater.push_weights(weights))
+    assert heard == ["first, after 1", "second", "third"]
+    await settled(updater(weights))
+    assert updater.calls == [(None, weights), (None, weights)]
+    assert len(heard) == 6
+
+
+async def test_no_hook_after_a_failure(library: Any) -> None:
+    updater = recording(library)
+    heard: list[int] = []
+    updater.register_post_hook(lambda: heard.append(1))
+    with pytest.raises(WeightSourceError):
+        await settled(updater.push_weights(3))
+    assert heard == []
+
+
+async def test_several_collectors(library: Any) -> None:
+    updater = recording(library)
+    assert updater.collector is None
+    assert updater.collectors is None
+    await settled(updater.increment_version())
+    first = Collector()
+    updater.register_collector(first)
+    assert updater.collector is first
+    second = Collector()
+    updater.register_collector(second)
+    assert updater.collectors == [first, second]
+    with pytest.raises(ValueError, match="2 collectors are registered"):
+        _ = updater.collector
+    await settled(updater.increment_version())
+    del second
+    await settled(updater.increment_version())
+    assert first.version == 2
+    assert updater.collectors == [first, None]
+    assert recording(library).collectors is None  # nothing is shared between updaters
+
+
+@pytest.mark.parametrize(
+    ("worker_ids", "reached"),
+    [
+        (None, [0, 1, torch.device("cpu")]),
+        (1, [1]),
+        (torch.device("cpu"), [torch.device("cpu")]),
+        ([0, 1], [0, 1]),
+        ([torch.device("cpu")], [torch.device("cpu")]),
+        ([], []),
+    ],
+)
+async def test_who_is_updated(library: Any, worker_ids: Any, reached: list[Any]) -> None:
+    updater = recording(library, workers=[0, 1, torch.device("cpu")])
+    await settled(updater.push_weights({"w": torch.zeros(1)}, worker_ids=worker_ids))
+    assert [worker for worker, _ in updater.calls] == reached
+
+
+async def test_who_is_left_out(library: Any) -> None:
+    updater = recording(library, workers=[0, 1, 2])
+    updater.skipped = {1}
+    await settled(updater.push_weights({"w": torch.zeros(1)}))
+    assert [worker for worker, _ in updater.calls] == [0, 2]
+
+
+async def test_where_weights_come_from(library: Any) -> None:
+    updater = recording(library)
+    await settled(updater.push_weights())
+    module = nn.Linear(2, 1)
+    await settled(updater.push_weights(module))
+    await settled(updater.push_weights(TensorDictModule(module, in_keys=["a"], out_keys=["b"])))
+    own = TensorDict({"w": torch.ones(2)})
+    await settled(updater.push_weights(own))
+    given = [weights for _, weights in updater.calls]
+    assert list(given[0]) == ["server"]
+    assert isinstance(given[1], TensorDict)
+    assert torch.equal(given[1]["weight"], module.weight)
+    assert not given[1]["weight"].requires_grad
+    assert torch.equal(given[2]["module", "weight"], module.weight)
+    assert given[3] is own
+    with pytest.raises(TypeError, match=r"expected an nn\.Module, a TensorDict or a dict"):
+        await settled(updater.push_weights([1]))
+
+
+async def test_deadlines(library: Any) -> None:
+    updater = recording(library)
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    updater.register_post_hook(never)
+    with pytest.raises(SyncTimeoutError):
+        await settled(updater.push_weights({"w": torch.zeros(1)}, timeout=BRIEF))
+    with pytest.raises(InvalidArgumentError, match="timeout=-1"):
+        await settled(updater.push_weights({"w": torch.zeros(1)}, timeout=-1))
+
+
+def test_what_can_be_left_as_it_is(library: Any) -> None:
+    updater = recording(library)
+    assert updater.init(1, two=2) is None
+    assert type(updater).from_policy(nn.Linear(1, 1)) is None
+    assert library.WeightUpdaterBase.all_worker_ids(updater) is None
+    with pytest.raises(TypeError, match="abstract"):
+        library.WeightUpdaterBase()
+
+
+def test_hooks_run_in_the_callers_thread() -> None:
+    updater = recording(blocking)
+    threads: list[int] = []
+    updater.register_post_hook(lambda: threads.append(threading.get_ident()))
+    updater.push_weights({"w": torch.zeros(1)})
+    assert threads == [threading.get_ident()]
+
+
+def test_a_blocking_updater_that_awaits() -> None:
+    class Wrong(blocking.RemoteModuleWeightUpdater):
+        async def _push_weights(self, *, policy_or_weights: Any, worker_ids: Any) -> None:
+            await asyncio.sleep(0)
+
+    with pytest.raises(BlockingCallError, match="awaited something itself"):
+        Wrong().push_weights({})
+
+
+async def test_a_push_that_is_a_plain_function() -> None:
+    heard: list[Any] = []
+
+    class Plain(updaters.RemoteModuleWeightUpdater):
+        def _push_weights(self, *, policy_or_weights: Any, worker_ids: Any) -> None:  # type: ignore[override]
+            heard.append(policy_or_weights)
+
+    await Plain().push_weights({"w": 1})
+    assert heard == [{"w": 1}]
+
+
+def test_the_twins_are_of_the_family() -> None:
+    for name in updaters.__all__:
+        twin, original = getattr(blocking, name), getattr(updaters, name)
+        assert issubclass(twin, original)
+        assert issubclass(twin, blocking.WeightUpdaterBase)
+        assert inspect.signature(twin.push_weights) == inspect.signature(original.push_weights)
+    assert sorted(updaters.__all__) == sorted(blocking.__all__)
+
+
+# -- the local ones ----------------------------------------------------------------------------------
+
+
+def _policy(value: float) -> nn.Linear:
+    policy = nn.Linear(3, 2)
+    for parameter in policy.parameters():
+        nn.init.constant_(parameter, value)
+    return policy
+
+
+async def test_vanilla(library: Any) -> None:
+    policy = _policy(0.0)
+    updater = library.VanillaWeightUpdater.from_policy(policy)
+    assert isinstance(updater, library.VanillaWeightUpdater)
+    await settled(updater.push_weights())  # has none, and none are given
+    assert policy.weight.unique().tolist() == [0]
+    await settled(updater.push_weights(_policy(2.0)))
+    assert policy.weight.unique().tolist() == [2]
+    assert isinstance(policy.weight, nn.Parameter)
+    with pytest.raises(LayoutMismatchError):
+        await settled(updater.push_weights({"weight": torch.ones(3, 2), "bias": torch.full((2,), 9.0)}))
+    assert policy.bias.unique().tolist() == [2]
+    await settled(updater.aclose() if library is updaters else updater.close())
+
+
+async def test_vanilla_with_a_getter(library: Any) -> None:
+    policy, source = _policy(0.0), _policy(5.0)
+    updater = library.VanillaWeightUpdater(
+        weight_getter=lambda: TensorDict.from_module(source).data,
+        policy_weights=TensorDict.from_module(policy),
+    )
+    await settled(updater())
+    assert policy.weight.unique().tolist() == [5]
+
+
+async def test_multi_processed(library: Any) -> None:
+    """By device, as torchrl's collectors have it, in memory that workers share."""
+    cpu = torch.device("cpu")
+    shared = TensorDict.from_module(_policy(0.0)).data.clone().share_memory_()
+    other = TensorDict.from_module(_policy(0.0)).data.clone()
+    source: list[Any] = [None]
+    updater = library.MultiProcessedWeightUpdater(
+        get_server_weights=lambda: source[0], policy_weights={cpu: shared, 1: other}
+    )
+    assert updater.all_worker_ids() == [cpu, 1]
+    await settled(updater.push_weights())  # the getter has none
+    await settled(updater.push_weights(_policy(1.0)))
+    assert [w["weight"].unique().tolist() for w in (shared, other)] == [[1], [1]]
+    source[0] = TensorDict.from_module(_policy(3.0)).data
+    await settled(updater.push_weights(worker_ids=cpu))
+    assert [w["weight"].unique().tolist() for w in (shared, other)] == [[3], [1]]
+    assert shared["weight"].is_shared()
+    with pytest.raises(UnknownWorkerError, match="unknown worker 7"):
+        await settled(updater.push_weights(_policy(1.0), worker_ids=[7]))
+    silent = library.MultiProcessedWeightUpdater(get_server_weights=None, policy_weights={cpu: shared})
+    await settled(silent.push_weights())
+
+
+async def test_remote_module(library: Any) -> None:
+    updater = library.RemoteModuleWeightUpdater()
+    await settled(updater.push_weights(_policy(1.0)))
+    with pytest.raises(RuntimeError, match="has no weights of its own") as caught:
+        await settled(updater.push_weights())
+    assert caught.type is NotInitializedError
+    assert updater.all_worker_ids() is None
+
+
+# -- over a store ------------------------------------------------------------------------------------
+
+
+class Store:
+    """A store of torch.distributed, with a worker behind it."""
+
+    def __init__(self, answer: Callable[[str], bytes] = lambda _: b"updated") -> None:
+        self.entries: dict[str, bytes] = {}
+        self.log: list[str] = []
+        self._answer = answer
+
+    def set(self, key: str, value: bytes) -> None:
+        self.entries[key] = value
+        self.log.append(key)
+
+    def get(self, key: str) -> bytes:
+        self.entries[key] = self._answer(key)
+        return self.entries[key]
+
+    def delete_key(self, key: str) -> None:
+        del self.entries[key]
+
+
+class Sent(TensorDict):  # type: ignore[misc]
+    """Notes where it was sent."""
+
+    to: list[tuple[str, int]]
+
+    def send(self, dst: int, **_: Any) -> None:
+        self.to.append(("send", dst))
+
+    def isend(self, dst: int, **_: Any) -> None:
+        self.to.append(("isend", dst))
+
+
+def sent() -> Sent:
+    weights = Sent({"w": torch.ones(1)})
+    object.__setattr__(weights, "to", [])
+    return weights
+
+
+@pytest.mark.parametrize("sync", [True, False])
+async def test_distributed(library: Any, *, sync: bool) -> None:
+    store, weights, others = Store(), sent(), sent()
+    updater = library.DistributedWeightUpdater(store, weights, 3, sync)
+    assert updater.all_worker_ids() == [1, 2, 3]
+    await settled(updater.push_weights())
+    how = "send" if sync else "isend"
+    assert weights.to == [(how, rank) for rank in (1, 2, 3)]
+    assert store.log == ["NODE_1_in", "NODE_2_in", "NODE_3_in"]
+    assert set(store.entries.values()) == {b"update_weights"}  # the answers were deleted
+    await settled(updater.push_weights(others, worker_ids=2))
+    await settled(updater.push_weights(others, worker_ids=[3, 1]))
+    assert [rank for _, rank in others.to] == [2, 3, 1]
+
+
+@pytest.mark.parametrize("worker_ids", [0, -1, 4, [1, 0], torch.device("cpu")])
+async def test_distributed_ranks(library: Any, worker_ids: Any) -> None:
+    store, weights = Store(), sent()
+    updater = library.DistributedWeightUpdater(store, weights, 3, True)
+    with pytest.raises(RuntimeError, match="worker ranks are 1 to 3"):
+        await settled(updater.push_weights(worker_ids=worker_ids))
+    assert weights.to == []
+    assert store.log == []
+
+
+async def test_distributed_status(library: Any) -> None:
+    store = Store(lambda key: b"failed" if key == "NODE_2_out" else b"updated")
+    updater = library.DistributedWeightUpdater(store, sent(), 3, True)
+    with pytest.raises(
+        RuntimeError, match="rank 2: expected the status 'updated' in the store, got b'failed'"
+    ):
+        await settled(updater.push_weights())
+    assert store.log == ["NODE_1_in", "NODE_2_in"]
+
+
+@pytest.mark.parametrize("sync", [True, False])
+async def test_distributed_with_real_ranks(library: Any, *, sync: bool) -> None:
+    store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=follow, args=(store.port, rank, 3, 2)) for rank in (1, 2)]
+    for process in processes:
+        process.start()
+    dist.init_process_group("gloo", store=PrefixStore("group", store.clone()), rank=0, world_size=3)
+    try:
+        weights = TensorDict({"w": torch.zeros(1000), "nested": TensorDict({"b": torch.zeros(3)})})
+        updater = library.DistributedWeightUpdater(store, weights, 2, sync)
+        for number in range(2):
+            weights.apply_(lambda x, value=number + 1.0: x.fill_(value))
+            await settled(updater.push_weights())
+            for rank in (1, 2):
+                assert store.get(f"seen_{rank}_{number}").decode() == str({number + 1.0})
+    finally:
+        dist.destroy_process_group()
+        for process in processes:
+            process.join(PATIENCE)
+            process.close()
+
+
+async def test_distributed_does_not_block_the_loop() -> None:
+    answered = threading.Event()
+
+    def answer(_: str) -> bytes:
+        answered.wait(PATIENCE)
+        return b"updated"
+
+    updater = updaters.DistributedWeightUpdater(Store(answer), sent(), 1, True)
+    pushing = asyncio.create_task(updater.push_weights())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    answered.set()
+    await pushing
+    answered.clear()
+    with pytest.raises(SyncTimeoutError):
+        await updater.push_weights(timeout=BRIEF)
+    answered.set()
