@@ -68,7 +68,7 @@ def member_of(scheme: WeightSyncScheme, rank: int) -> Iterator[None]:
             probe.bind(("127.0.0.1", 0))
             os.environ[_RPC_ADDRESS] = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     options = rpc.TensorPipeRpcBackendOptions(init_method=os.environ[_RPC_ADDRESS])
-    rpc.init_rpc(f"rank{rank}", rank=rank, rpc_backend_options=options)
+    rpc.init_rpc(f"worker{rank - 1}" if rank else "trainer", rank=rank, rpc_backend_options=options)
     try:
         yield
     finally:

@@ -38,6 +38,7 @@ class FromRankZero(Delivery):
         group: whose versions.
         join: makes the sender's part of a process group of two, of a key.
         ensemble: sends what all workers get to all at once; None: to each by itself.
+        inline: bytes up to which a version goes with the word of it: it takes longer to have threads meet.
     """
 
     maps = False
@@ -48,12 +49,14 @@ class FromRankZero(Delivery):
         group: WeightGroup,
         join: Callable[[str], Ranks],
         ensemble: Ensemble | None,
+        inline: int,
     ) -> None:
         self._transport = transport
         self._group = group
         self._key = secrets.token_hex(8)
         self._ranks = join(self._key)
         self._ensemble = ensemble
+        self._inline = ensemble is None and group.arena.layout.nbytes <= inline
         self._link: Member | None = None
 
     def enter(self, link: Member) -> None:
@@ -67,13 +70,19 @@ class FromRankZero(Delivery):
         return self._ensemble is None or self._ensemble.may_begin(published)
 
     def payload(self, published: Published, fetched: Fetched) -> dict[str, Any]:
-        """Which process group."""
+        """Which process group it comes through; or the bytes themselves."""
+        if self._inline:
+            buffer = published.slot.segment.buffer[: self._group.arena.layout.nbytes]
+            return {"bytes": buffer.numpy().tobytes()}
         if self._ensemble is not None and self._link is not None and self._ensemble.broadcasts(published):
             return self._ensemble.payload(self._link.worker)
         return {"group": self._key, "rank": 1, "size": 2}
 
     def begin(self, published: Published, on_sent: Callable[[], None]) -> None:
         """Send the bytes."""
+        if self._inline:
+            on_sent()
+            return
         if self._ensemble is not None and self._ensemble.broadcasts(published):
             self._ensemble.begin(published, on_sent)
             return
@@ -133,18 +142,37 @@ class Collected(OwnSlots):
     def expect(self, update: Update) -> None:
         """Receive it at once: the sender is sending it, and what follows comes behind it."""
         match update.payload:
+            case {"bytes": bytes(data)} if len(data) == self._layout.nbytes:
+                self._take(update, data)
+                return
             case {"group": str(key), "rank": int(rank), "size": int(size)} if 0 < rank < size <= _MOST_RANKS:
                 ranks = self._member_of(key, rank, size)
             case _:
                 raise ProtocolError(f"an update names no process group: {update.payload!r:.80}")
-        self._slot = self._arena.free_slot()
-        if self._slot is None:
-            raise ProtocolError("an update came that was not asked for")
-        buffer = self._slot.segment.buffer[: self._layout.nbytes]
+        buffer = self._next_buffer()
         # What came by way of another process group may still be being written there.
         before = [] if self._arriving is None else [self._arriving[1]]
         future = ranks.receive(buffer, tag_of(update.round), before)
         self._arriving = update, future
+
+    def _next_buffer(self) -> Tensor:
+        self._slot = self._arena.free_slot()
+        if self._slot is None:
+            raise ProtocolError("an update came that was not asked for")
+        return self._slot.segment.buffer[: self._layout.nbytes]
+
+    def _take(self, update: Update, data: bytes) -> None:
+        buffer, here = self._next_buffer(), Future[None]()
+
+        def put(_: object = None) -> None:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            here.set_result(None)
+
+        if self._arriving is None or self._arriving[1].done():
+            put()
+        else:  # what an earlier connection brings may still be being written there
+            self._arriving[1].add_done_callback(put)
+        self._arriving = update, here
 
     def _member_of(self, key: str, rank: int, size: int) -> Ranks:
         kind = min(size, 3)  # a group of two, and a broadcast's

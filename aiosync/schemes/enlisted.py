@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
+from typing import Any, TypeAlias
 
 from aiosync.errors import AiosyncError
 from aiosync.schemes.base import WeightSyncScheme
@@ -18,7 +18,9 @@ from aiosync.transports._offload import LoopThread, aside
 
 __all__ = ["enlist"]
 
-_enlisted: dict[tuple[bytes, int], _Endpoint] = {}
+_Key: TypeAlias = tuple[bytes, int]
+
+_enlisted: set[_Key] = set()
 _lock = threading.Lock()
 
 
@@ -34,11 +36,22 @@ def enlist(target: Any, scheme: WeightSyncScheme, model_id: str | None, worker_i
     Raises:
         AttributeError: it has no such model.
     """
+    key = bytes(scheme._token), worker_idx
     with _lock:
-        if (bytes(scheme._token), worker_idx) in _enlisted:
+        if key in _enlisted:
             return
-    scheme.init_on_receiver(model_id=model_id, context=target, worker_idx=worker_idx)
-    _Endpoint(scheme, worker_idx).begin()
+        _enlisted.add(key)
+    try:
+        scheme.init_on_receiver(model_id=model_id, context=target, worker_idx=worker_idx)
+        _Endpoint(scheme, key).begin()
+    except BaseException:
+        _forget(key)
+        raise
+
+
+def _forget(key: _Key) -> None:
+    with _lock:
+        _enlisted.discard(key)
 
 
 class _Endpoint:
@@ -46,19 +59,17 @@ class _Endpoint:
 
     Args:
         scheme: initialised on the receiver.
-        worker_idx: which worker it is.
+        key: what it is known by here.
     """
 
-    def __init__(self, scheme: WeightSyncScheme, worker_idx: int) -> None:
+    def __init__(self, scheme: WeightSyncScheme, key: _Key) -> None:
         self._scheme = scheme
-        self._key = (bytes(scheme._token), worker_idx)
+        self._key = key
         self._thread = LoopThread("aiosync-enlisted")
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         """Connect and receive, until the sender has gone."""
-        with _lock:
-            _enlisted[self._key] = self
         self._thread.call(self._start)
 
     def _start(self) -> None:
@@ -77,6 +88,5 @@ class _Endpoint:
             )  # its sender knows, if it is there
         finally:
             await scheme.aclose()
-            with _lock:
-                _enlisted.pop(self._key, None)
+            _forget(self._key)
             aside(self._thread.close, "aiosync-enlisted")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 
@@ -19,6 +19,7 @@ from aiosync.transports.base import Transport
 from aiosync.transports.process_group import Ranks, check_backend, device_of
 from aiosync.transports.ranked import RankedListener, RankedTransport
 from aiosync.transports.tcp import TCPTransport
+from aiosync.weights.copying import INLINE_LIMIT
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
@@ -43,6 +44,7 @@ class RankedWeightSyncScheme(WeightSyncScheme):
 
     _holds = False
     _streams = "plain"
+    _inline: ClassVar[int] = INLINE_LIMIT
 
     def __init__(
         self, backend: str, sync: bool, collective: Collective, reconnect_for: float, **options: Any
@@ -82,7 +84,9 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         assert isinstance(transport, TCPTransport)
         if self._collective == "broadcast" and group not in self._ensembles:
             self._ensembles[group] = Ensemble(group, self._rank_zero)
-        return FromRankZero(transport, group, self._rank_zero, self._ensembles.get(group))
+        ensemble = self._ensembles.get(group)
+        inline = self._inline if self._backend == "gloo" else 0  # slots of the others are on a device
+        return FromRankZero(transport, group, self._rank_zero, ensemble, inline)
 
     def _rank_zero(self, key: str, size: int = 2) -> Ranks:
         listener = self._listener

@@ -104,12 +104,16 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
             RemoteApplyError: one cannot join: it has no model of this name, say.
         """
         deadline = self._deadline(timeout)
-        await asyncio.gather(
+        joined = await asyncio.gather(
             *(
                 remote.apply(enlist, self, self._model_id, remote.worker_idx, timeout=deadline.remaining())
                 for remote in self._remote
-            )
+            ),
+            return_exceptions=True,
         )
+        for result in joined:
+            if isinstance(result, BaseException):
+                raise result
         await super().connect(
             worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=deadline.remaining()
         )

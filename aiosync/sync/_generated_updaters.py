@@ -35,8 +35,7 @@ class WeightUpdaterBase(InlineHooks, updaters.WeightUpdaterBase):
         Args:
             policy_or_weights: an ``nn.Module``, a TensorDict or a dict; None: the updater's own.
             worker_ids: a worker, several, or None for all.
-            timeout: seconds for each worker and each hook; None: the environment's ``AIOSYNC_TIMEOUT``,
-                else 120.
+            timeout: seconds for all of it; None: the environment's ``AIOSYNC_TIMEOUT``, else 120.
 
         Raises:
             WeightSourceError: these are no weights, or there are none.
@@ -141,3 +140,7 @@ class DistributedWeightUpdater(WeightUpdaterBase, updaters.DistributedWeightUpda
         num_workers: how many there are; their ranks begin at 1.
         sync: whether to wait until torch.distributed has sent the weights, before waiting for the answer.
     """
+
+    def close(self) -> None:
+        """See :class:`WeightUpdaterBase`."""
+        run_inline(updaters.DistributedWeightUpdater.aclose(self))

@@ -33,6 +33,7 @@ __all__ = [
     "QueueReader",
     "abandonable",
     "aside",
+    "detached",
     "handover",
     "offloaded",
     "uninterrupted",
@@ -143,6 +144,7 @@ def handover() -> tuple[asyncio.Future[T], Callable[[Callable[[], T]], None]]:
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
+    future.add_done_callback(_seen)
 
     def put(value: T | None, error: BaseException | None) -> None:
         if future.done():
@@ -356,3 +358,21 @@ class DetachedThread:
             except BaseException as exc:  # noqa: BLE001 - raised to whoever asks the future
                 future.set_exception(exc)
             del job, future, work  # what they hold is to go now, and not when the next one comes
+
+
+async def detached(thread: DetachedThread, work: Callable[[], T]) -> T:
+    """Have a thread do ``work()``, after what it was asked for before; a cancelled caller leaves it to that.
+
+    Raises:
+        Exception: whatever ``work`` raises.
+    """
+    future = asyncio.wrap_future(thread.submit(work))
+    future.add_done_callback(_seen)
+    await asyncio.wait([future])
+    return future.result()
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Whoever has given up does not ask what came of it."""
+    if not future.cancelled():
+        future.exception()

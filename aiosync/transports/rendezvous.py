@@ -28,7 +28,7 @@ import torch.distributed as dist
 from aiosync.errors import InvalidArgumentError, WorkerLostError
 from aiosync.transports.address import is_loopback
 
-__all__ = ["Meeting", "Reception", "Search"]
+__all__ = ["Meeting", "Reception", "Search", "first_line"]
 
 _c10d: Any = dist  # which exports its stores by no name that a type checker knows
 _FOR_EVER = timedelta(days=365)
@@ -127,7 +127,7 @@ class Meeting:
                 self.host, self.port, is_master=False, wait_for_workers=False, timeout=_CONNECT
             )
         except RuntimeError as exc:
-            raise WorkerLostError((), f"no store at {self.host}:{self.port}: {_first_line(exc)}") from exc
+            raise WorkerLostError((), f"no store at {self.host}:{self.port}: {first_line(exc)}") from exc
 
     @property
     def bind(self) -> str:
@@ -188,7 +188,7 @@ class Reception:
                 if name:
                     self._store.set(f"met/{name.decode()}", self._answer)
             except (RuntimeError, UnicodeDecodeError) as exc:
-                return _first_line(exc)
+                return first_line(exc)
 
     def close(self) -> None:
         """Have :meth:`run` return. Blocking, shortly."""
@@ -229,7 +229,7 @@ class Search:
             answer = mine.get(key)
             mine.delete_key(key)
         except RuntimeError as exc:
-            raise WorkerLostError((), f"the store is no more: {_first_line(exc)}") from exc
+            raise WorkerLostError((), f"the store is no more: {first_line(exc)}") from exc
         return None if self._given_up else (answer, store)
 
     def give_up(self) -> None:
@@ -240,5 +240,6 @@ class Search:
                 self._other.set(f"met/{self._name}", b"")
 
 
-def _first_line(exc: Exception) -> str:
+def first_line(exc: Exception) -> str:
+    """The first line of an exception's text."""
     return str(exc).splitlines()[0] if str(exc) else repr(exc)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiosync._deadline import Deadline
-from aiosync.errors import RemoteApplyError, WorkerLostError
+from aiosync.errors import RemoteApplyError, SyncTimeoutError, WorkerError, WorkerLostError
 from aiosync.transports._offload import offloaded
 from aiosync.transports.rpc_calls import Call, is_member
 from aiosync.weights.strategy import to_tensordict
@@ -105,7 +105,7 @@ class RPCTransport:
             args, kwargs: its arguments.
             timeout: seconds.
         """
-        return await self._result(self._begin(function, args, kwargs, timeout))
+        return await self._result(self._begin(function, args, kwargs, Deadline.after(timeout)))
 
     async def send_weights(self, weights: Any, *, timeout: float) -> None:
         """Call the object's ``update_policy_weights_(weights)``, or, with no weights, its
@@ -118,33 +118,60 @@ class RPCTransport:
         Raises:
             As :meth:`call`.
         """
-        await self.send_weights_async(weights, timeout=timeout)
+        earlier = await self._send(weights, Deadline.after(timeout))
         await self.wait_ack()
+        if earlier is not None:
+            raise earlier
 
     async def send_weights_async(self, weights: Any, *, timeout: float) -> None:
-        """The same without waiting for the answer; :meth:`wait_ack` does. Waits for what was sent before."""
-        await self.wait_ack()
-        if weights is None:
-            self._sent = self._begin(self._method("_receive_weights_scheme"), (), {}, timeout)
-            return
-        copied = await offloaded(lambda: to_tensordict(weights).cpu().clone(), "aiosync-rpc")
-        self._sent = self._begin(self._method("update_policy_weights_"), (copied,), {}, timeout)
+        """The same without waiting for the answer; :meth:`wait_ack` does. Waits for what was sent before: the
+        older weights are not to come last. What that raised is raised when these have been sent.
+        """
+        earlier = await self._send(weights, Deadline.after(timeout))
+        if earlier is not None:
+            raise earlier
 
     async def wait_ack(self) -> None:
         """Wait for the answer to what :meth:`send_weights_async` sent, and raise what was raised there."""
-        sent, self._sent = self._sent, None
-        if sent is not None:
-            await self._result(sent)
+        if self._sent is not None:
+            await self._acknowledged(None)
+
+    async def _send(self, weights: Any, deadline: Deadline) -> WorkerError | None:
+        earlier = None
+        if self._sent is not None:
+            try:
+                await self._acknowledged(deadline)
+            except WorkerError as exc:
+                earlier = exc
+        if weights is None:
+            self._sent = self._begin(self._method("_receive_weights_scheme"), (), {}, deadline)
+        else:
+            copied = await offloaded(lambda: to_tensordict(weights).cpu().clone(), "aiosync-rpc")
+            self._sent = self._begin(self._method("update_policy_weights_"), (copied,), {}, deadline)
+        return earlier
+
+    async def _acknowledged(self, deadline: Deadline | None) -> None:
+        """Given up, it is still the one that the next waits for."""
+        assert self._sent is not None
+        try:
+            await self._result(self._sent, deadline)
+        except WorkerError:
+            self._sent = None
+            raise
+        self._sent = None
 
     def _method(self, name: str) -> _Method:
         return _Method(self._class, name)
 
-    def _begin(self, function: Callable[..., Any], args: Any, kwargs: Any, timeout: float) -> Call:
-        return Call(self._info, _apply, (self._rref, function, args, kwargs), Deadline.after(timeout))
+    def _begin(self, function: Callable[..., Any], args: Any, kwargs: Any, deadline: Deadline) -> Call:
+        return Call(self._info, _apply, (self._rref, function, args, kwargs), deadline)
 
-    async def _result(self, begun: Call) -> Any:
+    async def _result(self, begun: Call, deadline: Deadline | None = None) -> Any:
         try:
-            result = await begun.answer()
+            result = await begun.answer(deadline)
+        except SyncTimeoutError as exc:
+            hint = "it did not answer a call of torch RPC"
+            raise SyncTimeoutError("ack", seconds=exc.seconds, workers=[self.worker_idx], hint=hint) from exc
         except WorkerLostError as exc:
             raise WorkerLostError([self.worker_idx], exc.reason) from exc
         if isinstance(result, _Raised):

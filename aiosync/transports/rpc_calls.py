@@ -18,6 +18,7 @@ from torch.distributed import rpc
 from aiosync._deadline import Deadline
 from aiosync.errors import NotInitializedError, WorkerLostError
 from aiosync.transports._offload import handover
+from aiosync.transports.rendezvous import first_line
 
 __all__ = ["Call", "agent_here", "is_member", "rank_here", "store_here", "tell"]
 
@@ -86,22 +87,26 @@ class Call:
         except RuntimeError as exc:  # nobody has that name, or the agent knows already that it is gone
             self._answer.set_exception(exc)
 
-    async def answer(self) -> Any:
-        """What the function returned.
+    async def answer(self, deadline: Deadline | None = None) -> Any:
+        """What the function returned. Given up, it can be asked for again.
+
+        Args:
+            deadline: another than the call's own.
 
         Raises:
             WorkerLostError: the process takes no part, or no more.
             SyncTimeoutError: it did not answer in time.
         """
-        try:
-            async with asyncio.timeout(self._deadline.remaining()):
-                return await self._answer
-        except TimeoutError:
+        deadline = deadline or self._deadline
+        await asyncio.wait([self._answer], timeout=deadline.remaining())
+        if not self._answer.done():
             hint = f"{self._name} did not answer a call of torch RPC"
-            raise self._deadline.error("connect", hint=hint) from None
+            raise deadline.error("connect", hint=hint)
+        try:
+            return self._answer.result()
         except RuntimeError as exc:
-            reason = str(exc).splitlines()[0]
-            raise WorkerLostError((), f"a call of torch RPC to {self._name} failed: {reason}") from exc
+            reason = f"a call of torch RPC to {self._name} failed: {first_line(exc)}"
+            raise WorkerLostError((), reason) from exc
 
     def forget(self) -> None:
         """Nobody will ask for the answer."""

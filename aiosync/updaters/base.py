@@ -6,17 +6,17 @@ import asyncio
 import inspect
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from aiosync._deadline import Deadline, check_timeout, default_timeout
 from aiosync.errors import InvalidArgumentError, SyncTimeoutError, WeightSourceError
-from aiosync.weights.strategy import to_tensordict
 
 __all__ = ["WeightUpdaterBase", "WorkerId", "WorkerIds", "bounded", "remaining"]
 
@@ -37,17 +37,27 @@ async def bounded(result: Any) -> Any:
     """
     deadline = _current()
     try:
-        async with asyncio.timeout(deadline.remaining()):
+        async with asyncio.timeout(deadline.remaining()) as limit:
             return await result
     except TimeoutError as exc:
-        if isinstance(exc, SyncTimeoutError):
-            raise
+        if not limit.expired() or isinstance(exc, SyncTimeoutError):
+            raise  # the hook's own
         raise deadline.error("commit", hint="a worker, or a hook, did not come to an end") from exc
 
 
 def remaining() -> float:
     """Seconds that the call has which asked for this."""
     return _current().remaining()
+
+
+@contextmanager
+def _limited(timeout: float | None) -> Iterator[None]:
+    """The deadline of what is awaited inside."""
+    token = _deadline.set(_after(timeout))
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
 
 
 def _current() -> Deadline:
@@ -88,7 +98,7 @@ class WeightUpdaterBase(ABC):
         ):
             return policy_or_weights
         if isinstance(policy_or_weights, nn.Module):
-            return to_tensordict(policy_or_weights)
+            return TensorDict.from_module(policy_or_weights).data
         raise WeightSourceError(
             "policy_or_weights: expected an nn.Module, a TensorDict or a dict (or None, where the updater "
             f"has weights of its own), got {type(policy_or_weights).__name__}"
@@ -157,8 +167,7 @@ class WeightUpdaterBase(ABC):
         Args:
             policy_or_weights: an ``nn.Module``, a TensorDict or a dict; None: the updater's own.
             worker_ids: a worker, several, or None for all.
-            timeout: seconds for each worker and each hook; None: the environment's ``AIOSYNC_TIMEOUT``,
-                else 120.
+            timeout: seconds for all of it; None: the environment's ``AIOSYNC_TIMEOUT``, else 120.
 
         Raises:
             WeightSourceError: these are no weights, or there are none.
@@ -174,10 +183,10 @@ class WeightUpdaterBase(ABC):
 
     async def increment_version(self, *, timeout: float | None = None) -> None:
         """Have each collector count its policy's version up."""
-        _deadline.set(_after(timeout))
-        for collector in self.collectors or ():
-            if collector is not None:
-                await self._settle(collector.increment_version())
+        with _limited(timeout):
+            for collector in self.collectors or ():
+                if collector is not None:
+                    await self._settle(collector.increment_version())
 
     async def aclose(self) -> None:
         """Let go of everything; idempotent."""
@@ -186,12 +195,12 @@ class WeightUpdaterBase(ABC):
     async def _push(
         self, policy_or_weights: Any, worker_ids: WorkerIds, timeout: float | None, **how: Any
     ) -> None:
-        _deadline.set(_after(timeout))
-        pushing = self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids, **how)
-        if inspect.iscoroutine(pushing):  # a subclass may have it as a plain function
-            await pushing
-        for hook in self.post_hooks:
-            await self._settle(hook())
+        with _limited(timeout):
+            pushing = self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids, **how)
+            if inspect.iscoroutine(pushing):  # a subclass may have it as a plain function
+                await pushing
+            for hook in self.post_hooks:
+                await self._settle(hook())
 
     async def _push_weights(self, *, policy_or_weights: Any, worker_ids: WorkerIds) -> None:
         """One push; hooks apart."""

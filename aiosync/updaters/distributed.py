@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from aiosync.errors import WorkerError
-from aiosync.transports._offload import abandonable
+from aiosync.transports._offload import DetachedThread, detached
 from aiosync.updaters.base import WeightUpdaterBase, WorkerId, WorkerIds
+from aiosync.weights.strategy import to_tensordict
 
 __all__ = ["DistributedWeightUpdater"]
 
@@ -33,6 +34,7 @@ class DistributedWeightUpdater(WeightUpdaterBase):
         self.policy_weights = policy_weights
         self.num_workers = num_workers
         self._sync = sync
+        self._thread = DetachedThread("aiosync-updater")
 
     def all_worker_ids(self) -> list[int]:
         """The workers' ranks, from 1."""
@@ -44,7 +46,7 @@ class DistributedWeightUpdater(WeightUpdaterBase):
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
         # What has a ``send`` is sent as it is.
         given = policy_or_weights
-        return given if hasattr(given, "send") else super()._maybe_map_weights(given)
+        return given if hasattr(given, "send") else to_tensordict(super()._maybe_map_weights(given))
 
     async def _push_weights(self, *, policy_or_weights: Any, worker_ids: WorkerIds) -> None:
         ranks = self._workers(worker_ids) or ()
@@ -60,7 +62,11 @@ class DistributedWeightUpdater(WeightUpdaterBase):
         self, *, worker_id: WorkerId | None = None, server_weights: Any
     ) -> None:
         self._check(worker_id)
-        await abandonable(lambda: self._tell(worker_id, server_weights), "aiosync-updater")
+        await detached(self._thread, lambda: self._tell(worker_id, server_weights))
+
+    async def aclose(self) -> None:
+        """See :class:`WeightUpdaterBase`."""
+        self._thread.close()
 
     def _tell(self, rank: Any, weights: Any) -> None:
         store, answer = self._store, f"NODE_{rank}_out"

@@ -17,8 +17,12 @@ __all__ = ["MultiProcessedWeightUpdater", "RemoteModuleWeightUpdater", "VanillaW
 
 
 async def _apply(destination: Any, weights: Any) -> None:
-    """Write weights in place, in a thread: all of them, or, where they do not fit, none."""
-    await offloaded(lambda: WeightStrategy().apply_weights(destination, weights), "aiosync-updater")
+    """Write weights in place, in a thread: all that are given, or, where one does not fit, none."""
+
+    def work() -> None:
+        WeightStrategy().apply_weights(destination, weights, strict=False)
+
+    await offloaded(work, "aiosync-updater")
 
 
 class VanillaWeightUpdater(WeightUpdaterBase):

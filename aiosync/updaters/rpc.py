@@ -12,6 +12,9 @@ from aiosync.updaters.base import WeightUpdaterBase, WorkerId, WorkerIds, remain
 
 __all__ = ["RPCWeightUpdater"]
 
+_EARLIER = 0.05
+"""Seconds that a call is given less than the push has, so that it can still say which worker it was."""
+
 
 class RPCWeightUpdater(WeightUpdaterBase):
     """Calls ``update_policy_weights_(weights)`` of each remote collector; of all at the same time.
@@ -90,7 +93,7 @@ class RPCWeightUpdater(WeightUpdaterBase):
 
     async def _send(self, weights: Any, workers: Sequence[WorkerId], wait: bool) -> None:
         transports = [self._transport(worker) for worker in workers]
-        timeout = remaining()
+        timeout = max(0.0, remaining() - _EARLIER)
         results = await asyncio.gather(
             *(
                 transport.send_weights(weights, timeout=timeout)

@@ -90,10 +90,14 @@ def _over_sockets(kind: str, *, tls: bool) -> Build:
     return build
 
 
+class ByGroups(DistributedWeightSyncScheme):
+    """Sends small models through process groups too, as large ones are."""
+
+    _inline = 0
+
+
 def distributed(collective: Literal["p2p", "broadcast"]) -> Build:
-    return lambda workers, options: Recipe(
-        DistributedWeightSyncScheme(collective=collective, reconnect_for=0, **options)
-    )
+    return lambda workers, options: Recipe(ByGroups(collective=collective, reconnect_for=0, **options))
 
 
 def _over_rpc(workers: int, options: dict[str, Any]) -> Recipe:

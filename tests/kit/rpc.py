@@ -24,9 +24,9 @@ _Test = Callable[[], Coroutine[Any, Any, None]]
 __all__ = ["JoiningScheme", "World", "free_address", "in_a_process", "join", "name_of"]
 
 
-def name_of(rank: int, address: str) -> str:
-    """The name of who has this rank in the world at ``address``."""
-    return f"rank{rank}-{address.rpartition(':')[2]}"
+def name_of(rank: int) -> str:
+    """The name of who has this rank."""
+    return f"worker{rank - 1}" if rank else "trainer"
 
 
 def join(address: str, rank: int, size: int | None = None) -> None:
@@ -35,7 +35,7 @@ def join(address: str, rank: int, size: int | None = None) -> None:
         rpc._init_counter = 0  # by which torch tells worlds apart; each of ours has a store of its own
         options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=PATIENCE)
         with warnings.catch_warnings(action="ignore"):  # of what torch RPC itself does
-            rpc.init_rpc(name_of(rank, address), rank=rank, world_size=size, rpc_backend_options=options)
+            rpc.init_rpc(name_of(rank), rank=rank, world_size=size, rpc_backend_options=options)
 
 
 def free_address() -> str:

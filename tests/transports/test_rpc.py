@@ -303,6 +303,11 @@ async def test_the_updater_pushes_to_remote_objects() -> None:
         await updater.push_weights(Uniform(5.0), worker_ids=[0])
         assert context.call(0, "values")[0] == 5
         assert len(heard) == 5
+        heard.clear()
+        await updater.push_weights(Uniform(13.0), wait=False)
+        with pytest.raises(RemoteApplyError, match="thirteen"):  # of the push before; these have been sent
+            await updater.push_weights(Uniform(7.0))
+        assert [context.call(w, "values")[0] for w in (0, 1)] == [7, 7]
         with pytest.raises(UnknownWorkerError, match="unknown worker 2"):
             await updater.push_weights(worker_ids=[2])
         with pytest.raises(RemoteApplyError, match="thirteen is refused"):
@@ -367,7 +372,7 @@ async def test_a_worker_that_was_told_nothing() -> None:
 async def test_a_worker_whose_sender_does_not_come() -> None:
     async with here():
         worker = worker_of(RPCWeightSyncScheme(timeout=PATIENCE))
-        with pytest.raises(SyncTimeoutError, match=r"'rank0-.*' of torch RPC has no sender of this model"):
+        with pytest.raises(SyncTimeoutError, match=r"'trainer' of torch RPC has no sender of this model"):
             await worker.connect(timeout=BRIEF)
         await eventually(lambda: not rpc_meeting._desk._asked, "it does not ask any more")
         await worker.close()

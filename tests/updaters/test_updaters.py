@@ -178,6 +178,18 @@ async def test_where_weights_come_from(library: Any) -> None:
 
 
 async def test_deadlines(library: Any) -> None:
+    updater, other = recording(library), recording(library)
+    updater.register_post_hook(lambda: other.push_weights({"w": torch.zeros(1)}, timeout=BRIEF))
+    updater.register_post_hook(lambda: asyncio.sleep(2 * BRIEF))  # the other's deadline is not this one's
+    await settled(updater.push_weights({"w": torch.zeros(1)}))
+    updater = recording(library)
+
+    async def fails() -> None:
+        raise TimeoutError("of its own")
+
+    updater.register_post_hook(fails)
+    with pytest.raises(TimeoutError, match="of its own"):
+        await settled(updater.push_weights({"w": torch.zeros(1)}))
     updater = recording(library)
 
     async def never() -> None:
@@ -259,6 +271,18 @@ async def test_vanilla(library: Any) -> None:
         await settled(updater.push_weights({"weight": torch.ones(3, 2), "bias": torch.full((2,), 9.0)}))
     assert policy.bias.unique().tolist() == [2]
     await settled(updater.aclose() if library is updaters else updater.close())
+
+
+async def test_vanilla_takes_a_part_and_all_buffers(library: Any) -> None:
+    policy, other = _policy(0.0), _policy(4.0)
+    for module, value in ((policy, 0.0), (other, 4.0)):
+        module.register_buffer("mask", torch.full((2,), value), persistent=False)
+    updater = library.VanillaWeightUpdater.from_policy(policy)
+    await settled(updater.push_weights({"bias": torch.full((2,), 3.0)}))
+    assert (policy.weight.unique().tolist(), policy.bias.unique().tolist()) == ([0], [3])
+    await settled(updater.push_weights(other))
+    assert policy.get_buffer("mask").tolist() == [4, 4]
+    assert policy.weight.unique().tolist() == [4]
 
 
 async def test_vanilla_with_a_getter(library: Any) -> None:
@@ -367,6 +391,17 @@ async def test_distributed_ranks(library: Any, worker_ids: Any) -> None:
         await settled(updater.push_weights(worker_ids=worker_ids))
     assert weights.to == []
     assert store.log == []
+
+
+async def test_distributed_takes_a_dict(library: Any) -> None:
+    store = Store()
+    updater = library.DistributedWeightUpdater(store, sent(), 1, True)
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        await settled(updater.push_weights({"w": torch.ones(1)}))  # gets as far as torch.distributed
+    with pytest.raises(WeightSourceError):
+        await settled(updater.push_weights([1]))
+    assert store.log == ["NODE_1_in"]
+    await settled(updater.aclose() if library is updaters else updater.close())
 
 
 async def test_distributed_status(library: Any) -> None:
