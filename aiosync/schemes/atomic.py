@@ -86,7 +86,7 @@ class JointUpdate:
     async def __aenter__(self) -> Self:
         for scheme in self._parts:
             scheme.get_sender()
-            if scheme._team is not None:
+            if scheme._shards is not None:
                 raise InvalidArgumentError(
                     f"{scheme!r} sends a model that is spread over ranks, which cannot be part of a joint "
                     "update: send a dict of whole tensors (full_tensor() of each DTensor)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -19,8 +20,8 @@ from aiosync.errors import (
     NotInitializedError,
 )
 from aiosync.schemes.cascade import in_format
-from aiosync.schemes.contributor import Contributor, gatherings, leading
 from aiosync.schemes.endpoints import SchemeEndpoints
+from aiosync.schemes.gathering import leading
 from aiosync.schemes.plan import SenderPlan, model_of
 from aiosync.schemes.report import SendReport
 from aiosync.schemes.sources import gather_sources, is_per_worker
@@ -147,14 +148,24 @@ class WeightSyncScheme(SchemeEndpoints):
         self, plan: SenderPlan, weights: Any, min_workers: int | None, deadline: Deadline
     ) -> None:
         if self._contributor is not None:
-            await self._contributor.contribute(await self._sources(weights, set(plan.workers)), deadline)
+            if self._contributor.version < 0:
+                await self._contributor.take_part("connect", lambda: self._sources(weights, set()), deadline)
             return
         sender = self.create_sender()
         enough = 1 if min_workers is None and plan.elastic else min_workers
-        async with leading(self._team) as lead:
-            sources = await self._sources(weights, sender.roster.workers)
-            lead.gatherings = gatherings(sources) if sender.version < 0 else 0
-            await sender.connect(sources, deadline, min_workers=enough, optional=self._optional(weights))
+        if sender.version >= 0:
+            await sender.connect({}, deadline, min_workers=enough)
+            return
+        async with leading(self._leader, "connect", deadline) as gathering:
+            await self._before_connect(deadline)
+            sources, optional = await self._sources(weights, sender.roster.workers), self._optional(weights)
+            await sender.connect(
+                sources, deadline, min_workers=enough, optional=optional, gathering=gathering
+            )
+
+    async def _before_connect(self, deadline: Deadline) -> None:
+        """What else the sender has to do."""
+        return
 
     # -- sending -------------------------------------------------------------------------------------
 
@@ -195,32 +206,28 @@ class WeightSyncScheme(SchemeEndpoints):
         """
         deadline = self._deadline(timeout)
         if self._contributor is not None:
-            return await self._contribute(self._contributor, weights, worker_ids, deadline)
+            if self._contributor.version < 0:
+                raise NotConnectedError("call connect() before send()")
+            given = partial(self._lent, weights)
+            return await self._contributor.take_part("send", given, deadline)
         sender = self.get_sender()
-        async with leading(self._team) as lead:
+        async with leading(self._leader, "send", deadline) as gathering:
             targets = sender.roster.resolve(worker_ids)
             if worker_ids is None and is_per_worker(weights):
                 targets = sender.roster.resolve(list(weights))
             sources = await self._sources(weights, targets)
-            lead.gatherings = gatherings(sources)
             return await sender.send(
                 sources,
                 targets,
                 wait=self._spec.sync if wait is None else wait,
                 strict=strict,
                 deadline=deadline,
+                gathering=gathering,
             )
 
-    async def _contribute(
-        self, contributor: Contributor, weights: Any, worker_ids: int | list[int] | None, deadline: Deadline
-    ) -> SendReport:
-        if not self._synchronized:
-            raise NotConnectedError("call connect() before send()")
-        assert self._plan is not None
-        chosen = [worker_ids] if isinstance(worker_ids, int) else worker_ids or ()
-        # Those that do not exist are rank 0's to complain of, and to call the send off for.
-        targets = set(chosen) & set(self._plan.workers)
-        return await contributor.contribute(await self._sources(weights, targets), deadline)
+    async def _lent(self, weights: Any) -> dict[int, Mapping[str, Tensor]]:
+        """All that rank 0 may ask for."""
+        return await self._sources(weights, set(weights) if is_per_worker(weights) else set())
 
     async def wait_ack(
         self, worker_ids: int | list[int] | None = None, timeout: float | None = None
@@ -337,7 +344,7 @@ class WeightSyncScheme(SchemeEndpoints):
         """Close this process's endpoint; idempotent. Nobody else's: a worker that closes leaves its
         siblings connected, and a model keeps the version that it has."""
         sender, receiver, listener = self._sender, self._receiver, self._listener
-        contributor, self._contributor = self._contributor, None
+        shards, self._shards, self._leader, self._contributor = self._shards, None, None, None
         if self._pid != os.getpid():
             self._forget_runtime()
             return
@@ -352,8 +359,8 @@ class WeightSyncScheme(SchemeEndpoints):
                 listener.close()
             if receiver is not None:
                 await receiver.aclose()
-            if contributor is not None:
-                contributor.close()
+            if shards is not None:
+                shards.close()
         finally:
             self._release()
 

@@ -16,9 +16,10 @@ from aiosync.protocol.events import Fetched
 from aiosync.protocol.frames import Update
 from aiosync.schemes.arrival import OwnSlots
 from aiosync.schemes.delivery import Delivery
-from aiosync.schemes.ensemble import Ensemble, Member, call_when_done, send_by, tag_of
+from aiosync.schemes.ensemble import Ensemble, Member, send_by, tag_of
 from aiosync.schemes.group import Published, WeightGroup
 from aiosync.schemes.landing import BaseLostError
+from aiosync.transports._offload import call_when_done
 from aiosync.transports.base import Transport
 from aiosync.transports.process_group import Ranks
 from aiosync.transports.ranked import RankedTransport

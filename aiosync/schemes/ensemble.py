@@ -17,14 +17,14 @@ import logging
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Protocol
 
 from aiosync.protocol.stream import BLOCK
 from aiosync.schemes.group import Published, WeightGroup
+from aiosync.transports._offload import call_when_done
 from aiosync.transports.process_group import Ranks
 
-__all__ = ["Ensemble", "Member", "call_when_done", "send_by", "tag_of"]
+__all__ = ["Ensemble", "Member", "send_by", "tag_of"]
 
 logger = logging.getLogger("aiosync")
 
@@ -214,14 +214,3 @@ class Ensemble:
 def tag_of(round_: int) -> int:
     """The tag of a version's messages."""
     return 1 + round_ % _TAGS
-
-
-def call_when_done(future: Future[None], callback: Callable[[Future[None]], None]) -> None:
-    """Call ``callback`` on this event loop, if that is still there by then."""
-    loop = asyncio.get_running_loop()
-
-    def tell(done: Future[None]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-            loop.call_soon_threadsafe(callback, done)
-
-    future.add_done_callback(tell)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -29,11 +30,11 @@ from aiosync._deadline import Deadline
 from aiosync.errors import ArenaAllocationError, NotConnectedError, SyncTimeoutError
 from aiosync.protocol.stream import BLOCK
 from aiosync.schemes.rounds import JointRound
-from aiosync.transports._offload import Offloader
+from aiosync.transports._offload import Offloader, call_when_done
 from aiosync.weights.arena import Arena, Slot
 from aiosync.weights.copying import INLINE_LIMIT, BlockCopy, Filling, copy_pairs
 from aiosync.weights.segment import Segment
-from aiosync.weights.sharded import collect, is_sharded
+from aiosync.weights.sharded import is_sharded
 
 __all__ = ["Draft", "Published", "Streams", "WeightGroup"]
 
@@ -72,7 +73,7 @@ class Draft:
 
     Attributes:
         pairs: (destination, source) tensors.
-        sharded: such whose source is spread over the ranks of the trainer.
+        sharded: (name, destination, source) where the source is spread over the ranks of the trainer.
         reclaimed: the slot holds a version that was published and not fetched: from the first byte
             written there is no way back, so this write goes through even if its caller is cancelled.
         spilled: the slot is not one that workers can read.
@@ -88,12 +89,7 @@ class Draft:
     spilled: bool = False
     begun: bool = False
     copying: Filling | None = None
-    sharded: Sequence[tuple[Tensor, Tensor]] = ()
-
-    @property
-    def writes_inline(self) -> bool:
-        """Whether no thread is needed to write it."""
-        return self.group.writes_inline and not self.sharded
+    sharded: Sequence[tuple[str, Tensor, Tensor]] = ()
 
 
 class WeightGroup:
@@ -146,7 +142,7 @@ class WeightGroup:
 
     @property
     def writes_inline(self) -> bool:
-        """Whether a version is so small that no thread is needed to copy it."""
+        """Whether a version is so small that no thread is needed to write it."""
         return self.device.type == "cpu" and self.arena.layout.nbytes <= INLINE_LIMIT
 
     async def reserve(self, count: int) -> None:
@@ -178,7 +174,7 @@ class WeightGroup:
         slot, reclaimed = await self._slot_for(targets, parked, deadline, may_spill=may_spill)
         spilled = slot is self._spill_slot
         pairs = [(slot.views[name], tensor) for name, tensor in given if not is_sharded(tensor)]
-        sharded = [(slot.views[name], tensor) for name, tensor in given if is_sharded(tensor)]
+        sharded = [(name, slot.views[name], tensor) for name, tensor in given if is_sharded(tensor)]
         names = None
         if len(given) < len(self.arena.layout.entries):
             # After a spill the workers have not seen what this builds on, so all has changed for them.
@@ -231,9 +227,6 @@ class WeightGroup:
     async def write(self, draft: Draft, cancelled: Callable[[], bool]) -> bool:
         """Copy; returns whether all was copied (not, if cancelled in between)."""
         draft.begun = True
-        if draft.sharded:
-            # To its end, also if this is cancelled: the other ranks are in the middle of it too.
-            await self._offloader.run(lambda _: collect(draft.sharded))
         if self.writes_inline:
             return copy_pairs(draft.pairs)
         return await self._offloader.copy(draft.pairs, cancelled)
@@ -241,7 +234,7 @@ class WeightGroup:
     def overlaps(self, draft: Draft) -> bool:
         """Whether the draft can be sent while it is being copied."""
         worth = draft.slot.segment.buffer.is_cpu and self.arena.layout.nbytes > _WORTH_OVERLAPPING
-        return self.streams != "" and not draft.spilled and not draft.sharded and worth
+        return self.streams != "" and not draft.spilled and worth
 
     async def begin(self, draft: Draft) -> None:
         """Begin a copy that goes on beside the sending."""
@@ -305,6 +298,18 @@ class WeightGroup:
     def offerable(self, published: Published | None) -> bool:
         """Whether a worker may be given this version now."""
         return published is not None and WRITER not in published.slot.holders
+
+    def reserve_until(self, work: Future[None], slot: Slot) -> None:
+        """Nobody is to have this slot before some work is done that cannot be told to stop."""
+        holder = ("gathering", object())
+        slot.holders.add(holder)
+        self.unstoppable.add(holder)
+
+        def over(_: Future[None]) -> None:
+            self.unstoppable.discard(holder)
+            self.release(holder)
+
+        call_when_done(work, over)
 
     def settle(self, round_: int, before: Published | None, *, withdrawn: bool) -> None:
         """A round is over. ``withdrawn``: nobody took it, so what it replaced is the newest again."""

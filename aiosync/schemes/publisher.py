@@ -21,10 +21,12 @@ from torch import Tensor
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, NotConnectedError
 from aiosync.schemes._host import TaskHost
+from aiosync.schemes.gathering import Gathering
 from aiosync.schemes.group import Draft, Published, WeightGroup
 from aiosync.schemes.roster import Roster
 from aiosync.schemes.rounds import JointRound, Round
 from aiosync.transports._offload import uninterrupted
+from aiosync.transports.shards import Wanted
 
 __all__ = ["Prepared", "Publisher", "Sources", "publish_together"]
 
@@ -162,6 +164,38 @@ class Publisher:
                 "all entries once, or use per_worker_weights=True, where workers do not share a copy"
             )
 
+    async def fill(self, prepared: Prepared, gathering: Gathering | None) -> None:
+        """Bring what is spread over ranks into the slots; if that fails, the version is given up.
+
+        Raises:
+            InvalidArgumentError: ``init_on_sender`` did not hear of the ranks.
+            GatherError, SyncTimeoutError: see :class:`Gathering`.
+        """
+        drafts = [draft for draft in prepared.drafts if draft.sharded]
+        if gathering is None and not drafts:
+            return
+        try:
+            if gathering is None:
+                raise InvalidArgumentError(
+                    "these weights are spread over ranks (DTensors): give init_on_sender() the model, on "
+                    "all of those ranks"
+                )
+            for draft in drafts:
+                draft.begun = True
+            await gathering.gather(
+                [
+                    Wanted(self._groups.index(draft.group), name, destination, source)
+                    for draft in drafts
+                    for name, destination, source in draft.sharded
+                ]
+            )
+        except BaseException:
+            self.discard(prepared)
+            if gathering is not None and gathering.work is not None:
+                for draft in drafts:
+                    draft.group.reserve_until(gathering.work, draft.slot)
+            raise
+
     def discard(self, prepared: Prepared) -> None:
         """Give up a version that was not published."""
         for draft in prepared.drafts:
@@ -257,7 +291,7 @@ async def publish_together(items: Sequence[tuple[Publisher, Prepared]], *, fallb
     Args:
         fallback: keep what is replaced until the round is settled, in case all workers refuse.
     """
-    if all(draft.writes_inline for _, prepared in items for draft in prepared.drafts):
+    if all(draft.group.writes_inline for _, prepared in items for draft in prepared.drafts):
         # Nothing is awaited in there, so nothing can be cancelled.
         return await _write_and_announce(items, lambda: False, fallback)
     try:

@@ -20,8 +20,8 @@ from aiosync.errors import (
     NotInitializedError,
 )
 from aiosync.schemes.arrival import Arrival, Mapped
-from aiosync.schemes.contributor import Contributor
 from aiosync.schemes.delivery import ByReference, Delivery
+from aiosync.schemes.gathering import Contributor, Leader
 from aiosync.schemes.group import Streams, WeightGroup
 from aiosync.schemes.plan import SenderArguments, SenderPlan, make_plan, model_of
 from aiosync.schemes.receiver import WeightReceiver
@@ -29,10 +29,11 @@ from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.spec import OnFailure, SchemeSpec, StrategyName
 from aiosync.schemes.stats import EventHook, EventSource
 from aiosync.transports.base import Listener, Transport
+from aiosync.transports.shards import Shards
 from aiosync.weights.binding import CommitMode
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
-from aiosync.weights.sharded import Team, team_of
+from aiosync.weights.sharded import mesh_of
 from aiosync.weights.strategy import WeightStrategy
 
 __all__ = ["SchemeRecipe", "checked_index"]
@@ -83,7 +84,8 @@ class SchemeRecipe(ABC):
         self._plan: SenderPlan | None = None
         self._listener: Listener | None = None
         self._sender: WeightSender | None = None
-        self._team: Team | None = None
+        self._shards: Shards | None = None
+        self._leader: Leader | None = None
         self._contributor: Contributor | None = None
         self._receiver: WeightReceiver | None = None
         self._receiver_initialized = False
@@ -178,8 +180,9 @@ class SchemeRecipe(ABC):
         """Say whom to send to and what. Nothing is sent yet, but workers may already connect.
 
         A model that is spread over the ranks of a trainer (FSDP2, DTensors) is sent by one of them, the
-        first of its mesh. The scheme is initialised, connected and sent with on all of them alike, and
-        one tensor at a time is gathered; what the others' calls return says nothing of workers.
+        first of its mesh. The scheme is initialised, connected and sent with on all of them, at the same
+        places of the program; the others lend their parts, and what their calls return says nothing of
+        workers. Where rank 0 or another fails, all of them raise.
 
         Give one of: ``params_map``; ``context`` with ``model_id``; ``model`` or ``weights`` with
         ``devices``, with ``device_map_fn`` and ``num_workers``, or with ``num_workers`` alone (CPU).
@@ -212,11 +215,13 @@ class SchemeRecipe(ABC):
         self._model_id = model_id
         self._model = model
         self.context = context
-        self._team = team_of(weights if weights is not None else self.model)
-        if self._team is None or self._team.leads:
-            self._listener = self._make_listener(self._plan.workers, ctx)
-        else:
-            self._contributor = Contributor(self._team)
+        mesh = mesh_of((self.model, self._plan.weights, *(group.weights for group in self._plan.groups)))
+        self._shards = Shards(mesh) if mesh is not None else None
+        if self._shards is not None and not self._shards.leads:
+            self._contributor = Contributor(self._shards)
+            return
+        self._leader = Leader(self._shards) if self._shards is not None else None
+        self._listener = self._make_listener(self._plan.workers, ctx)
 
     def init_on_receiver(
         self,
@@ -277,7 +282,8 @@ class SchemeRecipe(ABC):
     def _check_no_endpoint(self) -> None:
         if self._pid != os.getpid():
             return  # what is live belongs to the parent; this process starts from the recipe
-        if self._sender is not None or self._receiver is not None:
+        contributes = self._contributor is not None and self._contributor.version >= 0
+        if self._sender is not None or self._receiver is not None or contributes:
             raise AlreadyConnectedError(
                 "this scheme object has a live endpoint; aclose() it first, or use a copy of the scheme"
             )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.enlisted import enlist
 from aiosync.schemes.ranked import Collective, RankedWeightSyncScheme
@@ -90,20 +91,12 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
             for worker, info, rref in zip(workers, infos, rrefs, strict=True)
         )
 
-    async def connect(
-        self,
-        *,
-        worker_idx: int | None = None,
-        weights: Any = None,
-        min_workers: int | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        """See :meth:`WeightSyncScheme.connect`; remote objects join first.
+    async def _before_connect(self, deadline: Deadline) -> None:
+        """Have remote objects join.
 
         Raises:
-            RemoteApplyError: one cannot join: it has no model of this name, say.
+            RemoteApplyError: one cannot: it has no model of this name, say.
         """
-        deadline = self._deadline(timeout)
         joined = await asyncio.gather(
             *(
                 remote.apply(enlist, self, self._model_id, remote.worker_idx, timeout=deadline.remaining())
@@ -114,9 +107,6 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
         for result in joined:
             if isinstance(result, BaseException):
                 raise result
-        await super().connect(
-            worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=deadline.remaining()
-        )
 
     def _usual_index(self) -> int | None:
         rank = rank_here()

@@ -19,6 +19,7 @@ from torch import Tensor
 from aiosync._deadline import Deadline
 from aiosync.errors import NotConnectedError, SyncTimeoutError
 from aiosync.schemes._host import TaskHost
+from aiosync.schemes.gathering import Gathering
 from aiosync.schemes.group import Streams, WeightGroup
 from aiosync.schemes.plan import SenderPlan
 from aiosync.schemes.publisher import Prepared, Publisher, Sources
@@ -122,19 +123,21 @@ class WeightSender:
         *,
         min_workers: int | None = None,
         optional: Collection[str] = (),
+        gathering: Gathering | None = None,
     ) -> None:
         """Publish version 0 and wait until every worker runs on it; or ``min_workers`` of them, whichever.
 
         Args:
             sources: what version 0 is; its names, shapes and dtypes are those of all that follow.
             optional: further names that a later source may have, and that are not sent.
+            gathering: brings together what is spread over ranks.
 
         Raises:
             SyncTimeoutError: some did not come in time; it names them. Call again to go on waiting.
             RemoteApplyError, LayoutMismatchError: a worker refused; it may connect again.
         """
         if not self._live:
-            await self._open(sources, deadline, optional)
+            await self._open(sources, deadline, optional, gathering)
         if min_workers is not None:
             await self.roster.gather(min_workers, deadline)
         else:
@@ -165,7 +168,13 @@ class WeightSender:
         report = self._conclude(round_, Prepared([], set(), None, deadline), waited=True)
         self._raise_failure(report, deadline)
 
-    async def _open(self, sources: Sources, deadline: Deadline, optional: Collection[str]) -> None:
+    async def _open(
+        self,
+        sources: Sources,
+        deadline: Deadline,
+        optional: Collection[str],
+        gathering: Gathering | None,
+    ) -> None:
         self.check_open()
         await self._host.start()
         try:
@@ -180,6 +189,7 @@ class WeightSender:
                 prepared = await self.publisher.prepare(
                     sources, set(), strict=True, joint=None, deadline=deadline
                 )
+                await self.publisher.fill(prepared, gathering)
                 await self.publisher.publish(prepared, fallback=False)
             self.roster.rounds.clear()
             await self.roster.open(self._host, self._groups)
@@ -187,6 +197,8 @@ class WeightSender:
             await self._abandon()
             raise
         self._live = True
+        if gathering is not None:
+            gathering.published(self.version)
 
     async def _abandon(self) -> None:
         await self._host.aclose()
@@ -202,7 +214,14 @@ class WeightSender:
     # -- send -------------------------------------------------------------------------------------
 
     async def send(
-        self, sources: Sources, targets: set[int], *, wait: bool, strict: bool, deadline: Deadline
+        self,
+        sources: Sources,
+        targets: set[int],
+        *,
+        wait: bool,
+        strict: bool,
+        deadline: Deadline,
+        gathering: Gathering | None = None,
     ) -> SendReport:
         """Publish the next version to ``targets``; wait for their answers if told to.
 
@@ -215,9 +234,17 @@ class WeightSender:
         publisher = self.publisher
         async with publisher.exclusive(deadline):
             prepared = await publisher.prepare(
-                sources, targets, strict=strict, joint=None, deadline=deadline, may_spill=not wait
+                sources,
+                targets,
+                strict=strict,
+                joint=None,
+                deadline=deadline,
+                may_spill=not wait and gathering is None,
             )
+            await publisher.fill(prepared, gathering)
             round_ = await publisher.publish(prepared, fallback=wait)
+            if gathering is not None:
+                gathering.published(self.version)
         report = await self.finish(prepared, round_, wait=wait)
         self._raise_failure(report, deadline)
         return report

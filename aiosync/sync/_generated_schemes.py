@@ -85,8 +85,9 @@ class WeightSyncScheme(BlockingTwin):
         """Say whom to send to and what. Nothing is sent yet, but workers may already connect.
 
         A model that is spread over the ranks of a trainer (FSDP2, DTensors) is sent by one of them, the
-        first of its mesh. The scheme is initialised, connected and sent with on all of them alike, and
-        one tensor at a time is gathered; what the others' calls return says nothing of workers.
+        first of its mesh. The scheme is initialised, connected and sent with on all of them, at the same
+        places of the program; the others lend their parts, and what their calls return says nothing of
+        workers. Where rank 0 or another fails, all of them raise.
 
         Give one of: ``params_map``; ``context`` with ``model_id``; ``model`` or ``weights`` with
         ``devices``, with ``device_map_fn`` and ``num_workers``, or with ``num_workers`` alone (CPU).
@@ -679,14 +680,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             InvalidArgumentError: they are not one for each worker.
         """
         self._async.init_on_sender(**arguments)
-
-    def connect(self, *, worker_idx: int | None=None, weights: Any=None, min_workers: int | None=None, timeout: float | None=None) -> None:
-        """See :meth:`WeightSyncScheme.connect`; remote objects join first.
-
-        Raises:
-            RemoteApplyError: one cannot join: it has no model of this name, say.
-        """
-        self._blocking_connect(worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout)
 
 
 class NoWeightSyncScheme(WeightSyncScheme):

@@ -33,6 +33,7 @@ __all__ = [
     "QueueReader",
     "abandonable",
     "aside",
+    "call_when_done",
     "detached",
     "handover",
     "offloaded",
@@ -177,6 +178,17 @@ async def abandonable(work: Callable[[], T], name: str) -> T:
     future, settle = handover()
     threading.Thread(target=settle, args=(work,), name=name, daemon=True).start()
     return await future
+
+
+def call_when_done(future: Future[None], callback: Callable[[Future[None]], None]) -> None:
+    """Call ``callback`` on this event loop, if that is still there by then."""
+    loop = asyncio.get_running_loop()
+
+    def tell(done: Future[None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            loop.call_soon_threadsafe(callback, done)
+
+    future.add_done_callback(tell)
 
 
 def aside(work: Callable[[], object], name: str) -> None:

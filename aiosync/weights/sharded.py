@@ -1,36 +1,47 @@
 """Models whose tensors are spread over the ranks of a trainer: DTensors, as FSDP2 and tensor parallelism
-have them.
-
-Every rank of the mesh takes part each time that weights are gathered, in the same order: the rank whose
-coordinates are all zero, which leads, writes them down; the others only lend their shards. Before that, the
-one that leads tells the others that it is going to, or why not; so nobody waits for it in vain.
-
-One tensor is gathered at a time, and let go before the next: what a rank takes for it besides its own shards
-is memory for the largest tensor, once whole and once in the parts that it is made of.
+have them. Which ranks those are, and which part of each tensor is where.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
-import torch.distributed as dist
+import msgspec
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from aiosync.errors import GatherError, InvalidArgumentError
 
-__all__ = ["Team", "collect", "is_sharded", "local_part", "team_of"]
+__all__ = ["Block", "block_of", "check_blocks", "is_sharded", "local_part", "mesh_of"]
+
+
+class Block(msgspec.Struct, frozen=True):
+    """A part of a tensor.
+
+    Attributes:
+        offset: where it begins, dimension by dimension.
+        shape: its shape.
+        dtype: its dtype, as text.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The part, as an index."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
 
 
 def is_sharded(tensor: object) -> bool:
     """Whether a tensor is a DTensor."""
-    library: Any = sys.modules.get(
-        "torch.distributed.tensor"
-    )  # takes long to import: who has one has done so
+    # It takes long to import; whoever has one has done that.
+    library: Any = sys.modules.get("torch.distributed.tensor")
     return library is not None and isinstance(tensor, library.DTensor)
 
 
@@ -40,17 +51,13 @@ def local_part(tensor: Any) -> Tensor:
     return part
 
 
-def team_of(source: Any) -> Team | None:
-    """The ranks that a model's tensors are spread over, if they are.
+def mesh_of(sources: Iterable[Any]) -> Any:
+    """The device mesh that these modules, TensorDicts and dicts are spread over; None: they are whole.
 
     Raises:
-        InvalidArgumentError: they are spread over several meshes, or this rank is in none of them.
+        InvalidArgumentError: there are several, or this rank is in none of them.
     """
-    if isinstance(source, nn.Module):
-        tensors: Iterable[Any] = (*source.parameters(), *source.buffers())
-    else:
-        tensors = _leaves(source) if isinstance(source, Mapping) or hasattr(source, "items") else ()
-    meshes = {tensor.device_mesh: None for tensor in tensors if is_sharded(tensor)}
+    meshes = {tensor.device_mesh for source in sources for tensor in _tensors(source) if is_sharded(tensor)}
     if not meshes:
         return None
     if len(meshes) > 1:
@@ -58,91 +65,58 @@ def team_of(source: Any) -> Team | None:
     (mesh,) = meshes
     if mesh.get_coordinate() is None:
         raise InvalidArgumentError("this rank has no part in the mesh that the model is spread over")
-    return _team(mesh)
+    return mesh
 
 
-def _team(mesh: Any) -> Team:
-    if mesh not in _teams:
-        _teams[mesh] = Team(mesh)
-    return _teams[mesh]
+def _tensors(source: Any) -> Iterator[Any]:
+    if isinstance(source, nn.Module):
+        yield from source.parameters()
+        yield from source.buffers()
+    elif isinstance(source, Mapping | TensorDictBase):
+        for value in source.values():
+            yield from _tensors(value)
+    else:
+        yield source
 
 
-def _leaves(source: Any) -> Iterable[Any]:
-    for value in source.values():
-        if hasattr(value, "values") and not isinstance(value, Tensor):
-            yield from _leaves(value)
-        else:
-            yield value
+def block_of(tensor: Any) -> Block | None:
+    """The part of a DTensor that this rank is to give; None: it has none, or another rank gives the same.
 
-
-def collect(pairs: Sequence[tuple[Tensor, Any]]) -> None:
-    """Gather each second tensor, which is spread over ranks, into the first. Blocking; see :class:`Team`."""
-    _team(pairs[0][1].device_mesh).collect(pairs)
-
-
-class Team:
-    """The ranks of one mesh, as far as they gather weights. Its calls block.
-
-    Attributes:
-        leads: whether this rank is the one that gets the weights.
-        begun: how often this rank has begun to gather.
+    Raises:
+        GatherError: ranks have addends of it and not parts.
     """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    def __init__(self, mesh: Any) -> None:
-        self._mesh = mesh
-        self._one_at_a_time = threading.Lock()
-        self.leads = not any(mesh.get_coordinate())
-        self.begun = 0
-
-    def collect(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Gather each second tensor into the first; on the rank that leads.
-
-        Raises:
-            GatherError: a rank is gone.
-        """
-        with self._one_at_a_time:
-            self.begun += 1
-            self._share("")
-            for destination, source in pairs:
-                destination.copy_(self._whole(source))
-
-    def call_off(self, reason: str) -> None:
-        """Tell the others that nothing will be gathered; on the rank that leads."""
-        with self._one_at_a_time:
-            self._share(reason)
-
-    def contribute(self, tensors: Iterable[Tensor]) -> None:
-        """Lend this rank's shards.
-
-        Raises:
-            GatherError: the rank that leads has called it off, or a rank is gone.
-        """
-        with self._one_at_a_time:
-            reason = self._share("")
-            if reason:
-                raise GatherError(f"the trainer's rank 0 did not send: {reason}")
-            self.begun += 1
-            for tensor in tensors:
-                self._whole(tensor)
-
-    def _share(self, reason: str) -> str:
-        """What the rank that leads says; along one dimension of the mesh after the other."""
-        said = [reason]
-        try:
-            for dimension in range(self._mesh.ndim):
-                group = self._mesh.get_group(dimension)
-                dist.broadcast_object_list(said, group=group, group_src=0)
-        except RuntimeError as exc:
-            raise GatherError(f"a rank of the trainer is gone: {str(exc).splitlines()[0]}") from exc
-        return said[0]
-
-    def _whole(self, tensor: Any) -> Tensor:
-        try:
-            with torch.no_grad():
-                whole: Tensor = tensor.full_tensor()
-        except RuntimeError as exc:
-            raise GatherError(f"a rank of the trainer is gone: {str(exc).splitlines()[0]}") from exc
-        return whole
+    coordinate = tensor.device_mesh.get_coordinate()
+    for placement, place in zip(tensor.placements, coordinate, strict=True):
+        if placement.is_partial():
+            raise GatherError(f"a tensor is {placement!r}: ranks have addends of it; redistribute() it first")
+        if placement.is_replicate() and place > 0:
+            return None
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if not math.prod(shape):
+        return None
+    return Block(tuple(offset), tuple(shape), str(tensor.dtype))
 
 
-_teams: WeakKeyDictionary[Any, Team] = WeakKeyDictionary()
+def check_blocks(name: str, tensor: Any, blocks: Sequence[Block]) -> None:
+    """Make sure that these are all of a tensor, each part once.
+
+    Raises:
+        GatherError: they are not.
+    """
+    dtypes = {block.dtype for block in blocks} - {str(tensor.dtype)}
+    if dtypes:
+        raise GatherError(f"{name!r} is {tensor.dtype} on rank 0 and {', '.join(sorted(dtypes))} on others")
+    there = sum(math.prod(block.shape) for block in blocks)
+    if there != tensor.numel() or any(_overlap(a, b) for a, b in combinations(blocks, 2)):
+        raise GatherError(
+            f"the ranks' parts of {name!r} are not the whole of it ({there} of {tensor.numel()} elements): "
+            "is it the same model on all of them?"
+        )
+
+
+def _overlap(a: Block, b: Block) -> bool:
+    return all(
+        s < t + u and t < s + r for s, r, t, u in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
+    )

@@ -90,7 +90,7 @@ async def test_workers_hold_the_full_state_dict(scenario: Callable[..., Any], ra
 
 
 async def test_gathering_takes_memory_for_one_tensor() -> None:
-    """For it and for the parts that it is made of; and rank 0 has the two slots that it sends from."""
+    """At most: where a part lies in one piece, not even that. Rank 0 has the two slots that it sends from."""
     (leading, other), _ = await trainer(trainers.memory, large=True)
     one, model = 4 * LAYER, 4 * LAYER * LAYERS
     assert other < 4 * one, (
@@ -101,13 +101,45 @@ async def test_gathering_takes_memory_for_one_tensor() -> None:
 
 async def test_what_is_not_sent_is_not_waited_for() -> None:
     (leading, other), workers = await trainer(trainers.refused)
-    assert [kind for kind, _ in leading] == ["UnknownWorkerError", "LayoutMismatchError"]
-    assert [kind for kind, _ in other] == ["GatherError"] * 2
+    kinds = ["UnknownWorkerError", "LayoutMismatchError", "InvalidArgumentError", "GatherError"]
+    assert [kind for kind, _ in leading] == [*kinds, "UnknownWorkerError"]
+    kinds = ["GatherError", "GatherError", "InvalidArgumentError", "InvalidArgumentError"]
+    assert [kind for kind, _ in other] == [*kinds, "GatherError"]
     assert "unknown worker 7" in other[0][1]
     assert "missing" in other[1][1]
+    assert "rank 1 has failed" in leading[3][1]
     assert [worker.model.single.item() for worker in workers] == [5, 5]
 
 
+async def test_weights_in_another_order() -> None:
+    (whole, _), workers = await trainer(trainers.reordered)
+    for worker in workers:
+        assert {key: value.tolist() for key, value in worker.model.state_dict().items()} == whole
+
+
 async def test_a_rank_that_is_out_of_step() -> None:
-    (_, error), _ = await trainer(trainers.out_of_step)
-    assert "not every rank of the trainer came to send" in error
+    ((leading, _), (other, version)), _ = await trainer(trainers.out_of_step)
+    assert [kind for kind, _ in leading] == ["GatherError", "SyncTimeoutError"]
+    assert [kind for kind, _ in other] == ["SyncTimeoutError", "GatherError"]
+    assert "not every rank of the trainer came" in other[0][1]
+    assert "a rank has given up its send()" in leading[0][1]
+    assert "rank 0 has given up" in other[1][1]
+    assert version in (3, 4)  # whether the cancelled one was still published
+
+
+async def test_two_sends_at_once() -> None:
+    versions, workers = await trainer(trainers.together)
+    assert versions == [2, 2]
+    assert [worker.model.single.item() for worker in workers] == [3, 3]
+
+
+async def test_a_rank_that_is_gone() -> None:
+    (error, _), _ = await trainer(trainers.abandoned)
+    assert error[0] == "GatherError"
+    assert "is gone, or has closed its scheme" in error[1]
+
+
+async def test_a_scheme_that_was_not_told() -> None:
+    errors, _ = await trainer(trainers.not_told)
+    assert [kind for kind, _ in errors] == ["InvalidArgumentError"] * 2
+    assert "give init_on_sender() the model" in errors[0][1]

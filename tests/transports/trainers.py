@@ -20,10 +20,24 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Shard
 
-from aiosync import AiosyncError, DistributedWeightSyncScheme
+from aiosync import DistributedWeightSyncScheme
 from tests.kit.clock import BRIEF, PATIENCE
 
-__all__ = ["LAYER", "LAYERS", "Net", "main", "memory", "out_of_step", "refused", "spread", "train"]
+__all__ = [
+    "LAYER",
+    "LAYERS",
+    "Net",
+    "abandoned",
+    "main",
+    "memory",
+    "not_told",
+    "out_of_step",
+    "refused",
+    "reordered",
+    "spread",
+    "together",
+    "train",
+]
 
 MIB = 1 << 20
 _MMAP_THRESHOLD = -3
@@ -132,34 +146,89 @@ def _status(field: str) -> int:
     return int(lines[field].split()[0]) * 1024
 
 
-async def refused(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
-    """What rank 0 cannot send the others do not wait for."""
-    await scheme.connect()
-    errors = []
-    for arguments in ({"worker_ids": 7}, {"weights": {"single": model.single}}):
-        begun = time.monotonic()
-        try:
-            await scheme.send(**arguments)
-        except AiosyncError as exc:
-            errors.append((type(exc).__name__, str(exc)))
+async def _error_of(call: Any) -> tuple[str, str]:
+    """The error that a call ends with, in good time."""
+    begun = time.monotonic()
+    try:
+        await call
+    except Exception as exc:  # noqa: BLE001 - looked at by the test
         assert time.monotonic() - begun < PATIENCE / 2
+        return type(exc).__name__, str(exc)
+    return "", ""
+
+
+async def refused(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """What one rank cannot send the others do not wait for, and the next call is well."""
+    await scheme.connect()
+    whole = torch.full((1,), 5.0)
+    errors = [
+        await _error_of(scheme.send(worker_ids=7)),
+        await _error_of(scheme.send({"single": model.single})),
+        await _error_of(scheme.send("no.such.path")),
+        await _error_of(scheme.send([1] if rank == 1 else None)),
+    ]
     assert (await scheme.send({"single": model.single}, strict=False)).ok
-    whole = distribute_tensor(torch.full((1,), 5.0), model.single.device_mesh, [Shard(0)])
-    assert (await scheme.send({"single": whole}, strict=False)).ok
+    errors.append(await _error_of(scheme.send({"single": whole}, worker_ids=7)))
+    sharded = distribute_tensor(whole, model.single.device_mesh, [Shard(0)])
+    assert (await scheme.send({"single": sharded}, strict=False)).ok
     return errors
 
 
-async def out_of_step(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
-    """Rank 1 sends when rank 0 does not; later both do."""
+async def reordered(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """Ranks may have their weights in another order; names tell."""
     await scheme.connect()
-    error = ""
+    state = dict(model.state_dict())
     if rank == 1:
-        try:
-            await scheme.send(timeout=BRIEF)
-        except TimeoutError as exc:
-            error = str(exc)
-    else:
-        await asyncio.sleep(2 * BRIEF)
-        await scheme.send()  # which is what rank 1's thread is still waiting for
+        state = dict(reversed(state.items()))
+    assert (await scheme.send(state)).ok
+    return _whole(model)
+
+
+async def out_of_step(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """One rank gives up before the other comes: that one is told, and the next calls meet."""
+    await scheme.connect()
+    errors = []
+    for ahead in (1, 0):
+        if rank == ahead:
+            errors.append(await _error_of(scheme.send(timeout=BRIEF)))
+        else:
+            await asyncio.sleep(3 * BRIEF)
+            errors.append(await _error_of(scheme.send()))
+        await scheme.send()
+    task = asyncio.create_task(scheme.send())
+    await asyncio.sleep(0)
+    if rank == 0:
+        task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     await scheme.send()
-    return error
+    return errors, scheme.version
+
+
+async def together(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """Two sends of one scheme at once."""
+    await scheme.connect()
+    singles = [
+        distribute_tensor(torch.full((1,), value), model.single.device_mesh, [Shard(0)])
+        for value in (2.0, 3.0)
+    ]
+    await asyncio.gather(*(scheme.send({"single": single}, strict=False) for single in singles))
+    return scheme.version
+
+
+async def abandoned(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """A rank ends; the other hears of it."""
+    await scheme.connect()
+    if rank == 1:
+        await scheme.aclose()
+        return ("", "")
+    return await _error_of(scheme.send())
+
+
+async def not_told(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """The model was whole when the scheme was initialised."""
+    await scheme.connect()
+    other = DistributedWeightSyncScheme(timeout=PATIENCE)
+    other.init_on_sender(model_id="other", model=Net(), num_workers=1)
+    errors = await _error_of(other.connect(weights=model, timeout=BRIEF))
+    await other.aclose()
+    return errors

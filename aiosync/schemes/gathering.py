@@ -1,0 +1,190 @@
+"""Calls of a sharded trainer: on the rank that sends, and on the others, which only lend their parts.
+
+Every rank calls ``connect`` and ``send`` at the same places of its program;
+:mod:`aiosync.transports.shards` says how the calls meet. One that reaches its deadline, or is cancelled,
+returns at once; its thread is left to tell the others, and rank 0's slot is nobody's until it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from functools import partial
+
+from torch import Tensor
+
+from aiosync._deadline import Deadline
+from aiosync.errors import AiosyncError, GatherError
+from aiosync.schemes.report import SendReport
+from aiosync.transports.shards import Lending, Shards, Wanted
+
+__all__ = ["Contributor", "Gathering", "Leader", "leading"]
+
+
+class Gathering:
+    """One call of rank 0's.
+
+    Args:
+        shards: the way to the others.
+        call: what they are to be in.
+        deadline: of the call.
+
+    Attributes:
+        work: what the thread does, once it has been asked to.
+        concluded: whether a version was published.
+    """
+
+    def __init__(self, shards: Shards, call: str, deadline: Deadline) -> None:
+        self.work: Future[None] | None = None
+        self.concluded = False
+        self._shards = shards
+        self._call = call
+        self._deadline = deadline
+        self._given_up = ""
+
+    async def gather(self, wanted: Sequence[Wanted]) -> None:
+        """Bring the entries together; with none, the others are told all the same.
+
+        Raises:
+            GatherError: a rank has failed or has given up, or is gone.
+            SyncTimeoutError: not all came in time.
+        """
+        work = partial(self._shards.gather, self._call, wanted, lambda: self._given_up)
+        self.work = self._shards.thread.submit(work)
+        await _until_done(self.work, self._deadline)
+
+    def published(self, version: int) -> None:
+        """Have the others told of it. Does not wait for that."""
+        self.concluded = True
+        if self.work is not None:
+            self._shards.thread.submit(partial(self._conclude, self.work, version, ""))
+
+    def call_off(self, error: BaseException) -> None:
+        """Have the others told that nothing was published. Does not wait for that."""
+        reason = str(error) or type(error).__name__
+        self._given_up = f"rank 0 has given up: {reason}"
+        thread = self._shards.thread
+        if self.work is None:
+            thread.submit(partial(self._shards.call_off, self._call, reason))
+        else:
+            thread.submit(partial(self._conclude, self.work, -1, reason))
+
+    def _conclude(self, work: Future[None], version: int, reason: str) -> None:
+        if work.exception() is None:  # else they know
+            self._shards.conclude(version, reason)
+
+
+class Leader:
+    """Rank 0's calls, one after the other: the others' come in the order in which they were made.
+
+    Args:
+        shards: the way to the others.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._last: asyncio.Future[None] | None = None
+
+    @asynccontextmanager
+    async def calling(self, call: str, deadline: Deadline) -> AsyncIterator[Gathering]:
+        """Around a call: whatever becomes of it, the others hear of it.
+
+        Raises:
+            SyncTimeoutError: an earlier call was not over in time.
+        """
+        gathering = Gathering(self._shards, call, deadline)
+        before, over = self._last, asyncio.get_running_loop().create_future()
+        self._last = over
+        try:
+            if before is not None:
+                await asyncio.wait([before], timeout=deadline.remaining())
+                if not before.done():
+                    raise deadline.error("stage", hint="an earlier call was not over")
+            yield gathering
+        except BaseException as exc:
+            if not gathering.concluded:
+                _in_turn(before, partial(gathering.call_off, exc))
+            raise
+        finally:
+            _in_turn(before, partial(over.set_result, None))
+
+
+def _in_turn(before: asyncio.Future[None] | None, action: Callable[[], object]) -> None:
+    """Do something when what was before is over."""
+    if before is None or before.done():
+        action()
+    else:
+        before.add_done_callback(lambda _: action())
+
+
+@asynccontextmanager
+async def leading(leader: Leader | None, call: str, deadline: Deadline) -> AsyncIterator[Gathering | None]:
+    """Around a call of the sender's. None: the model is whole."""
+    if leader is None:
+        yield None
+        return
+    async with leader.calling(call, deadline) as gathering:
+        yield gathering
+
+
+class Contributor:
+    """What the others have in place of a sender.
+
+    Args:
+        shards: the way to rank 0.
+
+    Attributes:
+        version: the last that rank 0 has published with this rank's parts; -1 before the first.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self.version = -1
+        self._shards = shards
+
+    async def take_part(
+        self,
+        call: str,
+        sources: Callable[[], Awaitable[Mapping[int, Mapping[str, Tensor]]]],
+        deadline: Deadline,
+    ) -> SendReport:
+        """Lend what is being sent.
+
+        Raises:
+            GatherError: nothing was sent; it says why.
+            SyncTimeoutError: the others did not come in time.
+            Exception: what ``sources`` raises.
+        """
+        lending, failure = Lending(call, {}), None
+        try:
+            lending.sources = await sources()
+        except (AiosyncError, AttributeError, TypeError) as exc:
+            failure, lending.failed = exc, str(exc)
+        work = self._shards.thread.submit(partial(self._lend, lending))
+        try:
+            await _until_done(work, deadline)
+        except GatherError:
+            if failure is not None:
+                raise failure from None
+            raise
+        except BaseException:
+            lending.given_up = f"a rank has given up its {call}()"
+            raise
+        return self.report()
+
+    def _lend(self, lending: Lending) -> None:
+        self.version = self._shards.lend(lending)
+
+    def report(self) -> SendReport:
+        """What there is to say of the last time."""
+        return SendReport(self.version, 0, {}, {}, ())
+
+
+async def _until_done(work: Future[None], deadline: Deadline) -> None:
+    done = asyncio.wrap_future(work)
+    done.add_done_callback(lambda future: future.cancelled() or future.exception())  # somebody has seen it
+    await asyncio.wait([done], timeout=deadline.remaining())
+    if not done.done():
+        raise deadline.error("stage", hint="not every rank of the trainer came to it")
+    done.result()
