@@ -139,6 +139,7 @@ class JointUpdate:
                 prepared = await sender.publisher.prepare(
                     sources, set(targets), strict=part.strict, joint=joint, deadline=deadline
                 )
+                await sender.publisher.fill(prepared, None)
                 under_way.append(_UnderWay(scheme, sender, prepared))
         except BaseException:
             for item in under_way:

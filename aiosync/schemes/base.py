@@ -210,8 +210,8 @@ class WeightSyncScheme(SchemeEndpoints):
                 raise NotConnectedError("call connect() before send()")
             given = partial(self._lent, weights)
             return await self._contributor.take_part("send", given, deadline)
-        sender = self.get_sender()
         async with leading(self._leader, "send", deadline) as gathering:
+            sender = self.get_sender()
             targets = sender.roster.resolve(worker_ids)
             if worker_ids is None and is_per_worker(weights):
                 targets = sender.roster.resolve(list(weights))
@@ -359,9 +359,9 @@ class WeightSyncScheme(SchemeEndpoints):
                 listener.close()
             if receiver is not None:
                 await receiver.aclose()
+        finally:
             if shards is not None:
                 shards.close()
-        finally:
             self._release()
 
     async def shutdown(self) -> None:

@@ -12,12 +12,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from aiosync._deadline import Deadline
-from aiosync.errors import AiosyncError, GatherError
+from aiosync.errors import GatherError, NotConnectedError
 from aiosync.schemes.report import SendReport
+from aiosync.transports._offload import call_when_done
 from aiosync.transports.shards import Lending, Shards, Wanted
 
 __all__ = ["Contributor", "Gathering", "Leader", "leading"]
@@ -44,16 +46,24 @@ class Gathering:
         self._deadline = deadline
         self._given_up = ""
 
-    async def gather(self, wanted: Sequence[Wanted]) -> None:
+    async def gather(
+        self, wanted: Sequence[Wanted], begin: Callable[[], object], stopped: asyncio.Future[None]
+    ) -> None:
         """Bring the entries together; with none, the others are told all the same.
+
+        Args:
+            wanted: the entries.
+            begin: called in another thread before the first byte is written.
+            stopped: done when the sender is being closed.
 
         Raises:
             GatherError: a rank has failed or has given up, or is gone.
             SyncTimeoutError: not all came in time.
+            NotConnectedError: the sender was closed.
         """
-        work = partial(self._shards.gather, self._call, wanted, lambda: self._given_up)
+        work = partial(self._shards.gather, self._call, wanted, lambda: self._given_up, begin)
         self.work = self._shards.thread.submit(work)
-        await _until_done(self.work, self._deadline)
+        await _until_done(self.work, self._deadline, stopped)
 
     def published(self, version: int) -> None:
         """Have the others told of it. Does not wait for that."""
@@ -108,7 +118,15 @@ class Leader:
                 _in_turn(before, partial(gathering.call_off, exc))
             raise
         finally:
-            _in_turn(before, partial(over.set_result, None))
+            _in_turn(before, partial(_follow, over, gathering.work))
+
+
+def _follow(over: asyncio.Future[None], work: Future[None] | None) -> None:
+    """A call is over when its thread has done with the slot."""
+    if work is None:
+        over.set_result(None)
+    else:
+        call_when_done(work, lambda _: over.set_result(None))
 
 
 def _in_turn(before: asyncio.Future[None] | None, action: Callable[[], object]) -> None:
@@ -159,8 +177,12 @@ class Contributor:
         lending, failure = Lending(call, {}), None
         try:
             lending.sources = await sources()
-        except (AiosyncError, AttributeError, TypeError) as exc:
-            failure, lending.failed = exc, str(exc)
+        except Exception as exc:  # noqa: BLE001 - raised when the others have heard of it
+            failure, lending.failed = exc, str(exc) or repr(exc)
+        except BaseException:
+            lending.failed = f"its {call}() was cancelled"
+            self._shards.thread.submit(partial(self._lend, lending))
+            raise
         work = self._shards.thread.submit(partial(self._lend, lending))
         try:
             await _until_done(work, deadline)
@@ -171,20 +193,26 @@ class Contributor:
         except BaseException:
             lending.given_up = f"a rank has given up its {call}()"
             raise
-        return self.report()
+        return self.report(work.result())
 
-    def _lend(self, lending: Lending) -> None:
+    def _lend(self, lending: Lending) -> int:
         self.version = self._shards.lend(lending)
+        return self.version
 
-    def report(self) -> SendReport:
-        """What there is to say of the last time."""
-        return SendReport(self.version, 0, {}, {}, ())
+    def report(self, version: int | None = None) -> SendReport:
+        """What there is to say of a version; of the last, if it is not said which."""
+        return SendReport(self.version if version is None else version, 0, {}, {}, ())
 
 
-async def _until_done(work: Future[None], deadline: Deadline) -> None:
-    done = asyncio.wrap_future(work)
+async def _until_done(
+    work: Future[Any], deadline: Deadline, stopped: asyncio.Future[None] | None = None
+) -> None:
+    done: asyncio.Future[Any] = asyncio.wrap_future(work)
     done.add_done_callback(lambda future: future.cancelled() or future.exception())  # somebody has seen it
-    await asyncio.wait([done], timeout=deadline.remaining())
+    awaited = [done] if stopped is None else [done, stopped]
+    await asyncio.wait(awaited, timeout=deadline.remaining(), return_when=asyncio.FIRST_COMPLETED)
+    if stopped is not None and stopped.done() and not done.done():
+        raise NotConnectedError("the sender was closed before the ranks of the trainer had come together")
     if not done.done():
         raise deadline.error("stage", hint="not every rank of the trainer came to it")
     done.result()

@@ -279,8 +279,10 @@ class WeightGroup:
             self.spill = None
         elif draft.begun and draft.reclaimed:
             # Its copy failed half way and what it held before is gone: nobody may be given it.
-            draft.slot.holders.clear()
+            draft.slot.holders &= self.unstoppable
             self.latest = None
+        elif draft.reclaimed and self.latest is not None and self.latest.slot is draft.slot:
+            draft.slot.version = self.latest.version  # it still has that
         self.wake()
 
     def forget_latest(self) -> None:
@@ -298,6 +300,11 @@ class WeightGroup:
     def offerable(self, published: Published | None) -> bool:
         """Whether a worker may be given this version now."""
         return published is not None and WRITER not in published.slot.holders
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """An entry's name, and those that are tied to it."""
+        aliases = self.arena.layout.aliases
+        return (name, *(alias for alias, entry in aliases.items() if entry == name))
 
     def reserve_until(self, work: Future[None], slot: Slot) -> None:
         """Nobody is to have this slot before some work is done that cannot be told to stop."""

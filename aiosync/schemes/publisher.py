@@ -74,6 +74,7 @@ class Publisher:
         self._host = host
         self._round = -1
         self.stopped = False
+        self._stopping: asyncio.Future[None] | None = None
         self._lock = asyncio.Lock()
 
     @asynccontextmanager
@@ -100,6 +101,8 @@ class Publisher:
         """Let nothing more be published, and wait until nobody writes: what is being copied stops at its
         next piece, and whoever waits, for a slot or for another to be done, is told."""
         self.stopped = True
+        if self._stopping is not None and not self._stopping.done():
+            self._stopping.set_result(None)
         for group in self._groups:
             group.stop()
         async with self._lock:
@@ -180,20 +183,18 @@ class Publisher:
                     "these weights are spread over ranks (DTensors): give init_on_sender() the model, on "
                     "all of those ranks"
                 )
-            for draft in drafts:
-                draft.begun = True
-            await gathering.gather(
-                [
-                    Wanted(self._groups.index(draft.group), name, destination, source)
-                    for draft in drafts
-                    for name, destination, source in draft.sharded
-                ]
-            )
+            wanted = [
+                Wanted(self._groups.index(draft.group), draft.group.names_of(name), destination, source)
+                for draft in drafts
+                for name, destination, source in draft.sharded
+            ]
+            self._stopping = asyncio.get_running_loop().create_future()
+            await gathering.gather(wanted, lambda: _begin(drafts), self._stopping)
         except BaseException:
-            self.discard(prepared)
             if gathering is not None and gathering.work is not None:
                 for draft in drafts:
                     draft.group.reserve_until(gathering.work, draft.slot)
+            self.discard(prepared)
             raise
 
     def discard(self, prepared: Prepared) -> None:
@@ -281,6 +282,11 @@ class Publisher:
                 draft.slot.version = -1  # the number will be another's
             if withdrawn and before is not None:
                 draft.group.addressed.update(dict.fromkeys(round_.phases, before.version))
+
+
+def _begin(drafts: Sequence[Draft]) -> None:
+    for draft in drafts:
+        draft.begun = True
 
 
 async def publish_together(items: Sequence[tuple[Publisher, Prepared]], *, fallback: bool) -> list[Round]:

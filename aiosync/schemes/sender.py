@@ -242,9 +242,11 @@ class WeightSender:
                 may_spill=not wait and gathering is None,
             )
             await publisher.fill(prepared, gathering)
-            round_ = await publisher.publish(prepared, fallback=wait)
-            if gathering is not None:
-                gathering.published(self.version)
+            try:
+                round_ = await publisher.publish(prepared, fallback=wait)
+            finally:
+                if gathering is not None and prepared.round is not None:  # also if this was cancelled since
+                    gathering.published(self.version)
         report = await self.finish(prepared, round_, wait=wait)
         self._raise_failure(report, deadline)
         return report

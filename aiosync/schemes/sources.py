@@ -13,6 +13,7 @@ from aiosync.schemes.plan import SenderPlan
 from aiosync.transports._offload import Offloader
 from aiosync.weights.flatten import named_tensors
 from aiosync.weights.index import module_tensors
+from aiosync.weights.sharded import reshard
 from aiosync.weights.strategy import WeightStrategy, to_tensordict
 
 __all__ = ["gather_sources", "is_per_worker"]
@@ -72,6 +73,8 @@ def _source_for(plan: SenderPlan, given: Any, workers: tuple[int, ...], own: Any
 
 
 async def _extract(source: Any, strategy: WeightStrategy | None) -> Mapping[str, Tensor]:
+    if isinstance(source, nn.Module):
+        reshard(source)
     if isinstance(source, nn.Module) and callable(getattr(type(source), "merge_and_unload", None)):
         # Adapters are merged on a copy of the whole model.
         offloader = Offloader("aiosync-merge")

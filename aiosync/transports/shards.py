@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
@@ -41,7 +40,8 @@ __all__ = ["Lending", "Shards", "Wanted"]
 _FOR_EVER = timedelta(days=1)
 _BUCKET = 64 << 20
 
-_made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_made: dict[tuple[int, ...], int] = {}
+"""How many of these ranks there have been."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Wanted:
 
     Attributes:
         group: the number of the group that it is for.
-        name: its name.
+        names: its name, and others that it goes by.
         destination: where it goes.
         source: rank 0's part.
     """
 
     group: int
-    name: str
+    names: tuple[str, ...]
     destination: Tensor
     source: Any
 
@@ -89,8 +89,8 @@ class Shards:
     """
 
     def __init__(self, mesh: Any) -> None:
-        ranks = mesh.mesh.flatten().tolist()
-        number = _made[mesh] = _made.get(mesh, -1) + 1
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        number = _made[ranks] = _made.get(ranks, -1) + 1
         name = hashlib.sha256(repr((ranks, number)).encode()).hexdigest()[:16]
         self._key = f"aiosync/shards/{name}"
         self._rank = ranks.index(dist.get_rank())
@@ -106,18 +106,25 @@ class Shards:
         """The others need not wait for this call."""
         self._guarded(partial(self._call_off, call, reason))
 
-    def gather(self, call: str, wanted: Sequence[Wanted], given_up: Callable[[], str]) -> None:
+    def gather(
+        self,
+        call: str,
+        wanted: Sequence[Wanted],
+        given_up: Callable[[], str],
+        begin: Callable[[], object],
+    ) -> None:
         """Bring the entries together.
 
         Args:
             call: what the others are to be in.
             wanted: the entries.
             given_up: why it is of no use any more, or "".
+            begin: called before the first byte is written.
 
         Raises:
             GatherError: a rank has failed or has given up, or is gone.
         """
-        self._guarded(partial(self._gather, call, wanted, given_up))
+        self._guarded(partial(self._gather, call, wanted, given_up, begin))
 
     def conclude(self, version: int, reason: str) -> None:
         """Tell the others what came of it. ``reason``: why it was not published."""
@@ -138,18 +145,25 @@ class Shards:
                 reason = reason or f"rank {rank} is in {here['call']}(), rank 0 in {call}()"
         return reason
 
-    def _gather(self, call: str, wanted: Sequence[Wanted], given_up: Callable[[], str]) -> None:
+    def _gather(
+        self,
+        call: str,
+        wanted: Sequence[Wanted],
+        given_up: Callable[[], str],
+        begin: Callable[[], object],
+    ) -> None:
         reason = self._await_all(call)
-        self._agree(given_up() or reason, {"wanted": [(entry.group, entry.name) for entry in wanted]})
+        self._agree(given_up() or reason, {"wanted": [(entry.group, entry.names) for entry in wanted]})
         parts: list[list[tuple[int, Block]]] = []
         answers = [self._hear(rank) for rank in range(1, self._size)]
         reason = next((answer["failed"] for answer in answers if answer["failed"]), "")
         try:
             if not reason:
                 parts = [self._parts_of(entry, index, answers) for index, entry in enumerate(wanted)]
-        except GatherError as exc:
-            reason = str(exc)
+        except Exception as exc:  # noqa: BLE001 - the others wait to hear of it
+            reason = str(exc) or repr(exc)
         self._agree(given_up() or reason, {})
+        begin()
         for entry, blocks in zip(wanted, parts, strict=True):
             for rank, block in blocks:
                 self._place(entry, rank, block)
@@ -173,7 +187,7 @@ class Shards:
         for rank, answer in enumerate(answers, start=1):
             if answer["blocks"][index] is not None:
                 parts.append((rank, msgspec.convert(answer["blocks"][index], Block)))
-        check_blocks(entry.name, entry.source, [block for _, block in parts])
+        check_blocks(entry.names[0], entry.source, [block for _, block in parts])
         return parts
 
     def _place(self, entry: Wanted, rank: int, block: Block) -> None:
@@ -204,9 +218,9 @@ class Shards:
         tensors: list[Any] = []
         failed = ""
         try:
-            tensors = [lending.sources[group][name] for group, name in wanted]
+            tensors = [_first(lending.sources[group], names) for group, names in wanted]
             blocks = [block_of(tensor) for tensor in tensors]
-        except (GatherError, KeyError, AttributeError) as exc:
+        except Exception as exc:  # noqa: BLE001 - rank 0 waits to hear of it
             failed = f"rank {self._rank} does not have what rank 0 sends: {exc!r}"
         self._say(0, {"blocks": blocks, "failed": failed or lending.given_up})
         self._go_on(self._hear(0))
@@ -228,13 +242,17 @@ class Shards:
         try:
             if not self._broken:
                 return work()
+        except GatherError:
+            raise
         except RuntimeError as exc:
-            if isinstance(exc, GatherError):
-                raise
-            broken = first_line(exc)
-        if not self._broken:
-            self._broken = f"a rank of the trainer is gone, or has closed its scheme: {broken}"
-            self._group = None  # so that the others hear of it
+            broken = f"a rank of the trainer is gone, or has closed its scheme: {first_line(exc)}"
+        except Exception as exc:  # noqa: BLE001 - in the middle of it: nobody could go on from here
+            broken = repr(exc)
+        if broken:
+            # Not from within the handler: what is raised there knows the frames that still hold the group,
+            # and the others hear of this when that is gone.
+            self._broken = broken
+            self._group = None
         raise GatherError(self._broken)
 
     def close(self) -> None:
@@ -279,3 +297,10 @@ class Shards:
     def _take(self, rank: int, data: Tensor) -> None:
         for piece in data.split(_BUCKET):
             self._group.recv([piece], rank, 1).wait()
+
+
+def _first(tensors: Mapping[str, Any], names: Sequence[str]) -> Any:
+    for name in names:
+        if name in tensors:
+            return tensors[name]
+    raise KeyError(names[0])

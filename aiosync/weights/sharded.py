@@ -16,18 +16,20 @@ from torch import Tensor, nn
 
 from aiosync.errors import GatherError, InvalidArgumentError
 
-__all__ = ["Block", "block_of", "check_blocks", "is_sharded", "local_part", "mesh_of"]
+__all__ = ["Block", "block_of", "check_blocks", "is_sharded", "local_part", "mesh_of", "reshard"]
 
 
 class Block(msgspec.Struct, frozen=True):
     """A part of a tensor.
 
     Attributes:
+        whole: the tensor's shape.
         offset: where it begins, dimension by dimension.
         shape: its shape.
         dtype: its dtype, as text.
     """
 
+    whole: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
@@ -51,6 +53,16 @@ def local_part(tensor: Any) -> Tensor:
     return part
 
 
+def reshard(module: nn.Module) -> None:
+    """Have FSDP2 let go of whole parameters: after a forward pass without a backward one some may have been
+    left so, in the dtype that is computed in, and as they were then."""
+    library: Any = sys.modules.get("torch.distributed.fsdp")
+    if library is not None:
+        for part in module.modules():
+            if isinstance(part, library.FSDPModule):
+                part.reshard()
+
+
 def mesh_of(sources: Iterable[Any]) -> Any:
     """The device mesh that these modules, TensorDicts and dicts are spread over; None: they are whole.
 
@@ -70,6 +82,7 @@ def mesh_of(sources: Iterable[Any]) -> Any:
 
 def _tensors(source: Any) -> Iterator[Any]:
     if isinstance(source, nn.Module):
+        reshard(source)
         yield from source.parameters()
         yield from source.buffers()
     elif isinstance(source, Mapping | TensorDictBase):
@@ -94,9 +107,15 @@ def block_of(tensor: Any) -> Block | None:
         if placement.is_replicate() and place > 0:
             return None
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tuple(local_part(tensor).shape)
+    if local != tuple(shape):
+        raise GatherError(
+            f"a tensor of {tuple(tensor.shape)} has {local} here, where {tensor.placements} would have "
+            f"{tuple(shape)}: redistribute() it first"
+        )
     if not math.prod(shape):
         return None
-    return Block(tuple(offset), tuple(shape), str(tensor.dtype))
+    return Block(tuple(tensor.shape), tuple(offset), local, str(tensor.dtype))
 
 
 def check_blocks(name: str, tensor: Any, blocks: Sequence[Block]) -> None:
@@ -105,9 +124,10 @@ def check_blocks(name: str, tensor: Any, blocks: Sequence[Block]) -> None:
     Raises:
         GatherError: they are not.
     """
-    dtypes = {block.dtype for block in blocks} - {str(tensor.dtype)}
-    if dtypes:
-        raise GatherError(f"{name!r} is {tensor.dtype} on rank 0 and {', '.join(sorted(dtypes))} on others")
+    here = str(tensor.dtype), tuple(tensor.shape)
+    others = {(block.dtype, block.whole) for block in blocks} - {here}
+    if others:
+        raise GatherError(f"{name!r} is {here} on rank 0 and {', '.join(map(str, others))} on others")
     there = sum(math.prod(block.shape) for block in blocks)
     if there != tensor.numel() or any(_overlap(a, b) for a, b in combinations(blocks, 2)):
         raise GatherError(

@@ -19,7 +19,7 @@ from aiosync import (
 from tests.kit.certificates import certificates
 from tests.kit.rpc import JoiningScheme, World
 
-__all__ = ["SCHEMES", "Recipe", "SchemeCase", "distributed"]
+__all__ = ["SCHEMES", "Recipe", "SchemeCase", "distributed", "named"]
 
 
 @dataclass

@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch._C._distributed_c10d import TCPStore
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from aiosync import DistributedWeightSyncScheme
+from aiosync import DistributedWeightSyncScheme, GatherError, InvalidArgumentError, atomic
+from aiosync.weights.sharded import Block, check_blocks
+from tests.kit.cases import SchemeCase, named
 from tests.kit.clock import PATIENCE, within
-from tests.kit.local import LocalWorker
+from tests.kit.local import LocalCluster, LocalWorker
+from tests.kit.models import fill, value_of
 from tests.transports import trainers
 from tests.transports.trainers import LAYER, LAYERS, MIB, Net
 
@@ -77,7 +83,8 @@ async def trainer(
 
 
 @pytest.mark.parametrize(
-    ("scenario", "ranks"), [(trainers.train, 2), (trainers.train, 3), (trainers.spread, 4)]
+    ("scenario", "ranks"),
+    [(trainers.train, 2), (trainers.train, 3), (trainers.spread, 4), (trainers.evaluated, 2)],
 )
 async def test_workers_hold_the_full_state_dict(scenario: Callable[..., Any], ranks: int) -> None:
     (whole, *others), workers = await trainer(scenario, ranks)
@@ -143,3 +150,53 @@ async def test_a_scheme_that_was_not_told() -> None:
     errors, _ = await trainer(trainers.not_told)
     assert [kind for kind, _ in errors] == ["InvalidArgumentError"] * 2
     assert "give init_on_sender() the model" in errors[0][1]
+
+
+async def test_rank_0_closes_while_it_waits() -> None:
+    (leading, other), _ = await trainer(trainers.closed)
+    assert leading[0] == "NotConnectedError"
+    assert other[0] == "GatherError"
+
+
+async def test_what_a_ranks_own_code_raises() -> None:
+    (leading, other), _ = await trainer(trainers.failing)
+    assert leading == ("GatherError", "rank 1 has failed: of its own")
+    assert other[0] == "ZeroDivisionError"
+
+
+@pytest.mark.parametrize("joint", [False, True])
+async def test_a_dtensor_that_nobody_told_of(*, joint: bool) -> None:
+    """Into a scheme that was initialised with whole weights."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        async with LocalCluster(SchemeCase("memory", named("memory")), workers=1) as cluster:
+            scheme, mesh = cluster.scheme, init_device_mesh("cpu", (1,))
+            state = {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in cluster.model.state_dict().items()}
+            with pytest.raises(InvalidArgumentError, match=r"give init_on_sender\(\) the model"):
+                if joint:
+                    async with atomic(scheme) as tx:
+                        tx.send(scheme, state)
+                else:
+                    await scheme.send(state)
+            fill(cluster.model, 4)
+            assert (await scheme.send()).ok
+            assert value_of(cluster.workers[0].model) == 4
+    finally:
+        dist.destroy_process_group()
+
+
+def test_parts_that_are_not_the_whole() -> None:
+    whole = torch.zeros(4, 2)
+
+    def part(row: int, rows: int, dtype: str = "torch.float32", shape: tuple[int, ...] = (4, 2)) -> Block:
+        return Block(shape, (row, 0), (rows, 2), dtype)
+
+    check_blocks("w", whole, [part(0, 3), part(3, 1)])
+    for parts in (
+        [part(0, 3)],
+        [part(0, 3), part(2, 1)],
+        [part(0, 3), part(3, 1, "torch.float16")],
+        [part(0, 2), part(2, 2, shape=(2, 4))],
+    ):
+        with pytest.raises(GatherError):
+            check_blocks("w", whole, parts)

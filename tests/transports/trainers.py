@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Shard
 
-from aiosync import DistributedWeightSyncScheme
+from aiosync import DistributedWeightSyncScheme, InvalidArgumentError, NotConnectedError, atomic
 from tests.kit.clock import BRIEF, PATIENCE
 
 __all__ = [
@@ -28,6 +29,9 @@ __all__ = [
     "LAYERS",
     "Net",
     "abandoned",
+    "closed",
+    "evaluated",
+    "failing",
     "main",
     "memory",
     "not_told",
@@ -231,4 +235,54 @@ async def not_told(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -
     other.init_on_sender(model_id="other", model=Net(), num_workers=1)
     errors = await _error_of(other.connect(weights=model, timeout=BRIEF))
     await other.aclose()
+    return errors
+
+
+async def evaluated(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """A forward pass without a backward one leaves whole parameters behind, as they were then."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    await scheme.connect()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(8, 5)).square().mean().backward()
+        with torch.no_grad():
+            model(torch.randn(8, 5))
+        assert not hasattr(model.single, "full_tensor")
+        optimizer.step()
+        assert (await scheme.send()).ok
+    return _whole(model)
+
+
+async def closed(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """Rank 0 closes while it waits for the other."""
+    await scheme.connect()
+    if rank == 1:
+        await asyncio.sleep(3 * BRIEF)
+        return await _error_of(scheme.send())
+    sending = asyncio.create_task(_error_of(scheme.send()))
+    await asyncio.sleep(BRIEF)
+    begun = time.monotonic()
+    await scheme.aclose()
+    assert time.monotonic() - begun < PATIENCE / 2
+    return await sending
+
+
+async def failing(scheme: DistributedWeightSyncScheme, model: Any, rank: int) -> Any:
+    """What a rank's own code raises, and a cancellation before it begins, count as a call too."""
+    await scheme.connect()
+    extract = scheme.strategy
+
+    class Failing(type(extract)):  # type: ignore[misc]
+        def extract_weights(self, source: Any) -> Any:
+            raise ZeroDivisionError("of its own")
+
+    if rank == 1:
+        scheme.strategy = Failing()
+    errors = await _error_of(scheme.send())
+    scheme.strategy = extract
+    assert (await scheme.send()).ok
+    expected = InvalidArgumentError if rank == 0 else NotConnectedError
+    with pytest.raises(expected):
+        async with atomic(scheme):
+            raise AssertionError("not reached")
     return errors
