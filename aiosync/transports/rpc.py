@@ -87,7 +87,8 @@ class RPCTransport:
 
         Args:
             method: its name.
-            args, kwargs: its arguments.
+            args: its arguments.
+            kwargs: its further arguments.
             timeout: seconds.
 
         Raises:
@@ -102,7 +103,8 @@ class RPCTransport:
 
         Args:
             function: of a module that can be imported there.
-            args, kwargs: its arguments.
+            args: its arguments.
+            kwargs: its further arguments.
             timeout: seconds.
         """
         return await self._result(self._begin(function, args, kwargs, Deadline.after(timeout)))
