@@ -8,7 +8,8 @@ Rank 0 leads. Every ``connect`` and ``send`` is one *call* on each rank, and cal
 4. rank 0: go on, or off;
 5. the parts themselves, entry after entry;
 6. the others: whether they have stayed to the end (who gave up may have changed its weights meanwhile);
-7. rank 0: the version that it has published, or why it has not.
+7. rank 0: the version that it has published, or why it has not;
+8. the others: that they have heard it (after any word that ends a call).
 
 All of this blocks, in a thread of each rank that leaves nothing out: whoever is given up on says so at the
 next occasion, so the next calls of all ranks meet again. A part is as large as what a rank has of one
@@ -128,11 +129,11 @@ class Shards:
 
     def conclude(self, version: int, reason: str) -> None:
         """Tell the others what came of it. ``reason``: why it was not published."""
-        self._guarded(partial(self._tell_all, {"stop": reason} if reason else {"version": version}))
+        self._guarded(partial(self._end, {"stop": reason} if reason else {"version": version}))
 
     def _call_off(self, call: str, reason: str) -> None:
         self._await_all(call)
-        self._tell_all({"stop": reason})
+        self._end({"stop": reason})
 
     def _await_all(self, call: str) -> str:
         """Until all are here; why that is in vain."""
@@ -172,14 +173,22 @@ class Shards:
         left = [self._hear(rank)["failed"] for rank in range(1, self._size)]
         if any(left):
             reason = next(filter(None, left))
-            self._tell_all({"stop": reason})
+            self._end({"stop": reason})
             raise GatherError(reason)
 
     def _agree(self, reason: str, word: dict[str, Any]) -> None:
         """Have all go on, or none."""
-        self._tell_all({"stop": reason} if reason else word)
         if reason:
+            self._end({"stop": reason})
             raise GatherError(reason)
+        self._tell_all(word)
+
+    def _end(self, word: dict[str, Any]) -> None:
+        """The last word of a call. That it was heard is waited for: who closes a connection may take with it
+        what is still under way."""
+        self._tell_all(word)
+        for rank in range(1, self._size):
+            self._hear(rank)
 
     def _parts_of(self, entry: Wanted, index: int, answers: Sequence[Any]) -> list[tuple[int, Block]]:
         own = block_of(entry.source)
@@ -228,10 +237,13 @@ class Shards:
             if block is not None:
                 self._give(to_bytes(local_part(tensor).cpu()))
         self._say(0, {"failed": lending.given_up})
-        return int(self._go_on(self._hear(0))["version"])
+        version = int(self._go_on(self._hear(0))["version"])
+        self._say(0, {})
+        return version
 
     def _go_on(self, word: dict[str, Any]) -> dict[str, Any]:
         if "stop" in word:
+            self._say(0, {})
             raise GatherError(f"the trainer's rank 0 did not send: {word['stop']}")
         return word
 
