@@ -26,10 +26,12 @@ class Arrival(ABC):
 
     Attributes:
         borrowed: whether the memory is the sender's, who will write into it again.
+        holds: whether that may be viewed while a version is in service.
         nbytes: bytes of this process's own that it has taken.
     """
 
     borrowed: ClassVar[bool]
+    holds = False
 
     @property
     def nbytes(self) -> int:
@@ -103,14 +105,20 @@ class Mapped(Arrival):
 
     Args:
         layout: what a slot holds.
+        holds: see :class:`Arrival`.
     """
 
     borrowed = True
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, holds: bool) -> None:
+        self.holds = holds
         self._layout = layout
         self._attached: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
         self._announced: dict[int, dict[str, Any]] = {}
+
+    def attach(self, transport: Transport) -> None:
+        """Slots that were told of over another connection are none of this one's."""
+        self.close()
 
     def is_quick(self, update: Update) -> bool:
         """Whether there is no slot to be mapped first."""

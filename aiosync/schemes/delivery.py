@@ -32,9 +32,12 @@ class Delivery(ABC):
 
     Attributes:
         maps: whether the worker reads the sender's own memory.
+        holds: whether it goes on reading a slot while that version is in service (it views the memory), or
+            only until it has answered (it copied).
     """
 
     maps: ClassVar[bool]
+    holds = False
 
     @abstractmethod
     def payload(self, published: Published, fetched: Fetched) -> dict[str, Any]:
@@ -86,11 +89,17 @@ class Delivery(ABC):
 
 
 class ByReference(Delivery):
-    """The worker maps the slots, and is told which came and went since it was last told."""
+    """The worker maps the slots, and is told which came and went since it was last told.
+
+    Args:
+        group: whose versions.
+        holds: see :class:`Delivery`.
+    """
 
     maps = True
 
-    def __init__(self, group: WeightGroup) -> None:
+    def __init__(self, group: WeightGroup, *, holds: bool) -> None:
+        self.holds = holds
         self._group = group
         self._told: dict[int, dict[str, Any]] = {}
 

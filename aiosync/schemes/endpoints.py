@@ -42,7 +42,6 @@ class SchemeEndpoints(SchemeRecipe):
                 self._listener,
                 self._token,
                 allocate=self._allocate,
-                holds=self._holds,
                 streams=self._streams,
                 deliver=self._deliver,
                 events=self._events,
@@ -70,7 +69,6 @@ class SchemeEndpoints(SchemeRecipe):
                 self._model_id,
                 self.context,
                 asked,
-                holds=self._holds,
                 make_arrival=self._make_arrival,
             )
             self._receiver = WeightReceiver(
@@ -80,7 +78,6 @@ class SchemeEndpoints(SchemeRecipe):
                 partial(self.create_transport, worker_idx=asked),
                 self._token,
                 reconnect_for=self._reconnect_for,
-                holds=self._holds,
                 events=self._events,
             )
         return self._receiver

@@ -60,11 +60,10 @@ class Intake:
         model_id: its name.
         context: told of each update if it has ``update_policy_weights_``.
         worker: the worker's index.
-        holds: whether the sender's memory may be viewed while a version is in service.
-        make_arrival: makes the place where updates of a layout come in.
+        make_arrival: makes the place where updates of a layout come in that a connection brings.
 
     Attributes:
-        arrival: that place, once the layout is known.
+        arrival: that place, once there is a connection.
         version: the version in service, -1 before the first.
         weights: the tensors in service, name -> tensor.
         gate: keeps commits out while somebody reads.
@@ -79,8 +78,7 @@ class Intake:
         context: Any,
         worker: int,
         *,
-        holds: bool,
-        make_arrival: Callable[[Layout], Arrival],
+        make_arrival: Callable[[Layout, Transport], Arrival],
     ) -> None:
         self.model = model
         self.version = -1
@@ -91,9 +89,9 @@ class Intake:
         self._model_id = model_id
         self._context = context
         self.worker = worker
-        self._holds = holds
         self._make_arrival = make_arrival
         self.arrival: Arrival | None = None
+        self._source = torch.device("cpu")
         self._offloader = Offloader("aiosync-receiver")
         self._binding: Binding | None = None
         self._stager: Stager | None = None
@@ -103,7 +101,7 @@ class Intake:
 
     @property
     def ready(self) -> bool:
-        """Whether :meth:`open` has succeeded."""
+        """Whether updates can be taken in."""
         return self._stager is not None
 
     @property
@@ -125,14 +123,10 @@ class Intake:
             UnsupportedTensorError: the model has a tensor that cannot be received into.
         """
         try:
-            source = torch.device(device)
+            self._source = torch.device(device)
         except RuntimeError as exc:
             raise ProtocolError(f"the sender's weights are on a device that is none here: {exc}") from exc
-        binding = bind(self.model, Layout.from_wire(wire_layout), self._strategy, self._spec.commit)
-        self.arrival = self._make_arrival(binding.layout)
-        copies = self.arrival.borrowed and not self._holds
-        self._stager = Stager(binding, self.arrival, source, copies=copies)
-        self._binding = binding
+        self._binding = bind(self.model, Layout.from_wire(wire_layout), self._strategy, self._spec.commit)
 
     @property
     def signature(self) -> str:
@@ -185,11 +179,37 @@ class Intake:
 
     async def prepare(self, transport: Transport) -> None:
         """Be ready for updates over this connection."""
-        arrival = self.arrival
-        assert arrival is not None
-        if not arrival.borrowed:
-            await self._offloader.run(lambda _: arrival.prepare())
+        binding, arrival = self._binding, self.arrival
+        assert binding is not None
+        if arrival is None or arrival.borrowed != transport.maps:
+            before, self.arrival = self._stager, self._make_arrival(binding.layout, transport)
+            arrival = self.arrival
+            copies = arrival.borrowed and not arrival.holds
+            self._stager = Stager(binding, arrival, self._source, copies=copies)
+            if not arrival.borrowed:
+                await self._offloader.run(lambda _: arrival.prepare())
+            if before is not None:  # the sender is reached another way than before
+                before.close()
+                await self.reserve()
         arrival.attach(transport)
+
+    @property
+    def views_sender(self) -> bool:
+        """Whether what is in service may lie in the sender's memory."""
+        return self.arrival is not None and self.arrival.holds
+
+    async def detach(self) -> None:
+        """Have what is in service lie in memory of this process's own: the sender will write into its."""
+        binding = self._binding
+        if binding is None or not self.views_sender:
+            return
+
+        def own(_: object) -> Mapping[str, Tensor]:
+            binding.detach()
+            # Where there is a model, it has them; what views the sender's memory is not to be looked at.
+            return {} if self.model is not None else {name: t.clone() for name, t in self.weights.items()}
+
+        self.weights = await self._offloader.run(own)
 
     async def reserve(self) -> None:
         """Take all memory that will be needed, so that later updates run into warm pages."""
@@ -388,9 +408,8 @@ class Intake:
         stager, self._stager = self._stager, None
         self.overtake()
         async with self._staging:  # what is being staged is brought to its end first
-            binding = self._binding
-            if binding is not None and detach and self._holds:
-                await self._offloader.run(lambda _: binding.detach())
+            if detach:
+                await self.detach()
             if stager is not None:
                 stager.close()
             self._offloader.close()

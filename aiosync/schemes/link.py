@@ -40,8 +40,6 @@ class WorkerLink:
         pid: its process, for noticing its end; 0 if unknown.
         delivery: how versions get there.
         instance: the sender's.
-        holds: whether it goes on reading a slot while that version is in service (it views the
-            memory), or only until it has answered (it copied).
         on_event, on_lost: told what happens.
 
     Attributes:
@@ -60,7 +58,6 @@ class WorkerLink:
         delivery: Delivery,
         instance: str,
         *,
-        holds: bool,
         on_event: Callable[[WorkerLink, SenderEvent], None],
         on_lost: Callable[[WorkerLink, str], None],
     ) -> None:
@@ -72,7 +69,6 @@ class WorkerLink:
         self.due: Published | None = None
         self.late = False
         self.died = False
-        self._holds = holds
         self._leased: Published | None = None
         self._in_service: Published | None = None
         self._delivery = delivery
@@ -123,7 +119,7 @@ class WorkerLink:
     def reading(self) -> bool:
         """Whether its process may be looking at a slot now."""
         unfinished = self._leased is not None and not self._copied
-        return self._delivery.maps and (self._holds or unfinished)
+        return self._delivery.maps and (self._delivery.holds or unfinished)
 
     # -- the transport's sink ----------------------------------------------------------------------
 
@@ -237,7 +233,7 @@ class WorkerLink:
 
     def _sent(self, published: Published) -> None:
         """All its bytes are on their way."""
-        if self._leased is not published or self._holds:
+        if self._leased is not published or self._delivery.holds:
             return
         if self._delivery.reads_on:
             self.group.release(self.worker, keep=published.slot)
@@ -305,7 +301,7 @@ class WorkerLink:
     def _answered(self) -> None:
         self.late = False
         self._leased = None
-        keep = self._in_service.slot if self._holds and self._in_service else None
+        keep = self._in_service.slot if self._delivery.holds and self._in_service else None
         self.group.release(self.worker, keep=keep)
 
     def _lease(self, published: Published, joint: JointRound | None) -> Update:

@@ -42,7 +42,6 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         InvalidArgumentError: a backend that is not there.
     """
 
-    _holds = False
     _streams = "plain"
     _inline: ClassVar[int] = INLINE_LIMIT
 
@@ -96,7 +95,7 @@ class RankedWeightSyncScheme(WeightSyncScheme):
     def _release(self) -> None:
         self._ensembles.clear()
 
-    def _make_arrival(self, layout: Layout) -> Arrival:
+    def _make_arrival(self, layout: Layout, transport: Transport) -> Arrival:
         return Collected(layout, device_of(self._backend), self._member)
 
     def _member(self, transport: RankedTransport, key: str, rank: int, size: int) -> Ranks:

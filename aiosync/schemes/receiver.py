@@ -54,7 +54,6 @@ class WeightReceiver:
         make_transport: makes a way to the sender, not open yet.
         token: the secret that the sender must know.
         reconnect_for: seconds for which to try, when the connection is lost, to make another.
-        holds: whether the sender's memory is viewed while it is in service.
 
     Attributes:
         ended: why nothing more will come, or None.
@@ -70,7 +69,6 @@ class WeightReceiver:
         token: bytes,
         *,
         reconnect_for: float = 0.0,
-        holds: bool,
         events: EventSource,
     ) -> None:
         self.model_id = model_id
@@ -78,7 +76,6 @@ class WeightReceiver:
         self.intake = intake
         self.ended: str | None = None
         self.lost = False
-        self._holds = holds
         self._events = events
         self._reconnect_for = reconnect_for
         self._link = Uplink(make_transport, token, model_id, worker_idx)
@@ -163,6 +160,8 @@ class WeightReceiver:
         link = self._link
         if not link.down or self._closed:
             return False
+        # As long as the connection is not closed, the sender leaves alone what is viewed here.
+        await self.intake.detach()
         reason, last = link.down, ""
         deadline = Deadline.after(self._reconnect_for)
         for pause in pauses(deadline):
@@ -461,7 +460,7 @@ class WeightReceiver:
 
     def _held_up(self) -> None:
         """What is staged waits for readers."""
-        self._link.session.staged(copied=not self._holds)
+        self._link.session.staged(copied=not self.intake.views_sender)
         self._link.flush()
         if self._link.session.superseded:  # since it began to be staged
             self.intake.overtake()

@@ -112,11 +112,11 @@ class SchemeRecipe(ABC):
 
     def _deliver(self, transport: Transport, group: WeightGroup) -> Delivery:
         """How a group's versions get over a connection."""
-        return ByReference(group)
+        return ByReference(group, holds=self._holds)
 
-    def _make_arrival(self, layout: Layout) -> Arrival:
-        """Where a worker's updates come in."""
-        return Mapped(layout)
+    def _make_arrival(self, layout: Layout, transport: Transport) -> Arrival:
+        """Where a worker's updates come in that a connection brings."""
+        return Mapped(layout, holds=self._holds)
 
     def _usual_index(self) -> int | None:
         """Which worker this process is, where nobody says so."""

@@ -26,6 +26,7 @@ from aiosync.schemes.rounds import JointRound, first_failure
 from aiosync.schemes.stats import SchemeStats
 from aiosync.schemes.tcp import TCPWeightSyncScheme
 from aiosync.transports._offload import Offloader
+from aiosync.transports.base import Transport
 from aiosync.weights.arena import Arena, Slot
 from aiosync.weights.copying import Filling
 from aiosync.weights.layout import Layout
@@ -146,7 +147,6 @@ class RelayIntake(Intake):
             model_id,
             None,
             -1,
-            holds=False,
             make_arrival=self._landing_for,
         )
         self._scheme = scheme
@@ -164,7 +164,6 @@ class RelayIntake(Intake):
             model_id,
             self._listener,
             scheme._token,
-            holds=False,
             elastic=True,
             deliver=scheme._deliver,
             events=scheme._events,
@@ -172,7 +171,7 @@ class RelayIntake(Intake):
         )
         self._publisher: Publisher | None = None
 
-    def _landing_for(self, layout: Layout) -> Landing:
+    def _landing_for(self, layout: Layout, transport: Transport) -> Landing:
         arena = Arena(layout, Segment.private, self._scheme._spec.max_slots)
         self._group = WeightGroup((), CPU, arena, self._copier, streams="checked")
         self._publisher = Publisher([self._group], self.roster, self._host)

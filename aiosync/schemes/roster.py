@@ -39,7 +39,6 @@ class Roster:
         model_id: a worker that asks for another model is refused.
         listener: where they connect.
         token: the secret that they must know.
-        holds: whether they view the memory that they are given, instead of copying from it.
         elastic: whether workers are taken as they come, and are no more expected when they have gone.
         deliver: says how versions of a group get over a connection.
 
@@ -58,7 +57,6 @@ class Roster:
         listener: Listener,
         token: bytes,
         *,
-        holds: bool,
         elastic: bool,
         deliver: Deliver,
         events: EventSource,
@@ -70,7 +68,6 @@ class Roster:
         self._model_id = model_id
         self._listener = listener
         self.reception = Reception(token, listener, self._admit)
-        self._holds = holds
         self._elastic = elastic
         self._deliver = deliver
         self._instance = secrets.token_hex(8)
@@ -308,7 +305,6 @@ class Roster:
             group,
             delivery,
             self._instance,
-            holds=self._holds,
             on_event=self._on_event,
             on_lost=self._on_lost,
         )

@@ -47,7 +47,6 @@ class WeightSender:
         listener: where workers connect.
         token: the secret that workers must know.
         allocate: makes a segment of so many bytes on a device.
-        holds: whether workers view the memory that they are given, instead of copying from it.
         streams: whether versions are sent block after block.
         deliver: says how versions of a group get over a connection.
 
@@ -65,7 +64,6 @@ class WeightSender:
         token: bytes,
         *,
         allocate: Callable[[int, torch.device], Segment],
-        holds: bool,
         streams: Streams,
         deliver: Deliver,
         events: EventSource,
@@ -78,7 +76,6 @@ class WeightSender:
             model_id,
             listener,
             token,
-            holds=holds,
             elastic=plan.elastic,
             deliver=deliver,
             events=events,

@@ -77,7 +77,6 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     """
 
     backends = ("tcp",)
-    _holds = False
     _elastic = True
     _streams = "checked"
 
@@ -135,7 +134,6 @@ class TCPWeightSyncScheme(WeightSyncScheme):
             lambda: self.create_transport(worker_idx=-1),
             self._token,
             reconnect_for=self._reconnect_for,
-            holds=False,
             events=self._events,
         )
 
@@ -175,7 +173,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         assert isinstance(transport, TCPTransport)
         return ByStream(transport, group, self._codec, self._ready.setdefault(group, {}))
 
-    def _make_arrival(self, layout: Layout) -> Arrival:
+    def _make_arrival(self, layout: Layout, transport: Transport) -> Arrival:
         return Landing(layout)
 
     def _release(self) -> None:

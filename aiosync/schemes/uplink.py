@@ -62,7 +62,7 @@ class Uplink:
 
     async def meet(self, deadline: Deadline) -> tuple[Welcome, bool]:
         """Connect, and hear what there is; also whether it is another sender than before."""
-        await self.transport.open(deadline)
+        self.transport = await self.transport.reach(deadline)
         if self.transport.secret is not None:
             self._token = self.transport.secret
             self.session = self._new_session()

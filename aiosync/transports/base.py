@@ -77,6 +77,7 @@ class Transport(ABC):
     Attributes:
         peer_name: who is at the other end, for messages.
         same_machine: whether process ids mean the same on both sides.
+        maps: whether the receiver can map the sender's memory.
         secret: the token that goes with the peer, where it is found out how to get to it; else None.
 
     It begins in inbox mode, in which frames are awaited one by one (the handshake is written so); with
@@ -87,6 +88,7 @@ class Transport(ABC):
     """
 
     same_machine: ClassVar[bool] = True
+    maps: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._decoder = FrameDecoder(MAX_GREETING)
@@ -110,6 +112,16 @@ class Transport(ABC):
             WorkerLostError: nobody is there.
             SyncTimeoutError: the deadline passed.
         """
+
+    async def reach(self, deadline: Deadline) -> Transport:
+        """Open it, or a better connection to the same peer, if one was found on the way there; gives that
+        which is open.
+
+        Raises:
+            As :meth:`open`.
+        """
+        await self.open(deadline)
+        return self
 
     @abstractmethod
     def _write(self, data: bytes) -> None:

@@ -37,6 +37,7 @@ class TCPTransport(Transport):
     # Not even on loopback: containers may share that and have process ids of their own. (Those of a Unix
     # socket's peer come from the kernel.)
     same_machine = False
+    maps = False
 
     def __init__(self) -> None:
         super().__init__()
