@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -185,10 +186,11 @@ class Shards:
 
     def _end(self, word: dict[str, Any]) -> None:
         """The last word of a call. That it was heard is waited for: who closes a connection may take with it
-        what is still under way."""
+        what is still under way. (The answers as well: who is gone without one, the next call finds out.)"""
         self._tell_all(word)
         for rank in range(1, self._size):
-            self._hear(rank)
+            with suppress(RuntimeError):
+                self._hear(rank)
 
     def _parts_of(self, entry: Wanted, index: int, answers: Sequence[Any]) -> list[tuple[int, Block]]:
         own = block_of(entry.source)
@@ -238,12 +240,17 @@ class Shards:
                 self._give(to_bytes(local_part(tensor).cpu()))
         self._say(0, {"failed": lending.given_up})
         version = int(self._go_on(self._hear(0))["version"])
-        self._say(0, {})
+        self._have_heard()
         return version
+
+    def _have_heard(self) -> None:
+        """Answer the last word of a call. Rank 0 may hang up on having this, before torch knows it sent."""
+        with suppress(RuntimeError):
+            self._say(0, {})
 
     def _go_on(self, word: dict[str, Any]) -> dict[str, Any]:
         if "stop" in word:
-            self._say(0, {})
+            self._have_heard()
             raise GatherError(f"the trainer's rank 0 did not send: {word['stop']}")
         return word
 
