@@ -40,6 +40,9 @@ def bench(
         typer.Option("--distributed", help="torch.distributed and RPC beside bare gloo, and only that"),
     ] = False,
     acting: Annotated[bool, typer.Option("--acting", help="with --distributed: workers act")] = False,
+    apart: Annotated[
+        bool, typer.Option("--apart", help="with --distributed: weights are sent, as between machines")
+    ] = False,
     mbit: Annotated[float, typer.Option(help="with --relay: megabits per second of a link; 0: any")] = 1000.0,
     updates: Annotated[int, typer.Option(help="with --delta: how many updates")] = 200,
     mib: Annotated[str, typer.Option(help="with --network, --relay: model sizes in MiB")] = "256,1024",
@@ -72,7 +75,15 @@ def bench(
         from benchmarks import distributed as ranks
 
         kinds = [kind for kind in ranks.KINDS if schemes == _SCHEMES or kind in _split(schemes)]
-        ranks.run(kinds, list(_split(models)), _numbers("--workers", workers), rounds, acting, json)
+        ranks.run(
+            kinds,
+            list(_split(models)),
+            _numbers("--workers", workers),
+            rounds,
+            json,
+            acting=acting,
+            apart=apart,
+        )
         return
     if relay:
         from benchmarks import relay as tree

@@ -5,8 +5,10 @@ out of a ready buffer into a warm one, and a byte back. torchrl's schemes are us
 them; they send tensor by tensor over the default process group, which nothing else here uses. All times
 are until the new weights are in the workers' models.
 
-With ``--acting`` workers do what workers do: they roll a small policy out, as fast as they can, on their
-event loop or, torchrl's, in their main thread. Whose turn it is not is stopped meanwhile (SIGSTOP).
+aiosync's workers view the sender's slots, as they do on one machine; with ``--apart`` they are sent
+everything through process groups, as between machines. With ``--acting`` workers do what workers do: they
+roll a small policy out, as fast as they can, on their event loop or, torchrl's, in their main thread. Whose
+turn it is not is stopped meanwhile (SIGSTOP).
 """
 
 from __future__ import annotations
@@ -59,6 +61,7 @@ class Job:
         workers: how many, of aiosync and of torchrl each.
         rounds: timed sends of each contender.
         acting: whether workers roll out meanwhile.
+        apart: whether aiosync sends, instead of sharing memory.
         port: of the store that they meet in.
     """
 
@@ -67,6 +70,7 @@ class Job:
     workers: int
     rounds: int
     acting: bool
+    apart: bool
     port: int = 0
 
     @property
@@ -214,7 +218,7 @@ async def measure(job: Job) -> Figures:
     job = replace(job, port=server.port)
     holder = Holder(job.model)
     nbytes = sum(p.nbytes for p in holder.policy.parameters())
-    options: Any = {"timeout": 120}
+    options: Any = {"timeout": 120, "share_memory": not job.apart}
     ours: Any
     if job.kind == "distributed":
         theirs = _torchrl_sender(holder.policy, job)
@@ -330,7 +334,14 @@ def _of(samples: list[float]) -> Spread:
 
 
 def run(
-    kinds: list[str], models: list[str], workers: list[int], rounds: int, acting: bool, out: Path | None
+    kinds: list[str],
+    models: list[str],
+    workers: list[int],
+    rounds: int,
+    out: Path | None,
+    *,
+    acting: bool,
+    apart: bool,
 ) -> None:
     """Measure, print a table, write JSON.
 
@@ -339,17 +350,18 @@ def run(
         models: names of :data:`~benchmarks.models.MODELS`.
         workers: how many workers, each.
         rounds: timed sends of each contender; 0: as suits the model.
-        acting: whether workers roll out meanwhile.
         out: where the JSON goes.
+        acting: whether workers roll out meanwhile.
+        apart: whether aiosync sends, instead of sharing memory.
     """
-    how = ", workers act" if acting else ", workers are idle"
+    how = (", workers act" if acting else ", workers are idle") + (", as if apart" if apart else "")
     table = Table(title="aiosync beside torchrl and one bare gloo send (medians; least and most)" + how)
     columns = "scheme", "model", "workers", "aiosync, ms", "torchrl, ms", "times", "gloo, ms", "of gloo"
     for column in (*columns, "stall p99, ms"):
         table.add_column(column, justify="right")
     found = []
     for kind, name, count in itertools.product(kinds, models, workers):
-        job = Job(kind, name, count, rounds or MODELS[name].rounds, acting)
+        job = Job(kind, name, count, rounds or MODELS[name].rounds, acting, apart)
         here, there = SPAWN.Pipe()
         process = SPAWN.Process(target=conduct, args=(job, there))
         process.start()

@@ -15,7 +15,7 @@ from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.events import Fetched
 from aiosync.protocol.frames import Update
 from aiosync.schemes.arrival import OwnSlots
-from aiosync.schemes.delivery import Delivery
+from aiosync.schemes.delivery import ByReference, Delivery
 from aiosync.schemes.ensemble import Ensemble, Member, send_by, tag_of
 from aiosync.schemes.group import Published, WeightGroup
 from aiosync.schemes.landing import BaseLostError
@@ -26,7 +26,7 @@ from aiosync.transports.ranked import RankedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.layout import Layout
 
-__all__ = ["Collected", "FromRankZero"]
+__all__ = ["Collected", "FromRankZero", "NearRankZero"]
 
 _MOST_RANKS = 1 << 16
 
@@ -111,6 +111,24 @@ class FromRankZero(Delivery):
     def moved(self) -> Hashable:
         """See :class:`Delivery`."""
         return self._ranks.moved
+
+
+class NearRankZero(ByReference):
+    """The sender's side towards a worker that views its slots.
+
+    Args:
+        group: whose versions.
+        ensemble: of the others.
+    """
+
+    def __init__(self, group: WeightGroup, ensemble: Ensemble | None) -> None:
+        super().__init__(group, holds=True)
+        self._ensemble = ensemble
+
+    def enter(self, link: Member) -> None:
+        """See :class:`Delivery`."""
+        if self._ensemble is not None:
+            self._ensemble.excuse(link.worker)
 
 
 class Collected(OwnSlots):

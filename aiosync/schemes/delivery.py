@@ -103,6 +103,10 @@ class ByReference(Delivery):
         self._group = group
         self._told: dict[int, dict[str, Any]] = {}
 
+    def may_begin(self, published: Published) -> bool:
+        """Only of a version that is whole."""
+        return published.copying is None or published.copying.whole
+
     def payload(self, published: Published, fetched: Fetched) -> dict[str, Any]:
         """Where the version lies."""
         slots = {slot.index: slot.segment.handle or {} for slot in self._group.arena.slots}

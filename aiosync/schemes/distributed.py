@@ -21,9 +21,13 @@ class DistributedWeightSyncScheme(RankedWeightSyncScheme):
 
     The sender is rank 0, worker ``i`` is rank ``i + 1``. Each worker and the sender make a process group of
     their own, beside whatever groups the job has: none of those is used, replaced or waited for, and none
-    is needed. Sender and workers meet in a store: ``store=``, or the TCPStore at ``init_method=``, or at
-    MASTER_ADDR and MASTER_PORT (so under ``torchrun`` nothing has to be given; there RANK is the worker's
-    rank too), or one that the sender starts on this machine, which the pickled scheme knows.
+    is needed. A worker on the sender's machine is sent nothing: like one of
+    :class:`~aiosync.SharedMemWeightSyncScheme` it views the sender's slots, which are shared memory.
+    (It is the worker that finds out whether it can read them: one in another container may not.)
+
+    Sender and workers meet in a store: ``store=``, or the TCPStore at ``init_method=``, or at MASTER_ADDR and
+    MASTER_PORT (so under ``torchrun`` nothing has to be given; there RANK is the worker's rank too), or one
+    that the sender starts on this machine, which the pickled scheme knows.
 
     What torch.distributed cannot do, it cannot do here: a call into it is not interrupted, it ends when the
     other side goes on, or dies, or after ``timeout``. So a call of ours that is cancelled or reaches its
@@ -41,6 +45,9 @@ class DistributedWeightSyncScheme(RankedWeightSyncScheme):
             itself until :meth:`reconnect`.
         store: a torch.distributed store that is reached from both sides.
         init_method: ``"env://"`` or ``"tcp://host:port"``.
+        share_memory: whether workers on the sender's machine view its slots (with gloo, on Linux). Their
+            parameters are read only by contract then: one that writes into its own takes
+            ``commit="copy"``. Without it, or where one side is without it, they are sent everything.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
@@ -58,10 +65,11 @@ class DistributedWeightSyncScheme(RankedWeightSyncScheme):
         collective: Collective = "p2p",
         store: Any = None,
         init_method: str | None = None,
+        share_memory: bool = True,
         reconnect_for: float = 60.0,
         **options: Any,
     ) -> None:
-        super().__init__(backend, sync, collective, reconnect_for, **options)
+        super().__init__(backend, sync, collective, share_memory, reconnect_for, **options)
         self._meeting = Meeting.at(store, init_method)
 
     def _usual_index(self) -> int | None:
@@ -69,13 +77,13 @@ class DistributedWeightSyncScheme(RankedWeightSyncScheme):
         return int(rank) - 1 if rank.isdigit() and int(rank) > 0 else None
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
-        listener = DistributedListener(self._meeting, self._model_id, self._token)
+        listener = DistributedListener(self._meeting, self._model_id, self._token, share_memory=self._shares)
         self._meeting = listener.meeting
         return listener
 
     def create_transport(self, *, worker_idx: int) -> DistributedTransport:
         """A worker's connection, not open yet."""
-        return DistributedTransport(self._meeting, self._model_id, worker_idx + 1)
+        return DistributedTransport(self._meeting, self._model_id, worker_idx + 1, share_memory=self._shares)
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
         if self._meeting.store is not None and not inherit:

@@ -104,6 +104,10 @@ class Ensemble:
         self._expected.add(member.worker)
         self._drop()  # the process group is of those who were here before
 
+    def excuse(self, worker: int) -> None:
+        """This one needs nothing to be sent."""
+        self._expected.discard(worker)
+
     def leave(self, member: Member) -> None:
         """It is not any more."""
         if self._members.get(member.worker) is member:

@@ -8,7 +8,7 @@ Who may still read a slot is written into its holders:
 ``("fallback", round)`` it is what the newest replaced, as long as all workers may yet refuse the newest
 ``WRITER``              it is being written
 ``("sending", ...)``    is read by what cannot be told to stop
-``("orphan", pid)``     a process that lost its channel but still runs may be computing with it
+``("orphan", ...)``     a process that lost its channel but still runs may be computing with it
 
 Where every slot is held and the sender is not to wait, a version is *spilled*: written into memory of
 this process alone, over the version spilled before it if that is still there. It moves into a slot as

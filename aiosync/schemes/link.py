@@ -116,6 +116,11 @@ class WorkerLink:
         return self._delivery.progress
 
     @property
+    def maps(self) -> bool:
+        """Whether its process maps the slots."""
+        return self._delivery.maps
+
+    @property
     def reading(self) -> bool:
         """Whether its process may be looking at a slot now."""
         unfinished = self._leased is not None and not self._copied

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Hashable
 
 from aiosync.schemes.link import WorkerLink
 from aiosync.transports.liveness import ProcessWatch
@@ -12,29 +13,38 @@ __all__ = ["Orphans"]
 
 class Orphans:
     """A process that lost its channel but runs on may be computing with a slot: the slot stays held in its
-    name until it has ended. In this process a lost channel is all there is."""
+    name until it has ended, or is back. In this process a lost channel is all there is."""
 
     def __init__(self) -> None:
-        self._watches: dict[int, ProcessWatch] = {}
+        self._watches: dict[tuple[int, int], tuple[ProcessWatch, Callable[[], None]]] = {}
 
-    def adopt(self, link: WorkerLink) -> tuple[str, int] | None:
+    def adopt(self, link: WorkerLink) -> Hashable | None:
         """The name in which what a lost worker reads is to be held; None if it reads nothing any more."""
         pid, group = link.pid, link.group
         if not link.reading or pid in (0, os.getpid()):
             return None
+        key, name = (link.worker, pid), ("orphan", link.worker, pid)
 
-        def ended() -> None:
-            self._watches.pop(pid, None)
-            group.release(("orphan", pid))
+        def over() -> None:
+            self._watches.pop(key, None)
+            group.release(name)
 
-        watch = ProcessWatch(pid, ended)
+        watch = ProcessWatch(pid, over)
         if not watch.watching:
             return None
-        self._watches[pid] = watch
-        return ("orphan", pid)
+        self._watches[key] = watch, over
+        return name
+
+    def returned(self, worker: int, pid: int) -> None:
+        """It has connected again, before which it has let go of what it read."""
+        found = self._watches.get((worker, pid))
+        if found is not None:
+            watch, over = found
+            watch.close()
+            over()
 
     def close(self) -> None:
         """Watch nobody any more."""
-        for watch in self._watches.values():
+        for watch, _ in self._watches.values():
             watch.close()
         self._watches.clear()

@@ -241,8 +241,17 @@ class Publisher:
         group.spill_targets = set()
         self._roster.tell(round_, targets)
         group.wake()
+        self.serve(group)  # whoever was to be welcomed while the slot was being written
+
+    def serve(self, group: WeightGroup) -> None:
+        """Give the workers of a group what they have come for."""
         for link in self._roster.members(group):
-            link.serve()  # whoever was to be welcomed while the slot was being written
+            link.serve()
+
+    def overlaps(self, draft: Draft) -> bool:
+        """Whether the draft can be sent while it is being copied: not to those who map the slots."""
+        members = self._roster.members(draft.group)
+        return draft.group.overlaps(draft) and not any(link.maps for link in members)
 
     async def _unspill(self, group: WeightGroup) -> None:
         """Bring the spilled version into a slot as soon as there is one."""
@@ -321,6 +330,7 @@ async def _announce_and_write(publisher: Publisher, prepared: Prepared, fallback
     round_ = publisher.announce(prepared, fallback=fallback)
     for draft in prepared.drafts:
         await draft.group.finish(draft, paced=fallback)
+        publisher.serve(draft.group)  # who came meanwhile, and views what is whole
     prepared.seconds["stage"] = time.perf_counter() - prepared.started
     return round_
 
@@ -329,10 +339,10 @@ async def _write_and_announce(
     items: Sequence[tuple[Publisher, Prepared]], gone: Callable[[], bool], fallback: bool
 ) -> list[Round]:
     drafts = [draft for _, prepared in items for draft in prepared.drafts]
-    if len(items) == 1 and drafts and all(draft.group.overlaps(draft) for draft in drafts):
+    publishers = [publisher for publisher, _ in items]
+    if len(items) == 1 and drafts and all(publishers[0].overlaps(draft) for draft in drafts):
         return [await _announce_and_write(*items[0], fallback)]
     no_way_back = any(draft.reclaimed for draft in drafts)
-    publishers = [publisher for publisher, _ in items]
 
     def cut_off() -> bool:
         return (gone() and not no_way_back) or any(publisher.stopped for publisher in publishers)

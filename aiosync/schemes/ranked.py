@@ -9,15 +9,15 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 
 from aiosync.errors import InvalidArgumentError
-from aiosync.schemes.arrival import Arrival
+from aiosync.schemes.arrival import Arrival, Mapped
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.collective import Collected, FromRankZero
+from aiosync.schemes.collective import Collected, FromRankZero, NearRankZero
 from aiosync.schemes.delivery import Delivery
 from aiosync.schemes.ensemble import Ensemble
 from aiosync.schemes.group import WeightGroup
 from aiosync.transports.base import Transport
 from aiosync.transports.process_group import Ranks, check_backend, device_of
-from aiosync.transports.ranked import RankedListener, RankedTransport
+from aiosync.transports.ranked import CAN_SHARE, RankedListener, RankedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.copying import INLINE_LIMIT
 from aiosync.weights.layout import Layout
@@ -35,6 +35,7 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         backend: ``"gloo"``, or ``"nccl"``.
         sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
         collective: ``"p2p"`` or ``"broadcast"``.
+        share_memory: whether workers on the sender's machine view its slots.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
@@ -46,14 +47,23 @@ class RankedWeightSyncScheme(WeightSyncScheme):
     _inline: ClassVar[int] = INLINE_LIMIT
 
     def __init__(
-        self, backend: str, sync: bool, collective: Collective, reconnect_for: float, **options: Any
+        self,
+        backend: str,
+        sync: bool,
+        collective: Collective,
+        share_memory: bool,
+        reconnect_for: float,
+        **options: Any,
     ) -> None:
         super().__init__(sync=sync, **options)
         check_backend(backend)
         if collective not in ("p2p", "broadcast"):
             raise InvalidArgumentError(f"collective={collective!r}: expected 'p2p' or 'broadcast'")
+        if not isinstance(share_memory, bool):
+            raise InvalidArgumentError(f"share_memory: expected True or False, got {share_memory!r}")
         self._backend = backend
         self._collective: Collective = collective
+        self._share_memory = share_memory
         self._reconnect_for = reconnect_for
         self._ensembles: dict[WeightGroup, Ensemble] = {}
 
@@ -76,14 +86,21 @@ class RankedWeightSyncScheme(WeightSyncScheme):
     def create_transport(self, *, worker_idx: int) -> RankedTransport:
         """A worker's connection, not open yet."""
 
+    @property
+    def _shares(self) -> bool:
+        """Whether slots are memory that other processes can map."""
+        return self._share_memory and self._backend == "gloo" and CAN_SHARE
+
     def _allocate(self, nbytes: int, device: torch.device) -> Segment:
-        return Segment.private(nbytes, device_of(self._backend))
+        return Segment.shared(nbytes) if self._shares else Segment.private(nbytes, device_of(self._backend))
 
     def _deliver(self, transport: Transport, group: WeightGroup) -> Delivery:
-        assert isinstance(transport, TCPTransport)
         if self._collective == "broadcast" and group not in self._ensembles:
             self._ensembles[group] = Ensemble(group, self._rank_zero)
         ensemble = self._ensembles.get(group)
+        if transport.maps:
+            return NearRankZero(group, ensemble)
+        assert isinstance(transport, TCPTransport)
         inline = self._inline if self._backend == "gloo" else 0  # slots of the others are on a device
         return FromRankZero(transport, group, self._rank_zero, ensemble, inline)
 
@@ -96,6 +113,8 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         self._ensembles.clear()
 
     def _make_arrival(self, layout: Layout, transport: Transport) -> Arrival:
+        if transport.maps:
+            return Mapped(layout, holds=True)
         return Collected(layout, device_of(self._backend), self._member)
 
     def _member(self, transport: RankedTransport, key: str, rank: int, size: int) -> Ranks:
@@ -105,11 +124,13 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         return {
             "backend": self._backend,
             "collective": self._collective,
+            "share_memory": self._share_memory,
             "reconnect_for": self._reconnect_for,
         }
 
     def _restore(self, recipe: Mapping[str, Any]) -> None:
         self._backend = recipe["backend"]
         self._collective = recipe["collective"]
+        self._share_memory = recipe["share_memory"]
         self._reconnect_for = recipe["reconnect_for"]
         self._ensembles = {}

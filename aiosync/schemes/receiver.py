@@ -415,6 +415,7 @@ class WeightReceiver:
             self._held = None
             return None
         if held.update.version <= self.version:
+            self.intake.note(held)
             self._answer(held)
             return None
         if held.views is None and held.update.joint is None and self._link.session.superseded:

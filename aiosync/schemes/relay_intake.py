@@ -53,6 +53,11 @@ class _Arriving(Filling):
         """Whether the block is there."""
         return block < self._count
 
+    @property
+    def whole(self) -> bool:
+        """Whether nothing more will come."""
+        return self._over
+
     def checksum(self, block: int) -> int:
         """What was said of the block, and found to be so."""
         return self._checksums[block]

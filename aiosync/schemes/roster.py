@@ -308,6 +308,8 @@ class Roster:
             on_event=self._on_event,
             on_lost=self._on_lost,
         )
+        if hello.signature:  # it has been connected before
+            self._orphans.returned(worker, link.pid)
         link.serve()
         transport.start(link)
         return ""

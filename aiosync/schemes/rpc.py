@@ -42,6 +42,7 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
         sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
         sender: the sender's name in torch RPC, for workers that were not given its scheme; None: rank 0's.
         collective: ``"p2p"`` or ``"broadcast"``, see :class:`~aiosync.DistributedWeightSyncScheme`.
+        share_memory: whether workers on the sender's machine view its slots, see there.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
@@ -58,10 +59,11 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
         *,
         sender: str | None = None,
         collective: Collective = "p2p",
+        share_memory: bool = True,
         reconnect_for: float = 60.0,
         **options: Any,
     ) -> None:
-        super().__init__(backend, sync, collective, reconnect_for, **options)
+        super().__init__(backend, sync, collective, share_memory, reconnect_for, **options)
         self._sender_name = sender
         self._known: Known | None = None
         self._remote: tuple[RPCTransport, ...] = ()
@@ -113,13 +115,13 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
         return rank - 1 if rank > 0 else None
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
-        listener = RPCListener(self._model_id, self._token)
+        listener = RPCListener(self._model_id, self._token, share_memory=self._shares)
         self._known = listener.known
         return listener
 
     def create_transport(self, *, worker_idx: int) -> RPCWorkerTransport:
         """A worker's connection, not open yet."""
-        return RPCWorkerTransport(self._model_id, self._sender_name, self._known)
+        return RPCWorkerTransport(self._model_id, self._sender_name, self._known, share_memory=self._shares)
 
     def _release(self) -> None:
         super()._release()

@@ -570,9 +570,13 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     The sender is rank 0, worker ``i`` is rank ``i + 1``. Each worker and the sender make a process group of
     their own, beside whatever groups the job has: none of those is used, replaced or waited for, and none
-    is needed. Sender and workers meet in a store: ``store=``, or the TCPStore at ``init_method=``, or at
-    MASTER_ADDR and MASTER_PORT (so under ``torchrun`` nothing has to be given; there RANK is the worker's
-    rank too), or one that the sender starts on this machine, which the pickled scheme knows.
+    is needed. A worker on the sender's machine is sent nothing: like one of
+    :class:`~aiosync.SharedMemWeightSyncScheme` it views the sender's slots, which are shared memory.
+    (It is the worker that finds out whether it can read them: one in another container may not.)
+
+    Sender and workers meet in a store: ``store=``, or the TCPStore at ``init_method=``, or at MASTER_ADDR and
+    MASTER_PORT (so under ``torchrun`` nothing has to be given; there RANK is the worker's rank too), or one
+    that the sender starts on this machine, which the pickled scheme knows.
 
     What torch.distributed cannot do, it cannot do here: a call into it is not interrupted, it ends when the
     other side goes on, or dies, or after ``timeout``. So a call of ours that is cancelled or reaches its
@@ -590,6 +594,9 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             itself until :meth:`reconnect`.
         store: a torch.distributed store that is reached from both sides.
         init_method: ``"env://"`` or ``"tcp://host:port"``.
+        share_memory: whether workers on the sender's machine view its slots (with gloo, on Linux). Their
+            parameters are read only by contract then: one that writes into its own takes
+            ``commit="copy"``. Without it, or where one side is without it, they are sent everything.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
@@ -600,8 +607,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.DistributedWeightSyncScheme
     _async: aiosync.DistributedWeightSyncScheme
 
-    def __init__(self, backend: str='gloo', sync: bool=True, *, collective: Collective='p2p', store: Any=None, init_method: str | None=None, reconnect_for: float=60.0, **options: Any) -> None:
-        self._async = aiosync.DistributedWeightSyncScheme(backend, sync, collective=collective, store=store, init_method=init_method, reconnect_for=reconnect_for, **options)
+    def __init__(self, backend: str='gloo', sync: bool=True, *, collective: Collective='p2p', store: Any=None, init_method: str | None=None, share_memory: bool=True, reconnect_for: float=60.0, **options: Any) -> None:
+        self._async = aiosync.DistributedWeightSyncScheme(backend, sync, collective=collective, store=store, init_method=init_method, share_memory=share_memory, reconnect_for=reconnect_for, **options)
 
     def reconnect(self, *, timeout: float | None=None) -> None:
         """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
@@ -644,6 +651,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
         sender: the sender's name in torch RPC, for workers that were not given its scheme; None: rank 0's.
         collective: ``"p2p"`` or ``"broadcast"``, see :class:`~aiosync.DistributedWeightSyncScheme`.
+        share_memory: whether workers on the sender's machine view its slots, see there.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
@@ -654,8 +662,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RPCWeightSyncScheme
     _async: aiosync.RPCWeightSyncScheme
 
-    def __init__(self, backend: str='gloo', sync: bool=True, *, sender: str | None=None, collective: Collective='p2p', reconnect_for: float=60.0, **options: Any) -> None:
-        self._async = aiosync.RPCWeightSyncScheme(backend, sync, sender=sender, collective=collective, reconnect_for=reconnect_for, **options)
+    def __init__(self, backend: str='gloo', sync: bool=True, *, sender: str | None=None, collective: Collective='p2p', share_memory: bool=True, reconnect_for: float=60.0, **options: Any) -> None:
+        self._async = aiosync.RPCWeightSyncScheme(backend, sync, sender=sender, collective=collective, share_memory=share_memory, reconnect_for=reconnect_for, **options)
 
     def reconnect(self, *, timeout: float | None=None) -> None:
         """On the sender, after a worker was lost: wait until all workers are there, the survivors and a

@@ -31,13 +31,16 @@ class DistributedTransport(RankedTransport):
         meeting: which store.
         model_id: the model's name.
         rank: the worker's.
+        share_memory: whether the sender's memory may be viewed, if that can be done.
 
     Attributes:
         store: a connection to the store, once :meth:`open` has met the sender there.
     """
 
-    def __init__(self, meeting: Meeting, model_id: str | None, rank: int) -> None:
-        super().__init__()
+    def __init__(
+        self, meeting: Meeting, model_id: str | None, rank: int, *, share_memory: bool = True
+    ) -> None:
+        super().__init__(share_memory=share_memory)
         self.rank = rank
         self.store: Any = None
         self._meeting = meeting
@@ -77,10 +80,13 @@ class DistributedListener(RankedListener):
         meeting: which store.
         model_id: the model's name.
         token: what workers are to prove that they know.
+        share_memory: whether workers on this machine may come by the shorter way.
     """
 
-    def __init__(self, meeting: Meeting, model_id: str | None, token: bytes) -> None:
-        super().__init__(meeting, token)
+    def __init__(
+        self, meeting: Meeting, model_id: str | None, token: bytes, *, share_memory: bool = True
+    ) -> None:
+        super().__init__(meeting, token, share_memory=share_memory)
         self._make_reception: Callable[[], Reception] | None = partial(
             Reception, self._store, model_id, msgspec.msgpack.encode(self.place)
         )

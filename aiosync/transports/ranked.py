@@ -1,9 +1,14 @@
 """Connections whose weights go from rank to rank: frames over a socket, that much is told of how to get there
 by somebody else; the process groups meet in a store of torch.distributed.
+
+A worker on the sender's machine that can read the sender's memory gets another connection, the one that
+:class:`~aiosync.SharedMemWeightSyncScheme` has: then there is nothing to be sent.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +16,47 @@ from typing import Any
 import msgspec
 
 from aiosync._deadline import Deadline
+from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.transports.address import Address
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.rendezvous import Meeting
+from aiosync.transports.shared_memory import SharedMemTransport, UnixListener
 from aiosync.transports.tcp import DialledTransport
 from aiosync.transports.tcp_listener import TCPListener
+from aiosync.weights.segment import Segment
 
-__all__ = ["Place", "RankedListener", "RankedTransport"]
+__all__ = ["CAN_SHARE", "Place", "RankedListener", "RankedTransport"]
+
+CAN_SHARE = "memfd_create" in dir(os)
+"""Whether processes of this system can read each other's memory."""
+
+
+class Near(msgspec.Struct, frozen=True):
+    """How workers on the sender's machine get to it.
+
+    Attributes:
+        address: of the socket.
+        sample: the handle of some memory of the sender's.
+        mark: what is in there. (Process ids, and numbers of files, mean something else in another container.)
+    """
+
+    address: str
+    sample: dict[str, int | str]
+    mark: bytes
+
+    def readable(self) -> bool:
+        """Whether the sender's memory can be read in this process."""
+        match self.sample:
+            case {"pid": int(pid), "fd": int(fd), "inode": int(inode)}:
+                try:
+                    found = Segment.open(pid, fd, inode, len(self.mark))
+                except (OSError, ProtocolError):
+                    return False
+                try:
+                    return os.pread(found, len(self.mark), 0) == self.mark
+                finally:
+                    os.close(found)
+        return False
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -26,19 +65,25 @@ class Place(msgspec.Struct, frozen=True):
     host: str
     port: int
     token: bytes
+    near: Near | None = None
 
     def __repr__(self) -> str:
         return f"Place({self.host!r}, {self.port}, <secret>)"
 
 
 class RankedTransport(DialledTransport):
-    """A worker's connection to its sender; a subclass finds out where that is."""
+    """A worker's connection to its sender; a subclass finds out where that is.
 
-    def __init__(self) -> None:
+    Args:
+        share_memory: whether the sender's memory may be viewed, if that can be done.
+    """
+
+    def __init__(self, *, share_memory: bool) -> None:
         super().__init__(Address("127.0.0.1", 0))
+        self._share_memory = share_memory
 
-    async def open(self, deadline: Deadline) -> None:
-        """Find the sender, and connect to it.
+    async def reach(self, deadline: Deadline) -> Transport:
+        """Find the sender, and connect to it; by the shorter way, if it is on this machine.
 
         Raises:
             InvalidArgumentError, NotInitializedError: there is no way to find it.
@@ -46,6 +91,27 @@ class RankedTransport(DialledTransport):
             SyncTimeoutError: it did not come in time.
         """
         place = await self._find(deadline)
+        near = place.near if self._share_memory else None
+        if near is not None and near.readable():
+            shorter = SharedMemTransport(near.address)
+            shorter.secret = place.token
+            try:
+                await shorter.open(deadline)
+            except WorkerLostError:
+                await shorter.aclose()  # going the longer way, one finds out why
+            except BaseException:
+                await shorter.aclose()
+                raise
+            else:
+                return shorter
+        await self._go_to(place, deadline)
+        return self
+
+    async def open(self, deadline: Deadline) -> None:
+        """Find the sender, and connect to it; raises as :meth:`reach`."""
+        await self._go_to(await self._find(deadline), deadline)
+
+    async def _go_to(self, place: Place, deadline: Deadline) -> None:
         self.trouble = ""
         self.secret = place.token
         self._address = Address(place.host, place.port)
@@ -54,7 +120,7 @@ class RankedTransport(DialledTransport):
 
     @abstractmethod
     async def _find(self, deadline: Deadline) -> Place:
-        """Where the sender is; raises as :meth:`open` does."""
+        """Where the sender is; raises as :meth:`reach` does."""
 
     @abstractmethod
     def connection(self) -> Any:
@@ -73,17 +139,29 @@ class RankedListener(Listener):
     Args:
         meeting: the store.
         token: what workers are to prove that they know.
+        share_memory: whether workers on this machine may come by the shorter way.
 
     Attributes:
         meeting: how workers get to the store.
         place: how they get here.
     """
 
-    def __init__(self, meeting: Meeting, token: bytes) -> None:
+    def __init__(self, meeting: Meeting, token: bytes, *, share_memory: bool) -> None:
         self.meeting, self._store = meeting.open()
-        self._tcp = TCPListener(Address(self.meeting.bind, 0))
-        self.patience = self._tcp.patience
-        self.place = Place(self.meeting.reachable, self._tcp.address.port, bytes(bytearray(token)))
+        tcp = TCPListener(Address(self.meeting.bind, 0))
+        self._doors: list[TCPListener | UnixListener] = [tcp]
+        self.patience = tcp.patience
+        self._sample: Segment | None = None
+        near = self._open_near() if share_memory else None
+        self.place = Place(self.meeting.reachable, tcp.address.port, bytes(bytearray(token)), near)
+
+    def _open_near(self) -> Near:
+        door = UnixListener()
+        self._doors.append(door)
+        mark = secrets.token_bytes(32)
+        self._sample = Segment.shared(len(mark))
+        self._sample.buffer.numpy().data[:] = mark
+        return Near(door.address, dict(self._sample.handle or {}), mark)
 
     def connection(self) -> Any:
         """A connection to the store for whoever blocks in it."""
@@ -93,18 +171,24 @@ class RankedListener(Listener):
         self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
     ) -> None:
         """See :class:`Listener`."""
-        await self._tcp.listen(on_connection, on_lost)
+        for door in self._doors:
+            await door.listen(on_connection, on_lost)
 
     def forget(self) -> None:
         """See :class:`Listener`."""
-        self._tcp.forget()
+        for door in self._doors:
+            door.forget()
 
     def stop(self) -> None:
         """See :class:`Listener`."""
-        self._tcp.stop()
+        for door in self._doors:
+            door.stop()
 
     def close(self) -> None:
         """See :class:`Listener`."""
         self.stop()
-        self._tcp.close()
+        for door in self._doors:
+            door.close()
+        if self._sample is not None:
+            self._sample.close()
         self._store = None

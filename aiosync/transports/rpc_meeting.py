@@ -134,10 +134,13 @@ class RPCWorkerTransport(RankedTransport):
         model_id: the model's name.
         sender: the sender's process in torch RPC; None: rank 0's.
         known: what the sender has told of itself.
+        share_memory: whether the sender's memory may be viewed, if that can be done.
     """
 
-    def __init__(self, model_id: str | None, sender: str | None, known: Known | None) -> None:
-        super().__init__()
+    def __init__(
+        self, model_id: str | None, sender: str | None, known: Known | None, *, share_memory: bool = True
+    ) -> None:
+        super().__init__(share_memory=share_memory)
         self._name = _named(model_id) if known is None else known.key
         self._sender = sender if known is None else known.sender
         self._known = known
@@ -183,6 +186,7 @@ class RPCListener(RankedListener):
     Args:
         model_id: the model's name.
         token: what workers are to prove that they know.
+        share_memory: whether workers on this machine may come by the shorter way.
 
     Attributes:
         known: what a pickled scheme tells of this.
@@ -191,8 +195,8 @@ class RPCListener(RankedListener):
         NotInitializedError: this process takes no part in torch RPC.
     """
 
-    def __init__(self, model_id: str | None, token: bytes) -> None:
-        super().__init__(Meeting(store=store_here()), token)
+    def __init__(self, model_id: str | None, token: bytes, *, share_memory: bool = True) -> None:
+        super().__init__(Meeting(store=store_here()), token, share_memory=share_memory)
         self.known = Known(
             rpc.get_worker_info().name, secrets.token_hex(8), self.place, self.meeting.by_address()
         )

@@ -113,6 +113,11 @@ class Filling(ABC):
     def ready(self, block: int) -> bool:
         """Whether every block up to this one is there."""
 
+    @property
+    @abstractmethod
+    def whole(self) -> bool:
+        """Whether every block is there."""
+
     @abstractmethod
     def checksum(self, block: int) -> int:
         """That of a block that is there."""
@@ -165,6 +170,11 @@ class BlockCopy(Filling):
         if self._lead <= _LEAD // 2:
             self._nearer.set()
         return True
+
+    @property
+    def whole(self) -> bool:
+        """See :class:`Filling`."""
+        return len(self._checksums) * self._block >= len(self._memory)
 
     def complete(self, *, paced: bool) -> None:
         """Have every block copied; ``paced``: a few blocks ahead of those who ask for them, if they do."""

@@ -97,11 +97,14 @@ class ByGroups(DistributedWeightSyncScheme):
 
 
 def distributed(collective: Literal["p2p", "broadcast"]) -> Build:
-    return lambda workers, options: Recipe(ByGroups(collective=collective, reconnect_for=0, **options))
+    """As between machines."""
+    more: dict[str, Any] = {"collective": collective, "share_memory": False, "reconnect_for": 0}
+    return lambda workers, options: Recipe(ByGroups(**more, **options))
 
 
 def _over_rpc(workers: int, options: dict[str, Any]) -> Recipe:
-    """A process that takes the place of one that has died is told of no world: it could not join it."""
+    """Workers on one machine view the sender's slots. A process that takes the place of one that has died is
+    told of no world: it could not join it."""
     scheme = JoiningScheme(reconnect_for=0, **options)
     world = World()
     return Recipe(scheme, {w: {"world": world.address} for w in range(workers)}, [world])
@@ -117,6 +120,6 @@ SCHEMES = [
     SchemeCase("unix", _over_sockets("unix", tls=False), elastic=True),
     SchemeCase("unix-tls", _over_sockets("unix", tls=True), elastic=True),
     SchemeCase("distributed", distributed("p2p")),
-    SchemeCase("rpc", _over_rpc),
+    SchemeCase("rpc", _over_rpc, views=True),
     SchemeCase("memory", named("memory"), processes=False),
 ]

@@ -12,11 +12,12 @@ from typing import Any
 from torch import nn
 
 from aiosync import WorkerLostError
+from aiosync.transports.shared_memory import SharedMemTransport
 from tests.kit.child import Child
 from tests.kit.models import Norm, Other, Uniform, value_of
 
 __all__ = [
-    "aclose", "block", "connect", "count_resources", "dirty_exit", "pin", "read", "read_pinned",
+    "aclose", "block", "connect", "count_resources", "cut", "dirty_exit", "pin", "read", "read_pinned",
     "report", "serve", "stats", "unserve", "wait_closed",
 ]  # fmt: skip
 
@@ -142,6 +143,14 @@ async def read_pinned(child: Child, count: int) -> dict[str, int]:
         if reads == count:
             child.say("done")
     return {"reads": reads, "distinct": len(distinct)}
+
+
+async def cut(child: Child) -> None:
+    """Break the connection to the sender, which is to be one over a Unix socket."""
+    transport = child.scheme.receiver_transport
+    assert isinstance(transport, SharedMemTransport)
+    assert transport._stream is not None
+    transport._stream.abort()
 
 
 async def wait_closed(child: Child) -> None:

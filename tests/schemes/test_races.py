@@ -246,7 +246,7 @@ async def test_closing_does_not_wait_for_a_worker_that_reads_nothing() -> None:
 def test_memory_that_could_not_be_mapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout.of({"weight": torch.zeros(4)})
     segment = Segment.local(layout.nbytes)
-    mapped = Mapped(layout)
+    mapped = Mapped(layout, holds=True)
     update = Update(round=0, version=0, payload={"slot": 7, "new": [[7, segment.handle]], "gone": []})
 
     def too_many(handle: dict[str, Any]) -> Segment:
