@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc-per-node 4 examples/torchrun_trainer.py --trainers 2
 
-The first ranks train together in a process group of theirs; the rest play the policy out. Rank 0 sends
-each worker every version, over process groups of aiosync's own: the trainers' all-reduce does not notice,
-and their losses are the same to the last bit as with ``--no-sync``.
+The first ranks train together in a process group of theirs; the rest play the policy out. Rank 0 has
+each worker act with every version: on this machine by shared memory, to others over process groups of
+aiosync's own, and with ``--apart`` over those here as well. The trainers' all-reduce does not notice, and
+their losses are the same to the last bit as with ``--no-sync``.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ def make_policy() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4))
 
 
-async def train(rank: int, trainers: list[int], workers: int, steps: int, *, sync: bool) -> None:
+async def train(
+    rank: int, trainers: list[int], workers: int, steps: int, *, sync: bool, share_memory: bool
+) -> None:
     together = dist.new_group(trainers)
     policy = make_policy()
     model = DistributedDataParallel(policy, process_group=together)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheme = aiosync.DistributedWeightSyncScheme(timeout=60)
+    scheme = aiosync.DistributedWeightSyncScheme(timeout=60, share_memory=share_memory)
     sends = sync and rank == 0
     if sends:
         scheme.init_on_sender(model_id="policy", model=policy, num_workers=workers)
@@ -78,6 +81,7 @@ def main(
     trainers: Annotated[int, typer.Option(min=1, help="How many of the ranks train.")] = 1,
     steps: Annotated[int, typer.Option(min=1)] = 200,
     sync: Annotated[bool, typer.Option(help="Whether weights are sent at all.")] = True,
+    apart: Annotated[bool, typer.Option("--apart", help="Share no memory, as between machines.")] = False,
 ) -> None:
     """Train with some ranks of a torchrun job, play out with the others."""
     if "RANK" not in os.environ:
@@ -88,7 +92,8 @@ def main(
     if trainers >= size:
         raise typer.BadParameter(f"--trainers {trainers} leaves none of {size} ranks to work")
     if rank < trainers:
-        asyncio.run(train(rank, list(range(trainers)), size - trainers, steps, sync=sync))
+        workers = size - trainers
+        asyncio.run(train(rank, list(range(trainers)), workers, steps, sync=sync, share_memory=not apart))
     else:
         dist.new_group(list(range(trainers)))  # all ranks have to say so
         if sync:
