@@ -241,7 +241,8 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="ab
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="bye"):
     """The last frame of an orderly end. ``dropped``: the sender goes on without this worker; ``replaced``:
-    with another in its place, so it is not to come back."""
+    with another in its place, so it is not to come back. From a worker ``dropped`` says that it still reads
+    what it was given."""
 
     reason: str = ""
     dropped: bool = False

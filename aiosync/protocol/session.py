@@ -119,7 +119,7 @@ class SenderSession(_Session):
                 return self._verify(frame)
             case _, f.Bye():
                 self.state = SenderState.CLOSED
-                return [Left(frame.reason)]
+                return [Left(frame.reason, frame.dropped)]
             case ((SenderState.NOTIFIED | SenderState.IDLE | SenderState.LEASED), f.Fetch()):
                 self.state = SenderState.READY
                 return [Fetched(frame.have, frame.maps)]
@@ -380,10 +380,10 @@ class ReceiverSession(_Session):
         if self.state is ReceiverState.IDLE:
             self._outgoing.append(nack)
 
-    def close(self, reason: str = "") -> None:
-        """Say goodbye."""
+    def close(self, reason: str = "", *, dropped: bool = False) -> None:
+        """Say goodbye; ``dropped``: though what was given is still being read."""
         if self.state not in (ReceiverState.GREETING, ReceiverState.CLOSED):
-            self._outgoing.append(f.Bye(reason=reason))
+            self._outgoing.append(f.Bye(reason=reason, dropped=dropped))
         self.state = ReceiverState.CLOSED
 
     def _answer(self, challenge: f.Challenge) -> list[ReceiverEvent]:

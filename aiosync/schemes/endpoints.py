@@ -69,6 +69,7 @@ class SchemeEndpoints(SchemeRecipe):
                 self._model_id,
                 self.context,
                 asked,
+                may_view=not self._context_applies,
                 make_arrival=self._make_arrival,
             )
             self._receiver = WeightReceiver(

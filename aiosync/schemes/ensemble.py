@@ -107,6 +107,7 @@ class Ensemble:
     def excuse(self, worker: int) -> None:
         """This one needs nothing to be sent."""
         self._expected.discard(worker)
+        self._look_again()
 
     def leave(self, member: Member) -> None:
         """It is not any more."""
@@ -114,6 +115,7 @@ class Ensemble:
             del self._members[member.worker]
             self._stop_timer()
             self._break(f"worker {member.worker} (rank {member.worker + 1}) is gone")
+            self._look_again()
 
     def renew(self) -> None:
         """Broadcast again, in a process group of those who are here now."""
@@ -129,10 +131,14 @@ class Ensemble:
         alone = self._broken or published.joint is not None or len(self._expected) < 2
         if alone or published.round == self._chosen or published.round <= self._alone:
             return True
-        if not self._soon:  # others may be told of it in this very moment
+        self._look_again()
+        return False
+
+    def _look_again(self) -> None:
+        """Decide soon: others may be told of it in this very moment."""
+        if not self._soon:
             self._soon = True
             asyncio.get_running_loop().call_soon(self._decide)
-        return False
 
     def broadcasts(self, published: Published) -> bool:
         """Whether this version goes to all at once."""

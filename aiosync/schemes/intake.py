@@ -60,6 +60,7 @@ class Intake:
         model_id: its name.
         context: told of each update if it has ``update_policy_weights_``.
         worker: the worker's index.
+        may_view: whether the model may view the sender's memory: nobody else writes into its parameters.
         make_arrival: makes the place where updates of a layout come in that a connection brings.
 
     Attributes:
@@ -78,6 +79,7 @@ class Intake:
         context: Any,
         worker: int,
         *,
+        may_view: bool,
         make_arrival: Callable[[Layout, Transport], Arrival],
     ) -> None:
         self.model = model
@@ -89,7 +91,10 @@ class Intake:
         self._model_id = model_id
         self._context = context
         self.worker = worker
+        self._may_view = may_view
         self._make_arrival = make_arrival
+        self._viewing = False
+        self._leftover = False
         self.arrival: Arrival | None = None
         self._source = torch.device("cpu")
         self._offloader = Offloader("aiosync-receiver")
@@ -131,7 +136,7 @@ class Intake:
     @property
     def signature(self) -> str:
         """Of the layout that the model is bound to; "" if it is not bound yet."""
-        return self._binding.layout.signature if self._binding is not None else ""
+        return self._binding.layout.identity if self._binding is not None else ""
 
     def check_layout(self, welcome: Welcome) -> None:
         """Check that a sender found again has the layout that the model is bound to.
@@ -142,7 +147,7 @@ class Intake:
         """
         assert self._binding is not None
         bound = self._binding.layout
-        if welcome.layout is None and welcome.signature == bound.signature:
+        if welcome.layout is None and welcome.signature == bound.identity:
             return
         found = Layout.from_wire(welcome.layout)
         if found != bound:
@@ -179,37 +184,45 @@ class Intake:
 
     async def prepare(self, transport: Transport) -> None:
         """Be ready for updates over this connection."""
-        binding, arrival = self._binding, self.arrival
-        assert binding is not None
-        if arrival is None or arrival.borrowed != transport.maps:
-            before, self.arrival = self._stager, self._make_arrival(binding.layout, transport)
-            arrival = self.arrival
-            copies = arrival.borrowed and not arrival.holds
-            self._stager = Stager(binding, arrival, self._source, copies=copies)
-            if not arrival.borrowed:
-                await self._offloader.run(lambda _: arrival.prepare())
-            if before is not None:  # the sender is reached another way than before
-                before.close()
-                await self.reserve()
+        arrival, stager = self.arrival, self._stager
+        before: Stager | None = None
+        if arrival is None or stager is None or arrival.borrowed != transport.maps:
+            # The first connection, or the sender is reached another way than before.
+            before = stager
+            arrival, stager = self._new_stager(transport)
+        if before is not None:
+            await self._offloader.run(lambda _: stager.reserve())
+        elif not arrival.borrowed:
+            await self._offloader.run(lambda _: arrival.prepare())
+        # Only now: if this is cut short it is done again.
+        self.arrival, self._stager = arrival, stager
+        if before is not None:
+            before.close()
         arrival.attach(transport)
+
+    def _new_stager(self, transport: Transport) -> tuple[Arrival, Stager]:
+        assert self._binding is not None
+        arrival = self._make_arrival(self._binding.layout, transport)
+        copies = arrival.borrowed and not (arrival.holds and self._may_view)
+        return arrival, Stager(self._binding, arrival, self._source, copies=copies)
 
     @property
     def views_sender(self) -> bool:
-        """Whether what is in service may lie in the sender's memory."""
-        return self.arrival is not None and self.arrival.holds
+        """Whether what comes now is put in service where it lies, in the sender's memory."""
+        return self._may_view and self.arrival is not None and self.arrival.holds
 
     async def detach(self) -> None:
         """Have what is in service lie in memory of this process's own: the sender will write into its."""
-        binding = self._binding
-        if binding is None or not self.views_sender:
-            return
+        if self._viewing:
+            # Where there is a model, it has the weights.
+            await self._offloader.run(lambda _: self._take_over(keep=self.model is None))
 
-        def own(_: object) -> Mapping[str, Tensor]:
-            binding.detach()
-            # Where there is a model, it has them; what views the sender's memory is not to be looked at.
-            return {} if self.model is not None else {name: t.clone() for name, t in self.weights.items()}
-
-        self.weights = await self._offloader.run(own)
+    def _take_over(self, *, keep: bool) -> None:
+        assert self._binding is not None
+        self._binding.detach()
+        self._binding.forget_replaced()
+        self.weights = {name: t.clone() for name, t in self.weights.items()} if keep else {}
+        self._viewing = False
 
     async def reserve(self) -> None:
         """Take all memory that will be needed, so that later updates run into warm pages."""
@@ -219,6 +232,7 @@ class Intake:
         def warm(_: object) -> None:
             stager.reserve()
             binding.forget_replaced()
+            self._leftover = False
 
         await self._offloader.run(warm)
 
@@ -238,6 +252,8 @@ class Intake:
             stager = self._stager
             if stager is None or self.arrival is None:
                 raise NotConnectedError("this receiver was closed before it had staged an update")
+            if self._leftover:
+                await self._offloader.run(lambda _: self._forget_leftover())
             if not self.arrival.is_here(held.update):
                 await self.arrival.arrive(held.update)
             if stager.is_quick(held.update):
@@ -252,6 +268,12 @@ class Intake:
         held.views = views
         held.seconds["stage"] = time.perf_counter() - started
 
+    def _forget_leftover(self) -> None:
+        """Free the memory of this process's own that the model had, here and not in the next commit."""
+        assert self._binding is not None
+        self._binding.forget_replaced()
+        self._leftover = False
+
     def take_at_once(self, held: Held) -> bool:
         """Stage and commit with nothing awaited, where that is possible; returns whether it has been done.
 
@@ -261,7 +283,7 @@ class Intake:
         stager = self._stager
         assert stager is not None and self.arrival is not None
         quick = self.arrival.is_here(held.update) and stager.is_quick(held.update)
-        if held.update.joint is not None or self._context is not None or not quick:
+        if held.update.joint is not None or self._context is not None or self._leftover or not quick:
             return False
         started = time.perf_counter()
         views, pairs = stager.stage(held.update)
@@ -357,14 +379,14 @@ class Intake:
         """The same as one part of a joint commit: taken back if the body raises."""
         assert self._binding is not None and held.views is not None
         started = time.perf_counter()
-        before = self.version, self.weights
+        before = self.version, self.weights, self._viewing
         try:
             names = self._changed_names(held)
             with self._binding.committing(held.views, names, reversible=True):
                 self._in_service(held, started)
                 yield
         except BaseException:
-            self.version, self.weights = before
+            self.version, self.weights, self._viewing = before
             held.committed = False
             raise
 
@@ -375,6 +397,8 @@ class Intake:
     def _in_service(self, held: Held, started: float) -> None:
         assert held.views is not None
         self.version, self.weights = held.update.version, held.views
+        self._leftover |= self.views_sender and not self._viewing
+        self._viewing = self.views_sender
         held.committed = True
         held.seconds["commit"] = time.perf_counter() - started
 
@@ -408,8 +432,10 @@ class Intake:
         stager, self._stager = self._stager, None
         self.overtake()
         async with self._staging:  # what is being staged is brought to its end first
-            if detach:
-                await self.detach()
-            if stager is not None:
-                stager.close()
-            self._offloader.close()
+            try:
+                if detach and self._viewing:
+                    await self._offloader.run(lambda _: self._take_over(keep=False))
+            finally:
+                if stager is not None:
+                    stager.close()
+                self._offloader.close()

@@ -169,7 +169,7 @@ class WorkerLink:
         group, state = self.group, self.session.state
         if state is SenderState.WELCOMING and group.offerable(group.latest):
             assert group.latest is not None
-            self.session.welcome(self._welcome(group.latest.version))
+            self.session.welcome(self._welcome(group.latest))
             group.addressed[self.worker] = group.latest.version
             self.announce(group.latest)
         elif self.ready and self.due is not None and self._delivery.may_begin(self.due):
@@ -183,16 +183,16 @@ class WorkerLink:
             self._delivery.begin(published, lambda: self._sent(published))
         self.transport.flush(self.session)
 
-    def _welcome(self, version: int) -> Welcome:
+    def _welcome(self, latest: Published) -> Welcome:
         layout, hello = self.group.arena.layout, self.session.hello
-        known = hello is not None and hello.signature == layout.signature
+        known = hello is not None and hello.signature == layout.identity
         return Welcome(
             layout=None if known else layout.to_wire(),
-            signature=layout.signature,
-            version=version,
+            signature=layout.identity,
+            version=latest.version,
             worker=self.worker,
             instance=self._instance,
-            device=str(self.group.device),
+            device=str(latest.slot.segment.buffer.device),
             eager=layout.nbytes <= EAGER_LIMIT,
         )
 

@@ -32,6 +32,8 @@ class Orphans:
         watch = ProcessWatch(pid, over)
         if not watch.watching:
             return None
+        if key in self._watches:  # another of the same index: both are over when the process is
+            self._watches.pop(key)[0].close()
         self._watches[key] = watch, over
         return name
 

@@ -17,7 +17,7 @@ from aiosync.schemes.ensemble import Ensemble
 from aiosync.schemes.group import WeightGroup
 from aiosync.transports.base import Transport
 from aiosync.transports.process_group import Ranks, check_backend, device_of
-from aiosync.transports.ranked import CAN_SHARE, RankedListener, RankedTransport
+from aiosync.transports.ranked import RankedListener, RankedTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.copying import INLINE_LIMIT
 from aiosync.weights.layout import Layout
@@ -88,11 +88,14 @@ class RankedWeightSyncScheme(WeightSyncScheme):
 
     @property
     def _shares(self) -> bool:
-        """Whether slots are memory that other processes can map."""
-        return self._share_memory and self._backend == "gloo" and CAN_SHARE
+        """Whether memory may be shared; a GPU's is not."""
+        return self._share_memory and self._backend == "gloo"
 
     def _allocate(self, nbytes: int, device: torch.device) -> Segment:
-        return Segment.shared(nbytes) if self._shares else Segment.private(nbytes, device_of(self._backend))
+        listener = self._listener
+        if isinstance(listener, RankedListener) and listener.place.near is not None:
+            return Segment.shared(nbytes)
+        return Segment.private(nbytes, device_of(self._backend))
 
     def _deliver(self, transport: Transport, group: WeightGroup) -> Delivery:
         if self._collective == "broadcast" and group not in self._ensembles:

@@ -160,7 +160,8 @@ class WeightReceiver:
         link = self._link
         if not link.down or self._closed:
             return False
-        # As long as the connection is not closed, the sender leaves alone what is viewed here.
+        # Until this process is back, or has ended, the sender leaves alone what is viewed here; and if it was
+        # the sender who let go of this worker, until the connection is closed from here.
         await self.intake.detach()
         reason, last = link.down, ""
         deadline = Deadline.after(self._reconnect_for)
@@ -184,13 +185,21 @@ class WeightReceiver:
     async def _meet_again(self, deadline: Deadline) -> None:
         link = self._link
         await link.renew(self.intake.signature)
+        try:
+            await self._settle_in_again(deadline)
+        except BaseException:
+            # Else the sender would wait for somebody who is not there.
+            await link.aclose("the worker has given up connecting again")
+            raise
+
+    async def _settle_in_again(self, deadline: Deadline) -> None:
+        link = self._link
         welcome, another = await link.meet(deadline)
         self.intake.worker = welcome.worker
         try:
             self.intake.check_layout(welcome)
         except LayoutMismatchError as exc:
             link.session.declined(nack_of(welcome.version, exc))
-            await link.aclose("the weights do not fit")
             raise
         # Versions are one sender's own: another at the same address begins anew, and is the one to follow.
         if another:

@@ -80,6 +80,7 @@ class SchemeRecipe(ABC):
         self._pid = os.getpid()
         self._model: Any = None
         self._context: Callable[[], Any] | None = None
+        self._context_applies = False
         self._worker_idx: int | None = None
         self._plan: SenderPlan | None = None
         self._listener: Listener | None = None
@@ -251,11 +252,13 @@ class SchemeRecipe(ABC):
             self._become_receiver(self._listener)
         elif self._pid != os.getpid():
             self._forget_runtime()  # a receiver's object in a forked child
+        applies = False
         if context is not None:
             if model_id is None:
                 raise InvalidArgumentError("context= needs model_id=, the name of the model on it")
             if model is None:
                 model = model_of(context, model_id)
+                applies = callable(getattr(context, "update_policy_weights_", None))
             worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
         if model is not None and not isinstance(model, nn.Module | TensorDictBase | Mapping):
             raise InvalidArgumentError(
@@ -264,6 +267,7 @@ class SchemeRecipe(ABC):
         self._model_id = model_id
         self._model = model
         self.context = context
+        self._context_applies = applies
         self._worker_idx = checked_index(self._usual_index() if worker_idx is None else worker_idx)
         self._receiver_initialized = True
 

@@ -152,6 +152,7 @@ class RelayIntake(Intake):
             model_id,
             None,
             -1,
+            may_view=True,
             make_arrival=self._landing_for,
         )
         self._scheme = scheme

@@ -350,8 +350,9 @@ class Roster:
                 self._on_applied(link, event)
             case Rejected():
                 self._on_rejected(link, event)
-            case Left(reason=reason):
-                self._on_lost(link, reason or "it closed its side", orderly=True)
+            case Left(reason=reason, dropped=dropped):
+                # Dropped, it has not let go of what it reads.
+                self._on_lost(link, reason or "it closed its side", orderly=not dropped)
             case _:
                 pass
 

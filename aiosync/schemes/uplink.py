@@ -88,7 +88,7 @@ class Uplink:
         try:
             return self.session.receive(frame)
         except ProtocolError as exc:
-            self.session.close(str(exc))
+            self.session.close(str(exc), dropped=True)
             self.flush()
             raise
 

@@ -11,12 +11,13 @@ import os
 import secrets
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from aiosync._deadline import Deadline
-from aiosync.errors import ProtocolError, WorkerLostError
+from aiosync.errors import ArenaAllocationError, ProtocolError, WorkerLostError
 from aiosync.transports.address import Address
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.rendezvous import Meeting
@@ -25,10 +26,7 @@ from aiosync.transports.tcp import DialledTransport
 from aiosync.transports.tcp_listener import TCPListener
 from aiosync.weights.segment import Segment
 
-__all__ = ["CAN_SHARE", "Place", "RankedListener", "RankedTransport"]
-
-CAN_SHARE = "memfd_create" in dir(os)
-"""Whether processes of this system can read each other's memory."""
+__all__ = ["Place", "RankedListener", "RankedTransport"]
 
 
 class Near(msgspec.Struct, frozen=True):
@@ -36,26 +34,28 @@ class Near(msgspec.Struct, frozen=True):
 
     Attributes:
         address: of the socket.
+        user: whose it is; it lets nobody else in.
         sample: the handle of some memory of the sender's.
         mark: what is in there. (Process ids, and numbers of files, mean something else in another container.)
     """
 
     address: str
+    user: int
     sample: dict[str, int | str]
     mark: bytes
 
-    def readable(self) -> bool:
-        """Whether the sender's memory can be read in this process."""
+    def within_reach(self) -> bool:
+        """Whether this process would be let in, and can map the sender's memory."""
         match self.sample:
-            case {"pid": int(pid), "fd": int(fd), "inode": int(inode)}:
+            case {"kind": "memfd", "pid": int(pid), "fd": int(fd)} if self.user == os.geteuid():
                 try:
-                    found = Segment.open(pid, fd, inode, len(self.mark))
+                    # Opening something else might wait, or do something.
+                    if not os.readlink(f"/proc/{pid}/fd/{fd}").startswith("/memfd:"):
+                        return False
+                    found = Segment.attach(dict(self.sample)).buffer
                 except (OSError, ProtocolError):
                     return False
-                try:
-                    return os.pread(found, len(self.mark), 0) == self.mark
-                finally:
-                    os.close(found)
+                return found.numpy().tobytes()[: len(self.mark)] == self.mark
         return False
 
 
@@ -92,7 +92,7 @@ class RankedTransport(DialledTransport):
         """
         place = await self._find(deadline)
         near = place.near if self._share_memory else None
-        if near is not None and near.readable():
+        if near is not None and near.within_reach():
             shorter = SharedMemTransport(near.address)
             shorter.secret = place.token
             try:
@@ -148,20 +148,23 @@ class RankedListener(Listener):
 
     def __init__(self, meeting: Meeting, token: bytes, *, share_memory: bool) -> None:
         self.meeting, self._store = meeting.open()
+        host = self.meeting.reachable
         tcp = TCPListener(Address(self.meeting.bind, 0))
         self._doors: list[TCPListener | UnixListener] = [tcp]
         self.patience = tcp.patience
         self._sample: Segment | None = None
-        near = self._open_near() if share_memory else None
-        self.place = Place(self.meeting.reachable, tcp.address.port, bytes(bytearray(token)), near)
+        near = self._open_near() if share_memory and "memfd_create" in dir(os) else None
+        self.place = Place(host, tcp.address.port, bytes(bytearray(token)), near)
 
-    def _open_near(self) -> Near:
-        door = UnixListener()
-        self._doors.append(door)
+    def _open_near(self) -> Near | None:
         mark = secrets.token_bytes(32)
-        self._sample = Segment.shared(len(mark))
-        self._sample.buffer.numpy().data[:] = mark
-        return Near(door.address, dict(self._sample.handle or {}), mark)
+        with suppress(ArenaAllocationError, OSError):  # not allowed to, perhaps; it is not needed
+            self._sample = sample = Segment.shared(len(mark))
+            door = UnixListener()
+            self._doors.append(door)
+            sample.buffer.numpy().data[:] = mark
+            return Near(door.address, os.geteuid(), dict(sample.handle or {}), mark)
+        return None
 
     def connection(self) -> Any:
         """A connection to the store for whoever blocks in it."""
@@ -178,6 +181,8 @@ class RankedListener(Listener):
         """See :class:`Listener`."""
         for door in self._doors:
             door.forget()
+        if self._sample is not None:
+            self._sample.close()
 
     def stop(self) -> None:
         """See :class:`Listener`."""

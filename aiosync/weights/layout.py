@@ -76,7 +76,7 @@ class Layout:
             :func:`~aiosync.weights.optional_names`); they take no part in signature or equality.
     """
 
-    __slots__ = ("_index", "_signature", "aliases", "entries", "nbytes", "optional")
+    __slots__ = ("_identity", "_index", "_signature", "aliases", "entries", "nbytes", "optional")
 
     def __init__(
         self,
@@ -98,6 +98,7 @@ class Layout:
         self._index = {entry.name: entry for entry in self.entries}
         self._index.update({alias: self._index[name] for alias, name in self.aliases.items()})
         self._signature: str | None = None
+        self._identity: str | None = None
 
     @classmethod
     def of(
@@ -150,6 +151,14 @@ class Layout:
             text = json.dumps(rows, separators=(",", ":"))
             self._signature = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         return self._signature
+
+    @property
+    def identity(self) -> str:
+        """A hex digest of all that :meth:`to_wire` tells, order, places and ties too."""
+        if self._identity is None:
+            text = json.dumps(self.to_wire(), separators=(",", ":"))
+            self._identity = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return self._identity
 
     @property
     def names(self) -> tuple[str, ...]:

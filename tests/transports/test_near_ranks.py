@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -13,15 +14,25 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from aiosync import DistributedWeightSyncScheme, WeightSyncScheme
+from aiosync import (
+    ArenaAllocationError,
+    DistributedWeightSyncScheme,
+    RemoteApplyError,
+    WeightStrategy,
+    WeightSyncScheme,
+    WorkerLostError,
+)
+from aiosync.schemes.arrival import OwnSlots
 from aiosync.schemes.ensemble import Ensemble
 from aiosync.schemes.group import WeightGroup
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.ranked import RankedListener
 from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.weights.binding import ModuleBinding
+from aiosync.weights.segment import Segment
 from tests.kit import scenarios
 from tests.kit.cases import Recipe, SchemeCase
-from tests.kit.clock import PATIENCE, eventually, within
+from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalWorker
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.processes import ProcessCluster
@@ -121,9 +132,55 @@ async def test_a_worker_that_cannot_come_near(what: str) -> None:
     await within(scheme.aclose())
 
 
+async def test_a_machine_where_memory_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(nbytes: int, device: Any = None) -> Segment:
+        raise ArenaAllocationError(nbytes, "Operation not permitted")
+
+    monkeypatch.setattr(Segment, "shared", forbidden)
+    async with job(True) as (scheme, model, workers):
+        assert way_of(workers[0]) is FAR
+        await sent(scheme, model, workers, 1)
+
+
 def test_it_is_asked_for_by_a_truth_value() -> None:
     with pytest.raises(ValueError, match="share_memory: expected True or False, got 'no'"):
         DistributedWeightSyncScheme(share_memory="no")  # type: ignore[arg-type]
+
+
+class Applying:
+    """A context that puts what it is told in its policy by itself, in place, unless it refuses."""
+
+    def __init__(self) -> None:
+        self.policy = Uniform(-1.0)
+        self.refuses = False
+
+    def update_policy_weights_(self, policy_or_weights: Any, model_id: str) -> None:
+        if self.refuses:
+            raise ArithmeticError("no more")
+        self.policy.load_state_dict(WeightStrategy("state_dict").extract_weights(policy_or_weights))
+
+
+async def test_who_applies_weights_by_itself_writes_into_its_own_memory() -> None:
+    store, model = a_store(), Uniform()
+    scheme = a_sender(store, model, 2)
+    contexts = [Applying(), Applying()]
+    workers = [a_worker(store, index) for index in range(2)]
+    for worker, context in zip(workers, contexts, strict=True):
+        worker.init(model=None, context=context)
+        worker.model = context.policy
+    await within(asyncio.gather(scheme.connect(), *(worker.connect() for worker in workers)))
+    assert [way_of(worker) for worker in workers] == [NEAR, NEAR]
+    for worker in workers:
+        await worker.serve()
+    await sent(scheme, model, workers, 1)
+    contexts[0].refuses = True
+    fill(model, 2)
+    with pytest.raises(RemoteApplyError, match="no more"):
+        await scheme.send()
+    assert [value_of(context.policy) for context in contexts] == [1, 2]
+    for worker in workers:
+        await worker.close()
+    await within(scheme.aclose())
 
 
 # -- beside workers that are sent everything ----------------------------------------------------------------
@@ -140,6 +197,18 @@ async def test_workers_of_both_kinds(size: int) -> None:
         for worker in workers:
             assert value_of([worker.model.get_parameter("values.2")]) == 7
             assert value_of([worker.model.get_parameter("values.1")]) == 3
+
+
+async def test_nobody_sees_half_a_version() -> None:
+    async with job(True, False, True, size=LARGE, sync=False) as (scheme, model, workers):
+        last = 30
+        for value in range(1, last + 1):
+            fill(model, value)
+            await scheme.send()
+            seen = [value_of(worker.model) for worker in workers]  # which fails if they are not all the same
+            assert all(one == int(one) <= value for one in seen)
+        assert (await scheme.wait_ack()).ok
+        assert [value_of(worker.model) for worker in workers] == [last] * 3
 
 
 async def test_a_broadcast_is_for_those_to_whom_something_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,8 +252,13 @@ async def test_who_comes_in_the_middle_of_a_copy_waits_for_its_end(monkeypatch: 
     await eventually(lambda: scheme.version == 1, "it has been published")
     again = a_worker(store, 1, LARGE)
     coming = asyncio.create_task(again.connect())
-    await eventually(lambda: 1 in scheme.sender_transports, "it is there")
-    assert not coming.done()
+    links = scheme.get_sender().roster.links
+    await eventually(lambda: 1 in links and links[1].ready, "it is there, and has come for it")
+    for _ in range(50):
+        links[1].serve()
+        await asyncio.sleep(0)
+    assert links[1].ready
+    assert again.scheme.version == -1
     go_on.set()
     await within(asyncio.gather(coming, sending))
     assert value_of(again.model) == 1
@@ -222,6 +296,75 @@ async def test_the_sender_is_somewhere_else_now() -> None:
     await worker.close()
     for scheme in senders:
         await within(scheme.aclose())
+
+
+async def test_a_way_that_was_not_gone_to_its_end_is_gone_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender is reached another way than before; that takes memory, and the call is given up."""
+    entered, go_on = threading.Event(), threading.Event()
+    reserve = OwnSlots.reserve
+
+    def reserve_slowly(self: OwnSlots) -> None:
+        entered.set()
+        assert go_on.wait(PATIENCE)
+        reserve(self)
+
+    store, model = a_store(), Uniform()
+    first, worker = a_sender(store, model), a_worker(store, 0)
+    await within(asyncio.gather(first.connect(), worker.connect()))
+    assert first.shared_transport is not None
+    first.shared_transport.stop()
+    fill(model, 5)
+    second = a_sender(store, model, share_memory=False)
+    connecting = asyncio.create_task(second.connect())
+    await first.sender_transports[0]._close()
+    monkeypatch.setattr(OwnSlots, "reserve", reserve_slowly)
+    receiving = asyncio.create_task(worker.scheme.receive())
+    await eventually(entered.is_set, "it takes memory")
+    receiving.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+    with pytest.raises(WorkerLostError):
+        await within(connecting)
+    await worker.serve()
+    await within(second.connect())
+    assert way_of(worker) is FAR
+    for value in range(6, 9):
+        await sent(second, model, [worker], value)
+    await worker.close()
+    for scheme in (first, second):
+        await within(scheme.aclose())
+
+
+async def test_weights_are_taken_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    detach = ModuleBinding.detach
+
+    def note(self: ModuleBinding) -> None:
+        taken.append(self)
+        detach(self)
+
+    monkeypatch.setattr(ModuleBinding, "detach", note)
+    store, model = a_store(), Uniform(3.0)
+    first, worker = a_sender(store, model), a_worker(store, 0)
+    await within(asyncio.gather(first.connect(), worker.connect()))
+    assert first.shared_transport is not None
+    first.shared_transport.stop()
+    await first.sender_transports[0]._close()
+    for _ in range(4):
+        assert await worker.scheme.receive(timeout=BRIEF) is None
+    assert len(taken) == 1
+    assert value_of(worker.model) == 3
+    await within(first.aclose())
+    fill(model, 4)
+    second = a_sender(store, model)
+    connecting = asyncio.create_task(second.connect())
+    await worker.serve()
+    await within(connecting)
+    for value in (5, 6):
+        await sent(second, model, [worker], value)
+    await worker.close()
+    await within(second.aclose())
 
 
 def _has_another(scheme: WeightSyncScheme, known: set[Any]) -> bool:
