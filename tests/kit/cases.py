@@ -19,7 +19,7 @@ from aiosync import (
 from tests.kit.certificates import certificates
 from tests.kit.rpc import JoiningScheme, World
 
-__all__ = ["SCHEMES", "Recipe", "SchemeCase", "distributed", "named"]
+__all__ = ["SCHEMES", "Recipe", "SchemeCase", "distributed", "named", "over_rpc"]
 
 
 @dataclass
@@ -102,12 +102,15 @@ def distributed(collective: Literal["p2p", "broadcast"]) -> Build:
     return lambda workers, options: Recipe(ByGroups(**more, **options))
 
 
-def _over_rpc(workers: int, options: dict[str, Any]) -> Recipe:
-    """Workers on one machine view the sender's slots. A process that takes the place of one that has died is
-    told of no world: it could not join it."""
-    scheme = JoiningScheme(reconnect_for=0, **options)
-    world = World()
-    return Recipe(scheme, {w: {"world": world.address} for w in range(workers)}, [world])
+def over_rpc(*, share_memory: bool) -> Build:
+    """A process that takes the place of one that has died is told of no world: it could not join it."""
+
+    def build(workers: int, options: dict[str, Any]) -> Recipe:
+        scheme = JoiningScheme(share_memory=share_memory, reconnect_for=0, **options)
+        world = World()
+        return Recipe(scheme, {w: {"world": world.address} for w in range(workers)}, [world])
+
+    return build
 
 
 SCHEMES = [
@@ -120,6 +123,7 @@ SCHEMES = [
     SchemeCase("unix", _over_sockets("unix", tls=False), elastic=True),
     SchemeCase("unix-tls", _over_sockets("unix", tls=True), elastic=True),
     SchemeCase("distributed", distributed("p2p")),
-    SchemeCase("rpc", _over_rpc, views=True),
+    # As on one machine; where everything is sent it is as above.
+    SchemeCase("rpc", over_rpc(share_memory=True), views=True),
     SchemeCase("memory", named("memory"), processes=False),
 ]

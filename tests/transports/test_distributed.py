@@ -254,6 +254,23 @@ async def test_some_get_it_by_themselves(broadcasts: list[int]) -> None:
         assert broadcasts == [2]
 
 
+async def test_who_waits_for_one_that_dies_is_not_forgotten() -> None:
+    """One has come for a version, the other has not yet, and goes."""
+    async with LocalCluster(BROADCAST, workers=2, serve=False, on_failure="drop") as cluster:
+        scheme, (ready, busy) = cluster.scheme, cluster.workers
+        await ready.serve()
+        fill(cluster.model, 1)
+        sending = asyncio.create_task(scheme.send())
+        link = scheme.get_sender().roster.links[0]
+        await eventually(lambda: link.ready, "one has come for it")
+        transport = busy.scheme.receiver_transport
+        assert transport is not None
+        await transport.aclose()
+        report = await within(sending)
+        assert {worker: one.status for worker, one in report.workers.items()} == {0: "applied", 1: "lost"}
+        assert value_of(ready.model) == 1
+
+
 async def test_a_rank_that_is_killed_in_the_middle(
     broadcasts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

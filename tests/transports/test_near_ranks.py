@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from aiosync import (
     ArenaAllocationError,
     DistributedWeightSyncScheme,
+    LayoutMismatchError,
     RemoteApplyError,
     WeightStrategy,
     WeightSyncScheme,
@@ -295,6 +296,27 @@ async def test_the_sender_is_somewhere_else_now() -> None:
             await sent(senders[-1], model, [worker], 10 * number + value)
     await worker.close()
     for scheme in senders:
+        await within(scheme.aclose())
+
+
+async def test_a_sender_with_another_order_of_entries() -> None:
+    """The same names and shapes, but in other places: nothing is to be read by the old order."""
+    store, model = a_store(), Uniform()
+    first, worker = a_sender(store, model), a_worker(store, 0)
+    await within(asyncio.gather(first.connect(), worker.connect()))
+    await worker.serve()
+    assert first.shared_transport is not None
+    first.shared_transport.stop()
+    await first.sender_transports[0]._close()
+    weights = {name: tensor.detach() + 1 for name, tensor in reversed(model.state_dict().items())}
+    second = DistributedWeightSyncScheme(store=store.clone(), timeout=PATIENCE)
+    second.init_on_sender(model_id="policy", weights=weights, num_workers=1)
+    with pytest.raises(LayoutMismatchError, match="order of entries"):
+        await within(second.connect())
+    await eventually(lambda: worker.lost is not None, "it has given up")
+    assert value_of(worker.model) == 0
+    await worker.close()
+    for scheme in (first, second):
         await within(scheme.aclose())
 
 

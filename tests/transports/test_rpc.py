@@ -32,10 +32,15 @@ from aiosync.schemes import enlisted
 from aiosync.sync import updaters as blocking_updaters
 from aiosync.transports import rpc_meeting
 from aiosync.transports.rpc_calls import is_member
+from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.transports.tcp import TCPTransport
 from tests.conformance.test_g07_one_bad_worker import SOON
+from tests.kit import scenarios
+from tests.kit.cases import SchemeCase, over_rpc
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalWorker
 from tests.kit.models import Other, Uniform, fill, value_of
+from tests.kit.processes import ProcessCluster
 from tests.kit.rpc import World, free_address, in_a_process
 from tests.transports.rpc_objects import Collector, Fallible, leave, linger, serve
 
@@ -104,7 +109,18 @@ async def collectors(
 
 @in_a_process
 async def test_objects_join_and_are_told() -> None:
-    async with collectors() as (scheme, context, _):
+    await _joined_and_told()
+
+
+@in_a_process
+async def test_objects_join_and_are_sent_everything() -> None:
+    await _joined_and_told(size=1 << 16, share_memory=False)
+
+
+async def _joined_and_told(**options: Any) -> None:
+    async with collectors(**options) as (scheme, context, _):
+        kind = TCPTransport if options else SharedMemTransport
+        assert all(isinstance(transport, kind) for transport in scheme.sender_transports.values())
         for version in (1, 2):
             fill(context.policy, version)
             assert set((await scheme.send()).workers) == {0, 1}
@@ -114,7 +130,16 @@ async def test_objects_join_and_are_told() -> None:
 
 @in_a_process
 async def test_no_forward_pass_of_an_object_is_torn() -> None:
-    async with collectors(workers=1, size=1 << 16) as (scheme, context, _):
+    await _untorn()
+
+
+@in_a_process
+async def test_no_forward_pass_of_an_object_that_is_sent_everything_is_torn() -> None:
+    await _untorn(share_memory=False)
+
+
+async def _untorn(**options: Any) -> None:
+    async with collectors(workers=1, size=1 << 16, **options) as (scheme, context, _):
         passing = context.collector_rrefs[0].rpc_async().torn(3000)
         version = 0
         while not passing.done() or version < 20:
@@ -367,6 +392,24 @@ async def test_a_worker_that_was_told_nothing() -> None:
             assert value_of(worker.model) == 7
             await worker.close()
             await within(scheme.aclose())
+
+
+async def test_a_process_that_takes_no_part_is_sent_everything() -> None:
+    """It comes in the place of one that has died."""
+    case = SchemeCase("rpc-apart", over_rpc(share_memory=False))
+    async with ProcessCluster(case, workers=2, size=1 << 16) as cluster:
+        assert all(isinstance(t, TCPTransport) for t in cluster.scheme.sender_transports.values())
+        cluster.workers[1].kill()
+        await cluster.workers[1].ended()
+        fill(cluster.model, 1)
+        with pytest.raises(WorkerLostError, match="worker 1 lost"):
+            await cluster.scheme.send()
+        cluster.spawn(1)
+        await cluster.connect_worker(1)
+        fill(cluster.model, 2)
+        assert (await cluster.scheme.send()).ok
+        for worker in cluster.workers.values():
+            assert await worker.run(scenarios.report) == {"version": 2, "value": 2}
 
 
 async def test_a_worker_whose_sender_does_not_come() -> None:
