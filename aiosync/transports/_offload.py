@@ -49,11 +49,6 @@ _LANES = 8
 """Threads of one offloader at most; more do not copy any faster where memory is what limits."""
 
 
-def _processors() -> int:
-    """How many this process may run on."""
-    return len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
-
-
 class Offloader:
     """A few lazily started threads. The endpoint that owns it closes it.
 
@@ -76,9 +71,8 @@ class Offloader:
         return (await self._run_all([work]))[0]
 
     async def copy(self, pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> bool:
-        """:func:`~aiosync.weights.copying.copy_pairs` in threads, as many as torch would use. But one
-        processor is left to event loops: else they would wait for the end of a time slice when they wake."""
-        lanes = copy_lanes(pairs, max(1, min(torch.get_num_threads(), _LANES, _processors() - 1)))
+        """:func:`~aiosync.weights.copying.copy_pairs` in threads, as many as torch would use."""
+        lanes = copy_lanes(pairs, min(torch.get_num_threads(), _LANES))
         return all(await self._run_all([partial(_drive, lane, cancelled) for lane in lanes]))
 
     async def _run_all(self, works: Sequence[Callable[[Callable[[], bool]], T]]) -> list[T]:

@@ -262,6 +262,7 @@ def _copy_ranges(alive: Pairs, ranges: Sequence[_Range], cancelled: Callable[[],
                 return False
             since = 0
         ctypes.memmove(destination, source, nbytes)  # lets other threads run meanwhile
+        os.sched_yield()  # an event loop that waits for the processor is to have it now
         since += nbytes
     return True
 
