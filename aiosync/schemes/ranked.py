@@ -14,7 +14,7 @@ from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.collective import Collected, FromRankZero, NearRankZero
 from aiosync.schemes.delivery import Delivery
 from aiosync.schemes.ensemble import Ensemble
-from aiosync.schemes.group import WeightGroup
+from aiosync.schemes.group import Streams, WeightGroup
 from aiosync.transports.base import Transport
 from aiosync.transports.process_group import Ranks, check_backend, device_of
 from aiosync.transports.ranked import RankedListener, RankedTransport
@@ -43,7 +43,7 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         InvalidArgumentError: a backend that is not there.
     """
 
-    _streams = "plain"
+    _streams: Streams = "plain"
     _inline: ClassVar[int] = INLINE_LIMIT
 
     def __init__(

@@ -48,7 +48,7 @@ class SchemeRecipe(ABC):
     _registry: ClassVar[dict[str, type[SchemeRecipe]]] = {}
     _holds: ClassVar[bool] = True
     _elastic: ClassVar[bool] = False
-    _streams: ClassVar[Streams] = ""
+    _streams: Streams = ""
     _reconnect_for: float = 0.0
 
     def __init__(

@@ -180,11 +180,11 @@ async def abandonable(work: Callable[[], T], name: str) -> T:
     return await future
 
 
-def call_when_done(future: Future[None], callback: Callable[[Future[None]], None]) -> None:
+def call_when_done(future: Future[T], callback: Callable[[Future[T]], None]) -> None:
     """Call ``callback`` on this event loop, if that is still there by then."""
     loop = asyncio.get_running_loop()
 
-    def tell(done: Future[None]) -> None:
+    def tell(done: Future[T]) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             loop.call_soon_threadsafe(callback, done)
 

@@ -1,0 +1,215 @@
+"""Weights between the actors of a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.context import BaseContext
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from aiosync._deadline import Deadline
+from aiosync.errors import InvalidArgumentError, NotInitializedError
+from aiosync.schemes.arrival import Arrival
+from aiosync.schemes.delivery import ByStream, Delivery, Outgoing, Variant
+from aiosync.schemes.enlisted import enlist
+from aiosync.schemes.group import WeightGroup
+from aiosync.schemes.landing import Landing
+from aiosync.schemes.ranked import Collective, RankedWeightSyncScheme
+from aiosync.schemes.stored import ByObject, Shelf, Stored
+from aiosync.transports.base import Listener, Transport
+from aiosync.transports.ray_calls import ActorCall
+from aiosync.transports.ray_meeting import Known, RayListener, RayWorkerTransport
+from aiosync.transports.tcp import TCPTransport
+from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
+
+__all__ = ["RayWeightSyncScheme"]
+
+DataPlane: TypeAlias = Literal["object_store", "tcp", "distributed"]
+TensorTransport: TypeAlias = Literal["object_store", "nixl"]
+
+
+class RayWeightSyncScheme(RankedWeightSyncScheme):
+    """Workers that are Ray actors, anywhere in the cluster.
+
+    Each version is copied into a slot, and from there put into Ray's object store once, whatever the number
+    of actors; each is handed the reference by a call and reads the object where it lies, on its own node.
+    Its parameters view the store's pages until the next version, so they are read only by contract. The
+    driver lets an object go when the last actor has been handed it; it stays as long as somebody views it.
+
+    ``ray.init()`` is the caller's to call. An actor of any kind is made a worker by the sender's ``connect``:
+    it needs the model, as ``actor.policy`` or ``actor.get_model("policy")``; no update lands in a running
+    forward pass of that. If it has ``update_policy_weights_``, that is called with each update, and the
+    model gets memory of its own. Or an actor makes its endpoint itself, from the pickled scheme.
+
+    Besides Ray's calls there is a connection from each actor to the sender's node, by which its end is
+    noticed, and what both sides say to each other goes; it is authenticated by a token that travels with
+    the scheme. Who may call the cluster's actors is trusted, as in Ray itself, which unpickles what comes.
+
+    Args:
+        tensor_transport: how Ray moves objects: ``"object_store"``, or ``"nixl"`` for what Ray itself does
+            with that (actors need ``enable_tensor_transport=True``).
+        sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
+        data_plane: what moves the bytes: ``"object_store"``; ``"tcp"``, as
+            :class:`~aiosync.TCPWeightSyncScheme`; ``"distributed"``, as
+            :class:`~aiosync.DistributedWeightSyncScheme`, without anything to be set up.
+        backend: of torch.distributed, with ``data_plane="distributed"``.
+        collective: the same.
+        share_memory: the same.
+        reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
+        options: see :class:`~aiosync.WeightSyncScheme`.
+
+    Raises:
+        InvalidArgumentError: an argument that is none, or nixl where that is not installed.
+    """
+
+    backends = ("ray",)
+
+    def __init__(
+        self,
+        tensor_transport: TensorTransport = "object_store",
+        sync: bool = True,
+        *,
+        data_plane: DataPlane = "object_store",
+        backend: str = "gloo",
+        collective: Collective = "p2p",
+        share_memory: bool = True,
+        reconnect_for: float = 60.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(backend, sync, collective, share_memory, reconnect_for, **options)
+        if tensor_transport not in ("object_store", "nixl"):
+            raise InvalidArgumentError(
+                f"tensor_transport={tensor_transport!r}: expected 'object_store' or 'nixl'"
+            )
+        if data_plane not in ("object_store", "tcp", "distributed"):
+            raise InvalidArgumentError(
+                f"data_plane={data_plane!r}: expected 'object_store', 'tcp' or 'distributed'"
+            )
+        if tensor_transport == "nixl" and data_plane != "object_store":
+            raise InvalidArgumentError(
+                f"tensor_transport='nixl' moves Ray's objects, and data_plane={data_plane!r} makes none"
+            )
+        if tensor_transport == "nixl" and importlib.util.find_spec("nixl") is None:
+            raise InvalidArgumentError(
+                "tensor_transport='nixl' needs NVIDIA's nixl, which is not installed: pip install nixl"
+            )
+        self._tensor_transport = tensor_transport
+        self._data_plane = data_plane
+        self._set_streams()
+        self._begin_known(None)
+
+    def _begin_known(self, known: Known | None) -> None:
+        self._known = known
+        self._actors: tuple[Any, ...] = ()
+        self._shelves: dict[WeightGroup, Shelf] = {}
+        self._ready: dict[WeightGroup, dict[tuple[int, Variant], Outgoing]] = {}
+
+    def _set_streams(self) -> None:
+        plane = self._data_plane
+        self._streams = "" if plane == "object_store" else "checked" if plane == "tcp" else "plain"
+
+    def init_on_sender(self, *, actors: Sequence[Any] | None = None, **arguments: Any) -> None:
+        """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.
+
+        Args:
+            actors: handles; None: the ``remote_collectors`` of a ``context`` that has some.
+            arguments: see there.
+
+        Raises:
+            NotInitializedError: this process takes no part in a Ray cluster.
+            InvalidArgumentError: they are not one for each worker.
+        """
+        context = arguments.get("context")
+        given = actors if actors is not None else getattr(context, "remote_collectors", None)
+        handles = tuple(given or ())
+        if handles and context is None and "num_workers" not in arguments and "devices" not in arguments:
+            arguments["num_workers"] = len(handles)
+        super().init_on_sender(**arguments)
+        assert self._plan is not None
+        if handles and len(handles) != len(self._plan.workers):
+            raise InvalidArgumentError(
+                f"{len(handles)} actors for {len(self._plan.workers)} workers: expected one each"
+            )
+        self._actors = handles
+
+    async def _before_connect(self, deadline: Deadline) -> None:
+        """Make workers of the actors.
+
+        Raises:
+            RemoteApplyError: one cannot be: it has no model of this name, say.
+            WorkerLostError: one is gone.
+        """
+        calls = [
+            ActorCall(worker, handle, enlist, self, self._model_id, worker)
+            for worker, handle in enumerate(self._actors)
+        ]
+        joined = await asyncio.gather(*(call.answer(deadline) for call in calls), return_exceptions=True)
+        for result in joined:
+            if isinstance(result, BaseException):
+                raise result
+
+    def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
+        shares = self._shares and self._data_plane == "distributed"
+        listener = RayListener(self._token, share_memory=shares)
+        self._known = listener.known
+        return listener
+
+    def create_transport(self, *, worker_idx: int) -> RayWorkerTransport:
+        """A worker's connection, not open yet.
+
+        Raises:
+            NotInitializedError: the scheme was copied before ``init_on_sender`` was called.
+        """
+        if self._known is None:
+            raise NotInitializedError(
+                "this scheme does not know its sender: call init_on_sender() before handing it to workers"
+            )
+        return RayWorkerTransport(self._known, share_memory=self._shares, carries=self._data_plane == "tcp")
+
+    def _allocate(self, nbytes: int, device: torch.device) -> Segment:
+        if self._data_plane == "distributed":
+            return super()._allocate(nbytes, device)
+        return Segment.private(nbytes)
+
+    def _deliver(self, transport: Transport, group: WeightGroup) -> Delivery:
+        if self._data_plane == "distributed":
+            return super()._deliver(transport, group)
+        assert isinstance(transport, TCPTransport)
+        if self._data_plane == "tcp":
+            return ByStream(transport, group, "full", self._ready.setdefault(group, {}))
+        if group not in self._shelves:
+            self._shelves[group] = Shelf(group, self._tensor_transport)
+        return ByObject(transport, self._shelves[group], self._actor_of)
+
+    def _actor_of(self, worker: int) -> Any:
+        return self._actors[worker] if worker < len(self._actors) else None
+
+    def _make_arrival(self, layout: Layout, transport: Transport) -> Arrival:
+        if self._data_plane == "distributed":
+            return super()._make_arrival(layout, transport)
+        return Landing(layout) if self._data_plane == "tcp" else Stored(layout)
+
+    def _release(self) -> None:
+        super()._release()
+        for shelf in self._shelves.values():
+            shelf.close()
+        self._begin_known(self._known)
+
+    def _recipe(self, *, inherit: bool) -> dict[str, Any]:
+        return {
+            **super()._recipe(inherit=inherit),
+            "tensor_transport": self._tensor_transport,
+            "data_plane": self._data_plane,
+            "known": self._known,
+        }
+
+    def _restore(self, recipe: Mapping[str, Any]) -> None:
+        super()._restore(recipe)
+        self._tensor_transport = recipe["tensor_transport"]
+        self._data_plane = recipe["data_plane"]
+        self._set_streams()
+        self._begin_known(recipe["known"])

@@ -1,0 +1,79 @@
+"""How a worker gets to a sender that takes part in a Ray cluster: the pickled scheme says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from aiosync._deadline import Deadline
+from aiosync.transports.ranked import Place, RankedListener, RankedTransport
+from aiosync.transports.ray_calls import ray_here
+from aiosync.transports.rendezvous import Meeting
+from aiosync.transports.tcp import DialledTransport
+
+__all__ = ["Known", "RayListener", "RayWorkerTransport"]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a pickled scheme tells of its sender.
+
+    Attributes:
+        place: where it is.
+        meeting: the store in which process groups meet.
+    """
+
+    place: Place
+    meeting: Meeting
+
+
+class RayWorkerTransport(RankedTransport):
+    """A worker's connection to its sender.
+
+    Args:
+        known: what the sender has told of itself.
+        share_memory: whether the sender's memory may be viewed, if that can be done.
+        carries: whether the connection itself carries the weights.
+    """
+
+    def __init__(self, known: Known, *, share_memory: bool, carries: bool) -> None:
+        super().__init__(share_memory=share_memory)
+        self._known = known
+        self._carries = carries
+        self._store: Any = None
+
+    def connection(self) -> Any:
+        """See :class:`RankedTransport`."""
+        if self._store is None:
+            self._store = self._known.meeting.connect()
+        return self._store.clone()
+
+    def trust(self) -> None:
+        """See :class:`RankedTransport`."""
+        if self._carries:
+            DialledTransport.trust(self)
+        else:
+            super().trust()
+
+    async def _find(self, deadline: Deadline) -> Place:
+        return self._known.place
+
+
+class RayListener(RankedListener):
+    """Where workers connect: on this node of the cluster.
+
+    Args:
+        token: what workers are to prove that they know.
+        share_memory: whether workers on this machine may come by the shorter way.
+
+    Attributes:
+        known: what a pickled scheme tells of this.
+
+    Raises:
+        NotInitializedError: this process takes no part in a cluster.
+    """
+
+    def __init__(self, token: bytes, *, share_memory: bool) -> None:
+        node = ray_here().util.get_node_ip_address()
+        super().__init__(Meeting(None, node), token, share_memory=share_memory)
+        self.known = Known(self.place, self.meeting)

@@ -1,0 +1,163 @@
+"""Actors become workers, and what moves their weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from aiosync import InvalidArgumentError, NotInitializedError, RemoteApplyError, WorkerLostError
+from aiosync.schemes.ray import RayWeightSyncScheme
+from tests.kit.clock import PATIENCE, eventually, within
+from tests.kit.models import Uniform, fill
+from tests.kit.processes import ROOT
+from tests.ray.actors import AsyncHolder, Collector, Holder
+
+ray = pytest.importorskip("ray")
+
+LARGE = 1 << 18
+PLANES = ["object_store", "tcp", "distributed"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Ray on this machine, for this module."""
+    ray.init(
+        num_cpus=2,
+        object_store_memory=256 << 20,
+        include_dashboard=False,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+    )
+    yield
+    ray.shutdown()
+
+
+def start(kind: type[Any], count: int, size: int) -> list[Any]:
+    made = ray.remote(num_cpus=0)(kind)
+    return [made.remote(size) for _ in range(count)]
+
+
+@asynccontextmanager
+async def sender_to(
+    kind: type[Any] = Holder, count: int = 2, size: int = 16, **options: Any
+) -> AsyncIterator[tuple[RayWeightSyncScheme, Uniform, list[Any]]]:
+    """A connected sender, and actors."""
+    model, actors = Uniform(size=size), start(kind, count, size)
+    scheme = RayWeightSyncScheme(timeout=PATIENCE, **options)
+    scheme.init_on_sender(model_id="policy", model=model, actors=actors)
+    try:
+        await within(scheme.connect())
+        yield scheme, model, actors
+    finally:
+        await within(scheme.aclose())
+        for actor in actors:
+            ray.kill(actor)
+
+
+async def values(actors: list[Any]) -> list[float]:
+    return list(await within(asyncio.gather(*(actor.value.remote() for actor in actors))))
+
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+@pytest.mark.parametrize("kind", [Holder, AsyncHolder])
+@pytest.mark.parametrize("plane", PLANES)
+@pytest.mark.parametrize("size", [16, LARGE])
+async def test_actors_have_what_was_sent(kind: type[Any], plane: str, size: int) -> None:
+    async with sender_to(kind, size=size, data_plane=plane) as (scheme, model, actors):
+        assert await values(actors) == [0, 0]
+        for version in (1, 2, 3):
+            fill(model, version)
+            assert (await scheme.send()).ok
+            assert await values(actors) == [version] * 2
+
+
+async def test_no_forward_pass_is_torn() -> None:
+    async with sender_to(count=1, size=LARGE) as (scheme, model, actors):
+        passing = asyncio.wrap_future(actors[0].torn.remote(2000).future())
+        version = 0
+        while not passing.done():
+            version += 1
+            fill(model, version)
+            await scheme.send(wait=False)
+            await asyncio.sleep(0)
+        assert await passing == 0
+        assert version > 3
+
+
+async def test_collectors_are_told_and_may_refuse() -> None:
+    async with sender_to(Collector) as (scheme, model, actors):
+        fill(model, 13)
+        with pytest.raises(RemoteApplyError, match="thirteen is refused") as caught:
+            await scheme.send()
+        assert caught.value.remote_type == "ArithmeticError"
+        assert await values(actors) == [0, 0]
+        fill(model, 2)
+        assert (await scheme.send()).ok
+        assert await actors[0].heard.remote() == [0, 2]
+
+
+async def test_a_killed_actor() -> None:
+    async with sender_to() as (scheme, model, actors):
+        os.kill(await actors[1].pid.remote(), signal.SIGKILL)
+        fill(model, 1)
+        with pytest.raises(WorkerLostError, match="worker 1 lost"):
+            await scheme.send()
+        assert await values(actors[:1]) == [1]
+
+
+def used() -> float:
+    """Bytes in the object store, as Ray says about a second later."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return float(total["object_store_memory"] - free.get("object_store_memory", 0))
+
+
+async def test_objects_are_let_go() -> None:
+    await eventually(lambda: used() == 0, "the store is empty")
+    async with sender_to(size=LARGE) as (scheme, model, actors):
+        nbytes = sum(parameter.nbytes for parameter in model.parameters())
+        for version in range(100):
+            fill(model, version)
+            assert (await scheme.send()).ok
+        await eventually(lambda: nbytes <= used() < 2 * nbytes, "only the version in service is there")
+        assert await values(actors) == [99, 99]
+    await eventually(lambda: used() == 0, "the store is empty again")
+
+
+def test_an_actor_without_such_a_model() -> None:
+    async def run() -> None:
+        (actor,) = start(Holder, 1, 16)
+        scheme = RayWeightSyncScheme(timeout=PATIENCE)
+        scheme.init_on_sender(model_id="critic", model=Uniform(), actors=[actor])
+        with pytest.raises(RemoteApplyError, match="critic"):
+            await scheme.connect()
+        await scheme.aclose()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tensor_transport": "rdma"}, "expected 'object_store' or 'nixl'"),
+        ({"data_plane": "pigeons"}, "expected 'object_store', 'tcp' or 'distributed'"),
+        ({"tensor_transport": "nixl"}, "pip install nixl"),
+        ({"tensor_transport": "nixl", "data_plane": "tcp"}, "makes none"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        RayWeightSyncScheme(**arguments)
+
+
+def test_a_worker_that_was_told_nothing() -> None:
+    with pytest.raises(NotInitializedError, match="call init_on_sender"):
+        RayWeightSyncScheme().create_transport(worker_idx=0)
