@@ -11,13 +11,14 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from aiosync._deadline import Deadline
-from aiosync.errors import InvalidArgumentError, NotInitializedError
+from aiosync.errors import AiosyncError, InvalidArgumentError, NotInitializedError
 from aiosync.schemes.arrival import Arrival
 from aiosync.schemes.delivery import ByStream, Delivery, Outgoing, Variant
 from aiosync.schemes.enlisted import enlist
 from aiosync.schemes.group import WeightGroup
 from aiosync.schemes.landing import Landing
 from aiosync.schemes.ranked import Collective, RankedWeightSyncScheme
+from aiosync.schemes.stats import logger
 from aiosync.schemes.stored import ByObject, Shelf, Stored
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.ray_calls import ActorCall
@@ -143,18 +144,28 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
             RemoteApplyError: one cannot be: it has no model of this name, say.
             WorkerLostError: one is gone.
         """
-        calls = [
-            ActorCall(worker, handle, enlist, self, self._model_id, worker)
-            for worker, handle in enumerate(self._actors)
-        ]
+        calls = [self._enlist(worker) for worker in range(len(self._actors))]
         joined = await asyncio.gather(*(call.answer(deadline) for call in calls), return_exceptions=True)
         for result in joined:
             if isinstance(result, BaseException):
                 raise result
 
+    def _enlist(self, worker: int) -> ActorCall:
+        """Have an actor be a worker; if it is one already, nothing happens."""
+        return ActorCall(worker, self._actors[worker], enlist, self, self._model_id, worker)
+
+    async def _bring_back(self, worker: int) -> None:
+        """An actor that Ray starts again knows nothing of what it was; one that lives is back by itself."""
+        if worker >= len(self._actors):
+            return
+        try:
+            await self._enlist(worker).answer(self._deadline(None))
+        except AiosyncError as exc:
+            logger.warning("the actor of worker %d does not come back: %s", worker, exc)
+
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
         shares = self._shares and self._data_plane == "distributed"
-        listener = RayListener(self._token, share_memory=shares)
+        listener = RayListener(self._token, self._bring_back, share_memory=shares)
         self._known = listener.known
         return listener
 

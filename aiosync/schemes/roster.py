@@ -397,6 +397,8 @@ class Roster:
             link.group.workers.discard(worker)
         if self._host is not None:
             self._host.spawn(self._hang_up, link.transport, link.died)
+            if not orderly:
+                self._host.spawn(self._listener.lost, worker)
         logger.log(logging.INFO if orderly else logging.WARNING, "worker %d has gone: %s", worker, reason)
         self._emit("lost", worker=worker, message=reason)
 

@@ -48,6 +48,10 @@ class Listener(ABC):
         that takes something."""
         return
 
+    async def lost(self, worker: int) -> None:
+        """A worker is gone: have it come back, where that takes something."""
+        return
+
     @abstractmethod
     def forget(self) -> None:
         """In a forked child: let go of the parent's descriptors without ending anything."""

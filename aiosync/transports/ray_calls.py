@@ -31,7 +31,7 @@ def ray_here() -> Any:
 
 class ActorCall:
     """``function(actor, *args)`` in an actor's process, under way. An actor runs one such call after the
-    other, as it runs its methods; an async one on its event loop.
+    other, as it runs its methods; an async one on its event loop. It may be called twice.
 
     Args:
         worker: which worker that is, for messages.
@@ -45,7 +45,8 @@ class ActorCall:
         self._exceptions = ray_here().exceptions
         self._answer: asyncio.Future[Any]
         self._answer, settle = handover()
-        pending = handle.__ray_call__.remote(function, *args)
+        # An actor whose process has died is asked again when Ray has started it again, if it does.
+        pending = handle.__ray_call__.options(max_task_retries=-1).remote(function, *args)
         pending.future().add_done_callback(lambda done: settle(done.result))
 
     def on_answer(self, callback: Callable[[BaseException | None], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,7 @@ class RayListener(RankedListener):
 
     Args:
         token: what workers are to prove that they know.
+        bring_back: called with the index of a worker that is gone.
         share_memory: whether workers on this machine may come by the shorter way.
 
     Attributes:
@@ -73,7 +75,14 @@ class RayListener(RankedListener):
         NotInitializedError: this process takes no part in a cluster.
     """
 
-    def __init__(self, token: bytes, *, share_memory: bool) -> None:
+    def __init__(
+        self, token: bytes, bring_back: Callable[[int], Awaitable[None]], *, share_memory: bool
+    ) -> None:
         node = ray_here().util.get_node_ip_address()
         super().__init__(Meeting(None, node), token, share_memory=share_memory)
         self.known = Known(self.place, self.meeting)
+        self._bring_back = bring_back
+
+    async def lost(self, worker: int) -> None:
+        """See :class:`Listener`."""
+        await self._bring_back(worker)

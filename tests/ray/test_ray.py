@@ -39,17 +39,17 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def start(kind: type[Any], count: int, size: int) -> list[Any]:
-    made = ray.remote(num_cpus=0)(kind)
+def start(kind: type[Any], count: int, size: int, max_restarts: int = 0) -> list[Any]:
+    made = ray.remote(num_cpus=0, max_restarts=max_restarts)(kind)
     return [made.remote(size) for _ in range(count)]
 
 
 @asynccontextmanager
 async def sender_to(
-    kind: type[Any] = Holder, count: int = 2, size: int = 16, **options: Any
+    kind: type[Any] = Holder, count: int = 2, size: int = 16, max_restarts: int = 0, **options: Any
 ) -> AsyncIterator[tuple[RayWeightSyncScheme, Uniform, list[Any]]]:
     """A connected sender, and actors."""
-    model, actors = Uniform(size=size), start(kind, count, size)
+    model, actors = Uniform(size=size), start(kind, count, size, max_restarts)
     scheme = RayWeightSyncScheme(timeout=PATIENCE, **options)
     scheme.init_on_sender(model_id="policy", model=model, actors=actors)
     try:
@@ -114,6 +114,18 @@ async def test_a_killed_actor() -> None:
         assert await values(actors[:1]) == [1]
 
 
+async def test_an_actor_that_ray_starts_again() -> None:
+    async with sender_to(max_restarts=1) as (scheme, model, actors):
+        os.kill(await actors[1].pid.remote(), signal.SIGKILL)
+        fill(model, 1)
+        with pytest.raises(WorkerLostError, match="worker 1 lost"):
+            await scheme.send()
+        await eventually(lambda: scheme.workers[1].version == 1, "it is back, with the newest version")
+        fill(model, 2)
+        assert (await scheme.send()).ok
+        assert await values(actors) == [2, 2]
+
+
 def used() -> float:
     """Bytes in the object store, as Ray says about a second later."""
     total, free = ray.cluster_resources(), ray.available_resources()
@@ -127,7 +139,7 @@ async def test_objects_are_let_go() -> None:
         for version in range(100):
             fill(model, version)
             assert (await scheme.send()).ok
-        await eventually(lambda: nbytes <= used() < 2 * nbytes, "only the version in service is there")
+        await eventually(lambda: used() < 2 * nbytes, "at most the version in service is there")
         assert await values(actors) == [99, 99]
     await eventually(lambda: used() == 0, "the store is empty again")
 
