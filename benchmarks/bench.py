@@ -66,18 +66,17 @@ def bench(
     if network:
         from benchmarks import network as sockets
 
-        unknown = sorted(set(_split(links)) - {"tcp", "unix", "tls"})
-        if unknown:
-            raise typer.BadParameter(f"expected some of tcp, unix, tls, got {', '.join(unknown)}")
-        sockets.run(_numbers("--mib", mib), _numbers("--workers", workers), _split(links), rounds or 9, json)
+        chosen = _chosen("--links", links, ("tcp", "unix", "tls"))
+        sockets.run(_numbers("--mib", mib), _numbers("--workers", workers), chosen, rounds or 9, json)
         return
     if distributed:
         from benchmarks import distributed as ranks
+        from benchmarks.models import MODELS
 
-        kinds = [kind for kind in ranks.KINDS if schemes == _SCHEMES or kind in _split(schemes)]
+        kinds = ranks.KINDS if schemes == _SCHEMES else _chosen("--schemes", schemes, ranks.KINDS)
         ranks.run(
             kinds,
-            list(_split(models)),
+            _chosen("--models", models, tuple(MODELS)),
             _numbers("--workers", workers),
             rounds,
             json,
@@ -121,6 +120,15 @@ def _numbers(option: str, text: str) -> list[int]:
     if not found or min(found) < 1:
         raise typer.BadParameter(
             f"expected whole numbers of at least 1, with commas, got {text!r}", param_hint=option
+        )
+    return found
+
+
+def _chosen(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    found = _split(text)
+    if not found or not set(found) <= set(known):
+        raise typer.BadParameter(
+            f"expected some of {', '.join(known)}, with commas, got {text!r}", param_hint=option
         )
     return found
 

@@ -335,8 +335,8 @@ def _of(samples: list[float]) -> Spread:
 
 
 def run(
-    kinds: list[str],
-    models: list[str],
+    kinds: Sequence[str],
+    models: Sequence[str],
     workers: list[int],
     rounds: int,
     out: Path | None,

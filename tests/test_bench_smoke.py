@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from benchmarks.bench import app
 from benchmarks.meters import spread
 from benchmarks.results import Case, Key, Results
 from benchmarks.targets import check
@@ -154,3 +156,17 @@ def test_an_unknown_model_is_refused() -> None:
     )
     assert done.returncode == 2
     assert "huge" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--distributed --schemes rcp", "expected some of distributed, rpc"),
+        ("--distributed --models mediun", "expected some of tiny, medium, large"),
+        ("--network --links udp", "expected some of tcp, unix, tls"),
+    ],
+)
+def test_a_typo_is_told(options: str, message: str) -> None:
+    told = CliRunner().invoke(app, options.split(), env={"COLUMNS": "200"})
+    assert told.exit_code == 2
+    assert message in told.output
