@@ -8,7 +8,6 @@ sockets. :class:`DetachedThread` is for what cannot be interrupted, and is left 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import threading
 import time
@@ -19,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.queues import SimpleQueue as ProcessQueue
+from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
@@ -306,8 +306,23 @@ class LoopThread:
 
 _detached: weakref.WeakSet[DetachedThread] = weakref.WeakSet()
 
+_EXIT_PRIORITY = 500
+"""After whatever closes schemes (they may have a last word to say), and before multiprocessing joins its
+children (they may be waiting to hear it)."""
 
-@atexit.register
+_watched_exit = 0
+"""The process whose exit ends its detached threads."""
+
+
+def _watch_exit() -> None:
+    """Not by atexit: multiprocessing's children leave without it. A finalizer is also run there, but a forked
+    child begins with none."""
+    global _watched_exit
+    if _watched_exit != os.getpid():
+        _watched_exit = os.getpid()
+        Finalize(None, _end_detached, exitpriority=_EXIT_PRIORITY)
+
+
 def _end_detached() -> None:
     until = time.monotonic() + _LAST_WAIT
     for thread in list(_detached):
@@ -342,6 +357,7 @@ class DetachedThread:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
             _detached.add(self)
+            _watch_exit()
         future: Future[T] = Future()
         if self._closed:
             future.set_exception(RuntimeError("this was closed before"))
