@@ -8,7 +8,8 @@ import secrets
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from multiprocessing.connection import Connection
+from typing import Any, Literal, Protocol
 
 from aiosync import (
     DistributedWeightSyncScheme,
@@ -19,7 +20,7 @@ from aiosync import (
 from tests.kit.certificates import certificates
 from tests.kit.rpc import JoiningScheme, World
 
-__all__ = ["SCHEMES", "Recipe", "SchemeCase", "distributed", "named", "over_rpc"]
+__all__ = ["SCHEMES", "Place", "Recipe", "SchemeCase", "Start", "distributed", "named", "over_rpc"]
 
 
 @dataclass
@@ -45,6 +46,27 @@ class Recipe:
 Build = Callable[[int, dict[str, Any]], Recipe]
 
 
+class Place(Protocol):
+    """Where a worker runs, in a process of its own.
+
+    Attributes:
+        control: the pipe by which it is told what to do; it ends with the worker.
+    """
+
+    control: Connection[Any, Any]
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+
+    def close(self) -> None:
+        """Let go of it when it has ended."""
+
+
+Start = Callable[[WeightSyncScheme, int, dict[str, Any], bool], Place]
+"""Starts a worker: see :class:`tests.kit.processes.Forked`."""
+
+
 @dataclass(frozen=True)
 class SchemeCase:
     """One scheme under test.
@@ -56,6 +78,7 @@ class SchemeCase:
         views: whether workers view the sender's memory (so they share it).
         respawns: whether a new process can take a dead worker's place.
         elastic: whether workers may be taken as they come.
+        start: starts a worker in another process; None: forks it.
     """
 
     name: str
@@ -64,6 +87,7 @@ class SchemeCase:
     views: bool = False
     respawns: bool = True
     elastic: bool = False
+    start: Start | None = None
 
 
 def named(backend: str) -> Build:

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,7 +23,7 @@ import uvloop
 
 from aiosync import WeightSyncScheme
 from tests.kit import child
-from tests.kit.cases import Recipe, SchemeCase
+from tests.kit.cases import Place, Recipe, SchemeCase, Start
 from tests.kit.clock import PATIENCE, within
 from tests.kit.models import Uniform
 
@@ -67,6 +66,37 @@ def warm_up() -> None:
     os.environ["PYTHONPATH"] = path
 
 
+class Forked:
+    """Where a worker runs: see :class:`~tests.kit.cases.Place`. This one is a process from the server.
+
+    Args:
+        scheme: the recipe that it gets.
+        index: which worker it is.
+        arguments: for its ``init_on_receiver``.
+        on_uvloop: which event loop it is to have.
+    """
+
+    def __init__(
+        self, scheme: WeightSyncScheme, index: int, arguments: dict[str, Any], on_uvloop: bool
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.control, theirs = context.Pipe()
+        self._process = context.Process(target=child.main, args=(scheme, index, arguments, theirs, on_uvloop))
+        self._process.start()
+        theirs.close()  # held open here it would hide the worker's end
+
+    @property
+    def pid(self) -> int:
+        """See :class:`~tests.kit.cases.Place`."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def close(self) -> None:
+        """See :class:`~tests.kit.cases.Place`."""
+        self._process.join()
+        self._process.close()
+
+
 class Worker:
     """One worker process.
 
@@ -74,7 +104,7 @@ class Worker:
         scheme: the recipe that it gets.
         index: which worker it is.
         arguments: for its ``init_on_receiver``.
-        method: how it is started.
+        start: where it runs.
     """
 
     def __init__(
@@ -83,33 +113,23 @@ class Worker:
         index: int,
         arguments: dict[str, Any] | None = None,
         *,
-        method: str = "forkserver",
+        start: Start | None = None,
     ) -> None:
         self.index = index
-        context = multiprocessing.get_context(method)
-        self._control, theirs = context.Pipe()
         on_uvloop = isinstance(asyncio.get_running_loop(), uvloop.Loop)
-        self._process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-            target=child.main, args=(scheme, index, arguments or {}, theirs, on_uvloop)
-        )
-        self._process.start()
-        # Held open here it would hide the worker's end.
-        theirs.close()
+        self._place: Place = (start or Forked)(scheme, index, arguments or {}, on_uvloop)
+        self._control = self._place.control
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._said: defaultdict[str, asyncio.Queue[Any]] = defaultdict(asyncio.Queue)
         self._next = 0
         self._ended = asyncio.Event()
         self._stopped = False
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._control.fileno(), self._readable)
-        loop.add_reader(self._process.sentinel, self._on_exit)
+        asyncio.get_running_loop().add_reader(self._control.fileno(), self._readable)
 
     @property
     def pid(self) -> int:
         """Its process id."""
-        pid = self._process.pid
-        assert pid is not None
-        return pid
+        return self._place.pid
 
     # -- scenarios ---------------------------------------------------------------------------------
 
@@ -170,10 +190,8 @@ class Worker:
             except TimeoutError:
                 self.kill()
                 await self.ended()
-        asyncio.get_running_loop().remove_reader(self._control.fileno())
         self._control.close()
-        self._process.join()
-        self._process.close()
+        self._place.close()
 
     # -- the control pipe --------------------------------------------------------------------------
 
@@ -186,6 +204,7 @@ class Worker:
                 self._take(msgspec.msgpack.decode(self._control.recv_bytes()))
         except (EOFError, OSError):
             asyncio.get_running_loop().remove_reader(self._control.fileno())
+            self._on_end()
 
     def _take(self, message: dict[str, Any]) -> None:
         match message:
@@ -206,9 +225,7 @@ class Worker:
         else:
             future.set_exception(error)
 
-    def _on_exit(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._process.sentinel)
-        self._readable()
+    def _on_end(self) -> None:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(WorkerDied(f"worker {self.index}"))
@@ -224,7 +241,6 @@ class ProcessCluster:
         workers: how many.
         tensors, size: of the model, see :class:`~tests.kit.models.Uniform`.
         serve: whether the workers' receiver tasks run from the beginning.
-        method: how the processes are started.
         device: where all models are.
         options: the scheme's.
     """
@@ -237,7 +253,6 @@ class ProcessCluster:
         tensors: int = 4,
         size: int = 16,
         serve: bool = True,
-        method: str = "forkserver",
         device: str = "cpu",
         **options: Any,
     ) -> None:
@@ -250,14 +265,13 @@ class ProcessCluster:
         self._shape = {"tensors": tensors, "size": size, "device": device}
         self._devices = [device] * workers
         self._serve = serve
-        self._method = method
         self._all: list[Worker] = []
         self._ends: list[Connection[Any, Any]] = []
 
     def spawn(self, index: int) -> Worker:
         """A process for this worker; not connected."""
         arguments = self.recipe.receiver_arguments.pop(index, {})
-        worker = self.workers[index] = Worker(self.scheme, index, arguments, method=self._method)
+        worker = self.workers[index] = Worker(self.scheme, index, arguments, start=self.case.start)
         self._all.append(worker)
         for end in arguments.values():
             if isinstance(end, Connection):

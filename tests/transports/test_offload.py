@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,8 @@ def _leave(path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_child_of_multiprocessing_says_its_last_word(method: str, tmp_path: Path) -> None:
-    process = multiprocessing.get_context(method).Process(target=_leave, args=(tmp_path / "word",))
+    context: Any = multiprocessing.get_context(method)
+    process = context.Process(target=_leave, args=(tmp_path / "word",))
     process.start()
     process.join(30)
     code = process.exitcode
