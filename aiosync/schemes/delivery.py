@@ -73,6 +73,10 @@ class Delivery(ABC):
         slot is written over meanwhile."""
         return False
 
+    def answered(self) -> None:
+        """The worker has done with what it was told of last, whatever has become of it."""
+        return
+
     def leave(self) -> None:
         """The worker is gone."""
         return

@@ -306,6 +306,7 @@ class WorkerLink:
     def _answered(self) -> None:
         self.late = False
         self._leased = None
+        self._delivery.answered()
         keep = self._in_service.slot if self._delivery.holds and self._in_service else None
         self.group.release(self.worker, keep=keep)
 

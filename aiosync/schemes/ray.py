@@ -165,7 +165,8 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
         shares = self._shares and self._data_plane == "distributed"
-        listener = RayListener(self._token, self._bring_back, share_memory=shares)
+        stores = self._data_plane == "object_store"
+        listener = RayListener(self._token, self._bring_back, share_memory=shares, stores=stores)
         self._known = listener.known
         return listener
 
@@ -193,16 +194,17 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         if self._data_plane == "tcp":
             return ByStream(transport, group, "full", self._ready.setdefault(group, {}))
         if group not in self._shelves:
-            self._shelves[group] = Shelf(group, self._tensor_transport)
-        return ByObject(transport, self._shelves[group], self._actor_of)
-
-    def _actor_of(self, worker: int) -> Any:
-        return self._actors[worker] if worker < len(self._actors) else None
+            assert self._known is not None
+            self._shelves[group] = Shelf(group, self._known.office, self._tensor_transport)
+        return ByObject(transport, self._shelves[group])
 
     def _make_arrival(self, layout: Layout, transport: Transport) -> Arrival:
         if self._data_plane == "distributed":
             return super()._make_arrival(layout, transport)
-        return Landing(layout) if self._data_plane == "tcp" else Stored(layout)
+        if self._data_plane == "tcp":
+            return Landing(layout)
+        assert self._known is not None
+        return Stored(layout, self._known.office)
 
     def _release(self) -> None:
         super()._release()

@@ -10,17 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
-from aiosync.errors import ProtocolError, WorkerLostError
+from aiosync.errors import ProtocolError
 from aiosync.protocol.events import Fetched
 from aiosync.protocol.frames import Update
 from aiosync.schemes.arrival import Arrival
 from aiosync.schemes.delivery import Delivery
 from aiosync.schemes.ensemble import Member
 from aiosync.schemes.group import Published, WeightGroup
-from aiosync.transports._offload import DetachedThread, call_when_done
+from aiosync.transports._offload import DetachedThread, call_when_done, handover
 from aiosync.transports.base import Transport
-from aiosync.transports.ray_calls import ActorCall
-from aiosync.transports.ray_objects import Inbox, hand_over, put
+from aiosync.transports.ray_objects import put, take
 from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.layout import Layout
 
@@ -28,136 +27,151 @@ __all__ = ["ByObject", "Shelf", "Stored"]
 
 
 class Shelf:
-    """A group's newest version as an object, for as long as somebody is to be handed it.
+    """A group's newest version as an object; and those before it for as long as somebody is to look at them,
+    which each worker is at one at most.
 
     Args:
         group: whose versions.
+        office: keeps the reference.
         tensor_transport: how Ray moves it.
+
+    Attributes:
+        name: by which the office keeps it.
     """
 
-    def __init__(self, group: WeightGroup, tensor_transport: str) -> None:
+    def __init__(self, group: WeightGroup, office: Any, tensor_transport: str) -> None:
+        self.name = secrets.token_hex(8)
         self._group = group
+        self._office = office
         self._tensor_transport = tensor_transport
         self._thread = DetachedThread("aiosync-ray")
-        self._round = -1
-        self._object: Future[Any] | None = None
-        self._wanted = 0
+        self._number = -1
+        self._storing = False
+        self._waiting: set[ByObject] = set()
+        self._readers: dict[ByObject, int] = {}
 
-    def take(self, published: Published) -> Future[Any]:
-        """The object of a version, which is put if it is not there; :meth:`done` is to follow.
+    def offers(self, published: Published, reader: ByObject) -> bool:
+        """Whether a version is there for a reader: who, if so, is to begin at once, and to be :meth:`done`.
 
-        The slot is held in a name of its own until it has been read: nobody can tell Ray to stop.
+        If not it is put, and the reader served again when it is there. Only one is put at a time, so that no
+        more than one slot is held by that (in a name of its own: nobody can tell Ray to stop).
         """
-        if self._object is None or self._round != published.round:
-            self._round, self._wanted = published.round, 0
-            self._object = self._put(published)
-        self._wanted += 1
-        return self._object
+        if self._storing:
+            self._waiting.add(reader)
+            return False
+        if self._number == published.round:
+            return True
+        if published.copying is None or published.copying.whole:
+            self._waiting.add(reader)
+            self._store(published)
+        return False
 
-    def _put(self, published: Published) -> Future[Any]:
+    def _store(self, published: Published) -> None:
         slot, holder = published.slot, ("sending", object())
         slot.holders.add(holder)
         self._group.unstoppable.add(holder)
-        buffer = slot.segment.buffer[: self._group.arena.layout.nbytes]
-        future = self._thread.submit(lambda: put(buffer, self._tensor_transport))
+        buffer, number = slot.segment.buffer[: self._group.arena.layout.nbytes], published.round
+        self._storing = True
+        answer: asyncio.Future[None]
+        answer, settle = handover()
 
-        def over(_: Future[Any]) -> None:
+        def store() -> None:
+            ref = put(buffer, self._tensor_transport)
+            kept = self._office.keep.remote(self.name, number, [ref])
+            kept.future().add_done_callback(lambda done: settle(done.result))
+
+        def over(future: Future[Any]) -> None:
             self._group.unstoppable.discard(holder)
             self._group.release(holder)
+            if future.exception() is not None:
+                settle(future.result)
 
-        call_when_done(future, over)
-        return future
+        def stored(future: asyncio.Future[Any]) -> None:
+            error = None if future.cancelled() else future.exception()
+            self._storing = False
+            before, self._number = self._number, number if error is None else -1
+            self._drop_if_unread(before)
+            waiting, self._waiting = self._waiting, set()
+            for reader in waiting:
+                reader.stored(error)
+            self._drop_if_unread(number)
 
-    def done(self, published: Published) -> None:
-        """One of those who took it has handed it over, or given up: the last one lets it go."""
-        if published.round == self._round:
-            self._wanted -= 1
-            if self._wanted == 0:
-                self._object = None
+        answer.add_done_callback(stored)
+        call_when_done(self._thread.submit(store), over)
+
+    def reads(self, reader: ByObject) -> None:
+        """It has been told of the version."""
+        self._readers[reader] = self._number
+
+    def done(self, reader: ByObject) -> None:
+        """It has looked, or does not any more: the last one lets it go."""
+        self._waiting.discard(reader)
+        self._drop_if_unread(self._readers.pop(reader, -1))
+
+    def _drop_if_unread(self, number: int) -> None:
+        if number >= 0 and number not in self._readers.values():
+            self._office.drop.remote(self.name, number)
+            if number == self._number:
+                self._number = -1
 
     def close(self) -> None:
-        """Let go of it."""
-        self._object = None
+        """Let go of all, also of what is being put now."""
+        self._waiting.clear()
+        self._readers.clear()
+        self._number = -1
+        self._thread.submit(lambda: self._office.forget.remote(self.name))
         self._thread.close()
 
 
 class ByObject(Delivery):
-    """The sender's side: a worker is told of a version when its process has been handed the object.
+    """The sender's side: a worker is told of a version when that is in the store.
 
     Args:
         transport: the worker's.
         shelf: of its group.
-        handle_of: gives a worker's actor; None: it is in this process.
     """
 
     maps = False
 
-    def __init__(self, transport: TCPTransport, shelf: Shelf, handle_of: Callable[[int], Any]) -> None:
+    def __init__(self, transport: TCPTransport, shelf: Shelf) -> None:
         self._transport = transport
         self._shelf = shelf
-        self._handle_of = handle_of
-        self._name = secrets.token_hex(8)
         self._link: Member | None = None
-        self._giving: Published | None = None
-        self._given = -1
 
     def enter(self, link: Member) -> None:
         """See :class:`Delivery`."""
         self._link = link
 
     def may_begin(self, published: Published) -> bool:
-        """Whether it has been handed over; if not, it will be."""
-        if self._given == published.round:
-            return True
-        if self._giving is not published and (published.copying is None or published.copying.whole):
-            self._giving = published
-            call_when_done(self._shelf.take(published), lambda done: self._hand_over(published, done))
-        return False
+        """Whether it is in the store; if not, it will be."""
+        return self._shelf.offers(published, self)
 
-    def _hand_over(self, published: Published, put: Future[Any]) -> None:
-        if self._link is None or self._giving is not published:  # there is a newer one by now
-            self._shelf.done(published)
+    def stored(self, error: BaseException | None) -> None:
+        """The shelf has something else, or could not."""
+        if self._link is None:
             return
-        error = put.exception()
-        if error is not None:
-            self._handed_over(published, error)
-            return
-        worker, refs = self._link.worker, [put.result()]
-        handle = self._handle_of(worker)
-        if handle is None:
-            hand_over(None, self._name, published.round, refs)
-            self._handed_over(published, None)
-            return
-        try:
-            call = ActorCall(worker, handle, hand_over, self._name, published.round, refs)
-        except Exception as exc:  # noqa: BLE001 - a handle that Ray refuses to call
-            self._handed_over(published, exc)
-        else:
-            call.on_answer(lambda error: self._handed_over(published, error))
-
-    def _handed_over(self, published: Published, error: BaseException | None) -> None:
-        self._shelf.done(published)
-        if self._link is None or self._giving is not published:
-            return
-        self._giving = None
         if error is None:
-            self._given = published.round
             self._link.serve()
         else:
-            self._transport.give_up(error.reason if isinstance(error, WorkerLostError) else str(error))
+            self._transport.give_up(f"Ray's object store did not take a version: {error}")
 
     def payload(self, published: Published, fetched: Fetched) -> dict[str, Any]:
-        """Under which name it was handed over."""
-        return {"object": self._name, "number": published.round}
+        """By which name it is kept."""
+        return {"object": self._shelf.name, "number": published.round}
 
     def begin(self, published: Published, on_sent: Callable[[], None]) -> None:
-        """Nothing more is to be sent; who comes for it again has to be handed it again."""
-        self._given = -1
+        """Nothing more is to be sent."""
+        self._shelf.reads(self)
         on_sent()
+
+    def answered(self) -> None:
+        """It has looked."""
+        self._shelf.done(self)
 
     def leave(self) -> None:
         """See :class:`Delivery`."""
         self._link = None
+        self._shelf.done(self)
 
 
 class Stored(Arrival):
@@ -165,13 +179,14 @@ class Stored(Arrival):
 
     Args:
         layout: what an object holds.
+        office: keeps the references.
     """
 
     borrowed = False
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, office: Any) -> None:
         self._layout = layout
-        self._inbox = Inbox()
+        self._office = office
         self._thread = DetachedThread("aiosync-ray")
         self._transport: Transport | None = None
         self._arriving: tuple[Update, Future[Tensor]] | None = None
@@ -184,7 +199,7 @@ class Stored(Arrival):
         """Look at it at once: it is here, or on its way from another node."""
         match update.payload:
             case {"object": str(name), "number": int(number)}:
-                future = self._thread.submit(lambda: self._inbox.take(name, number))
+                future = self._thread.submit(lambda: take(self._office, name, number))
                 self._arriving = update, future
             case _:
                 raise ProtocolError(f"an update names no object: {update.payload!r:.80}")
@@ -225,5 +240,4 @@ class Stored(Arrival):
     def close(self) -> None:
         """See :class:`Arrival`."""
         self._arriving = None
-        self._inbox.close()
         self._thread.close()

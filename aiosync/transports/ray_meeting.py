@@ -9,6 +9,7 @@ from typing import Any
 from aiosync._deadline import Deadline
 from aiosync.transports.ranked import Place, RankedListener, RankedTransport
 from aiosync.transports.ray_calls import ray_here
+from aiosync.transports.ray_objects import open_office
 from aiosync.transports.rendezvous import Meeting
 from aiosync.transports.tcp import DialledTransport
 
@@ -22,10 +23,12 @@ class Known:
     Attributes:
         place: where it is.
         meeting: the store in which process groups meet.
+        office: keeps references to what lies in the object store.
     """
 
     place: Place
     meeting: Meeting
+    office: Any
 
 
 class RayWorkerTransport(RankedTransport):
@@ -67,6 +70,7 @@ class RayListener(RankedListener):
         token: what workers are to prove that they know.
         bring_back: called with the index of a worker that is gone.
         share_memory: whether workers on this machine may come by the shorter way.
+        stores: whether versions go through the object store.
 
     Attributes:
         known: what a pickled scheme tells of this.
@@ -76,11 +80,16 @@ class RayListener(RankedListener):
     """
 
     def __init__(
-        self, token: bytes, bring_back: Callable[[int], Awaitable[None]], *, share_memory: bool
+        self,
+        token: bytes,
+        bring_back: Callable[[int], Awaitable[None]],
+        *,
+        share_memory: bool,
+        stores: bool,
     ) -> None:
         node = ray_here().util.get_node_ip_address()
         super().__init__(Meeting(None, node), token, share_memory=share_memory)
-        self.known = Known(self.place, self.meeting)
+        self.known = Known(self.place, self.meeting, open_office() if stores else None)
         self._bring_back = bring_back
 
     async def lost(self, worker: int) -> None:

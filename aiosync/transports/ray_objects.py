@@ -1,14 +1,13 @@
-"""Versions in Ray's object store: put there once, and handed to actors, which read them where they lie.
+"""Versions in Ray's object store: put there once, and looked at by workers where they lie.
 
-A sender puts a version, hands the reference to each actor by a call of it, and lets it go. Only then is the
-worker told of the version, so when it looks what it was told of is here.
+A reference gets from process to process by a small actor that keeps it, the *office*: only what travels in
+calls is counted by Ray. Handed to a worker's own actor by a call of that, it would wait behind whatever
+method the actor is in; an actor whose loop never returns would never be sent anything.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
-import weakref
 from typing import Any
 
 import torch
@@ -17,54 +16,56 @@ from torch import Tensor
 from aiosync.errors import ProtocolError
 from aiosync.transports.ray_calls import ray_here
 
-__all__ = ["Inbox", "hand_over", "put"]
+__all__ = ["as_tensor", "open_office", "put", "take"]
 
-_lock = threading.Lock()
-_given: dict[str, tuple[int, Any]] = {}
-"""Sender's name for a worker -> number of the version, and the reference to it."""
-
-
-class Inbox:
-    """What is kept here for workers of this process, as long as there is one."""
-
-    def __init__(self) -> None:
-        with _lock:
-            _open.add(self)
-
-    def take(self, name: str, number: int) -> Tensor:
-        """What was handed over: a 1-D uint8 tensor in the object store's memory. Blocking.
-
-        Raises:
-            ProtocolError: nothing was.
-            ray.exceptions.RayError: it is lost.
-        """
-        with _lock:
-            found, ref = _given.pop(name, (-1, None))
-        if found != number:
-            raise ProtocolError(
-                "an update lies in an object that was not handed to this process: workers have to be actors "
-                "that init_on_sender(actors=) was given, or data_plane= another"
-            )
-        return _as_tensor(ray_here().get(ref))
-
-    def close(self) -> None:
-        """Nothing is taken any more; idempotent."""
-        with _lock:
-            _open.discard(self)
-            if not _open:
-                _given.clear()
+_offices: dict[tuple[str, str], Any] = {}
+"""(node, worker) by Ray's names -> the office of that process, which ends with its job. A cluster that is
+started again has other nodes, but may have the same workers; an actor of a cluster that is no more must not
+be touched: Ray ends the process that does."""
 
 
-_open: weakref.WeakSet[Inbox] = weakref.WeakSet()
+def open_office() -> Any:
+    """The handle of this process's office, which may still be on its way.
+
+    Raises:
+        NotInitializedError: this process takes no part in a cluster.
+    """
+    ray = ray_here()
+    context = ray.get_runtime_context()
+    here = context.get_node_id(), context.get_worker_id()
+    if here not in _offices:
+        _offices.clear()
+        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+        _offices[here] = ray.remote(**options)(_office()).remote()
+    return _offices[here]
 
 
-def hand_over(_: Any, name: str, number: int, refs: list[Any]) -> bool:
-    """Called by the sender, in an actor's process: keep a version for a worker; false if there is none."""
-    with _lock:
-        if not _open:
-            return False
-        _given[name] = number, refs[0]
-        return True
+def _office() -> type[Any]:
+    # Local, so that Ray pickles it whole: its process need not import anything for it.
+    class Office:
+        """Keeps references."""
+
+        def __init__(self) -> None:
+            self._kept: dict[tuple[str, int], list[Any]] = {}
+
+        def keep(self, name: str, number: int, refs: list[Any]) -> None:
+            """Keep a version of somebody's."""
+            self._kept[name, number] = refs
+
+        def take(self, name: str, number: int) -> list[Any] | None:
+            """It, if it is kept."""
+            return self._kept.get((name, number))
+
+        def drop(self, name: str, number: int) -> None:
+            """Let go of it."""
+            self._kept.pop((name, number), None)
+
+        def forget(self, name: str) -> None:
+            """Let go of all that was somebody's."""
+            for key in [key for key in self._kept if key[0] == name]:
+                del self._kept[key]
+
+    return Office
 
 
 def put(buffer: Tensor, tensor_transport: str) -> Any:
@@ -76,11 +77,26 @@ def put(buffer: Tensor, tensor_transport: str) -> Any:
     return ray.put(buffer, _tensor_transport=tensor_transport)
 
 
-def _as_tensor(found: Any) -> Tensor:
+def take(office: Any, name: str, number: int) -> Tensor:
+    """What is kept there: a 1-D uint8 tensor in the object store's memory. Blocking.
+
+    Raises:
+        ProtocolError: it is not there any more.
+        ray.exceptions.RayError: it is lost.
+    """
+    ray = ray_here()
+    refs = ray.get(office.take.remote(name, number))
+    if refs is None:
+        raise ProtocolError("what an update lies in is gone: its keeper was started again, send once more")
+    return as_tensor(ray.get(refs[0]))
+
+
+def as_tensor(found: Any) -> Tensor:
+    """A 1-D array, or tensor, of bytes as a tensor, without a copy."""
     if isinstance(found, Tensor):
         return found
-    # Without a copy. The store's memory is marked read-only, of which torch has no notion: parameters that
-    # view it are read only by contract.
+    # The store's memory is marked read-only, of which torch has no notion: parameters that view it are read
+    # only by contract.
     memory = (ctypes.c_uint8 * found.nbytes).from_address(found.ctypes.data)
     memory.owner = found
     return torch.frombuffer(memory, dtype=torch.uint8) if found.nbytes else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,132 @@
+"""Actors in the place of forked processes: each runs one worker of the conformance suite after another."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+from aiosync import WeightSyncScheme
+from aiosync.schemes.ray import RayWeightSyncScheme
+from tests.kit import child
+from tests.kit.cases import Recipe
+from tests.kit.clock import PATIENCE
+from tests.kit.processes import ROOT
+
+__all__ = ["cluster", "hosted", "start_in_an_actor"]
+
+_WARM = 3
+"""Hosts that are kept ready: it takes seconds for a process to have imported everything."""
+
+
+class Host:
+    """Runs workers in threads, so that what a scheme has called in its process gets through."""
+
+    def ready(self) -> int:
+        """Which process this is."""
+        import os
+
+        import tests.kit.scenarios  # noqa: F401
+
+        return os.getpid()
+
+    def run(
+        self, scheme: WeightSyncScheme, index: int, arguments: dict[str, Any], address: str, on_uvloop: bool
+    ) -> None:
+        """Be a worker, to its end."""
+        with Client(address, "AF_UNIX") as control:
+            child.main(scheme, index, arguments, control, on_uvloop)
+
+
+class Hosts:
+    """Those that nobody uses at the moment."""
+
+    def __init__(self) -> None:
+        import ray
+
+        self._kind: Any = ray.remote(num_cpus=0)(Host)
+        self._free: list[tuple[Any, Any]] = []
+        self.fill()
+
+    def fill(self) -> None:
+        """Have as many ready, or on their way, as will be needed soon."""
+        while len(self._free) < _WARM:
+            self.give_back(self._kind.options(max_concurrency=4).remote())
+
+    def give_back(self, handle: Any) -> None:
+        """It has nothing to do any more."""
+        self._free.append((handle, handle.ready.remote()))
+
+    def take(self) -> tuple[Any, int]:
+        """One, and its process."""
+        import ray
+
+        if len(self._free) < 2:
+            self.fill()
+            # All of them: one that is still being started takes the processors from the test.
+            ray.wait([ready for _, ready in self._free], num_returns=len(self._free), timeout=3 * PATIENCE)
+        handle, ready = self._free.pop(0)
+        return handle, ray.get(ready, timeout=3 * PATIENCE)
+
+
+_hosts: Hosts | None = None
+
+
+@contextmanager
+def cluster() -> Iterator[None]:
+    """Ray on this machine."""
+    global _hosts
+    import ray
+
+    ray.init(
+        num_cpus=2,
+        object_store_memory=256 << 20,
+        include_dashboard=False,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+    )
+    try:
+        yield
+    finally:
+        _hosts = None
+        ray.shutdown()
+
+
+def hosted(workers: int, options: dict[str, Any]) -> Recipe:
+    """As with all others, lost is lost."""
+    return Recipe(RayWeightSyncScheme(reconnect_for=0, **options))
+
+
+class InAnActor:
+    """See :class:`tests.kit.cases.Place`."""
+
+    control: Connection[Any, Any]
+
+    def __init__(
+        self, scheme: WeightSyncScheme, index: int, arguments: dict[str, Any], on_uvloop: bool
+    ) -> None:
+        global _hosts
+        if _hosts is None:
+            _hosts = Hosts()
+        self._handle, self.pid = _hosts.take()
+        address = f"\0aiosync-test-{secrets.token_hex(8)}"
+        with Listener(address, "AF_UNIX") as listener:
+            self._running = self._handle.run.remote(scheme, index, arguments, address, on_uvloop)
+            self.control = listener.accept()
+
+    def close(self) -> None:
+        """It may run another, if it lives."""
+        import ray
+
+        try:
+            ray.get(self._running, timeout=PATIENCE)
+        except ray.exceptions.RayActorError:
+            return
+        if _hosts is not None:
+            _hosts.give_back(self._handle)
+
+
+start_in_an_actor = InAnActor
