@@ -23,7 +23,7 @@ LAYERS = (
     {"schemes"},
     {"updaters", "collectors"},
     {"sync"},
-    {"compat", "metrics", "cli", "_demo", "_doctor"},
+    {"compat", "metrics", "ray", "cli", "_demo", "_doctor"},
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 PUBLIC = RANK["collectors"]  # what aiosync/__init__.py may re-export

@@ -157,15 +157,15 @@ class WeightSyncScheme(SchemeEndpoints):
             await sender.connect({}, deadline, min_workers=enough)
             return
         async with leading(self._leader, "connect", deadline) as gathering:
-            await self._before_connect(deadline)
+            weights = await self._before_connect(weights, deadline)
             sources, optional = await self._sources(weights, sender.roster.workers), self._optional(weights)
             await sender.connect(
                 sources, deadline, min_workers=enough, optional=optional, gathering=gathering
             )
 
-    async def _before_connect(self, deadline: Deadline) -> None:
-        """What else the sender has to do."""
-        return
+    async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
+        """What else the sender has to do; returns what to send as version 0, if it was given or found."""
+        return weights
 
     # -- sending -------------------------------------------------------------------------------------
 

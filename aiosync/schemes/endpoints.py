@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from aiosync.errors import ForkedEndpointError, NotConnectedError, NotInitializedError
 from aiosync.schemes.cascade import in_format
@@ -22,6 +22,9 @@ __all__ = ["SchemeEndpoints"]
 class SchemeEndpoints(SchemeRecipe):
     """A scheme's endpoints in this process. :class:`~aiosync.WeightSyncScheme` adds what they do."""
 
+    _sender_type: ClassVar[type[WeightSender]] = WeightSender
+    _receiver_type: ClassVar[type[WeightReceiver]] = WeightReceiver
+
     def __repr__(self) -> str:
         role = "sender" if self._plan else "receiver" if self._receiver_initialized else "recipe"
         return f"<{type(self).__name__} {role} model_id={self._model_id!r} version={self.version}>"
@@ -35,7 +38,7 @@ class SchemeEndpoints(SchemeRecipe):
         if self._plan is None or self._listener is None:
             raise NotInitializedError("call init_on_sender() first")
         if self._sender is None:
-            self._sender = WeightSender(
+            self._sender = self._sender_type(
                 self._spec,
                 self._plan,
                 self._model_id,
@@ -71,8 +74,9 @@ class SchemeEndpoints(SchemeRecipe):
                 asked,
                 may_view=not self._context_applies,
                 make_arrival=self._make_arrival,
+                bind=self._bind,
             )
-            self._receiver = WeightReceiver(
+            self._receiver = self._receiver_type(
                 intake,
                 self._model_id,
                 asked,

@@ -24,7 +24,7 @@ from aiosync.schemes.spec import SchemeSpec
 from aiosync.schemes.stager import Stager
 from aiosync.transports._offload import Offloader
 from aiosync.transports.base import Transport
-from aiosync.weights.binding import Binding, bind
+from aiosync.weights.binding import Binding
 from aiosync.weights.copying import copy_pairs
 from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import WeightStrategy
@@ -62,6 +62,7 @@ class Intake:
         worker: the worker's index.
         may_view: whether the model may view the sender's memory: nobody else writes into its parameters.
         make_arrival: makes the place where updates of a layout come in that a connection brings.
+        bind: says how commits reach the model, given the sender's layout.
 
     Attributes:
         arrival: that place, once there is a connection.
@@ -81,6 +82,7 @@ class Intake:
         *,
         may_view: bool,
         make_arrival: Callable[[Layout, Transport], Arrival],
+        bind: Callable[[Layout], Binding],
     ) -> None:
         self.model = model
         self.version = -1
@@ -93,6 +95,7 @@ class Intake:
         self.worker = worker
         self._may_view = may_view
         self._make_arrival = make_arrival
+        self._bind = bind
         self._viewing = False
         self._leftover = False
         self.arrival: Arrival | None = None
@@ -131,7 +134,7 @@ class Intake:
             self._source = torch.device(device)
         except RuntimeError as exc:
             raise ProtocolError(f"the sender's weights are on a device that is none here: {exc}") from exc
-        self._binding = bind(self.model, Layout.from_wire(wire_layout), self._strategy, self._spec.commit)
+        self._binding = self._bind(Layout.from_wire(wire_layout))
 
     @property
     def signature(self) -> str:

@@ -18,10 +18,11 @@ from aiosync.schemes.enlisted import enlist
 from aiosync.schemes.group import WeightGroup
 from aiosync.schemes.landing import Landing
 from aiosync.schemes.ranked import Collective, RankedWeightSyncScheme
+from aiosync.schemes.recipe import checked_index
 from aiosync.schemes.stats import logger
 from aiosync.schemes.stored import ByObject, Shelf, Stored
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.ray_calls import ActorCall
+from aiosync.transports.ray_calls import ActorCall, handle_of, in_actor
 from aiosync.transports.ray_meeting import Known, RayListener, RayWorkerTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.layout import Layout
@@ -105,7 +106,7 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
 
     def _begin_known(self, known: Known | None) -> None:
         self._known = known
-        self._actors: tuple[Any, ...] = ()
+        self._actors: dict[int, Any] = {}
         self._shelves: dict[WeightGroup, Shelf] = {}
         self._ready: dict[WeightGroup, dict[tuple[int, Variant], Outgoing]] = {}
 
@@ -126,7 +127,7 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         """
         context = arguments.get("context")
         given = actors if actors is not None else getattr(context, "remote_collectors", None)
-        handles = tuple(given or ())
+        handles = [handle_of(actor) for actor in given or ()]
         if handles and context is None and "num_workers" not in arguments and "devices" not in arguments:
             arguments["num_workers"] = len(handles)
         super().init_on_sender(**arguments)
@@ -135,31 +136,69 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
             raise InvalidArgumentError(
                 f"{len(handles)} actors for {len(self._plan.workers)} workers: expected one each"
             )
-        self._actors = handles
+        self._actors = dict(zip(self._plan.workers, handles, strict=False))
 
-    async def _before_connect(self, deadline: Deadline) -> None:
+    async def add_worker(
+        self, actor: Any, worker_idx: int | None = None, *, timeout: float | None = None
+    ) -> int:
+        """On the connected sender: make a worker of another actor, or of one in the place of a lost one, and
+        wait until it runs on the newest version.
+
+        Args:
+            actor: its handle.
+            worker_idx: which worker it is to be; None: the next.
+            timeout: seconds; None: the scheme's.
+
+        Returns:
+            Its index.
+
+        Raises:
+            NotConnectedError: ``connect`` first.
+            InvalidArgumentError: that worker is connected.
+            RemoteApplyError, LayoutMismatchError: it has no such model.
+            WorkerLostError: it is gone.
+            SyncTimeoutError: it did not come in time.
+        """
+        deadline = self._deadline(timeout)
+        sender = self.get_sender()
+        worker_idx = checked_index(worker_idx)
+
+        async def join(worker: int) -> None:
+            self._actors[worker] = handle_of(actor)
+            await self._enlist(worker, deadline).answer()
+
+        return await sender.add_worker(worker_idx, join, deadline)
+
+    async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
         """Make workers of the actors.
 
         Raises:
             RemoteApplyError: one cannot be: it has no model of this name, say.
             WorkerLostError: one is gone.
         """
-        calls = [self._enlist(worker) for worker in range(len(self._actors))]
-        joined = await asyncio.gather(*(call.answer(deadline) for call in calls), return_exceptions=True)
+        calls = [self._enlist(worker, deadline) for worker in self._actors]
+        joined = await asyncio.gather(*(call.answer() for call in calls), return_exceptions=True)
         for result in joined:
             if isinstance(result, BaseException):
                 raise result
+        return weights
 
-    def _enlist(self, worker: int) -> ActorCall:
+    def _enlist(self, worker: int, deadline: Deadline) -> ActorCall:
         """Have an actor be a worker; if it is one already, nothing happens."""
-        return ActorCall(worker, self._actors[worker], enlist, self, self._model_id, worker)
+        actor = self._actors[worker]
+        own = getattr(actor, "_receive_weights_from", None)  # it is a WeightActorMixin
+        if own is not None:
+            pending = own.options(max_task_retries=-1).remote(self, self._model_id, worker)
+        else:
+            pending = in_actor(actor, enlist, self, self._model_id, worker)
+        return ActorCall(worker, pending, deadline)
 
     async def _bring_back(self, worker: int) -> None:
         """An actor that Ray starts again knows nothing of what it was; one that lives is back by itself."""
-        if worker >= len(self._actors):
+        if worker not in self._actors:
             return
         try:
-            await self._enlist(worker).answer(self._deadline(None))
+            await self._enlist(worker, self._deadline(None)).answer()
         except AiosyncError as exc:
             logger.warning("the actor of worker %d does not come back: %s", worker, exc)
 

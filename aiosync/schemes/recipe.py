@@ -30,7 +30,7 @@ from aiosync.schemes.spec import OnFailure, SchemeSpec, StrategyName
 from aiosync.schemes.stats import EventHook, EventSource
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.shards import Shards
-from aiosync.weights.binding import CommitMode
+from aiosync.weights.binding import Binding, CommitMode, bind
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 from aiosync.weights.sharded import mesh_of
@@ -118,6 +118,10 @@ class SchemeRecipe(ABC):
     def _make_arrival(self, layout: Layout, transport: Transport) -> Arrival:
         """Where a worker's updates come in that a connection brings."""
         return Mapped(layout, holds=self._holds)
+
+    def _bind(self, layout: Layout) -> Binding:
+        """How commits reach a worker's model, given the sender's layout; raises as :func:`bind`."""
+        return bind(self._model, layout, self._strategy, self._spec.commit)
 
     def _usual_index(self) -> int | None:
         """Which worker this process is, where nobody says so."""

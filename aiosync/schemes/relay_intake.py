@@ -154,6 +154,7 @@ class RelayIntake(Intake):
             -1,
             may_view=True,
             make_arrival=self._landing_for,
+            bind=scheme._bind,
         )
         self._scheme = scheme
         self._home = asyncio.get_running_loop()

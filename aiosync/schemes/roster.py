@@ -9,7 +9,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from aiosync._deadline import Deadline
-from aiosync.errors import AiosyncError, NotConnectedError, UnknownWorkerError, WorkerLostError
+from aiosync.errors import (
+    AiosyncError,
+    InvalidArgumentError,
+    NotConnectedError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
 from aiosync.protocol.events import Applied, Fetched, Left, Rejected, SenderEvent, StageDone
 from aiosync.protocol.frames import Hello, Joint
 from aiosync.protocol.session import SenderSession
@@ -76,6 +82,7 @@ class Roster:
         self._events = events
         self.stats = stats
         self._groups: Sequence[WeightGroup] = ()
+        self._expected: dict[int, WeightGroup] = {}
         self._host: TaskHost | None = None
         self._lost: dict[int, WorkerLostError] = {}
         self._last: dict[int, int] = {}
@@ -268,6 +275,30 @@ class Roster:
             link.session.abort(joint.id)
             link.transport.flush(link.session)
 
+    def expect(self, worker: int | None) -> int:
+        """Let in a further worker, or one that was lost or dropped; returns which. A further one counts when
+        it is there: see :meth:`expect_no_more`.
+
+        Raises:
+            InvalidArgumentError: it is there, or whose weights would it have?
+        """
+        known = {w for group in self._groups for w in group.workers} | self._expected.keys()
+        number = max(known, default=-1) + 1 if worker is None else worker
+        if number in self.links or number in self._expected:
+            raise InvalidArgumentError(f"worker {number} is connected, or about to be: give another index")
+        if number not in known:
+            if len(self._groups) > 1:
+                raise InvalidArgumentError(
+                    f"worker {number} would have no weights of its own: only those that init_on_sender() was "
+                    f"told of can come again, {sorted(known)}"
+                )
+            self._expected[number] = self._groups[0]
+        return number
+
+    def expect_no_more(self, worker: int) -> None:
+        """It is there, or will not come."""
+        self._expected.pop(worker, None)
+
     # -- workers come -------------------------------------------------------------------------------
 
     def _accept(self, transport: Transport) -> None:
@@ -285,6 +316,7 @@ class Roster:
         """Take a worker in, or say why not."""
         worker = self._index_for(hello)
         group = next((g for g in self._groups if self._elastic or worker in g.workers), None)
+        group = group or self._expected.get(worker)
         if group is None:
             known = sorted(w for g in self._groups for w in g.workers)
             return f"there is no worker {worker} here, only {known}"

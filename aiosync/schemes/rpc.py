@@ -93,7 +93,7 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
             for worker, info, rref in zip(workers, infos, rrefs, strict=True)
         )
 
-    async def _before_connect(self, deadline: Deadline) -> None:
+    async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
         """Have remote objects join.
 
         Raises:
@@ -109,6 +109,7 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
         for result in joined:
             if isinstance(result, BaseException):
                 raise result
+        return weights
 
     def _usual_index(self) -> int | None:
         rank = rank_here()

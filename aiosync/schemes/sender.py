@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack
 
 import torch
@@ -138,7 +138,7 @@ class WeightSender:
         if min_workers is not None:
             await self.roster.gather(min_workers, deadline)
         else:
-            await self._await_everybody(deadline)
+            await self._await_all(self.roster.workers, deadline)
         self._events.tell("connected", self.model_id, self.version)
 
     async def await_workers(self, deadline: Deadline) -> None:
@@ -149,11 +149,36 @@ class WeightSender:
             NotConnectedError: this was closed.
         """
         self.check_open()
-        await self._await_everybody(deadline)
+        await self._await_all(self.roster.workers, deadline)
 
-    async def _await_everybody(self, deadline: Deadline) -> None:
+    async def add_worker(
+        self, worker: int | None, join: Callable[[int], Awaitable[object]], deadline: Deadline
+    ) -> int:
+        """Let a further worker in, or one in the place of a lost one, and wait until it runs on the newest
+        version.
+
+        Args:
+            worker: its index; None: the next.
+            join: has it connect; given its index.
+
+        Raises:
+            InvalidArgumentError: it is there already.
+            SyncTimeoutError: it did not come in time.
+            RemoteApplyError, LayoutMismatchError: it refused.
+            Exception: what ``join`` raises.
+        """
+        self.check_open()
+        number = self.roster.expect(worker)
+        try:
+            await join(number)
+            await self._await_all({number}, deadline)
+        finally:
+            self.roster.expect_no_more(number)
+        return number
+
+    async def _await_all(self, workers: Collection[int], deadline: Deadline) -> None:
         roster = self.roster
-        round_ = Round(-1, 0, roster.workers, phase="connect")
+        round_ = Round(-1, 0, workers, phase="connect")
         for worker in list(round_.pending):
             if roster.version_of(worker) >= 0:
                 round_.settle(WorkerReport(worker, "applied", roster.version_of(worker)))

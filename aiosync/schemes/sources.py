@@ -45,7 +45,8 @@ async def gather_sources(
     cache: dict[int, Mapping[str, Tensor]] = {}
     sources: dict[int, Mapping[str, Tensor]] = {}
     for number, group in enumerate(plan.groups):
-        if targets and group.workers and not targets & set(group.workers):
+        known = group.workers if len(plan.groups) > 1 else ()  # who comes later shares the only copy
+        if targets and known and not targets & set(known):
             continue
         source = _source_for(plan, given, group.workers, group.weights)
         if id(source) not in cache:

@@ -9,10 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 from aiosync._deadline import Deadline
-from aiosync.errors import NotInitializedError, RemoteApplyError, SyncTimeoutError, WorkerLostError
+from aiosync.errors import (
+    NotInitializedError,
+    Phase,
+    RemoteApplyError,
+    SyncTimeoutError,
+    WorkerLostError,
+)
 from aiosync.transports._offload import handover
 
-__all__ = ["ActorCall", "ray_here"]
+__all__ = ["ActorCall", "handle_of", "in_actor", "ray_here"]
 
 
 def ray_here() -> Any:
@@ -29,51 +35,67 @@ def ray_here() -> Any:
     return ray
 
 
+def handle_of(actor: Any) -> Any:
+    """The handle of an actor, given that or what has it as ``_actor``."""
+    return getattr(actor, "_actor", actor)
+
+
+def in_actor(handle: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Begin ``function(actor, *args)`` in an actor's process; gives Ray's reference to the answer.
+
+    An actor runs one such call after the other, as it runs its methods; an async one on its event loop. It
+    may be called twice: an actor whose process has died is asked again when Ray has started it again.
+
+    Raises:
+        NotInitializedError: this process takes no part in a cluster.
+    """
+    ray_here()
+    return handle.__ray_call__.options(max_task_retries=-1).remote(function, *args)
+
+
 class ActorCall:
-    """``function(actor, *args)`` in an actor's process, under way. An actor runs one such call after the
-    other, as it runs its methods; an async one on its event loop. It may be called twice.
+    """A call of an actor's, under way. No thread waits for its answer.
 
     Args:
         worker: which worker that is, for messages.
-        handle: the actor's.
-        function: of a module that can be imported there.
-        args: its further arguments.
+        pending: Ray's reference to the answer.
+        deadline: for the answer.
+        phase: what is waited for, for messages.
     """
 
-    def __init__(self, worker: int, handle: Any, function: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, worker: int, pending: Any, deadline: Deadline, phase: Phase = "connect") -> None:
         self._worker = worker
+        self._deadline = deadline
+        self._phase: Phase = phase
         self._exceptions = ray_here().exceptions
         self._answer: asyncio.Future[Any]
         self._answer, settle = handover()
-        # An actor whose process has died is asked again when Ray has started it again, if it does.
-        pending = handle.__ray_call__.options(max_task_retries=-1).remote(function, *args)
         pending.future().add_done_callback(lambda done: settle(done.result))
 
-    def on_answer(self, callback: Callable[[BaseException | None], None]) -> None:
-        """Call back on this event loop with what was raised, as :meth:`answer` raises it."""
+    async def answer(self, deadline: Deadline | None = None) -> Any:
+        """What it returned. Given up, it can be asked for again.
 
-        def tell(future: asyncio.Future[Any]) -> None:
-            if not future.cancelled():
-                callback(self._translated(future.exception()))
-
-        self._answer.add_done_callback(tell)
-
-    async def answer(self, deadline: Deadline) -> Any:
-        """What the function returned.
+        Args:
+            deadline: another than the call's own.
 
         Raises:
             RemoteApplyError: it raised; with the exception's type, message and traceback.
             WorkerLostError: the actor is gone.
             SyncTimeoutError: it did not answer in time.
         """
+        deadline = deadline or self._deadline
         await asyncio.wait([self._answer], timeout=deadline.remaining())
         if not self._answer.done():
             hint = "the actor did not answer a call: it may be busy in one of its methods"
-            raise SyncTimeoutError("connect", seconds=deadline.seconds, workers=[self._worker], hint=hint)
+            raise SyncTimeoutError(self._phase, seconds=deadline.seconds, workers=[self._worker], hint=hint)
         error = self._translated(self._answer.exception())
         if error is not None:
             raise error
         return self._answer.result()
+
+    def forget(self) -> None:
+        """Nobody will ask for the answer."""
+        self._answer.cancel()
 
     def _translated(self, error: BaseException | None) -> BaseException | None:
         if isinstance(error, self._exceptions.RayTaskError):

@@ -8,6 +8,7 @@ method the actor is in; an actor whose loop never returns would never be sent an
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from aiosync.errors import ProtocolError
 from aiosync.transports.ray_calls import ray_here
+from aiosync.weights.copying import copy_pairs
+from aiosync.weights.layout import Layout
 
-__all__ = ["as_tensor", "open_office", "put", "take"]
+__all__ = ["as_tensor", "open_office", "packed", "put", "take"]
 
 _offices: dict[tuple[str, str], Any] = {}
 """(node, worker) by Ray's names -> the office of that process, which ends with its job. A cluster that is
@@ -68,13 +71,18 @@ def _office() -> type[Any]:
     return Office
 
 
-def put(buffer: Tensor, tensor_transport: str) -> Any:
-    """Put a 1-D uint8 tensor in the object store; gives the reference. Blocking."""
+def put(thing: Any, tensor_transport: str) -> Any:
+    """Put something in the object store; gives the reference. Blocking.
+
+    Args:
+        thing: a 1-D uint8 tensor, or what Ray is to pickle.
+        tensor_transport: how Ray moves the tensors in it.
+    """
     ray = ray_here()
-    if tensor_transport == "object_store":
-        # An array's bytes go there as they are; a tensor would be pickled.
-        return ray.put(buffer.numpy())
-    return ray.put(buffer, _tensor_transport=tensor_transport)
+    if tensor_transport != "object_store":
+        return ray.put(thing, _tensor_transport=tensor_transport)
+    # An array's bytes go there as they are; a tensor would be pickled.
+    return ray.put(thing.numpy() if isinstance(thing, Tensor) else thing)
 
 
 def take(office: Any, name: str, number: int) -> Tensor:
@@ -89,6 +97,15 @@ def take(office: Any, name: str, number: int) -> Tensor:
     if refs is None:
         raise ProtocolError("what an update lies in is gone: its keeper was started again, send once more")
     return as_tensor(ray.get(refs[0]))
+
+
+def packed(named: Mapping[str, Tensor]) -> tuple[Layout, Tensor]:
+    """Tensors copied into one 1-D uint8 tensor of CPU memory, and where each is in it. Blocking."""
+    layout = Layout.of(named)
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+    views = layout.views(buffer)
+    copy_pairs([(views[entry.name], named[entry.name]) for entry in layout.entries])
+    return layout, buffer
 
 
 def as_tensor(found: Any) -> Tensor:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from aiosync._deadline import Deadline
-from aiosync.errors import RemoteApplyError, SyncTimeoutError, WorkerError, WorkerLostError
+from aiosync.errors import RemoteApplyError, SyncTimeoutError, WorkerLostError
 from aiosync.transports._offload import offloaded
+from aiosync.transports.calling import CallingTransport
 from aiosync.transports.rpc_calls import Call, is_member
 from aiosync.weights.strategy import to_tensordict
 
@@ -52,9 +53,11 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-class RPCTransport:
+class RPCTransport(CallingTransport):
     """The way to one remote object of torch RPC (a collector, say): its methods are called there, and awaited
     here. No thread waits for an answer.
+
+    A coroutine is run there in an event loop of its own. Weights go to ``update_policy_weights_(weights)``.
 
     Args:
         collector_info: the WorkerInfo, or the name, of the process that owns it.
@@ -71,32 +74,14 @@ class RPCTransport:
         *,
         worker_idx: int = 0,
     ) -> None:
-        self.worker_idx = worker_idx
+        super().__init__(worker_idx)
         self._info = collector_info
         self._rref = collector_rref
         self._class = collector_class
-        self._sent: Call | None = None
-        self._closed = False
 
     def check_connection(self) -> bool:
-        """Whether it can be called, as far as is known without asking it."""
+        """See :class:`CallingTransport`."""
         return not self._closed and is_member()
-
-    async def call(self, method: str, *args: Any, timeout: float, **kwargs: Any) -> Any:
-        """Call a method of the object; a coroutine is run to its end there, in an event loop of its own.
-
-        Args:
-            method: its name.
-            args: its arguments.
-            kwargs: its further arguments.
-            timeout: seconds.
-
-        Raises:
-            RemoteApplyError: it raised; with the exception's type, message and traceback.
-            WorkerLostError: the process is gone.
-            SyncTimeoutError: it did not answer in time.
-        """
-        return await self.apply(self._method(method), *args, timeout=timeout, **kwargs)
 
     async def apply(self, function: Callable[..., Any], *args: Any, timeout: float, **kwargs: Any) -> Any:
         """Call ``function(object, *args)`` where the object is; otherwise the same as :meth:`call`.
@@ -107,65 +92,22 @@ class RPCTransport:
             kwargs: its further arguments.
             timeout: seconds.
         """
-        return await self._result(self._begin(function, args, kwargs, Deadline.after(timeout)))
+        return await self._result(self._apply(function, args, kwargs, Deadline.after(timeout)))
 
-    async def send_weights(self, weights: Any, *, timeout: float) -> None:
-        """Call the object's ``update_policy_weights_(weights)``, or, with no weights, its
-        ``_receive_weights_scheme()``, which fetches them.
+    def _begin(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], deadline: Deadline) -> Call:
+        return self._apply(_Method(self._class, method), args, kwargs, deadline)
 
-        Args:
-            weights: an ``nn.Module``, TensorDict or dict; copied to CPU memory first. None: none.
-            timeout: seconds.
+    async def _begin_weights(self, weights: Any, deadline: Deadline) -> Call:
+        copied = await offloaded(lambda: to_tensordict(weights).cpu().clone(), "aiosync-rpc")
+        return self._begin("update_policy_weights_", (copied,), {}, deadline)
 
-        Raises:
-            As :meth:`call`.
-        """
-        earlier = await self._send(weights, Deadline.after(timeout))
-        await self.wait_ack()
-        if earlier is not None:
-            raise earlier
-
-    async def send_weights_async(self, weights: Any, *, timeout: float) -> None:
-        """The same without waiting for the answer; :meth:`wait_ack` does. Waits for what was sent before: the
-        older weights are not to come last. What that raised is raised when these have been sent.
-        """
-        earlier = await self._send(weights, Deadline.after(timeout))
-        if earlier is not None:
-            raise earlier
-
-    async def wait_ack(self) -> None:
-        """Wait for the answer to what :meth:`send_weights_async` sent, and raise what was raised there."""
-        if self._sent is not None:
-            await self._acknowledged(None)
-
-    async def _send(self, weights: Any, deadline: Deadline) -> WorkerError | None:
-        earlier = None
-        if self._sent is not None:
-            try:
-                await self._acknowledged(deadline)
-            except WorkerError as exc:
-                earlier = exc
-        if weights is None:
-            self._sent = self._begin(self._method("_receive_weights_scheme"), (), {}, deadline)
-        else:
-            copied = await offloaded(lambda: to_tensordict(weights).cpu().clone(), "aiosync-rpc")
-            self._sent = self._begin(self._method("update_policy_weights_"), (copied,), {}, deadline)
-        return earlier
-
-    async def _acknowledged(self, deadline: Deadline | None) -> None:
-        """Given up, it is still the one that the next waits for."""
-        assert self._sent is not None
-        try:
-            await self._result(self._sent, deadline)
-        except WorkerError:
-            self._sent = None
-            raise
-        self._sent = None
-
-    def _method(self, name: str) -> _Method:
-        return _Method(self._class, name)
-
-    def _begin(self, function: Callable[..., Any], args: Any, kwargs: Any, deadline: Deadline) -> Call:
+    def _apply(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        deadline: Deadline,
+    ) -> Call:
         return Call(self._info, _apply, (self._rref, function, args, kwargs), deadline)
 
     async def _result(self, begun: Call, deadline: Deadline | None = None) -> Any:
@@ -180,9 +122,5 @@ class RPCTransport:
             raise RemoteApplyError(self.worker_idx, -1, result.kind, result.message, result.trace)
         return result
 
-    async def aclose(self) -> None:
-        """Let go of it; idempotent. The object stays, and nobody hears what it still answers."""
-        self._closed = True
-        sent, self._sent = self._sent, None
-        if sent is not None:
-            sent.forget()
+    def _forget(self, begun: Call) -> None:
+        begun.forget()

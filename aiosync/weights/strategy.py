@@ -18,7 +18,14 @@ from aiosync.weights.names import extra_state_root, is_extra_state
 from aiosync.weights.target import Slot, WeightTarget, receiver_slots, write
 from aiosync.weights.ties import untied
 
-__all__ = ["StrategyName", "WeightStrategy", "get_strategy", "to_state_dict", "to_tensordict"]
+__all__ = [
+    "StrategyName",
+    "WeightStrategy",
+    "get_strategy",
+    "nested_tensordict",
+    "to_state_dict",
+    "to_tensordict",
+]
 
 StrategyName: TypeAlias = Literal["tensordict", "state_dict"]
 """The formats that weights are extracted in."""
@@ -134,8 +141,17 @@ def to_tensordict(weights: WeightSource) -> TensorDictBase:
         InvalidArgumentError: a name is both a tensor and the start of another name; or as
             :func:`~aiosync.weights.named_tensors`.
     """
+    return nested_tensordict(named_tensors(weights))
+
+
+def nested_tensordict(named: Mapping[str, Tensor]) -> TensorDictBase:
+    """Dotted name -> tensor as a nested TensorDict of batch size ``[]``, of the tensors as they are.
+
+    Raises:
+        InvalidArgumentError: a name is both a tensor and the start of another name.
+    """
     nested: dict[str, Any] = {}
-    for name, tensor in named_tensors(weights).items():
+    for name, tensor in named.items():
         *parents, last = name.split(".")
         node: Any = nested
         for part in parents:

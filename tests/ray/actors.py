@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from typing import Any
 
 import torch
 
+from aiosync.ray import WeightActorMixin
 from aiosync.weights.strategy import WeightStrategy
+from tests.kit.clock import PATIENCE
 from tests.kit.models import Uniform, value_of
 
-__all__ = ["AsyncHolder", "Collector", "Holder"]
+__all__ = ["AsyncHolder", "Collector", "Holder", "Module", "Moduleless", "Roller"]
 
 
 class Holder:
@@ -26,6 +30,15 @@ class Holder:
     def pid(self) -> int:
         """Its process."""
         return os.getpid()
+
+    def watch(self, until: float) -> float:
+        """Be busy until the policy holds that; what it holds then."""
+        end = time.monotonic() + PATIENCE
+        while self.policy(torch.zeros(1))[0].item() / len(self.policy.values) != until:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.001)
+        return self.value()
 
     def torn(self, passes: int) -> int:
         """How many of so many forward passes saw two versions."""
@@ -43,6 +56,37 @@ class AsyncHolder:
     async def value(self) -> float:
         """What the policy holds."""
         return value_of(self.policy)
+
+
+class Roller(WeightActorMixin):
+    """Receives on its own loop."""
+
+    def __init__(self, size: int = 16) -> None:
+        self.policy = Uniform(-1.0, size=size)
+
+    async def value(self) -> float:
+        """What the policy holds."""
+        return value_of(self.policy)
+
+    async def rollout(self, passes: int) -> list[tuple[int, float, float]]:
+        """(version, value at the beginning of the body, value at its end) of so many."""
+        seen = []
+        for _ in range(passes):
+            async with self.pinned() as version:
+                before = value_of(self.policy)
+                await asyncio.sleep(0.002)
+                seen.append((version, before, value_of(self.policy)))
+            await asyncio.sleep(0)
+        return seen
+
+    async def version(self) -> int:
+        """The one in service."""
+        return self.policy_version
+
+    async def pin(self) -> int:
+        """Pin, shortly."""
+        async with self.pinned() as version:
+            return int(version)
 
 
 class Collector(Holder):
@@ -63,3 +107,65 @@ class Collector(Holder):
     def heard(self) -> list[float]:
         """What it was told."""
         return self.told
+
+    def sleep(self, seconds: float) -> None:
+        """Be busy."""
+        time.sleep(seconds)
+
+
+class Module:
+    """Has a model that takes weights by methods, and refuses some."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._calls: list[tuple[str, float]] = []
+
+    def _update_weights_tensordict(self, params: Any) -> None:
+        first = next(iter(params.values(include_nested=True, leaves_only=True)))
+        params.to_module(self.module, preserve_module_state=False)
+        self._note("tensordict", first)
+
+    def _update_weights_state_dict(self, state_dict: Any) -> None:
+        self.module.load_state_dict(state_dict)
+        self._note("state_dict", next(iter(state_dict.values())))
+
+    def _note(self, method: str, first: Any) -> None:
+        value = float(first.flatten()[0])
+        if value == 13:
+            raise ArithmeticError("thirteen is refused")
+        self._calls.append((method, value))
+
+    def calls(self) -> list[tuple[str, float]]:
+        """By which method each update came, and its value."""
+        return self._calls
+
+    def value(self) -> float:
+        """What the model holds."""
+        return value_of(self.module)
+
+    def parameters(self) -> int:
+        """How many parameters the model has."""
+        return len(list(self.module.parameters()))
+
+    def state(self) -> dict[str, Any]:
+        """The model's."""
+        return {key: value.clone() for key, value in self.module.state_dict().items()}
+
+    def write_buffers(self) -> None:
+        """As a model in training does."""
+        for buffer in self.module.buffers():
+            buffer.add_(1)
+
+
+class Moduleless:
+    """Takes weights for what only it knows of."""
+
+    def __init__(self) -> None:
+        self._got = -1.0
+
+    def _update_weights_tensordict(self, params: Any) -> None:
+        self._got = float(next(iter(params.values(include_nested=True, leaves_only=True))).flatten()[0])
+
+    def got(self) -> float:
+        """The value of the last update."""
+        return self._got

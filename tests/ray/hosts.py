@@ -8,14 +8,19 @@ from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
+from torch import nn
+
 from aiosync import WeightSyncScheme
+from aiosync.schemes.plan import model_of
 from aiosync.schemes.ray import RayWeightSyncScheme
+from aiosync.schemes.ray_modules import RayModuleTransformScheme
+from aiosync.weights.strategy import WeightStrategy
 from tests.kit import child
 from tests.kit.cases import Recipe
 from tests.kit.clock import PATIENCE
 from tests.kit.processes import ROOT
 
-__all__ = ["cluster", "hosted", "start_in_an_actor"]
+__all__ = ["cluster", "hosted", "hosted_modules", "start_in_an_actor"]
 
 _WARM = 3
 """Hosts that are kept ready: it takes seconds for a process to have imported everything."""
@@ -98,6 +103,46 @@ def cluster() -> Iterator[None]:
 def hosted(workers: int, options: dict[str, Any]) -> Recipe:
     """As with all others, lost is lost."""
     return Recipe(RayWeightSyncScheme(reconnect_for=0, **options))
+
+
+class Transform:
+    """Takes weights by its methods, as torchrl's ModuleTransform does."""
+
+    def __init__(self, module: Any, context: Any) -> None:
+        self.module = module
+        self._context = context
+
+    def update_policy_weights_(self, **arguments: Any) -> Any:
+        """What the worker's own context makes of it."""
+        return self._context.update_policy_weights_(**arguments) if self._context is not None else None
+
+    def _update_weights_tensordict(self, params: Any) -> None:
+        if isinstance(self.module, nn.Module):
+            params.to_module(self.module, preserve_module_state=False)
+        elif self.module is not None:
+            WeightStrategy().apply_weights(self.module, params)
+
+
+class HostedModules(RayModuleTransformScheme):
+    """The workers make their endpoints themselves, each from a model in a :class:`Transform`."""
+
+    def init_on_sender(self, **arguments: Any) -> None:
+        """See :class:`RayWeightSyncScheme`."""
+        self._begins_empty = False
+        RayWeightSyncScheme.init_on_sender(self, **arguments)
+
+    def init_on_receiver(self, *, context: Any = None, model: Any = None, **arguments: Any) -> None:
+        """See :class:`RayModuleTransformScheme`."""
+        if context is not None and model is None:
+            model = model_of(context, arguments["model_id"])
+        super().init_on_receiver(context=Transform(model, context), model=model, **arguments)
+
+    init_on_worker = init_on_receiver
+
+
+def hosted_modules(workers: int, options: dict[str, Any]) -> Recipe:
+    """The same for models that take weights by a method."""
+    return Recipe(HostedModules(reconnect_for=0, **options))
 
 
 class InAnActor:

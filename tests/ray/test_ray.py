@@ -5,18 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from aiosync import InvalidArgumentError, NotInitializedError, RemoteApplyError, WorkerLostError
+from aiosync import (
+    InvalidArgumentError,
+    NotConnectedError,
+    NotInitializedError,
+    RemoteApplyError,
+    WorkerLostError,
+)
 from aiosync.schemes.ray import RayWeightSyncScheme
-from tests.kit.clock import PATIENCE, eventually, within
+from tests.kit.clock import PATIENCE, SCALE, eventually, within
 from tests.kit.models import Uniform, fill
-from tests.kit.processes import ROOT
-from tests.ray.actors import AsyncHolder, Collector, Holder
+from tests.ray.actors import AsyncHolder, Collector, Holder, Module, Roller
+from tests.ray.hosts import cluster
 
 ray = pytest.importorskip("ray")
 
@@ -24,19 +31,10 @@ LARGE = 1 << 18
 PLANES = ["object_store", "tcp", "distributed"]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """Ray on this machine, for this module."""
-    ray.init(
-        num_cpus=2,
-        object_store_memory=256 << 20,
-        include_dashboard=False,
-        log_to_driver=False,
-        _node_ip_address="127.0.0.1",
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
-    )
-    yield
-    ray.shutdown()
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    with cluster():
+        yield
 
 
 def start(kind: type[Any], count: int, size: int, max_restarts: int = 0) -> list[Any]:
@@ -63,9 +61,6 @@ async def sender_to(
 
 async def values(actors: list[Any]) -> list[float]:
     return list(await within(asyncio.gather(*(actor.value.remote() for actor in actors))))
-
-
-pytestmark = pytest.mark.usefixtures("cluster")
 
 
 @pytest.mark.parametrize("kind", [Holder, AsyncHolder])
@@ -130,6 +125,92 @@ def used() -> float:
     """Bytes in the object store, as Ray says about a second later."""
     total, free = ray.cluster_resources(), ray.available_resources()
     return float(total["object_store_memory"] - free.get("object_store_memory", 0))
+
+
+async def test_killed_during_a_send() -> None:
+    async with sender_to(count=3, size=LARGE, max_restarts=1) as (scheme, model, actors):
+        for version in (1, 2, 3):
+            fill(model, version)
+            pid = await actors[1].pid.remote()
+            sending = asyncio.create_task(scheme.send())
+            await asyncio.sleep(0)
+            begun = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            try:
+                report = await sending
+            except WorkerLostError as exc:
+                assert exc.workers == (1,)
+                assert exc.report is not None
+                report = exc.report
+            assert time.monotonic() - begun < 2 * max(1.0, SCALE)
+            assert {w for w, r in report.workers.items() if r.status == "applied"} >= {0, 2}
+            assert await values([actors[0], actors[2]]) == [version] * 2
+            if version == 1:
+                await eventually(lambda: scheme.workers[1].version == 1, "it is back")
+                continue
+            actors[1] = start(Holder, 1, LARGE, 1)[0]
+            assert await within(scheme.add_worker(actors[1], 1)) == 1
+            assert await values(actors) == [version] * 3
+
+
+async def test_an_actor_more() -> None:
+    async with sender_to() as (scheme, model, actors):
+        fill(model, 1)
+        await scheme.send()
+        (more,) = start(Holder, 1, 16)
+        assert await within(scheme.add_worker(more)) == 2
+        assert await values([more]) == [1]
+        fill(model, 2)
+        report = await scheme.send()
+        assert sorted(report.workers) == [0, 1, 2]
+        assert await values([*actors, more]) == [2] * 3
+        assert (await scheme.send(worker_ids=[2])).ok
+        with pytest.raises(InvalidArgumentError, match="worker 2 is connected"):
+            await scheme.add_worker(more, 2)
+        wrong = ray.remote(num_cpus=0)(Module).remote(Uniform())
+        with pytest.raises(RemoteApplyError, match="policy"):
+            await scheme.add_worker(wrong)
+        fill(model, 3)
+        assert sorted((await scheme.send()).workers) == [0, 1, 2]
+        ray.kill(more)
+        ray.kill(wrong)
+
+
+@pytest.mark.parametrize("plane", PLANES)
+async def test_an_actor_that_is_busy_is_sent_updates_all_the_same(plane: str) -> None:
+    async with sender_to(count=1, data_plane=plane) as (scheme, model, actors):
+        seen = actors[0].watch.remote(3.0)
+        for version in (1, 2, 3):
+            fill(model, version)
+            assert (await within(scheme.send())).ok
+        assert await seen == 3
+
+
+async def test_an_actor_with_the_mixin() -> None:
+    async with sender_to(Roller, size=LARGE) as (scheme, model, actors):
+        assert await actors[0].version.remote() == 0
+        rolling = [asyncio.wrap_future(actor.rollout.remote(100).future()) for actor in actors]
+        version = 0
+        while not all(future.done() for future in rolling):
+            version += 1
+            fill(model, version)
+            await scheme.send()
+        for future in rolling:
+            seen = await future
+            assert all(version == before == after for version, before, after in seen)
+            assert len({version for version, _, _ in seen}) > 2
+        assert await actors[0].version.remote() == version
+        await scheme.aclose()
+        # The model keeps its version, and can still be pinned.
+        assert await actors[0].pin.remote() == version
+
+
+async def test_the_mixin_before_there_is_a_sender() -> None:
+    (roller,) = start(Roller, 1, 16)
+    assert await roller.version.remote() == -1
+    with pytest.raises(NotConnectedError, match="no sender of 'policy'"):
+        await roller.pin.remote()
+    ray.kill(roller)
 
 
 async def test_objects_are_let_go() -> None:

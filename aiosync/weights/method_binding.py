@@ -1,0 +1,118 @@
+"""A model that its owner's own method puts weights into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+from torch import Tensor, nn
+
+from aiosync.weights.binding import Binding
+from aiosync.weights.extra_state import applying_extra_state
+from aiosync.weights.layout import Layout
+from aiosync.weights.names import TORCH_EXTRA_STATE, is_extra_state
+from aiosync.weights.strategy import WeightStrategy, nested_tensordict
+from aiosync.weights.target import receiver_tensors
+
+__all__ = ["MethodBinding"]
+
+
+class MethodBinding(Binding):
+    """How commits reach a model by ``update(weights)``, which is given all weights each time, as a TensorDict
+    or a dict. Where that raises it is called again, with what was in service before.
+
+    A TensorDict may be put in place of what the model has: it holds parameters where that has parameters,
+    which view the memory that the update lies in and are to be read only, and copies of the rest.
+
+    Args:
+        update: the method.
+        model: what it puts them into; None: nobody knows.
+        layout: the sender's layout, which has been checked against the model.
+        strategy: the scheme's strategy.
+        nested: whether it takes a TensorDict, or a flat dict.
+    """
+
+    def __init__(
+        self,
+        update: Callable[[Any], object],
+        model: nn.Module | None,
+        layout: Layout,
+        strategy: WeightStrategy,
+        *,
+        nested: bool,
+    ) -> None:
+        super().__init__(model, layout, strategy)
+        self._update = update
+        self._module = model
+        self._nested = nested
+        self._targets = receiver_tensors(model) if model is not None else {}
+        self._serving: Mapping[str, Tensor] | None = None
+
+    def viewed(self) -> Mapping[str, nn.Parameter]:
+        """The parameters, where what the method is given takes their place."""
+        found = {n: t for n, t in self._targets.items() if isinstance(t, nn.Parameter)}
+        return {name: found[name] for name in self.layout.names if name in found} if self._nested else {}
+
+    @contextmanager
+    def committing(
+        self,
+        views: Mapping[str, Tensor],
+        names: Collection[str] | None = None,
+        *,
+        reversible: bool = False,
+    ) -> Iterator[None]:
+        """See :meth:`Binding.committing`."""
+        before = self._serving
+        if before is None:
+            before = {name: target.detach().clone() for name, target in self._targets.items()}
+        extra: Any = nullcontext()
+        if self._module is not None:
+            extra = applying_extra_state(self._module, {n: v for n, v in views.items() if is_extra_state(n)})
+        try:
+            with extra:
+                self._update(self._form(views if names is None else {**views, **self._kept(names)}))
+                yield
+        except BaseException:
+            if before:
+                with suppress(Exception):  # what was raised first says more
+                    self._update(self._form(before))
+            raise
+        self._serving = views
+
+    def _kept(self, names: Collection[str]) -> dict[str, Tensor]:
+        """What the model itself may have written, where an update of some entries leaves it alone."""
+        live = receiver_tensors(self._module) if self._module is not None else {}
+        return {n: t for n, t in live.items() if n not in names and not isinstance(t, nn.Parameter)}
+
+    def _form(self, views: Mapping[str, Tensor]) -> Any:
+        tensors = {name: view for name, view in views.items() if not is_extra_state(name)}
+        if not self._nested:
+            return tensors | self._extra_now()
+        made: dict[int, Tensor] = {}  # tied entries stay one
+        return nested_tensordict(
+            {name: made.setdefault(id(view), self._as_target(name, view)) for name, view in tensors.items()}
+        )
+
+    def _as_target(self, name: str, view: Tensor) -> Tensor:
+        target = self._targets.get(name)
+        if target is None:
+            return view
+        if not target.is_meta:
+            view = view.to(target.device, target.dtype)
+        if isinstance(target, nn.Parameter):
+            return nn.Parameter(view, requires_grad=target.requires_grad)
+        return view.clone()  # a model writes into its buffers
+
+    def _extra_now(self) -> dict[str, Any]:
+        """Extra state that has been applied already; a state dict that lacks it would be refused."""
+        if self._module is None:
+            return {}
+        state = self._module.state_dict()
+        return {key: value for key, value in state.items() if key.endswith(TORCH_EXTRA_STATE)}
+
+    def detach(self) -> None:
+        """See :meth:`Binding.detach`."""
+        if self._serving is not None:
+            self._serving = {name: view.clone() for name, view in self._serving.items()}
+            self._update(self._form(self._serving))
