@@ -34,6 +34,12 @@ from aiosync.schemes.distributed import DistributedWeightSyncScheme
 from aiosync.schemes.memory import MemoryWeightSyncScheme
 from aiosync.schemes.multiprocess import MultiProcessWeightSyncScheme
 from aiosync.schemes.none import NoWeightSyncScheme
+from aiosync.schemes.ray import RayWeightSyncScheme
+from aiosync.schemes.ray_modules import (
+    RayModuleTransformReceiver,
+    RayModuleTransformScheme,
+    RayModuleTransformSender,
+)
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.relay import WeightRelay
 from aiosync.schemes.report import SendReport, WorkerReport, WorkerState
@@ -46,6 +52,7 @@ from aiosync.transports.base import Listener, Transport
 from aiosync.transports.carrier import MPTransport
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.memory import Fault, MemoryTransport
+from aiosync.transports.ray import RayActorTransport, RayTransport
 from aiosync.transports.rpc import RPCTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
@@ -84,6 +91,12 @@ __all__ = [
     "ProtocolError",
     "RPCTransport",
     "RPCWeightSyncScheme",
+    "RayActorTransport",
+    "RayModuleTransformReceiver",
+    "RayModuleTransformScheme",
+    "RayModuleTransformSender",
+    "RayTransport",
+    "RayWeightSyncScheme",
     "RemoteApplyError",
     "SchemeStats",
     "SendReport",

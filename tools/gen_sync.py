@@ -30,6 +30,8 @@ TWINS: list[tuple[type[Any], str]] = [
     (aiosync.TCPWeightSyncScheme, "WeightSyncScheme"),
     (aiosync.DistributedWeightSyncScheme, "WeightSyncScheme"),
     (aiosync.RPCWeightSyncScheme, "WeightSyncScheme"),
+    (aiosync.RayWeightSyncScheme, "WeightSyncScheme"),
+    (aiosync.RayModuleTransformScheme, "WeightSyncScheme"),
     (aiosync.NoWeightSyncScheme, "WeightSyncScheme"),
     (aiosync.MemoryWeightSyncScheme, "WeightSyncScheme"),
 ]
@@ -39,12 +41,16 @@ UPDATER_TWINS: list[type[Any]] = [
     updaters.VanillaWeightUpdater,
     updaters.MultiProcessedWeightUpdater,
     updaters.RemoteModuleWeightUpdater,
+    updaters.RayWeightUpdater,
     updaters.RPCWeightUpdater,
     updaters.DistributedWeightUpdater,
 ]
 
 BY_HAND = {"connect", "receiving", "pinned", "from_backend"}
 """Methods that hand the call to ``BlockingTwin._blocking_<name>``."""
+
+OTHERS_CALL = {"_set_transform"}
+"""Methods with a leading underscore that are other libraries' to call."""
 
 LEFT_OUT = {"aclose", "shutdown", "create_sender", "create_receiver"}
 """Methods that the twin has under another name, or that would make an endpoint outside the portal."""
@@ -69,6 +75,7 @@ import torch
 
 import aiosync
 from aiosync.schemes.ranked import Collective
+from aiosync.schemes.ray import DataPlane, TensorTransport
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.report import SendReport, WorkerState
 from aiosync.schemes.sender import WeightSender
@@ -79,6 +86,8 @@ from aiosync.sync._twin import BlockingTwin
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.memory import Fault, MemoryTransport
+from aiosync.transports.ray import UpdateMethod
+from aiosync.transports.ray_meeting import RayWorkerTransport
 from aiosync.transports.rpc_meeting import RPCWorkerTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
@@ -180,7 +189,7 @@ def members(cls: type[Any], *, whole: bool) -> dict[str, object]:
     return {
         name: member
         for name, member in found.items()
-        if not name.startswith("_")
+        if (not name.startswith("_") or name in OTHERS_CALL)
         and name not in LEFT_OUT
         and isinstance(member, FunctionType | classmethod | property)
     }
@@ -237,7 +246,8 @@ def updater_twin(cls: type[Any]) -> str:
     doc = f"The blocking twin of :class:`aiosync.{own}`.\n\n{inspect.getdoc(cls)}"
     text = f"class {name}({base}, {own}):\n"
     text += f'    """{textwrap.indent(blocking_words(doc), "    ").strip()}\n    """\n'
-    for key, member in vars(cls).items():
+    shared = [owner for owner in cls.__mro__[1:-1] if owner.__module__ == "aiosync.updaters.remote"]
+    for key, member in {k: m for owner in [*shared, cls] for k, m in vars(owner).items()}.items():
         if not inspect.iscoroutinefunction(member) or (key.startswith("_") and key != "__call__"):
             continue
         node = definition(member)

@@ -39,6 +39,8 @@ WeightSyncBackend = Literal[
     "tcp",
     "distributed",
     "rpc",
+    "ray",
+    "ray_module",
     "memory",
 ]
 
@@ -77,7 +79,7 @@ class WeightSyncScheme(SchemeEndpoints):
 
         Args:
             backend: ``none`` or ``direct``, ``shared`` or ``thread``, ``process`` or
-                ``multiprocessing``, ``tcp``, ``distributed``, ``rpc``, ``memory``.
+                ``multiprocessing``, ``tcp``, ``distributed``, ``rpc``, ``ray``, ``ray_module``, ``memory``.
             kwargs: its constructor's arguments.
 
         Raises:

@@ -12,6 +12,7 @@ import torch
 
 import aiosync
 from aiosync.schemes.ranked import Collective
+from aiosync.schemes.ray import DataPlane, TensorTransport
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.report import SendReport, WorkerState
 from aiosync.schemes.sender import WeightSender
@@ -22,6 +23,8 @@ from aiosync.sync._twin import BlockingTwin
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.memory import Fault, MemoryTransport
+from aiosync.transports.ray import UpdateMethod
+from aiosync.transports.ray_meeting import RayWorkerTransport
 from aiosync.transports.rpc_meeting import RPCWorkerTransport
 from aiosync.transports.shared_memory import SharedMemTransport
 from aiosync.transports.tcp import TCPTransport
@@ -36,6 +39,8 @@ __all__ = [
     "MultiProcessWeightSyncScheme",
     "NoWeightSyncScheme",
     "RPCWeightSyncScheme",
+    "RayModuleTransformScheme",
+    "RayWeightSyncScheme",
     "SharedMemWeightSyncScheme",
     "TCPWeightSyncScheme",
     "WeightSyncScheme",
@@ -291,7 +296,7 @@ class WeightSyncScheme(BlockingTwin):
 
         Args:
             backend: ``none`` or ``direct``, ``shared`` or ``thread``, ``process`` or
-                ``multiprocessing``, ``tcp``, ``distributed``, ``rpc``, ``memory``.
+                ``multiprocessing``, ``tcp``, ``distributed``, ``rpc``, ``ray``, ``ray_module``, ``memory``.
             kwargs: its constructor's arguments.
 
         Raises:
@@ -689,6 +694,215 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             InvalidArgumentError: they are not one for each worker.
         """
         self._async.init_on_sender(**arguments)
+
+
+class RayWeightSyncScheme(WeightSyncScheme):
+    """The blocking twin of :class:`aiosync.RayWeightSyncScheme`.
+
+    Workers that are Ray actors, anywhere in the cluster.
+
+    Each version is copied into a slot, and from there put into Ray's object store once, whatever the number
+    of actors; each is handed the reference by a call and reads the object where it lies, on its own node.
+    Its parameters view the store's pages until the next version, so they are read only by contract. The
+    driver lets an object go when the last actor has been handed it; it stays as long as somebody views it.
+
+    ``ray.init()`` is the caller's to call. An actor of any kind is made a worker by the sender's ``connect``:
+    it needs the model, as ``actor.policy`` or ``actor.get_model("policy")``; no update lands in a running
+    forward pass of that. If it has ``update_policy_weights_``, that is called with each update, and the
+    model gets memory of its own. Or an actor makes its endpoint itself, from the pickled scheme.
+
+    Besides Ray's calls there is a connection from each actor to the sender's node, by which its end is
+    noticed, and what both sides say to each other goes; it is authenticated by a token that travels with
+    the scheme. Who may call the cluster's actors is trusted, as in Ray itself, which unpickles what comes.
+
+    Args:
+        tensor_transport: how Ray moves objects: ``"object_store"``, or ``"nixl"`` for what Ray itself does
+            with that (actors need ``enable_tensor_transport=True``).
+        sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
+        data_plane: what moves the bytes: ``"object_store"``; ``"tcp"``, as
+            :class:`~aiosync.TCPWeightSyncScheme`; ``"distributed"``, as
+            :class:`~aiosync.DistributedWeightSyncScheme`, without anything to be set up.
+        backend: of torch.distributed, with ``data_plane="distributed"``.
+        collective: the same.
+        share_memory: the same.
+        reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
+        options: see :class:`~aiosync.WeightSyncScheme`.
+
+    Raises:
+        InvalidArgumentError: an argument that is none, or nixl where that is not installed.
+    """
+
+    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RayWeightSyncScheme
+    _async: aiosync.RayWeightSyncScheme
+
+    def __init__(self, tensor_transport: TensorTransport='object_store', sync: bool=True, *, data_plane: DataPlane='object_store', backend: str='gloo', collective: Collective='p2p', share_memory: bool=True, reconnect_for: float=60.0, **options: Any) -> None:
+        self._async = aiosync.RayWeightSyncScheme(tensor_transport, sync, data_plane=data_plane, backend=backend, collective=collective, share_memory=share_memory, reconnect_for=reconnect_for, **options)
+
+    def reconnect(self, *, timeout: float | None=None) -> None:
+        """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
+        replacement, and make broadcasts again in a process group of them. (Each worker has a process group of
+        its own with the sender from when it connects, and is sent everything through that meanwhile.)
+
+        Raises:
+            NotConnectedError: this is no connected sender.
+            SyncTimeoutError: some did not come in time; it names them.
+        """
+        portal().call(self._async.reconnect, timeout=timeout)
+
+    def create_transport(self, *, worker_idx: int) -> RayWorkerTransport:
+        """A worker's connection, not open yet.
+
+        Raises:
+            NotInitializedError: the scheme was copied before ``init_on_sender`` was called.
+        """
+        return self._async.create_transport(worker_idx=worker_idx)
+
+    def init_on_sender(self, *, actors: Sequence[Any] | None=None, **arguments: Any) -> None:
+        """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.
+
+        Args:
+            actors: handles; None: the ``remote_collectors`` of a ``context`` that has some.
+            arguments: see there.
+
+        Raises:
+            NotInitializedError: this process takes no part in a Ray cluster.
+            InvalidArgumentError: they are not one for each worker.
+        """
+        self._async.init_on_sender(actors=actors, **arguments)
+
+    def add_worker(self, actor: Any, worker_idx: int | None=None, *, timeout: float | None=None) -> int:
+        """On the connected sender: make a worker of another actor, or of one in the place of a lost one, and
+        wait until it runs on the newest version.
+
+        Args:
+            actor: its handle.
+            worker_idx: which worker it is to be; None: the next.
+            timeout: seconds; None: the scheme's.
+
+        Returns:
+            Its index.
+
+        Raises:
+            NotConnectedError: ``connect`` first.
+            InvalidArgumentError: that worker is connected.
+            RemoteApplyError, LayoutMismatchError: it has no such model.
+            WorkerLostError: it is gone.
+            SyncTimeoutError: it did not come in time.
+        """
+        return portal().call(self._async.add_worker, actor, worker_idx, timeout=timeout)
+
+
+class RayModuleTransformScheme(WeightSyncScheme):
+    """The blocking twin of :class:`aiosync.RayModuleTransformScheme`.
+
+    Models that live inside Ray actors, as in torchrl's ``RayModuleTransform``: actors with
+    ``_update_weights_tensordict(params=)`` or ``_update_weights_state_dict(state_dict=)``.
+
+    Each update is one call of that method in the actor's process, of the newest weights, all at once and
+    between two forward passes of the actor's ``module``, if it has one under that name. What the method is
+    given views Ray's object store: as parameters of a TensorDict that it may put in place of the module's,
+    and that nobody may write into. Where it raises it is called again, with what was in service before, and
+    the sender gets the error. All else is as with :class:`RayWeightSyncScheme`.
+
+    The actors are found by ``init_on_sender(actors=...)``, which takes handles and what has one as
+    ``_actor``; by ``context=`` with ``model_id=``, the way to such an object (``"env.transform[0]"``); or
+    the scheme is handed to ``RayModuleTransform(weight_sync_scheme=...)`` as its blocking twin. Where
+    there are neither a model nor weights to begin with, version 0 is what the first actor has.
+
+    Args:
+        update_method: ``"tensordict"`` or ``"state_dict"``.
+        tensor_transport: see :class:`RayWeightSyncScheme`.
+        sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
+        options: see :class:`RayWeightSyncScheme`.
+
+    Raises:
+        InvalidArgumentError: an argument that is none, or nixl where that is not installed.
+    """
+
+    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RayModuleTransformScheme
+    _async: aiosync.RayModuleTransformScheme
+
+    def __init__(self, update_method: UpdateMethod='tensordict', tensor_transport: TensorTransport='object_store', sync: bool=True, **options: Any) -> None:
+        self._async = aiosync.RayModuleTransformScheme(update_method, tensor_transport, sync, **options)
+
+    def reconnect(self, *, timeout: float | None=None) -> None:
+        """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
+        replacement, and make broadcasts again in a process group of them. (Each worker has a process group of
+        its own with the sender from when it connects, and is sent everything through that meanwhile.)
+
+        Raises:
+            NotConnectedError: this is no connected sender.
+            SyncTimeoutError: some did not come in time; it names them.
+        """
+        portal().call(self._async.reconnect, timeout=timeout)
+
+    def create_transport(self, *, worker_idx: int) -> RayWorkerTransport:
+        """A worker's connection, not open yet.
+
+        Raises:
+            NotInitializedError: the scheme was copied before ``init_on_sender`` was called.
+        """
+        return self._async.create_transport(worker_idx=worker_idx)
+
+    def init_on_sender(self, *, actors: Sequence[Any] | None=None, model_id: str | None=None, context: Any=None, model: Any=None, weights: Any=None, **arguments: Any) -> None:
+        """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.
+
+        Args:
+            actors: handles, or what has one as ``_actor``; None: what ``model_id`` leads to on
+                ``context``, or the ``RayModuleTransform`` that the scheme was handed to.
+            model_id: the model's name, or the way to it on ``context``.
+            context: what has the transform.
+            model: the module whose weights are sent.
+            weights: what is sent in place of a module's.
+            arguments: see there.
+
+        Raises:
+            NotInitializedError: this process takes no part in a Ray cluster.
+            InvalidArgumentError: there is no actor.
+            AttributeError: ``model_id`` leads nowhere on ``context``.
+        """
+        self._async.init_on_sender(actors=actors, model_id=model_id, context=context, model=model, weights=weights, **arguments)
+
+    def add_worker(self, actor: Any, worker_idx: int | None=None, *, timeout: float | None=None) -> int:
+        """On the connected sender: make a worker of another actor, or of one in the place of a lost one, and
+        wait until it runs on the newest version.
+
+        Args:
+            actor: its handle.
+            worker_idx: which worker it is to be; None: the next.
+            timeout: seconds; None: the scheme's.
+
+        Returns:
+            Its index.
+
+        Raises:
+            NotConnectedError: ``connect`` first.
+            InvalidArgumentError: that worker is connected.
+            RemoteApplyError, LayoutMismatchError: it has no such model.
+            WorkerLostError: it is gone.
+            SyncTimeoutError: it did not come in time.
+        """
+        return portal().call(self._async.add_worker, actor, worker_idx, timeout=timeout)
+
+    def _set_transform(self, ray_transform: Any) -> None:
+        """Called by torchrl's ``RayModuleTransform``, which is the one to update."""
+        self._async._set_transform(ray_transform)
+
+    def init_on_receiver(self, *, model_id: str | None=None, context: Any=None, model: Any=None, worker_idx: int | None=None) -> None:
+        """See :meth:`WeightSyncScheme.init_on_receiver`; done by the sender where it knows the actors.
+
+        Args:
+            model_id: the model's name, as the sender calls it.
+            context: the actor: it has the method, and perhaps the model as ``module``.
+            model: what the method puts weights into, if it is not ``context.module``.
+            worker_idx: this worker's index.
+
+        Raises:
+            InvalidArgumentError: it has no such method.
+        """
+        self._async.init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
+
+    init_on_worker = init_on_receiver
 
 
 class NoWeightSyncScheme(WeightSyncScheme):

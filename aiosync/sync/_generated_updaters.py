@@ -12,6 +12,7 @@ __all__ = [
     "DistributedWeightUpdater",
     "MultiProcessedWeightUpdater",
     "RPCWeightUpdater",
+    "RayWeightUpdater",
     "RemoteModuleWeightUpdater",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",
@@ -85,6 +86,43 @@ class RemoteModuleWeightUpdater(WeightUpdaterBase, updaters.RemoteModuleWeightUp
 
     For workers that update themselves: it only insists that weights are given.
     """
+
+
+class RayWeightUpdater(WeightUpdaterBase, updaters.RayWeightUpdater):
+    """The blocking twin of :class:`aiosync.updaters.RayWeightUpdater`.
+
+    Puts the weights in Ray's object store once, and calls ``update_policy_weights_(weights)`` of each
+    remote collector with the reference; of all at the same time.
+
+    Args:
+        policy_weights: what is pushed where nothing is given: a module, a TensorDict or a dict.
+        remote_collectors: the actors' handles.
+        max_interval: how many pushes a worker is left out of between two that it takes part in. (As in
+            torchrl: 0, in none.)
+    """
+
+    def push_weights(self, policy_or_weights: Any=None, worker_ids: WorkerIds=None, *, weights: Any=None, wait: bool=True, timeout: float | None=None) -> None:  # type: ignore[override]
+        """See :meth:`WeightUpdaterBase.push_weights`. The healthy workers are updated also where others fail.
+
+        Args:
+            policy_or_weights: an ``nn.Module``, a TensorDict or a dict; None: :attr:`policy_weights`.
+            worker_ids: a worker, several, or None for all.
+            weights: another name of ``policy_or_weights``.
+            wait: whether to wait until they have been applied; otherwise the next push does, and raises
+                what was raised.
+            timeout: seconds; None: the environment's ``AIOSYNC_TIMEOUT``, else 120.
+
+        Raises:
+            UnknownWorkerError: there is no such worker.
+            RemoteApplyError: a collector raised.
+            WorkerLostError: its process is gone.
+            SyncTimeoutError: it did not answer in time.
+        """
+        run_inline(updaters.RayWeightUpdater.push_weights(self, policy_or_weights, worker_ids, weights=weights, wait=wait, timeout=timeout))
+
+    def close(self) -> None:
+        """See :class:`WeightUpdaterBase`; the collectors stay."""
+        run_inline(updaters.RayWeightUpdater.aclose(self))
 
 
 class RPCWeightUpdater(WeightUpdaterBase, updaters.RPCWeightUpdater):

@@ -3,6 +3,7 @@
 from aiosync.sync._generated_updaters import (
     DistributedWeightUpdater,
     MultiProcessedWeightUpdater,
+    RayWeightUpdater,
     RemoteModuleWeightUpdater,
     RPCWeightUpdater,
     VanillaWeightUpdater,
@@ -13,6 +14,7 @@ __all__ = [
     "DistributedWeightUpdater",
     "MultiProcessedWeightUpdater",
     "RPCWeightUpdater",
+    "RayWeightUpdater",
     "RemoteModuleWeightUpdater",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",

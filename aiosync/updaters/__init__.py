@@ -12,12 +12,14 @@ from aiosync.updaters.local import (
     RemoteModuleWeightUpdater,
     VanillaWeightUpdater,
 )
+from aiosync.updaters.ray import RayWeightUpdater
 from aiosync.updaters.rpc import RPCWeightUpdater
 
 __all__ = [
     "DistributedWeightUpdater",
     "MultiProcessedWeightUpdater",
     "RPCWeightUpdater",
+    "RayWeightUpdater",
     "RemoteModuleWeightUpdater",
     "VanillaWeightUpdater",
     "WeightUpdaterBase",

@@ -108,6 +108,10 @@ class Collector(Holder):
         """What it was told."""
         return self.told
 
+    def forget(self) -> None:
+        """Be told nothing yet."""
+        self.told.clear()
+
     def sleep(self, seconds: float) -> None:
         """Be busy."""
         time.sleep(seconds)
