@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import logging
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from functools import partial
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -26,14 +30,14 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from torch.distributed import rpc
 
-from aiosync import RPCWeightSyncScheme, WeightSyncScheme
-from aiosync.errors import AiosyncError
+from aiosync import RayWeightSyncScheme, RPCWeightSyncScheme, WeightSyncScheme
+from aiosync.errors import AiosyncError, NotInitializedError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["DemoReport", "LoopTicker", "member_of", "worker_processes"]
+__all__ = ["DemoReport", "LoopTicker", "member_of", "ray_cluster", "worker_processes"]
 
 JOIN_SECONDS = 10.0
 RECENT_EPISODES = 20
@@ -59,7 +63,12 @@ def ignoring_ctrl_c() -> Iterator[None]:
 
 @contextlib.contextmanager
 def member_of(scheme: WeightSyncScheme, rank: int) -> Iterator[None]:
-    """Take part in torch RPC inside, if that is what the scheme needs; rank 0 begins it, on a free port."""
+    """Take part in torch RPC or Ray inside, if that is what the scheme needs; rank 0 begins it. (Who is in
+    one of Ray's actors takes part in that already.)"""
+    if isinstance(scheme, RayWeightSyncScheme) and rank == 0:
+        with ray_cluster():
+            yield
+        return
     if not isinstance(scheme, RPCWeightSyncScheme):
         yield
         return
@@ -75,30 +84,98 @@ def member_of(scheme: WeightSyncScheme, rank: int) -> Iterator[None]:
         rpc.shutdown()
 
 
+@contextlib.contextmanager
+def ray_cluster() -> Iterator[None]:
+    """Ray on this machine, whose actors find what this process has imported.
+
+    Raises:
+        NotInitializedError: Ray is not installed.
+    """
+    try:
+        ray: Any = importlib.import_module("ray")
+    except ImportError:
+        raise NotInitializedError("Ray is not installed: pip install 'aiosync[ray]'") from None
+    ray.init(
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=256 << 20,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+class _Host:
+    """A Ray actor in the place of a process."""
+
+    def run(self, target: Callable[..., None], args: tuple[object, ...], address: str, key: bytes) -> None:
+        """``target(*args, pipe)``."""
+        with Client(address, "AF_UNIX", key) as pipe:
+            target(*args, pipe)
+
+
+class _ActorProcess:
+    """What :func:`worker_processes` knows of a process, said of an actor."""
+
+    def __init__(self, target: Callable[..., None], args: tuple[object, ...]) -> None:
+        self._ray: Any = importlib.import_module("ray")
+        self._handle = self._ray.remote(num_cpus=0)(_Host).remote()
+        address, key = f"\0aiosync-demo-{secrets.token_hex(8)}", secrets.token_bytes(32)
+        with Listener(address, "AF_UNIX", authkey=key) as listener:
+            self._running = self._handle.run.remote(target, args, address, key)
+            self.pipe = listener.accept()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has run to its end."""
+        self._ray.wait([self._running], timeout=timeout)
+
+    def is_alive(self) -> bool:
+        """Whether it has not."""
+        return not self._ray.wait([self._running], timeout=0)[0]
+
+    def kill(self) -> None:
+        """Have Ray end it."""
+        self._ray.kill(self._handle)
+
+    close = kill
+
+
 @contextlib.asynccontextmanager
 async def worker_processes(
     ctx: multiprocessing.context.SpawnContext,
     target: Callable[..., None],
     count: int,
+    scheme: WeightSyncScheme,
     *args: object,
 ) -> AsyncIterator[list[Connection]]:
-    """Run ``target(*args, worker, pipe)`` in ``count`` processes; yields our ends of the pipes.
+    """Run ``target(scheme, *args, worker, pipe)`` in ``count`` processes (Ray's actors, if the scheme is for
+    those); yields our ends of the pipes.
 
     Each pipe starts with one message in it, the leave to play one rollout ahead. At the end the
     pipes are closed, which tells the workers to end, and the processes are waited for.
     """
     pipes: list[Connection] = []
-    processes = []
+    processes: list[Any] = []
     try:
         for worker in range(count):
+            if isinstance(scheme, RayWeightSyncScheme):
+                started = partial(_ActorProcess, target, (scheme, *args, worker))
+                actor = await anyio.to_thread.run_sync(started)
+                processes.append(actor)
+                pipes.append(actor.pipe)
+                continue
             ours, theirs = ctx.Pipe()
             pipes.append(ours)
-            process = ctx.Process(target=target, args=(*args, worker, theirs), daemon=True)
+            process = ctx.Process(target=target, args=(scheme, *args, worker, theirs), daemon=True)
             with ignoring_ctrl_c():
                 process.start()
             processes.append(process)
             theirs.close()
-            ours.send("play one ahead")
+        for pipe in pipes:
+            pipe.send("play one ahead")
         yield pipes
     finally:
         for pipe in pipes:
@@ -108,7 +185,7 @@ async def worker_processes(
             await anyio.to_thread.run_sync(_end, processes)
 
 
-def _end(processes: list[multiprocessing.context.SpawnProcess]) -> None:
+def _end(processes: list[Any]) -> None:
     deadline = time.monotonic() + JOIN_SECONDS
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))

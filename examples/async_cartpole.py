@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,8 +34,9 @@ GAMMA, LAMBDA, CLIP = 0.98, 0.9, 0.2
 EVALUATE_EVERY, EPISODES, SOLVED = 10, 20, 475.0
 SPAWN = multiprocessing.get_context("spawn")
 
-Backend = Literal["shared", "process", "tcp", "distributed", "rpc"]
+Backend = Literal["shared", "process", "tcp", "distributed", "rpc", "ray"]
 Rollout = dict[str, NDArray[Any]]  # each array is [STEPS, ENVS, ...]
+Pinned = Callable[[], contextlib.AbstractAsyncContextManager[int]]
 
 
 def make_policy() -> nn.ModuleDict:
@@ -51,14 +52,14 @@ def make_policy() -> nn.ModuleDict:
 # ---- a worker: plays with the weights it has, while newer ones arrive beside it ------------------
 
 
-async def rollouts(scheme: WeightSyncScheme, policy: nn.ModuleDict, seed: int) -> AsyncIterator[Rollout]:
+async def rollouts(pinned: Pinned, policy: nn.ModuleDict, seed: int) -> AsyncIterator[Rollout]:
     envs = gymnasium.make_vec("CartPole-v1", num_envs=ENVS)
     obs, _ = envs.reset(seed=seed)
     live, score = np.ones(ENVS, bool), np.zeros(ENVS, np.float32)
     while True:
         steps = []
         for _ in range(STEPS):
-            async with scheme.pinned() as version:  # no new weights land inside
+            async with pinned() as version:  # no new weights land inside
                 with torch.no_grad():
                     choice = Categorical(logits=policy["actor"](torch.from_numpy(obs)))
                     action = choice.sample()
@@ -79,7 +80,7 @@ async def play(scheme: WeightSyncScheme, seed: int, worker: int, trainer: Connec
     scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)
     async with scheme, scheme.receiving():  # a task beside this one takes the new weights in
         with contextlib.suppress(EOFError, ConnectionError):  # the trainer hung up: done
-            async for rollout in rollouts(scheme, policy, seed):
+            async for rollout in rollouts(scheme.pinned, policy, seed):
                 trainer.send(rollout)
                 await anyio.wait_readable(trainer)
                 trainer.recv()  # it took one; so this worker is never more than one ahead

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from aiosync.errors import ProtocolError
@@ -50,6 +51,11 @@ class Shelf:
         self._waiting: set[ByObject] = set()
         self._readers: dict[ByObject, int] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one version."""
+        return self._group.arena.layout.nbytes
+
     def offers(self, published: Published, reader: ByObject) -> bool:
         """Whether a version is there for a reader: who, if so, is to begin at once, and to be :meth:`done`.
 
@@ -70,7 +76,7 @@ class Shelf:
         slot, holder = published.slot, ("sending", object())
         slot.holders.add(holder)
         self._group.unstoppable.add(holder)
-        buffer, number = slot.segment.buffer[: self._group.arena.layout.nbytes], published.round
+        buffer, number = slot.segment.buffer[: self.nbytes], published.round
         self._storing = True
         answer: asyncio.Future[None]
         answer, settle = handover()
@@ -129,13 +135,15 @@ class ByObject(Delivery):
     Args:
         transport: the worker's.
         shelf: of its group.
+        inline: bytes up to which a version goes with the word of it: putting it takes longer.
     """
 
     maps = False
 
-    def __init__(self, transport: TCPTransport, shelf: Shelf) -> None:
+    def __init__(self, transport: TCPTransport, shelf: Shelf, inline: int) -> None:
         self._transport = transport
         self._shelf = shelf
+        self._inline = shelf.nbytes <= inline
         self._link: Member | None = None
 
     def enter(self, link: Member) -> None:
@@ -144,7 +152,7 @@ class ByObject(Delivery):
 
     def may_begin(self, published: Published) -> bool:
         """Whether it is in the store; if not, it will be."""
-        return self._shelf.offers(published, self)
+        return self._inline or self._shelf.offers(published, self)
 
     def stored(self, error: BaseException | None) -> None:
         """The shelf has something else, or could not."""
@@ -156,12 +164,15 @@ class ByObject(Delivery):
             self._transport.give_up(f"Ray's object store did not take a version: {error}")
 
     def payload(self, published: Published, fetched: Fetched) -> dict[str, Any]:
-        """By which name it is kept."""
+        """By which name it is kept; or the bytes themselves."""
+        if self._inline:
+            return {"bytes": published.slot.segment.buffer[: self._shelf.nbytes].numpy().tobytes()}
         return {"object": self._shelf.name, "number": published.round}
 
     def begin(self, published: Published, on_sent: Callable[[], None]) -> None:
         """Nothing more is to be sent."""
-        self._shelf.reads(self)
+        if not self._inline:
+            self._shelf.reads(self)
         on_sent()
 
     def answered(self) -> None:
@@ -200,9 +211,12 @@ class Stored(Arrival):
         match update.payload:
             case {"object": str(name), "number": int(number)}:
                 future = self._thread.submit(lambda: take(self._office, name, number))
-                self._arriving = update, future
+            case {"bytes": bytes(data)}:
+                future = Future()
+                future.set_result(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             case _:
                 raise ProtocolError(f"an update names no object: {update.payload!r:.80}")
+        self._arriving = update, future
 
     def is_here(self, update: Update) -> bool:
         """See :class:`Arrival`."""

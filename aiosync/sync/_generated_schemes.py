@@ -702,9 +702,11 @@ class RayWeightSyncScheme(WeightSyncScheme):
     Workers that are Ray actors, anywhere in the cluster.
 
     Each version is copied into a slot, and from there put into Ray's object store once, whatever the number
-    of actors; each is handed the reference by a call and reads the object where it lies, on its own node.
-    Its parameters view the store's pages until the next version, so they are read only by contract. The
-    driver lets an object go when the last actor has been handed it; it stays as long as somebody views it.
+    of actors; each reads the object where it lies, on its own node. Its parameters view the store's pages
+    until the next version, so they are read only by contract. The driver lets an object go when the last
+    actor has looked; it stays as long as somebody views it. (What has at most 256 KiB is sent as it is.)
+    A small actor of our own, one for each driver, has the references: so an actor is sent updates, and
+    applies them, also in the middle of a method of its own that never returns.
 
     ``ray.init()`` is the caller's to call. An actor of any kind is made a worker by the sender's ``connect``:
     it needs the model, as ``actor.policy`` or ``actor.get_model("policy")``; no update lands in a running

@@ -100,9 +100,15 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
+class Hosted(RayWeightSyncScheme):
+    """Puts small models in the object store too, as large ones are."""
+
+    _inline = 0
+
+
 def hosted(workers: int, options: dict[str, Any]) -> Recipe:
     """As with all others, lost is lost."""
-    return Recipe(RayWeightSyncScheme(reconnect_for=0, **options))
+    return Recipe(Hosted(reconnect_for=0, **options))
 
 
 class Transform:
@@ -125,6 +131,8 @@ class Transform:
 
 class HostedModules(RayModuleTransformScheme):
     """The workers make their endpoints themselves, each from a model in a :class:`Transform`."""
+
+    _inline = 0
 
     def init_on_sender(self, **arguments: Any) -> None:
         """See :class:`RayWeightSyncScheme`."""
