@@ -85,8 +85,11 @@ def member_of(scheme: WeightSyncScheme, rank: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ray_cluster() -> Iterator[None]:
+def ray_cluster(store: int = 256 << 20) -> Iterator[None]:
     """Ray on this machine, whose actors find what this process has imported.
+
+    Args:
+        store: bytes of its object store.
 
     Raises:
         NotInitializedError: Ray is not installed.
@@ -99,7 +102,7 @@ def ray_cluster() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        object_store_memory=256 << 20,
+        object_store_memory=store,
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},
     )
     try:

@@ -18,7 +18,9 @@ app = typer.Typer(add_completion=False)
 def bench(
     models: Annotated[str, typer.Option(help="of tiny, medium, large")] = "tiny,medium,large",
     workers: Annotated[str, typer.Option(help="how many workers, each")] = "1,2,4",
-    schemes: Annotated[str, typer.Option(help="of shared, process (or distributed, rpc)")] = _SCHEMES,
+    schemes: Annotated[
+        str, typer.Option(help="of shared, process (distributed, rpc; actors, modules)")
+    ] = _SCHEMES,
     contenders: Annotated[
         str, typer.Option(help="of aiosync, torchrl, torchrl-alias")
     ] = "aiosync,torchrl,torchrl-alias",
@@ -39,6 +41,9 @@ def bench(
         bool,
         typer.Option("--distributed", help="torch.distributed and RPC beside bare gloo, and only that"),
     ] = False,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Ray actors, and models inside them, and only that")
+    ] = False,
     acting: Annotated[bool, typer.Option("--acting", help="with --distributed: workers act")] = False,
     apart: Annotated[
         bool, typer.Option("--apart", help="with --distributed: weights are sent, as between machines")
@@ -54,7 +59,7 @@ def bench(
     check: Annotated[bool, typer.Option("--check", help="exit 1 if a target is missed")] = False,
 ) -> None:
     """Measure aiosync, torchrl and the physical limit side by side, in one run and in turn."""
-    if check and (delta or network or relay or distributed):
+    if check and (delta or network or relay or distributed or ray):
         raise typer.BadParameter(
             "only the comparison with torchrl has targets to check", param_hint="--check"
         )
@@ -82,6 +87,18 @@ def bench(
             json,
             acting=acting,
             apart=apart,
+        )
+        return
+    if ray:
+        from benchmarks import on_ray
+        from benchmarks.models import MODELS
+
+        on_ray.run(
+            on_ray.KINDS if schemes == _SCHEMES else _chosen("--schemes", schemes, on_ray.KINDS),
+            _chosen("--models", models, tuple(MODELS)),
+            _numbers("--workers", workers),
+            rounds,
+            json,
         )
         return
     if relay:

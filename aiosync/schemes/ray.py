@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any, Literal, TypeAlias
 
-import torch
-
 from aiosync._deadline import Deadline
 from aiosync.errors import AiosyncError, InvalidArgumentError, NotInitializedError
 from aiosync.schemes.arrival import Arrival
@@ -26,7 +24,6 @@ from aiosync.transports.ray_calls import ActorCall, handle_of, in_actor
 from aiosync.transports.ray_meeting import Known, RayListener, RayWorkerTransport
 from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.layout import Layout
-from aiosync.weights.segment import Segment
 
 __all__ = ["RayWeightSyncScheme"]
 
@@ -37,12 +34,13 @@ TensorTransport: TypeAlias = Literal["object_store", "nixl"]
 class RayWeightSyncScheme(RankedWeightSyncScheme):
     """Workers that are Ray actors, anywhere in the cluster.
 
-    Each version is copied into a slot, and from there put into Ray's object store once, whatever the number
-    of actors; each reads the object where it lies, on its own node. Its parameters view the store's pages
-    until the next version, so they are read only by contract. The driver lets an object go when the last
-    actor has looked; it stays as long as somebody views it. (What has at most 256 KiB is sent as it is.)
-    A small actor of our own, one for each driver, has the references: so an actor is sent updates, and
-    applies them, also in the middle of a method of its own that never returns.
+    Each version is copied into a slot. Actors on the driver's node view that where it is; for all others it
+    is put into Ray's object store once, whatever their number, and each reads the object where it lies, on
+    its own node. Its parameters view the driver's or the store's memory until the next version, so they are
+    read only by contract. The driver lets an object go when the last actor has looked; it stays as long as
+    somebody views it. (What has at most 256 KiB is sent as it is.) A small actor of our own, one for each
+    driver, has the references: so an actor is sent updates, and applies them, also in the middle of a
+    method of its own that never returns.
 
     ``ray.init()`` is the caller's to call. An actor of any kind is made a worker by the sender's ``connect``:
     it needs the model, as ``actor.policy`` or ``actor.get_model("policy")``; no update lands in a running
@@ -62,7 +60,7 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
             :class:`~aiosync.DistributedWeightSyncScheme`, without anything to be set up.
         backend: of torch.distributed, with ``data_plane="distributed"``.
         collective: the same.
-        share_memory: the same.
+        share_memory: whether actors on the driver's node view its memory; not with ``data_plane="tcp"``.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
@@ -143,8 +141,8 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
     async def add_worker(
         self, actor: Any, worker_idx: int | None = None, *, timeout: float | None = None
     ) -> int:
-        """On the connected sender: make a worker of another actor, or of one in the place of a lost one, and
-        wait until it runs on the newest version.
+        """On the connected sender: make a worker of another actor, or of one in the place of a lost one (which
+        Ray is not to start again), and wait until it runs on the newest version.
 
         Args:
             actor: its handle.
@@ -205,9 +203,8 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
             logger.warning("the actor of worker %d does not come back: %s", worker, exc)
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
-        shares = self._shares and self._data_plane == "distributed"
         stores = self._data_plane == "object_store"
-        listener = RayListener(self._token, self._bring_back, share_memory=shares, stores=stores)
+        listener = RayListener(self._token, self._bring_back, share_memory=self._shares, stores=stores)
         self._known = listener.known
         return listener
 
@@ -223,13 +220,13 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
             )
         return RayWorkerTransport(self._known, share_memory=self._shares, carries=self._data_plane == "tcp")
 
-    def _allocate(self, nbytes: int, device: torch.device) -> Segment:
-        if self._data_plane == "distributed":
-            return super()._allocate(nbytes, device)
-        return Segment.private(nbytes)
+    @property
+    def _shares(self) -> bool:
+        """Whether actors on the sender's machine view its slots."""
+        return super()._shares and self._data_plane != "tcp"
 
     def _deliver(self, transport: Transport, group: WeightGroup) -> Delivery:
-        if self._data_plane == "distributed":
+        if self._data_plane == "distributed" or transport.maps:
             return super()._deliver(transport, group)
         assert isinstance(transport, TCPTransport)
         if self._data_plane == "tcp":
@@ -240,7 +237,7 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         return ByObject(transport, self._shelves[group], self._inline)
 
     def _make_arrival(self, layout: Layout, transport: Transport) -> Arrival:
-        if self._data_plane == "distributed":
+        if self._data_plane == "distributed" or transport.maps:
             return super()._make_arrival(layout, transport)
         if self._data_plane == "tcp":
             return Landing(layout)

@@ -18,7 +18,7 @@ from aiosync.schemes.arrival import Arrival
 from aiosync.schemes.delivery import Delivery
 from aiosync.schemes.ensemble import Member
 from aiosync.schemes.group import Published, WeightGroup
-from aiosync.transports._offload import DetachedThread, call_when_done, handover
+from aiosync.transports._offload import DetachedThread, call_when_done
 from aiosync.transports.base import Transport
 from aiosync.transports.ray_objects import put, take
 from aiosync.transports.tcp import TCPTransport
@@ -78,23 +78,16 @@ class Shelf:
         self._group.unstoppable.add(holder)
         buffer, number = slot.segment.buffer[: self.nbytes], published.round
         self._storing = True
-        answer: asyncio.Future[None]
-        answer, settle = handover()
 
         def store() -> None:
-            ref = put(buffer, self._tensor_transport)
-            kept = self._office.keep.remote(self.name, number, [ref])
-            kept.future().add_done_callback(lambda done: settle(done.result))
+            # Whoever comes for it waits at the office until this call has got there.
+            self._office.keep.remote(self.name, number, [put(buffer, self._tensor_transport)])
 
-        def over(future: Future[Any]) -> None:
+        def stored(future: Future[Any]) -> None:
             self._group.unstoppable.discard(holder)
             self._group.release(holder)
-            if future.exception() is not None:
-                settle(future.result)
-
-        def stored(future: asyncio.Future[Any]) -> None:
-            error = None if future.cancelled() else future.exception()
             self._storing = False
+            error = future.exception()
             before, self._number = self._number, number if error is None else -1
             self._drop_if_unread(before)
             waiting, self._waiting = self._waiting, set()
@@ -102,8 +95,7 @@ class Shelf:
                 reader.stored(error)
             self._drop_if_unread(number)
 
-        answer.add_done_callback(stored)
-        call_when_done(self._thread.submit(store), over)
+        call_when_done(self._thread.submit(store), stored)
 
     def reads(self, reader: ByObject) -> None:
         """It has been told of the version."""

@@ -701,12 +701,13 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     Workers that are Ray actors, anywhere in the cluster.
 
-    Each version is copied into a slot, and from there put into Ray's object store once, whatever the number
-    of actors; each reads the object where it lies, on its own node. Its parameters view the store's pages
-    until the next version, so they are read only by contract. The driver lets an object go when the last
-    actor has looked; it stays as long as somebody views it. (What has at most 256 KiB is sent as it is.)
-    A small actor of our own, one for each driver, has the references: so an actor is sent updates, and
-    applies them, also in the middle of a method of its own that never returns.
+    Each version is copied into a slot. Actors on the driver's node view that where it is; for all others it
+    is put into Ray's object store once, whatever their number, and each reads the object where it lies, on
+    its own node. Its parameters view the driver's or the store's memory until the next version, so they are
+    read only by contract. The driver lets an object go when the last actor has looked; it stays as long as
+    somebody views it. (What has at most 256 KiB is sent as it is.) A small actor of our own, one for each
+    driver, has the references: so an actor is sent updates, and applies them, also in the middle of a
+    method of its own that never returns.
 
     ``ray.init()`` is the caller's to call. An actor of any kind is made a worker by the sender's ``connect``:
     it needs the model, as ``actor.policy`` or ``actor.get_model("policy")``; no update lands in a running
@@ -726,7 +727,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             :class:`~aiosync.DistributedWeightSyncScheme`, without anything to be set up.
         backend: of torch.distributed, with ``data_plane="distributed"``.
         collective: the same.
-        share_memory: the same.
+        share_memory: whether actors on the driver's node view its memory; not with ``data_plane="tcp"``.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
@@ -773,8 +774,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
         self._async.init_on_sender(actors=actors, **arguments)
 
     def add_worker(self, actor: Any, worker_idx: int | None=None, *, timeout: float | None=None) -> int:
-        """On the connected sender: make a worker of another actor, or of one in the place of a lost one, and
-        wait until it runs on the newest version.
+        """On the connected sender: make a worker of another actor, or of one in the place of a lost one (which
+        Ray is not to start again), and wait until it runs on the newest version.
 
         Args:
             actor: its handle.
@@ -866,8 +867,8 @@ class RayModuleTransformScheme(WeightSyncScheme):
         self._async.init_on_sender(actors=actors, model_id=model_id, context=context, model=model, weights=weights, **arguments)
 
     def add_worker(self, actor: Any, worker_idx: int | None=None, *, timeout: float | None=None) -> int:
-        """On the connected sender: make a worker of another actor, or of one in the place of a lost one, and
-        wait until it runs on the newest version.
+        """On the connected sender: make a worker of another actor, or of one in the place of a lost one (which
+        Ray is not to start again), and wait until it runs on the newest version.
 
         Args:
             actor: its handle.

@@ -7,6 +7,7 @@ method the actor is in; an actor whose loop never returns would never be sent an
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +28,10 @@ started again has other nodes, but may have the same workers; an actor of a clus
 be touched: Ray ends the process that does."""
 
 
+_PATIENCE = 10.0
+"""Seconds for which a reference may come later than the word of it, which goes another way."""
+
+
 def open_office() -> Any:
     """The handle of this process's office, which may still be on its way.
 
@@ -44,26 +49,36 @@ def open_office() -> Any:
 
 
 def _office() -> type[Any]:
-    # Local, so that Ray pickles it whole: its process need not import anything for it.
+    # Local, so that Ray pickles it whole: its process need not import torch for it.
     class Office:
         """Keeps references."""
 
         def __init__(self) -> None:
-            self._kept: dict[tuple[str, int], list[Any]] = {}
+            self._kept: dict[tuple[str, int], asyncio.Future[list[Any]]] = {}
 
-        def keep(self, name: str, number: int, refs: list[Any]) -> None:
+        def _slot(self, name: str, number: int) -> asyncio.Future[list[Any]]:
+            key = name, number
+            if key not in self._kept:
+                self._kept[key] = asyncio.get_running_loop().create_future()
+            return self._kept[key]
+
+        async def keep(self, name: str, number: int, refs: list[Any]) -> None:
             """Keep a version of somebody's."""
-            self._kept[name, number] = refs
+            slot = self._slot(name, number)
+            if not slot.done():  # Ray may call twice
+                slot.set_result(refs)
 
-        def take(self, name: str, number: int) -> list[Any] | None:
-            """It, if it is kept."""
-            return self._kept.get((name, number))
+        async def take(self, name: str, number: int, patience: float) -> list[Any] | None:
+            """It, as soon as it is kept, which may be a moment later; None: it is not."""
+            slot = self._slot(name, number)
+            await asyncio.wait([slot], timeout=patience)
+            return slot.result() if slot.done() else None
 
-        def drop(self, name: str, number: int) -> None:
+        async def drop(self, name: str, number: int) -> None:
             """Let go of it."""
             self._kept.pop((name, number), None)
 
-        def forget(self, name: str) -> None:
+        async def forget(self, name: str) -> None:
             """Let go of all that was somebody's."""
             for key in [key for key in self._kept if key[0] == name]:
                 del self._kept[key]
@@ -93,7 +108,7 @@ def take(office: Any, name: str, number: int) -> Tensor:
         ray.exceptions.RayError: it is lost.
     """
     ray = ray_here()
-    refs = ray.get(office.take.remote(name, number))
+    refs = ray.get(office.take.remote(name, number, _PATIENCE))
     if refs is None:
         raise ProtocolError("what an update lies in is gone: its keeper was started again, send once more")
     return as_tensor(ray.get(refs[0]))

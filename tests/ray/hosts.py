@@ -108,7 +108,7 @@ class Hosted(RayWeightSyncScheme):
 
 def hosted(workers: int, options: dict[str, Any]) -> Recipe:
     """As with all others, lost is lost."""
-    return Recipe(Hosted(reconnect_for=0, **options))
+    return Recipe(Hosted(reconnect_for=0, share_memory=False, **options))
 
 
 class Transform:
@@ -150,7 +150,7 @@ class HostedModules(RayModuleTransformScheme):
 
 def hosted_modules(workers: int, options: dict[str, Any]) -> Recipe:
     """The same for models that take weights by a method."""
-    return Recipe(HostedModules(reconnect_for=0, **options))
+    return Recipe(HostedModules(reconnect_for=0, share_memory=False, **options))
 
 
 class InAnActor:

@@ -28,7 +28,13 @@ from tests.ray.hosts import cluster
 ray = pytest.importorskip("ray")
 
 LARGE = 1 << 18
-PLANES = ["object_store", "tcp", "distributed"]
+PLANES: dict[str, dict[str, Any]] = {
+    "near": {"share_memory": True},
+    "object_store": {},
+    "tcp": {"data_plane": "tcp"},
+    "distributed": {"data_plane": "distributed"},
+}
+"""As on the driver's node; and as on others."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,7 +54,7 @@ async def sender_to(
 ) -> AsyncIterator[tuple[RayWeightSyncScheme, Uniform, list[Any]]]:
     """A connected sender, and actors."""
     model, actors = Uniform(size=size), start(kind, count, size, max_restarts)
-    scheme = RayWeightSyncScheme(timeout=PATIENCE, **options)
+    scheme = RayWeightSyncScheme(timeout=PATIENCE, **{"share_memory": False, **options})
     scheme.init_on_sender(model_id="policy", model=model, actors=actors)
     try:
         await within(scheme.connect())
@@ -67,7 +73,7 @@ async def values(actors: list[Any]) -> list[float]:
 @pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize("size", [16, LARGE])
 async def test_actors_have_what_was_sent(kind: type[Any], plane: str, size: int) -> None:
-    async with sender_to(kind, size=size, data_plane=plane) as (scheme, model, actors):
+    async with sender_to(kind, size=size, **PLANES[plane]) as (scheme, model, actors):
         assert await values(actors) == [0, 0]
         for version in (1, 2, 3):
             fill(model, version)
@@ -148,7 +154,7 @@ async def test_killed_during_a_send() -> None:
             if version == 1:
                 await eventually(lambda: scheme.workers[1].version == 1, "it is back")
                 continue
-            actors[1] = start(Holder, 1, LARGE, 1)[0]
+            (actors[1],) = start(Holder, 1, LARGE)  # that one does not come back
             assert await within(scheme.add_worker(actors[1], 1)) == 1
             assert await values(actors) == [version] * 3
 
@@ -178,7 +184,7 @@ async def test_an_actor_more() -> None:
 
 @pytest.mark.parametrize("plane", PLANES)
 async def test_an_actor_that_is_busy_is_sent_updates_all_the_same(plane: str) -> None:
-    async with sender_to(count=1, data_plane=plane) as (scheme, model, actors):
+    async with sender_to(count=1, **PLANES[plane]) as (scheme, model, actors):
         seen = actors[0].watch.remote(3.0)
         for version in (1, 2, 3):
             fill(model, version)
