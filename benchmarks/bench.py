@@ -46,7 +46,7 @@ def bench(
     ] = False,
     acting: Annotated[bool, typer.Option("--acting", help="with --distributed: workers act")] = False,
     apart: Annotated[
-        bool, typer.Option("--apart", help="with --distributed: weights are sent, as between machines")
+        bool, typer.Option("--apart", help="with --distributed, --ray: as between machines")
     ] = False,
     mbit: Annotated[float, typer.Option(help="with --relay: megabits per second of a link; 0: any")] = 1000.0,
     updates: Annotated[int, typer.Option(help="with --delta: how many updates")] = 200,
@@ -99,6 +99,7 @@ def bench(
             _numbers("--workers", workers),
             rounds,
             json,
+            apart=apart,
         )
         return
     if relay:

@@ -1,9 +1,10 @@
 """``aiosync bench --ray``: aiosync's Ray schemes beside torchrl's, in one cluster and in turn.
 
 All times are until the new weights are in the models of the actors, which are idle otherwise. torchrl's
-schemes are used as its collectors and its ``RayModuleTransform`` use them. A version of aiosync's is put in
-the object store once, whatever the number of actors: what the store says of itself is shown while they view
-it, and after it was all let go of.
+schemes are used as its collectors and its ``RayModuleTransform`` use them. aiosync's actors view the driver's
+memory, as they do on its node; with ``--apart`` they are sent everything through the object store, as those
+on other nodes. A version is put there once, whatever the number of actors: what the store says of itself is
+shown while they view it, and after it was all let go of.
 """
 
 from __future__ import annotations
@@ -145,21 +146,21 @@ def _their_scheme(ray: Any, model: nn.Module, name: str, count: int) -> tuple[An
     return scheme, actors
 
 
-async def _actors(ray: Any, name: str, count: int, rounds: int) -> Figures:
+async def _actors(ray: Any, name: str, count: int, rounds: int, apart: bool) -> Figures:
     model = build_model(MODELS[name])
     base = _used(ray)
     theirs, their_actors = await asyncio.to_thread(_their_scheme, ray, model, name, count)
     our_actors = [ray.remote(num_cpus=0)(Holder).remote(name) for _ in range(count)]
-    ours = aiosync.RayWeightSyncScheme(timeout=LIMIT)
+    ours = aiosync.RayWeightSyncScheme(timeout=LIMIT, share_memory=not apart)
     ours.init_on_sender(model_id=MODEL_ID, model=model, actors=our_actors)
     await ours.connect()
     return await _race(
-        ray, ("actors", name), model, ours, theirs, {"weights": model}, rounds, base,
+        ray, ("actors", name), model, ours, theirs, {"weights": model}, rounds, base, apart,
         [*our_actors, *their_actors],
     )  # fmt: skip
 
 
-async def _modules(ray: Any, name: str, count: int, rounds: int) -> Figures:
+async def _modules(ray: Any, name: str, count: int, rounds: int, apart: bool) -> Figures:
     library: Any = importlib.import_module("torchrl.weight_update")
     transforms: Any = importlib.import_module("torchrl.envs.transforms.module")
     model = _Filler(name)
@@ -172,19 +173,19 @@ async def _modules(ray: Any, name: str, count: int, rounds: int) -> Figures:
     theirs = library.RayModuleTransformScheme()
     their_transform = await asyncio.to_thread(make, theirs)
     our_transforms = [await asyncio.to_thread(make) for _ in range(count)]
-    ours = aiosync.RayModuleTransformScheme(timeout=LIMIT)
+    ours = aiosync.RayModuleTransformScheme(timeout=LIMIT, share_memory=not apart)
     ours.init_on_sender(model=model, actors=our_transforms)
     await ours.connect()
     weights = TensorDict.from_module(model).data
     return await _race(
-        ray, ("modules", name), model, ours, theirs, {"weights": weights}, rounds, base,
+        ray, ("modules", name), model, ours, theirs, {"weights": weights}, rounds, base, apart,
         [transform._actor for transform in (*our_transforms, their_transform)],
     )  # fmt: skip
 
 
 async def _race(
     ray: Any, what: tuple[str, str], model: nn.Module, ours: Any, theirs: Any,
-    given: dict[str, Any], rounds: int, base: int,
+    given: dict[str, Any], rounds: int, base: int, apart: bool,
     actors: list[Any],
 ) -> Figures:  # fmt: skip
     times: dict[str, list[float]] = {"aiosync": [], "torchrl": []}
@@ -200,7 +201,7 @@ async def _race(
         for _ in range(SENDS):
             await ours.send()
     nbytes = sum(p.nbytes for p in model.parameters())
-    held = await _settled(ray, base + round(nbytes / (1 << 20)))
+    held = await _settled(ray, base + apart * round(nbytes / (1 << 20)))
     count = len(ours.workers)
     await ours.aclose()
     theirs.shutdown()
@@ -218,7 +219,13 @@ def _of(samples: list[float]) -> Spread:
 
 
 def run(
-    kinds: Sequence[str], models: Sequence[str], actors: list[int], rounds: int, out: Path | None
+    kinds: Sequence[str],
+    models: Sequence[str],
+    actors: list[int],
+    rounds: int,
+    out: Path | None,
+    *,
+    apart: bool,
 ) -> None:
     """Measure, print a table, write JSON.
 
@@ -228,8 +235,10 @@ def run(
         actors: how many, each; torchrl's transform is one.
         rounds: timed sends of each contender; 0: as suits the model.
         out: where the JSON goes.
+        apart: whether aiosync uses the object store also for actors on this node.
     """
-    table = Table(title="aiosync beside torchrl on Ray (medians; least and most)")
+    how = ", as if on other nodes" if apart else ""
+    table = Table(title="aiosync beside torchrl on Ray (medians; least and most)" + how)
     columns = "actors of", "model", "count", "aiosync, ms", "torchrl, ms", "times", "stall p99, ms"
     for column in (*columns, "store before", "in use", "after"):
         table.add_column(column, justify="right")
@@ -240,7 +249,7 @@ def run(
         measure = _actors if kind == "actors" else _modules
         with ray_cluster(store=6 << 30):
             ray: Any = importlib.import_module("ray")
-            figures = asyncio.run(measure(ray, name, count, rounds or MODELS[name].rounds))
+            figures = asyncio.run(measure(ray, name, count, rounds or MODELS[name].rounds, apart))
         found.append(asdict(figures))
         ours, theirs = figures.aiosync, figures.torchrl
         table.add_row(

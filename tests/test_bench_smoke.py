@@ -163,6 +163,7 @@ def test_an_unknown_model_is_refused() -> None:
     [
         ("--distributed --schemes rcp", "expected some of distributed, rpc"),
         ("--distributed --models mediun", "expected some of tiny, medium, large"),
+        ("--ray --schemes actor", "expected some of actors, modules"),
         ("--network --links udp", "expected some of tcp, unix, tls"),
     ],
 )

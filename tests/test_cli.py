@@ -92,7 +92,7 @@ def test_doctor_fails_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "connect not finished by worker 0" in result.output
 
 
-@pytest.mark.parametrize("scheme", ["shared", "process", "distributed", "rpc"])
+@pytest.mark.parametrize("scheme", ["shared", "process", "distributed", "rpc", "ray"])
 def test_demo_ends_with_a_table_and_a_picture(scheme: str, tmp_path: Path) -> None:
     picture = tmp_path / "demo.png"
     ended = subprocess.run(

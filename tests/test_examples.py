@@ -66,3 +66,15 @@ def test_trainers_and_workers_under_torchrun() -> None:
         assert said.count("at last with 200") == 2
         # The trainers' own process group is beside it, and their losses are the same to the bit.
         assert f"of these bits: {bits}" in said
+
+
+def test_async_actors_that_play() -> None:
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLES / "ray_actors.py"), "--updates", "10"],
+        capture_output=True,
+        text=True,
+        timeout=4 * PATIENCE,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "version 10: return" in ran.stdout

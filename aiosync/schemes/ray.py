@@ -141,8 +141,8 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
     async def add_worker(
         self, actor: Any, worker_idx: int | None = None, *, timeout: float | None = None
     ) -> int:
-        """On the connected sender: make a worker of another actor, or of one in the place of a lost one (which
-        Ray is not to start again), and wait until it runs on the newest version.
+        """On the connected sender: make a worker of another actor, or of one in the place of a lost one that
+        Ray does not start again, and wait until it runs on the newest version.
 
         Args:
             actor: its handle.

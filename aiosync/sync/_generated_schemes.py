@@ -774,8 +774,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
         self._async.init_on_sender(actors=actors, **arguments)
 
     def add_worker(self, actor: Any, worker_idx: int | None=None, *, timeout: float | None=None) -> int:
-        """On the connected sender: make a worker of another actor, or of one in the place of a lost one (which
-        Ray is not to start again), and wait until it runs on the newest version.
+        """On the connected sender: make a worker of another actor, or of one in the place of a lost one that
+        Ray does not start again, and wait until it runs on the newest version.
 
         Args:
             actor: its handle.
@@ -867,8 +867,8 @@ class RayModuleTransformScheme(WeightSyncScheme):
         self._async.init_on_sender(actors=actors, model_id=model_id, context=context, model=model, weights=weights, **arguments)
 
     def add_worker(self, actor: Any, worker_idx: int | None=None, *, timeout: float | None=None) -> int:
-        """On the connected sender: make a worker of another actor, or of one in the place of a lost one (which
-        Ray is not to start again), and wait until it runs on the newest version.
+        """On the connected sender: make a worker of another actor, or of one in the place of a lost one that
+        Ray does not start again, and wait until it runs on the newest version.
 
         Args:
             actor: its handle.

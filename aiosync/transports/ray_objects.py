@@ -72,7 +72,10 @@ def _office() -> type[Any]:
             """It, as soon as it is kept, which may be a moment later; None: it is not."""
             slot = self._slot(name, number)
             await asyncio.wait([slot], timeout=patience)
-            return slot.result() if slot.done() else None
+            if not slot.done():
+                self._kept.pop((name, number), None)
+                return None
+            return slot.result()
 
         async def drop(self, name: str, number: int) -> None:
             """Let go of it."""

@@ -35,3 +35,11 @@ def process_case(request: pytest.FixtureRequest) -> SchemeCase:
     """Every scheme whose workers can be processes of their own."""
     found: SchemeCase = request.param
     return found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """TLS is tested over TCP and Unix sockets without it; both together in the soak."""
+    for item in items:
+        if item.path.parent.name == "conformance" and "unix-tls" in item.name:
+            item.add_marker(pytest.mark.soak)

@@ -16,3 +16,13 @@ def pytest_asyncio_loop_factories(
     """asyncio and uvloop; what Ray itself does is the same on both."""
     both = item.path.stem == "test_conformance"
     return LOOPS if both else {"asyncio": LOOPS["asyncio"]}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each scheme on one loop; on the other in the soak: what they do with a loop is the same."""
+    for item in items:
+        if item.path.stem == "test_conformance" and isinstance(item, pytest.Function):
+            elsewhere = "uvloop" if "ray-modules" in item.name else "asyncio"
+            if elsewhere not in item.name:
+                item.add_marker(pytest.mark.soak)
