@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,16 @@ class _ActorProcess:
         self._handle = self._ray.remote(num_cpus=0)(_Host).remote()
         address, key = f"\0aiosync-demo-{secrets.token_hex(8)}", secrets.token_bytes(32)
         with Listener(address, "AF_UNIX", authkey=key) as listener:
+            coming = Thread(target=self._accept, args=(listener,), daemon=True)
+            coming.start()
             self._running = self._handle.run.remote(target, args, address, key)
+            while coming.is_alive() and self.is_alive():
+                coming.join(0.1)
+        if not self.is_alive():
+            self._ray.get(self._running)  # raises what kept it from beginning
+
+    def _accept(self, listener: Listener) -> None:
+        with contextlib.suppress(OSError):
             self.pipe = listener.accept()
 
     def join(self, timeout: float | None = None) -> None:

@@ -156,6 +156,7 @@ class WeightSyncScheme(SchemeEndpoints):
         sender = self.create_sender()
         enough = 1 if min_workers is None and plan.elastic else min_workers
         if sender.version >= 0:
+            await self._before_connect({}, deadline)  # those that have given up meanwhile are asked again
             await sender.connect({}, deadline, min_workers=enough)
             return
         async with leading(self._leader, "connect", deadline) as gathering:

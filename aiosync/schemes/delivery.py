@@ -51,6 +51,10 @@ class Delivery(ABC):
         """Whether the worker can have it now; if not, it is served again when it can."""
         return True
 
+    def instead(self, due: Published) -> Published:
+        """What the worker gets now: what is due, or one before it that is ready when that never would be."""
+        return due
+
     def begin(self, published: Published, on_sent: Callable[[], None]) -> None:
         """The update frame has been written. ``on_sent``: the slot is not needed any more."""
         return

@@ -206,7 +206,8 @@ class Intake:
     def _new_stager(self, transport: Transport) -> tuple[Arrival, Stager]:
         assert self._binding is not None
         arrival = self._make_arrival(self._binding.layout, transport)
-        copies = arrival.borrowed and not (arrival.holds and self._may_view)
+        elsewhere = arrival.borrowed or arrival.holds  # it does not lie in memory of this process's own
+        copies = elsewhere and not (arrival.holds and self._may_view)
         return arrival, Stager(self._binding, arrival, self._source, copies=copies)
 
     @property

@@ -173,7 +173,8 @@ class WorkerLink:
             group.addressed[self.worker] = group.latest.version
             self.announce(group.latest)
         elif self.ready and self.due is not None and self._delivery.may_begin(self.due):
-            published, joint = self.due, self.due.joint
+            published = self._delivery.instead(self.due)
+            joint = published.joint
             if joint is not None and self._in_service is None:
                 # A worker takes its first by itself: its other models' receivers may not run yet.
                 joint.call_off(self.worker)
@@ -311,9 +312,10 @@ class WorkerLink:
         self.group.release(self.worker, keep=keep)
 
     def _lease(self, published: Published, joint: JointRound | None) -> Update:
-        published.slot.holders.discard(("due", self.worker))
+        if self.due is published:
+            published.slot.holders.discard(("due", self.worker))
+            self.due = None
         published.slot.holders.add(self.worker)
-        self.due = None
         self._leased = published
         self._copied = False
         self._moved = self._delivery.moved, self._loop.time()

@@ -43,6 +43,9 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         InvalidArgumentError: a backend that is not there.
     """
 
+    _known: Any = None
+    """What a copy of the scheme tells of its sender, where it does; it has that's ``place``."""
+
     _streams: Streams = "plain"
     _inline: ClassVar[int] = INLINE_LIMIT
 
@@ -85,6 +88,11 @@ class RankedWeightSyncScheme(WeightSyncScheme):
     @abstractmethod
     def create_transport(self, *, worker_idx: int) -> RankedTransport:
         """A worker's connection, not open yet."""
+
+    @property
+    def port_of_sender(self) -> int:
+        """Where the sender of this recipe listens, if it says so; another one listens elsewhere."""
+        return self._known.place.port if self._known is not None else 0
 
     @property
     def _shares(self) -> bool:

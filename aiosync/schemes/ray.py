@@ -9,7 +9,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Literal, TypeAlias
 
 from aiosync._deadline import Deadline
-from aiosync.errors import AiosyncError, InvalidArgumentError, NotInitializedError
+from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.schemes.arrival import Arrival
 from aiosync.schemes.delivery import ByStream, Delivery, Outgoing, Variant
 from aiosync.schemes.enlisted import enlist
@@ -82,6 +82,10 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         reconnect_for: float = 60.0,
         **options: Any,
     ) -> None:
+        if backend != "gloo" and data_plane != "distributed":
+            raise InvalidArgumentError(
+                f"backend={backend!r} is of torch.distributed: it needs data_plane='distributed'"
+            )
         super().__init__(backend, sync, collective, share_memory, reconnect_for, **options)
         if tensor_transport not in ("object_store", "nixl"):
             raise InvalidArgumentError(
@@ -128,6 +132,11 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         context = arguments.get("context")
         given = actors if actors is not None else getattr(context, "remote_collectors", None)
         handles = [handle_of(actor) for actor in given or ()]
+        for handle in handles:
+            if getattr(handle, "__ray_call__", None) is None:
+                raise InvalidArgumentError(f"actors: expected handles of Ray actors, got {handle!r:.80}")
+        if handles and arguments.get("model_id") is None:
+            arguments["model_id"] = "policy"
         if handles and context is None and "num_workers" not in arguments and "devices" not in arguments:
             arguments["num_workers"] = len(handles)
         super().init_on_sender(**arguments)
@@ -167,7 +176,12 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
             self._actors[worker] = handle_of(actor)
             await self._enlist(worker, deadline).answer()
 
-        return await sender.add_worker(worker_idx, join, deadline)
+        try:
+            return await sender.add_worker(worker_idx, join, deadline)
+        except BaseException:
+            for worker in self._actors.keys() - sender.roster.workers:
+                del self._actors[worker]
+            raise
 
     async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
         """Make workers of the actors.
@@ -199,7 +213,7 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
             return
         try:
             await self._enlist(worker, self._deadline(None)).answer()
-        except AiosyncError as exc:
+        except Exception as exc:  # noqa: BLE001 - Ray itself may be at its end
             logger.warning("the actor of worker %d does not come back: %s", worker, exc)
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:

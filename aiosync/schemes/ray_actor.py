@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+import asyncio
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 
+from aiosync._deadline import Deadline, default_timeout
 from aiosync.errors import NotConnectedError
-from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.enlisted import enlist
+from aiosync.schemes.enlisted import keep, serve, take_seat
+from aiosync.schemes.ranked import RankedWeightSyncScheme
+from aiosync.schemes.receiver import WeightReceiver
 
 __all__ = ["WeightActorMixin"]
 
@@ -33,28 +35,44 @@ class WeightActorMixin:
     """
 
     async def _receive_weights_from(
-        self, scheme: WeightSyncScheme, model_id: str | None, worker_idx: int
+        self, scheme: RankedWeightSyncScheme, model_id: str | None, worker_idx: int
     ) -> None:
         """Called by the sender, of its actors that have it."""
-        if enlist(self, scheme, model_id, worker_idx, own_loop=True):
-            _endpoints_of(self)[model_id or "policy"] = OnOwnLoop(scheme)
+        self._join(scheme, model_id, worker_idx)
 
-    def pinned(self, model_id: str = "policy", *, timeout: float | None = None) -> Any:
+    def _join(self, scheme: RankedWeightSyncScheme, model_id: str | None, worker_idx: int) -> None:
+        again = partial(self._join, scheme, model_id, worker_idx)
+        seat = take_seat(self, scheme, model_id, worker_idx, again)
+        if seat is None:
+            return
+        receiver = scheme.create_receiver()
+        endpoints = _endpoints_of(self)
+        before = endpoints.get(model_id or "policy")
+        if before is not None:
+            receiver.intake.gate = before.intake.gate  # it may be pinned by that
+        endpoints[model_id or "policy"] = receiver
+        keep(asyncio.get_running_loop().create_task(serve(scheme, seat)))
+
+    def pinned(
+        self, model_id: str = "policy", *, timeout: float | None = None
+    ) -> AbstractAsyncContextManager[int]:
         """Keep the version in service for the length of the body: ``async with self.pinned() as version``.
 
         Put it around inference that awaits in its middle or runs in a thread, or whose result is to say which
-        version acted. When the sender has gone, the model keeps its last version, and nothing is to be kept
-        out any more.
+        version acted. When the sender has gone, the model keeps its last version.
 
         Args:
             model_id: the model's name.
-            timeout: seconds; None: the scheme's.
+            timeout: seconds; None: the environment's ``AIOSYNC_TIMEOUT``, else 120.
 
         Raises:
             NotConnectedError: no sender has made this actor a worker for that model.
             SyncTimeoutError: a waiting commit was held up by other bodies until the timeout.
         """
-        return _pinned(self._scheme_of(model_id), timeout)
+        found = _endpoints_of(self).get(model_id)
+        if found is None:
+            raise NotConnectedError(f"no sender of {model_id!r} has connected to this actor yet")
+        return found.intake.pinned(Deadline.after(default_timeout() if timeout is None else timeout))
 
     def weight_version(self, model_id: str = "policy") -> int:
         """The version in service; -1 as long as no sender has connected."""
@@ -66,44 +84,7 @@ class WeightActorMixin:
         """The version of ``"policy"`` in service; -1 as long as no sender has connected."""
         return self.weight_version()
 
-    def _scheme_of(self, model_id: str) -> OnOwnLoop:
-        found = _endpoints_of(self).get(model_id)
-        if found is None:
-            raise NotConnectedError(f"no sender of {model_id!r} has connected to this actor yet")
-        return found
 
-
-class OnOwnLoop:
-    """An actor's worker, on the actor's loop.
-
-    Args:
-        scheme: initialised on the receiver.
-    """
-
-    def __init__(self, scheme: WeightSyncScheme) -> None:
-        self.scheme = scheme
-        self._receiver = scheme.create_receiver()
-
-    @property
-    def version(self) -> int:
-        """The version in service, or that was when the sender went."""
-        return self._receiver.version
-
-    @property
-    def live(self) -> bool:
-        """Whether the sender is there."""
-        return self.scheme.synchronized_on_receiver
-
-
-def _endpoints_of(actor: WeightActorMixin) -> dict[str, OnOwnLoop]:
-    found: dict[str, OnOwnLoop] = vars(actor).setdefault("_aiosync_endpoints", {})
+def _endpoints_of(actor: WeightActorMixin) -> dict[str, WeightReceiver]:
+    found: dict[str, WeightReceiver] = vars(actor).setdefault("_aiosync_endpoints", {})
     return found
-
-
-@asynccontextmanager
-async def _pinned(endpoint: OnOwnLoop, timeout: float | None) -> AsyncIterator[int]:
-    if not endpoint.live:
-        yield endpoint.version
-        return
-    async with endpoint.scheme.pinned(timeout) as version:
-        yield version

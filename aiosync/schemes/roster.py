@@ -275,7 +275,7 @@ class Roster:
             link.session.abort(joint.id)
             link.transport.flush(link.session)
 
-    def expect(self, worker: int | None) -> int:
+    def expect(self, worker: int | None, *, may_be_new: bool) -> int:
         """Let in a further worker, or one that was lost or dropped; returns which. A further one counts when
         it is there: see :meth:`expect_no_more`.
 
@@ -287,7 +287,7 @@ class Roster:
         if number in self.links or number in self._expected:
             raise InvalidArgumentError(f"worker {number} is connected, or about to be: give another index")
         if number not in known:
-            if len(self._groups) > 1:
+            if len(self._groups) > 1 or not may_be_new:
                 raise InvalidArgumentError(
                     f"worker {number} would have no weights of its own: only those that init_on_sender() was "
                     f"told of can come again, {sorted(known)}"

@@ -168,15 +168,20 @@ class WeightSender:
             Exception: what ``join`` raises.
         """
         self.check_open()
-        number = self.roster.expect(worker)
+        number = self.roster.expect(worker, may_be_new=not self.plan.per_worker)
         try:
-            await join(number)
-            await self._await_all({number}, deadline)
+            await self._await_all({number}, deadline, lambda: join(number))
         finally:
             self.roster.expect_no_more(number)
         return number
 
-    async def _await_all(self, workers: Collection[int], deadline: Deadline) -> None:
+    async def _await_all(
+        self,
+        workers: Collection[int],
+        deadline: Deadline,
+        join: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        """Wait until these run on some version; ``join`` has them come."""
         roster = self.roster
         round_ = Round(-1, 0, workers, phase="connect")
         for worker in list(round_.pending):
@@ -184,6 +189,8 @@ class WeightSender:
                 round_.settle(WorkerReport(worker, "applied", roster.version_of(worker)))
         roster.rounds.append(round_)
         try:
+            if join is not None:
+                await join()
             await round_.wait(deadline)
         finally:
             roster.rounds.remove(round_)

@@ -20,7 +20,7 @@ from aiosync.schemes.ensemble import Member
 from aiosync.schemes.group import Published, WeightGroup
 from aiosync.transports._offload import DetachedThread, call_when_done
 from aiosync.transports.base import Transport
-from aiosync.transports.ray_objects import put, take
+from aiosync.transports.ray_objects import put, take, tell
 from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.layout import Layout
 
@@ -48,6 +48,9 @@ class Shelf:
         self._thread = DetachedThread("aiosync-ray")
         self._number = -1
         self._storing = False
+        self._closed = False
+        self._last: Published | None = None
+        self._served: set[ByObject] = set()
         self._waiting: set[ByObject] = set()
         self._readers: dict[ByObject, int] = {}
 
@@ -65,12 +68,18 @@ class Shelf:
         if self._storing:
             self._waiting.add(reader)
             return False
-        if self._number == published.round:
+        if self._number == published.round or self.instead(published, reader) is not published:
             return True
         if published.copying is None or published.copying.whole:
             self._waiting.add(reader)
             self._store(published)
         return False
+
+    def instead(self, due: Published, reader: ByObject) -> Published:
+        """What a reader gets that has waited for a version, where there is a newer one by now: if each put
+        were for nothing when it is done, a sender that is quicker than that would never be heard of."""
+        waited = self._last if reader in self._served else None
+        return due if waited is None or due.joint is not None or waited.joint is not None else waited
 
     def _store(self, published: Published) -> None:
         slot, holder = published.slot, ("sending", object())
@@ -87,12 +96,16 @@ class Shelf:
             self._group.unstoppable.discard(holder)
             self._group.release(holder)
             self._storing = False
+            if self._closed:
+                return
             error = future.exception()
             before, self._number = self._number, number if error is None else -1
             self._drop_if_unread(before)
-            waiting, self._waiting = self._waiting, set()
-            for reader in waiting:
+            self._served, self._waiting = self._waiting, set()
+            self._last = published if error is None else None
+            for reader in list(self._served):
                 reader.stored(error)
+            self._served, self._last = set(), None
             self._drop_if_unread(number)
 
         call_when_done(self._thread.submit(store), stored)
@@ -108,16 +121,17 @@ class Shelf:
 
     def _drop_if_unread(self, number: int) -> None:
         if number >= 0 and number not in self._readers.values():
-            self._office.drop.remote(self.name, number)
+            tell(self._office, "drop", self.name, number)
             if number == self._number:
                 self._number = -1
 
     def close(self) -> None:
         """Let go of all, also of what is being put now."""
+        self._closed = True
         self._waiting.clear()
         self._readers.clear()
         self._number = -1
-        self._thread.submit(lambda: self._office.forget.remote(self.name))
+        self._thread.submit(lambda: tell(self._office, "forget", self.name))
         self._thread.close()
 
 
@@ -145,6 +159,10 @@ class ByObject(Delivery):
     def may_begin(self, published: Published) -> bool:
         """Whether it is in the store; if not, it will be."""
         return self._inline or self._shelf.offers(published, self)
+
+    def instead(self, due: Published) -> Published:
+        """See :class:`Delivery`."""
+        return due if self._inline else self._shelf.instead(due, self)
 
     def stored(self, error: BaseException | None) -> None:
         """The shelf has something else, or could not."""
@@ -186,6 +204,7 @@ class Stored(Arrival):
     """
 
     borrowed = False
+    holds = True  # who leaves has the model take its weights along
 
     def __init__(self, layout: Layout, office: Any) -> None:
         self._layout = layout

@@ -631,6 +631,11 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         """A worker's connection, not open yet."""
         return self._async.create_transport(worker_idx=worker_idx)
 
+    @property
+    def port_of_sender(self) -> int:
+        """Where the sender of this recipe listens, if it says so; another one listens elsewhere."""
+        return self._async.port_of_sender
+
 
 class RPCWeightSyncScheme(WeightSyncScheme):
     """The blocking twin of :class:`aiosync.RPCWeightSyncScheme`.
@@ -685,6 +690,11 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     def create_transport(self, *, worker_idx: int) -> RPCWorkerTransport:
         """A worker's connection, not open yet."""
         return self._async.create_transport(worker_idx=worker_idx)
+
+    @property
+    def port_of_sender(self) -> int:
+        """Where the sender of this recipe listens, if it says so; another one listens elsewhere."""
+        return self._async.port_of_sender
 
     def init_on_sender(self, **arguments: Any) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`; a ``context`` may have remote objects.
@@ -759,6 +769,11 @@ class RayWeightSyncScheme(WeightSyncScheme):
             NotInitializedError: the scheme was copied before ``init_on_sender`` was called.
         """
         return self._async.create_transport(worker_idx=worker_idx)
+
+    @property
+    def port_of_sender(self) -> int:
+        """Where the sender of this recipe listens, if it says so; another one listens elsewhere."""
+        return self._async.port_of_sender
 
     def init_on_sender(self, *, actors: Sequence[Any] | None=None, **arguments: Any) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.
@@ -846,6 +861,11 @@ class RayModuleTransformScheme(WeightSyncScheme):
             NotInitializedError: the scheme was copied before ``init_on_sender`` was called.
         """
         return self._async.create_transport(worker_idx=worker_idx)
+
+    @property
+    def port_of_sender(self) -> int:
+        """Where the sender of this recipe listens, if it says so; another one listens elsewhere."""
+        return self._async.port_of_sender
 
     def init_on_sender(self, *, actors: Sequence[Any] | None=None, model_id: str | None=None, context: Any=None, model: Any=None, weights: Any=None, **arguments: Any) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.

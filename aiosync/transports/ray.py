@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -10,13 +11,14 @@ from torch import Tensor, nn
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, NotInitializedError
-from aiosync.transports._offload import offloaded
+from aiosync.transports._offload import DetachedThread, detached
 from aiosync.transports.calling import CallingTransport
 from aiosync.transports.ray_calls import ActorCall, handle_of, ray_here
 from aiosync.transports.ray_objects import as_tensor, packed, put
 from aiosync.weights.flatten import named_tensors
 from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import nested_tensordict
+from aiosync.weights.target import receiver_tensors
 
 __all__ = ["PutWeights", "RayActorTransport", "RayTransport", "UpdateMethod", "put_weights"]
 
@@ -53,8 +55,12 @@ def _unpack(wire: object, array: Any, parameters: Sequence[str], form: UpdateMet
     views = dict(Layout.from_wire(wire).views(as_tensor(array)))
     if form == "state_dict":
         return views
+    made: dict[int, nn.Parameter] = {}  # tied ones stay one
     for name in parameters:
-        views[name] = nn.Parameter(views[name], requires_grad=False)
+        at = views[name].data_ptr()
+        if at not in made:
+            made[at] = nn.Parameter(views[name], requires_grad=False)
+        views[name] = made[at]
     return nested_tensordict(views)
 
 
@@ -77,25 +83,24 @@ async def put_weights(
     def pack() -> Any:
         layout, buffer = packed(named_tensors(weights))
         if tensor_transport == "object_store":
-            return put(_Packed(layout, buffer, _parameters(weights), form), tensor_transport)
+            return put(_Packed(layout, buffer, _parameters(weights, layout), form), tensor_transport)
         views = dict(layout.views(buffer))
         return put(views if form == "state_dict" else nested_tensordict(views), tensor_transport)
 
-    return PutWeights(await offloaded(pack, "aiosync-ray"), form)
+    thread = DetachedThread("aiosync-ray")
+    try:
+        return PutWeights(await detached(thread, pack), form)
+    finally:
+        thread.close()
 
 
-def _parameters(weights: Any) -> list[str]:
+def _parameters(weights: Any, layout: Layout) -> list[str]:
     """The entries that are parameters where they come from, and are to be where they go."""
-    if isinstance(weights, nn.Module):
-        return [name for name, _ in weights.named_parameters(remove_duplicate=False)]
-    if isinstance(weights, TensorDictBase):
-        items = weights.items(include_nested=True, leaves_only=True)
-        return [
-            key if isinstance(key, str) else ".".join(key)
-            for key, value in items
-            if isinstance(value, nn.Parameter)
-        ]
-    return []
+    if not isinstance(weights, nn.Module | TensorDictBase):
+        return []
+    live = receiver_tensors(weights)
+    known = {*layout.names, *layout.aliases}
+    return [name for name, tensor in live.items() if isinstance(tensor, nn.Parameter) and name in known]
 
 
 class RayTransport(CallingTransport):
@@ -140,7 +145,11 @@ class RayTransport(CallingTransport):
 
     async def _begin_weights(self, weights: Any, deadline: Deadline) -> ActorCall:
         if not isinstance(weights, PutWeights):
-            weights = await put_weights(weights, self._form, self._tensor_transport)
+            try:
+                async with asyncio.timeout(deadline.remaining()):
+                    weights = await put_weights(weights, self._form, self._tensor_transport)
+            except TimeoutError:
+                raise deadline.error("stage", hint="Ray's object store did not take the weights") from None
         return self._hand_over(weights, deadline)
 
     def _hand_over(self, weights: PutWeights, deadline: Deadline) -> ActorCall:

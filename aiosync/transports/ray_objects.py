@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import importlib
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +23,8 @@ from aiosync.weights.copying import copy_pairs
 from aiosync.weights.layout import Layout
 
 __all__ = ["as_tensor", "open_office", "packed", "put", "take"]
+
+logger = logging.getLogger("aiosync")
 
 _offices: dict[tuple[str, str], Any] = {}
 """(node, worker) by Ray's names -> the office of that process, which ends with its job. A cluster that is
@@ -43,7 +47,10 @@ def open_office() -> Any:
     here = context.get_node_id(), context.get_worker_id()
     if here not in _offices:
         _offices.clear()
-        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+        # Here: another node may go at any time, and all that it keeps with it.
+        strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
+        near = strategies.NodeAffinitySchedulingStrategy(here[0], soft=False)
+        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": near}
         _offices[here] = ray.remote(**options)(_office()).remote()
     return _offices[here]
 
@@ -55,6 +62,7 @@ def _office() -> type[Any]:
 
         def __init__(self) -> None:
             self._kept: dict[tuple[str, int], asyncio.Future[list[Any]]] = {}
+            self._forgotten: set[str] = set()
 
         def _slot(self, name: str, number: int) -> asyncio.Future[list[Any]]:
             key = name, number
@@ -64,8 +72,10 @@ def _office() -> type[Any]:
 
         async def keep(self, name: str, number: int, refs: list[Any]) -> None:
             """Keep a version of somebody's."""
+            if name in self._forgotten:
+                return  # calls may be made again, and overtake each other then
             slot = self._slot(name, number)
-            if not slot.done():  # Ray may call twice
+            if not slot.done():
                 slot.set_result(refs)
 
         async def take(self, name: str, number: int, patience: float) -> list[Any] | None:
@@ -83,10 +93,20 @@ def _office() -> type[Any]:
 
         async def forget(self, name: str) -> None:
             """Let go of all that was somebody's."""
+            self._forgotten.add(name)
             for key in [key for key in self._kept if key[0] == name]:
                 del self._kept[key]
 
     return Office
+
+
+def tell(office: Any, method: str, *args: Any) -> None:
+    """Call an office and do not wait; it may be gone, with its cluster."""
+    try:
+        if ray_here() is not None and office in _offices.values():
+            getattr(office, method).remote(*args)
+    except Exception as exc:  # noqa: BLE001 - what it kept is gone too, and nobody could do anything
+        logger.debug("an office was not told: %s", exc)
 
 
 def put(thing: Any, tensor_transport: str) -> Any:
@@ -98,7 +118,9 @@ def put(thing: Any, tensor_transport: str) -> Any:
     """
     ray = ray_here()
     if tensor_transport != "object_store":
-        return ray.put(thing, _tensor_transport=tensor_transport)
+        # Those do not copy: receivers read the tensor itself, for as long as the reference is there.
+        copied = thing.clone() if isinstance(thing, Tensor) else thing
+        return ray.put(copied, _tensor_transport=tensor_transport)
     # An array's bytes go there as they are; a tensor would be pickled.
     return ray.put(thing.numpy() if isinstance(thing, Tensor) else thing)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from aiosync.weights.binding import Binding
@@ -112,7 +113,16 @@ class MethodBinding(Binding):
         return {key: value for key, value in state.items() if key.endswith(TORCH_EXTRA_STATE)}
 
     def detach(self) -> None:
-        """See :meth:`Binding.detach`."""
-        if self._serving is not None:
-            self._serving = {name: view.clone() for name, view in self._serving.items()}
-            self._update(self._form(self._serving))
+        """See :meth:`Binding.detach`. What of the model's views the memory is re-pointed; of one that nobody
+        knows, the method is called once more, with copies."""
+        serving, self._serving = self._serving, None
+        if serving is None:
+            return
+        if self._module is None:
+            self._update(self._form({name: view.clone() for name, view in serving.items()}))
+            return
+        lent = {view.untyped_storage().data_ptr() for view in serving.values()}
+        with torch.no_grad():
+            for parameter in self._module.parameters():
+                if parameter.untyped_storage().data_ptr() in lent:
+                    parameter.data = parameter.data.clone()

@@ -19,7 +19,9 @@ from aiosync import (
     RemoteApplyError,
     WorkerLostError,
 )
+from aiosync.schemes import stored
 from aiosync.schemes.ray import RayWeightSyncScheme
+from aiosync.transports import ray_objects
 from tests.kit.clock import PATIENCE, SCALE, eventually, within
 from tests.kit.models import Uniform, fill
 from tests.ray.actors import AsyncHolder, Collector, Holder, Module, Roller
@@ -219,6 +221,37 @@ async def test_the_mixin_before_there_is_a_sender() -> None:
     ray.kill(roller)
 
 
+async def test_a_sender_that_is_quicker_than_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = ray_objects.put
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.05)
+        return quick(*args)
+
+    monkeypatch.setattr(stored, "put", slow)
+    async with sender_to(Holder, size=LARGE, sync=False) as (scheme, model, actors):
+        until, versions = time.monotonic() + 3.0, set()
+        while time.monotonic() < until:
+            fill(model, scheme.version + 1)
+            await scheme.send()
+            versions.add(scheme.workers[0].version)
+        assert len(versions) > 2  # and not only the first and the last
+        await scheme.wait_ack()
+        assert await values(actors) == [scheme.version] * 2
+
+
+async def test_a_scheme_that_is_used_again() -> None:
+    model, actors = Uniform(size=LARGE), start(Roller, 1, LARGE) + start(Holder, 1, LARGE)
+    scheme = RayWeightSyncScheme(timeout=PATIENCE)
+    for version in range(4):
+        fill(model, version)
+        scheme.init_on_sender(model=model, actors=actors)
+        async with scheme:
+            assert await values(actors) == [version] * 2
+    for actor in actors:
+        ray.kill(actor)
+
+
 async def test_objects_are_let_go() -> None:
     await eventually(lambda: used() == 0, "the store is empty")
     async with sender_to(size=LARGE) as (scheme, model, actors):
@@ -250,11 +283,17 @@ def test_an_actor_without_such_a_model() -> None:
         ({"data_plane": "pigeons"}, "expected 'object_store', 'tcp' or 'distributed'"),
         ({"tensor_transport": "nixl"}, "pip install nixl"),
         ({"tensor_transport": "nixl", "data_plane": "tcp"}, "makes none"),
+        ({"backend": "nccl"}, "needs data_plane='distributed'"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         RayWeightSyncScheme(**arguments)
+
+
+def test_what_is_no_actor() -> None:
+    with pytest.raises(InvalidArgumentError, match="expected handles of Ray actors"):
+        RayWeightSyncScheme().init_on_sender(model=Uniform(), actors=["worker 0"])
 
 
 def test_a_worker_that_was_told_nothing() -> None:

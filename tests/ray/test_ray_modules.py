@@ -184,6 +184,21 @@ async def test_one_put_for_several_actors() -> None:
         await RayActorTransport(actors[0], "state_dict").send_weights(put, timeout=PATIENCE)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.compile imports
+async def test_a_compiled_module_with_tied_weights() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.b.weight = self.a.weight
+
+    model, actor = Tied(), start(Module, Tied())
+    fill(model, 4)
+    await RayActorTransport(actor).send_weights(torch.compile(model), timeout=PATIENCE)
+    assert await actor.value.remote() == 4
+    assert await actor.parameters.remote() == 3
+
+
 async def test_calls_of_an_actor() -> None:
     actor = start(Collector)
     transport = RayTransport(actor, worker_idx=3)

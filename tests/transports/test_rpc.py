@@ -495,8 +495,8 @@ async def test_endpoints_of_objects_end_with_their_sender() -> None:
         scheme.init_on_sender(model_id="policy", model=Uniform(3.0), num_workers=1)
         for _ in range(2):
             enlisted.enlist(target, copy.copy(scheme), "policy", 0)
-        assert len(enlisted._enlisted) == 1
+        assert len(enlisted._seats) == 1
         await within(scheme.connect())
         assert target.told == [3]
         await within(scheme.aclose())
-        await eventually(lambda: not enlisted._enlisted, "it has ended too")
+        await eventually(lambda: not enlisted._seats, "it has ended too")
