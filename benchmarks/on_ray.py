@@ -4,7 +4,7 @@ All times are until the new weights are in the models of the actors, which are i
 schemes are used as its collectors and its ``RayModuleTransform`` use them. aiosync's actors view the driver's
 memory, as they do on its node; with ``--apart`` they are sent everything through the object store, as those
 on other nodes. A version is put there once, whatever the number of actors: what the store says of itself is
-shown while they view it, and after it was all let go of.
+shown: before, at most while versions follow each other, and after all was let go of.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Figures:
     Attributes:
         aiosync, torchrl: a send to all actors.
         stall: how late a 1 ms ticker beside aiosync's sends was.
-        base, held, after: MiB in the store before, while actors view the last version, and after.
+        base, held, after: MiB in the store before, at most while versions follow each other, and after.
     """
 
     kind: str
@@ -197,11 +197,14 @@ async def _race(
         begun = time.perf_counter()
         theirs.send(**given)
         times["torchrl"].append(time.perf_counter() - begun)
+    held = 0
     async with ticking() as stalls:
-        for _ in range(SENDS):
+        for sent in range(SENDS):
             await ours.send()
+            if apart and sent % 10 == 0:
+                held = max(held, await asyncio.to_thread(_used, ray))
     nbytes = sum(p.nbytes for p in model.parameters())
-    held = await _settled(ray, base + apart * round(nbytes / (1 << 20)))
+    held = max(held, await _settled(ray, base + apart * round(nbytes / (1 << 20))))
     count = len(ours.workers)
     await ours.aclose()
     theirs.shutdown()
@@ -240,7 +243,7 @@ def run(
     how = ", as if on other nodes" if apart else ""
     table = Table(title="aiosync beside torchrl on Ray (medians; least and most)" + how)
     columns = "actors of", "model", "count", "aiosync, ms", "torchrl, ms", "times", "stall p99, ms"
-    for column in (*columns, "store before", "in use", "after"):
+    for column in (*columns, "store before", "at most", "after"):
         table.add_column(column, justify="right")
     found = []
     for kind, name, count in itertools.product(kinds, models, actors):

@@ -37,9 +37,13 @@ def process_case(request: pytest.FixtureRequest) -> SchemeCase:
     return found
 
 
+_IN_THE_SOAK = "unix-tls", "process-pipes", "uvloop-tcp-tls", "asyncio-unix"
+"""TLS is tested over TCP, Unix sockets without it, and pipes are what queues have inside."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """TLS is tested over TCP and Unix sockets without it; both together in the soak."""
+    """What others have in parts takes its minutes in the soak."""
     for item in items:
-        if item.path.parent.name == "conformance" and "unix-tls" in item.name:
+        if item.path.parent.name == "conformance" and any(name in item.name for name in _IN_THE_SOAK):
             item.add_marker(pytest.mark.soak)

@@ -20,9 +20,11 @@ def pytest_asyncio_loop_factories(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each scheme on one loop; on the other in the soak: what they do with a loop is the same."""
+    """Each scheme on one loop, and the second only where it takes no actors; the rest in the soak: what they
+    do with a loop is the same, and so is what they do with actors."""
     for item in items:
         if item.path.stem == "test_conformance" and isinstance(item, pytest.Function):
-            elsewhere = "uvloop" if "ray-modules" in item.name else "asyncio"
-            if elsewhere not in item.name:
+            modules = "ray-modules" in item.name
+            elsewhere = ("uvloop" if modules else "asyncio") not in item.name
+            if elsewhere or (modules and "process_case" in item.fixturenames):
                 item.add_marker(pytest.mark.soak)

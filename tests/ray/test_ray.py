@@ -71,9 +71,13 @@ async def values(actors: list[Any]) -> list[float]:
     return list(await within(asyncio.gather(*(actor.value.remote() for actor in actors))))
 
 
-@pytest.mark.parametrize("kind", [Holder, AsyncHolder])
-@pytest.mark.parametrize("plane", PLANES)
-@pytest.mark.parametrize("size", [16, LARGE])
+@pytest.mark.parametrize(
+    ("kind", "plane", "size"),
+    [
+        (Holder, "object_store", 16),
+        *((kind, plane, LARGE) for kind in (Holder, AsyncHolder) for plane in PLANES),
+    ],
+)
 async def test_actors_have_what_was_sent(kind: type[Any], plane: str, size: int) -> None:
     async with sender_to(kind, size=size, **PLANES[plane]) as (scheme, model, actors):
         assert await values(actors) == [0, 0]
