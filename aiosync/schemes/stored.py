@@ -38,6 +38,7 @@ class Shelf:
 
     Attributes:
         name: by which the office keeps it.
+        number: which of all that were put there is the newest, if that is there; else -1.
     """
 
     def __init__(self, group: WeightGroup, office: Any, tensor_transport: str) -> None:
@@ -46,7 +47,9 @@ class Shelf:
         self._office = office
         self._tensor_transport = tensor_transport
         self._thread = DetachedThread("aiosync-ray")
-        self._number = -1
+        self.number = -1
+        self._puts = 0
+        self._round = -1
         self._storing = False
         self._closed = False
         self._last: Published | None = None
@@ -68,7 +71,9 @@ class Shelf:
         if self._storing:
             self._waiting.add(reader)
             return False
-        if self._number == published.round or self.instead(published, reader) is not published:
+        if (self.number >= 0 and self._round == published.round) or self.instead(
+            published, reader
+        ) is not published:
             return True
         if published.copying is None or published.copying.whole:
             self._waiting.add(reader)
@@ -85,7 +90,8 @@ class Shelf:
         slot, holder = published.slot, ("sending", object())
         slot.holders.add(holder)
         self._group.unstoppable.add(holder)
-        buffer, number = slot.segment.buffer[: self.nbytes], published.round
+        buffer, number = slot.segment.buffer[: self.nbytes], self._puts
+        self._puts += 1
         self._storing = True
 
         def store() -> None:
@@ -99,7 +105,8 @@ class Shelf:
             if self._closed:
                 return
             error = future.exception()
-            before, self._number = self._number, number if error is None else -1
+            before, self.number = self.number, number if error is None else -1
+            self._round = published.round
             self._drop_if_unread(before)
             self._served, self._waiting = self._waiting, set()
             self._last = published if error is None else None
@@ -112,7 +119,7 @@ class Shelf:
 
     def reads(self, reader: ByObject) -> None:
         """It has been told of the version."""
-        self._readers[reader] = self._number
+        self._readers[reader] = self.number
 
     def done(self, reader: ByObject) -> None:
         """It has looked, or does not any more: the last one lets it go."""
@@ -122,15 +129,15 @@ class Shelf:
     def _drop_if_unread(self, number: int) -> None:
         if number >= 0 and number not in self._readers.values():
             tell(self._office, "drop", self.name, number)
-            if number == self._number:
-                self._number = -1
+            if number == self.number:
+                self.number = -1
 
     def close(self) -> None:
         """Let go of all, also of what is being put now."""
         self._closed = True
         self._waiting.clear()
         self._readers.clear()
-        self._number = -1
+        self.number = -1
         self._thread.submit(lambda: tell(self._office, "forget", self.name))
         self._thread.close()
 
@@ -177,7 +184,7 @@ class ByObject(Delivery):
         """By which name it is kept; or the bytes themselves."""
         if self._inline:
             return {"bytes": published.slot.segment.buffer[: self._shelf.nbytes].numpy().tobytes()}
-        return {"object": self._shelf.name, "number": published.round}
+        return {"object": self._shelf.name, "number": self._shelf.number}
 
     def begin(self, published: Published, on_sent: Callable[[], None]) -> None:
         """Nothing more is to be sent."""

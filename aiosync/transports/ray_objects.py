@@ -63,6 +63,7 @@ def _office() -> type[Any]:
         def __init__(self) -> None:
             self._kept: dict[tuple[str, int], asyncio.Future[list[Any]]] = {}
             self._forgotten: set[str] = set()
+            self._newest: dict[str, int] = {}
 
         def _slot(self, name: str, number: int) -> asyncio.Future[list[Any]]:
             key = name, number
@@ -75,11 +76,14 @@ def _office() -> type[Any]:
             if name in self._forgotten:
                 return  # calls may be made again, and overtake each other then
             slot = self._slot(name, number)
+            self._newest[name] = max(number, self._newest.get(name, -1))
             if not slot.done():
                 slot.set_result(refs)
 
         async def take(self, name: str, number: int, patience: float) -> list[Any] | None:
-            """It, as soon as it is kept, which may be a moment later; None: it is not."""
+            """It, as soon as it is kept, which may be a moment later; None: it is not, or no more."""
+            if (name, number) not in self._kept and number <= self._newest.get(name, -1):
+                return None  # whoever asks has been told something else meanwhile
             slot = self._slot(name, number)
             await asyncio.wait([slot], timeout=patience)
             if not slot.done():
@@ -94,6 +98,7 @@ def _office() -> type[Any]:
         async def forget(self, name: str) -> None:
             """Let go of all that was somebody's."""
             self._forgotten.add(name)
+            self._newest.pop(name, None)
             for key in [key for key in self._kept if key[0] == name]:
                 del self._kept[key]
 
