@@ -20,7 +20,7 @@ from aiosync.schemes.ensemble import Member
 from aiosync.schemes.group import Published, WeightGroup
 from aiosync.transports._offload import DetachedThread, call_when_done
 from aiosync.transports.base import Transport
-from aiosync.transports.ray_objects import put, take, tell
+from aiosync.transports.ray_objects import put, take, tell, warn_if_tight
 from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.layout import Layout
 
@@ -95,6 +95,8 @@ class Shelf:
         self._storing = True
 
         def store() -> None:
+            if number == 0:
+                warn_if_tight(self.nbytes)
             # Whoever comes for it waits at the office until this call has got there.
             self._office.keep.remote(self.name, number, [put(buffer, self._tensor_transport)])
 

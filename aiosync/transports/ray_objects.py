@@ -22,7 +22,7 @@ from aiosync.transports.ray_calls import ray_here
 from aiosync.weights.copying import copy_pairs
 from aiosync.weights.layout import Layout
 
-__all__ = ["as_tensor", "open_office", "packed", "put", "take"]
+__all__ = ["as_tensor", "open_office", "packed", "put", "take", "tell", "warn_if_tight"]
 
 logger = logging.getLogger("aiosync")
 
@@ -128,6 +128,28 @@ def put(thing: Any, tensor_transport: str) -> Any:
         return ray.put(copied, _tensor_transport=tensor_transport)
     # An array's bytes go there as they are; a tensor would be pickled.
     return ray.put(thing.numpy() if isinstance(thing, Tensor) else thing)
+
+
+def warn_if_tight(nbytes: int) -> None:
+    """Log a warning where versions of so many bytes soon fill this node's store. Blocking.
+
+    Ray frees what was dropped about once a second. Until then several versions lie there; from 70 % on all
+    of Ray's processes are asked to collect garbage, which holds their loops up, from 80 % on it spills.
+    """
+    ray = ray_here()
+    here = ray.get_runtime_context().get_node_id()
+    sizes = (
+        node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["NodeID"] == here
+    )
+    capacity = next(sizes, 0)
+    if 4 * nbytes > 0.7 * capacity:
+        logger.warning(
+            "Ray's object store has %.0f MB on this node, and a version %.0f MB: from 70 %% on Ray holds all "
+            "its processes up to collect garbage. Start it with object_store_memory=%d or more",
+            capacity / 1e6,
+            nbytes / 1e6,
+            6 * nbytes,
+        )
 
 
 def take(office: Any, name: str, number: int) -> Tensor:

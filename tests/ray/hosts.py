@@ -87,7 +87,9 @@ def cluster() -> Iterator[None]:
 
     ray.init(
         num_cpus=2,
-        object_store_memory=256 << 20,
+        # Ray frees objects about once a second. What tests send within one must be well below 70 % of the
+        # store: from there on it has all actors collect garbage, and their loops stand for half a second.
+        object_store_memory=640 << 20,
         include_dashboard=False,
         log_to_driver=False,
         _node_ip_address="127.0.0.1",

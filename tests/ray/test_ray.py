@@ -268,6 +268,13 @@ async def test_objects_are_let_go() -> None:
     await eventually(lambda: used() == 0, "the store is empty again")
 
 
+def test_a_store_that_is_small_for_the_versions(caplog: pytest.LogCaptureFixture) -> None:
+    ray_objects.warn_if_tight(100 << 20)
+    assert not caplog.records
+    ray_objects.warn_if_tight(200 << 20)
+    assert "object_store_memory=1258291200" in caplog.text
+
+
 def test_an_actor_without_such_a_model() -> None:
     async def run() -> None:
         (actor,) = start(Holder, 1, 16)
