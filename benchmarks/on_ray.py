@@ -246,23 +246,25 @@ def run(
     for column in (*columns, "store before", "at most", "after"):
         table.add_column(column, justify="right")
     found = []
-    for kind, name, count in itertools.product(kinds, models, actors):
-        if kind == "modules" and count > 1:
-            continue
-        measure = _actors if kind == "actors" else _modules
-        with ray_cluster(store=6 << 30):
-            ray: Any = importlib.import_module("ray")
-            figures = asyncio.run(measure(ray, name, count, rounds or MODELS[name].rounds, apart))
-        found.append(asdict(figures))
-        ours, theirs = figures.aiosync, figures.torchrl
-        table.add_row(
-            kind,
-            f"{name}, {figures.parameters / 1e6:.3g} M",
-            str(count),
-            *(f"{x.median:.3g} ({x.min:.3g}-{x.max:.3g})" for x in (ours, theirs)),
-            f"{theirs.median / ours.median:.1f}",
-            f"{figures.stall.p99:.1f}",
-            *(f"{mib} MiB" for mib in (figures.base, figures.held, figures.after)),
-        )
-    Console().print(table)
-    save(out, "ray", found)
+    try:
+        for kind, name, count in itertools.product(kinds, models, actors):
+            if kind == "modules" and count > 1:
+                continue
+            measure = _actors if kind == "actors" else _modules
+            with ray_cluster(store=6 << 30):
+                ray: Any = importlib.import_module("ray")
+                figures = asyncio.run(measure(ray, name, count, rounds or MODELS[name].rounds, apart))
+            found.append(asdict(figures))
+            ours, theirs = figures.aiosync, figures.torchrl
+            table.add_row(
+                kind,
+                f"{name}, {figures.parameters / 1e6:.3g} M",
+                str(count),
+                *(f"{x.median:.3g} ({x.min:.3g}-{x.max:.3g})" for x in (ours, theirs)),
+                f"{theirs.median / ours.median:.1f}",
+                f"{figures.stall.p99:.1f}",
+                *(f"{mib} MiB" for mib in (figures.base, figures.held, figures.after)),
+            )
+    finally:  # many actors of a large model may be more than the machine has memory for
+        Console().print(table)
+        save(out, "ray", found)
