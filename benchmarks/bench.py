@@ -19,7 +19,7 @@ def bench(
     models: Annotated[str, typer.Option(help="of tiny, medium, large")] = "tiny,medium,large",
     workers: Annotated[str, typer.Option(help="how many workers, each")] = "1,2,4",
     schemes: Annotated[
-        str, typer.Option(help="of shared, process (distributed, rpc; actors, modules)")
+        str, typer.Option(help="of shared, process (distributed, rpc; actors, modules; collectors)")
     ] = _SCHEMES,
     contenders: Annotated[
         str, typer.Option(help="of aiosync, torchrl, torchrl-alias")
@@ -44,6 +44,13 @@ def bench(
     ray: Annotated[
         bool, typer.Option("--ray", help="Ray actors, and models inside them, and only that")
     ] = False,
+    collectors: Annotated[
+        bool, typer.Option("--collectors", help="torchrl's collectors with our schemes, and only that")
+    ] = False,
+    blocking: Annotated[
+        bool, typer.Option("--blocking", help="what a blocking call costs, and only that")
+    ] = False,
+    parameters: Annotated[str, typer.Option(help="with --collectors: sizes of the policy")] = "0,25000000",
     acting: Annotated[bool, typer.Option("--acting", help="with --distributed: workers act")] = False,
     apart: Annotated[
         bool, typer.Option("--apart", help="with --distributed, --ray: as between machines")
@@ -59,7 +66,7 @@ def bench(
     check: Annotated[bool, typer.Option("--check", help="exit 1 if a target is missed")] = False,
 ) -> None:
     """Measure aiosync, torchrl and the physical limit side by side, in one run and in turn."""
-    if check and (delta or network or relay or distributed or ray):
+    if check and (delta or network or relay or distributed or ray or collectors or blocking):
         raise typer.BadParameter(
             "only the comparison with torchrl has targets to check", param_hint="--check"
         )
@@ -101,6 +108,21 @@ def bench(
             json,
             apart=apart,
         )
+        return
+    if collectors:
+        from benchmarks import classic
+
+        kinds = (
+            tuple(classic.CASES)
+            if schemes == _SCHEMES
+            else _chosen("--schemes", schemes, tuple(classic.CASES))
+        )
+        classic.run(kinds, _numbers("--parameters", parameters), rounds or 3, 50, 200, json)
+        return
+    if blocking:
+        from benchmarks import blocking as calls
+
+        calls.run(rounds or 20, json)
         return
     if relay:
         from benchmarks import relay as tree

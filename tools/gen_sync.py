@@ -49,6 +49,9 @@ UPDATER_TWINS: list[type[Any]] = [
 BY_HAND = {"connect", "receiving", "pinned", "from_backend"}
 """Methods that hand the call to ``BlockingTwin._blocking_<name>``."""
 
+REBINDING = {"model", "context"}
+"""Properties whose setter may have to wait for the loop."""
+
 OTHERS_CALL = {"_set_transform"}
 """Methods with a leading underscore that are other libraries' to call."""
 
@@ -175,7 +178,12 @@ def accessor(name: str, prop: property) -> str:
         setter = definition(prop.fset)
         value = setter.args.args[1].arg
         text += f"\n    @{name}.setter\n    def {name}({ast.unparse(setter.args)}) -> None:\n"
-        text += f"        self._async.{name} = {value}\n"
+        rebinds = name in REBINDING
+        text += (
+            f"        self._rebind({name}={value})\n"
+            if rebinds
+            else f"        self._async.{name} = {value}\n"
+        )
     return text
 
 

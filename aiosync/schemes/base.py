@@ -19,13 +19,16 @@ from aiosync.errors import (
     NotConnectedError,
     NotInitializedError,
 )
-from aiosync.schemes.cascade import in_format
+from aiosync.schemes.cascade import in_format, weakly
 from aiosync.schemes.endpoints import SchemeEndpoints
 from aiosync.schemes.gathering import leading
+from aiosync.schemes.peers import follower_of
 from aiosync.schemes.plan import SenderPlan, model_of
 from aiosync.schemes.report import SendReport
 from aiosync.schemes.sources import gather_sources, is_per_worker
+from aiosync.schemes.startup import watching
 from aiosync.weights.flatten import optional_names
+from aiosync.weights.strategy import WeightStrategy
 
 __all__ = ["WeightSyncBackend", "WeightSyncScheme"]
 
@@ -162,9 +165,10 @@ class WeightSyncScheme(SchemeEndpoints):
         async with leading(self._leader, "connect", deadline) as gathering:
             weights = await self._before_connect(weights, deadline)
             sources, optional = await self._sources(weights, sender.roster.workers), self._optional(weights)
-            await sender.connect(
-                sources, deadline, min_workers=enough, optional=optional, gathering=gathering
-            )
+            with watching(self.context, sender.roster):
+                await sender.connect(
+                    sources, deadline, min_workers=enough, optional=optional, gathering=gathering
+                )
 
     async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
         """What else the sender has to do; returns what to send as version 0, if it was given or found."""
@@ -215,6 +219,10 @@ class WeightSyncScheme(SchemeEndpoints):
             return await self._contributor.take_part("send", given, deadline)
         async with leading(self._leader, "send", deadline) as gathering:
             sender = self.get_sender()
+            if weights is None and self._plan is not None and self._plan.made_here:
+                raise InvalidArgumentError(
+                    "no weights were given, and the context has only a policy_factory: say which to send"
+                )
             targets = sender.roster.resolve(worker_ids)
             if worker_ids is None and is_per_worker(weights):
                 targets = sender.roster.resolve(list(weights))
@@ -242,13 +250,31 @@ class WeightSyncScheme(SchemeEndpoints):
         sender = self.get_sender()
         return await sender.wait_ack(sender.roster.resolve(worker_ids), self._deadline(timeout))
 
-    def prepare_weights(self, weights: Any = None) -> Any:
+    def prepare_weights(
+        self,
+        weights: Any = None,
+        model_id: str | None = None,
+        strategy: WeightStrategy | None = None,
+        context: Any = None,
+    ) -> Any:
         """The weights that :meth:`send` would send, in the strategy's form, not copied.
+
+        Args:
+            weights: as for :meth:`send`.
+            model_id: the model to take where no weights are given; None: this one's.
+            strategy: how to extract them; None: the scheme's.
+            context: where to look models up; None: the scheme's.
 
         Raises:
             InvalidArgumentError: there is nothing to send.
+            AttributeError: the context has no such model.
         """
-        return self._strategy.extract_weights(self._resolve(weights))
+        if context is not None and (weights is None or isinstance(weights, str)):
+            name = weights or model_id or self._model_id
+            if name is None:
+                raise InvalidArgumentError("context= needs model_id=, the name of the model on it")
+            weights = model_of(context, name)
+        return (strategy or self._strategy).extract_weights(self._resolve(weights))
 
     async def _sources(self, weights: Any, targets: Iterable[int]) -> dict[int, Mapping[str, Tensor]]:
         plan = self._plan
@@ -298,7 +324,8 @@ class WeightSyncScheme(SchemeEndpoints):
         return self.get_receiver().receiving()
 
     async def receive(self, timeout: float | None = None) -> Any:
-        """The next update's weights once they are in service, or None if none came in time.
+        """The weights of an update that no call before has returned, once they are in service, or None if
+        none came in time. Beside :meth:`receiving` several may have come meanwhile: it is the newest.
 
         Returns:
             A TensorDict or dict, by the strategy, that views the weights in service; read only.
@@ -325,6 +352,33 @@ class WeightSyncScheme(SchemeEndpoints):
         receiver = self.get_receiver()
         async with receiver.intake.pinned(self._deadline(timeout)) as version:
             yield version
+
+    async def rebind(self, *, model: Any = None, context: Any = None) -> None:
+        """On a connected receiver: go on with another model (a copy on another device, say), which gets the
+        weights in service; or tell another context of updates from now on. What is not given stays.
+
+        Args:
+            model: an ``nn.Module``, TensorDict or dict with the names and shapes of the one before.
+            context: as for :meth:`init_on_receiver`; the model is not looked up there.
+
+        Raises:
+            NotConnectedError: ``connect`` first.
+            LayoutMismatchError: the sender's weights do not fit the model; the one before goes on.
+        """
+        receiver, before = self.get_receiver(), self._model
+        follower, may_view = self._follower, self._may_view
+        if context is not None:
+            follower = follower_of(context)
+            may_view = not follower.writes
+        self._model = before if model is None else model
+        try:
+            await receiver.intake.rebind(self._model, follower, may_view=may_view)
+        except BaseException:
+            self._model = before
+            raise
+        if context is not None:
+            self._context = weakly(context)
+        self._follower, self._may_view = follower, may_view
 
     async def wait_closed(self) -> None:
         """On a receiver: wait until the sender has gone. Has no deadline: cancel it to stop waiting."""

@@ -1,16 +1,16 @@
-"""Handing an update on to whatever the worker's context holds in its turn."""
+"""Who is told of a worker's updates: the context that has the model, and what that hands them on to."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from aiosync.weights.strategy import WeightStrategy, to_state_dict, to_tensordict
 
-__all__ = ["cascade", "in_format"]
+__all__ = ["Cascade", "Follower", "in_format", "weakly"]
 
 
 def in_format(strategy: WeightStrategy, views: Mapping[str, Tensor]) -> Any:
@@ -18,21 +18,49 @@ def in_format(strategy: WeightStrategy, views: Mapping[str, Tensor]) -> Any:
     return to_tensordict(dict(views)) if strategy.extract_as == "tensordict" else to_state_dict(dict(views))
 
 
-async def cascade(
-    context: Any, model_id: str | None, strategy: WeightStrategy, views: Mapping[str, Tensor]
-) -> None:
-    """Call ``context.update_policy_weights_(policy_or_weights=..., model_id=...)`` if it has that.
+class Follower:
+    """Somebody who is told of a worker's updates; this one does nothing.
 
-    It runs before this worker's own commit, so that its failure leaves the model here as it was. A
-    coroutine is awaited.
-
-    Raises:
-        Exception: whatever the context raises.
+    Attributes:
+        cascades: whether :meth:`updating` has anything to do.
+        writes: whether it may write the weights into the model's parameters itself, so that these must not
+            view the sender's memory.
     """
-    update = getattr(context, "update_policy_weights_", None)
-    if update is None:
-        return
-    weights = in_format(strategy, views)
-    result = update(policy_or_weights=weights, model_id=model_id or "policy")
-    if inspect.isawaitable(result):
-        await result
+
+    cascades = False
+    writes = False
+
+    def updating(self, model_id: str, weights: Any) -> Any:
+        """Before the commit; what it returns is awaited if it can be. What it raises refuses the update."""
+
+    def committed(self, version: int) -> None:
+        """In the commit, nobody reading meanwhile: must be quick and must not raise."""
+
+    def acting(self, version: int) -> None:
+        """In another thread, at the beginning of its first forward pass with a version."""
+
+
+class Cascade(Follower):
+    """A context with ``update_policy_weights_(policy_or_weights=..., model_id=...)``, which is called with
+    each update before this worker's own commit: its failure leaves the model here as it was."""
+
+    cascades = True
+    writes = True
+
+    def __init__(self, context: Any) -> None:
+        self._context = weakly(context)
+
+    def updating(self, model_id: str, weights: Any) -> Any:
+        """See :class:`Follower`."""
+        context = self._context()
+        if context is None:
+            return None
+        return context.update_policy_weights_(policy_or_weights=weights, model_id=model_id)
+
+
+def weakly(context: Any) -> Callable[[], Any]:
+    """Gives the context as long as somebody keeps it alive; what cannot be referred to weakly is kept."""
+    try:
+        return weakref.ref(context)
+    except TypeError:
+        return lambda: context

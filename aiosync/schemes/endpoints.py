@@ -10,7 +10,7 @@ from aiosync.errors import ForkedEndpointError, NotConnectedError, NotInitialize
 from aiosync.schemes.cascade import in_format
 from aiosync.schemes.intake import Intake
 from aiosync.schemes.receiver import WeightReceiver
-from aiosync.schemes.recipe import SchemeRecipe, checked_index
+from aiosync.schemes.recipe import SchemeRecipe
 from aiosync.schemes.report import WorkerState
 from aiosync.schemes.sender import WeightSender
 from aiosync.schemes.stats import SchemeStats
@@ -60,7 +60,7 @@ class SchemeEndpoints(SchemeRecipe):
         if not self._receiver_initialized:
             raise NotInitializedError("call init_on_receiver() first")
         if worker_idx is not None:
-            self._worker_idx = checked_index(worker_idx)
+            self._worker_idx = self._index_of(worker_idx)
         if self._worker_idx is None and not self._elastic:
             raise NotInitializedError("a receiver needs its worker_idx, here or in init_on_receiver()")
         asked = -1 if self._worker_idx is None else self._worker_idx
@@ -70,9 +70,9 @@ class SchemeEndpoints(SchemeRecipe):
                 self._strategy,
                 self._model,
                 self._model_id,
-                self.context,
+                self._follower,
                 asked,
-                may_view=not self._context_applies,
+                may_view=self._may_view,
                 make_arrival=self._make_arrival,
                 bind=self._bind,
             )

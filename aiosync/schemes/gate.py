@@ -187,10 +187,14 @@ class ForwardGuard:
             forked child.
         patience: seconds that a forward pass waits for a commit that other readers hold up. It then goes
             ahead: a commit that comes later is better than a forward pass that never does.
+        on_pass: called at the beginning of each pass, when no commit can come any more.
     """
 
-    def __init__(self, gate: CommitGate, module: nn.Module, patience: float) -> None:
+    def __init__(
+        self, gate: CommitGate, module: nn.Module, patience: float, on_pass: Callable[[], None]
+    ) -> None:
         self._gate: CommitGate | None = gate
+        self._on_pass = on_pass
         self._module = module
         self._patience = patience
         self._pid = os.getpid()
@@ -211,6 +215,7 @@ class ForwardGuard:
                 gate.try_enter(ticket, reader) or gate.enter_blocking(
                     ticket, reader, self._patience, force=True
                 )
+                self._on_pass()
                 return self._forward(*args, **kwargs)
             finally:
                 gate.leave(ticket)

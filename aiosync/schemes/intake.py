@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from aiosync._deadline import Deadline
 from aiosync.errors import LayoutMismatchError, NotConnectedError, ProtocolError
 from aiosync.protocol.frames import Update, Welcome
 from aiosync.schemes.arrival import Arrival
-from aiosync.schemes.cascade import cascade
-from aiosync.schemes.gate import CommitGate, CommitJob, ForwardGuard, commit_now, submit
+from aiosync.schemes.cascade import Follower, in_format
+from aiosync.schemes.gate import LOCK, CommitGate, CommitJob, ForwardGuard, commit_now, submit
 from aiosync.schemes.joint import JointPart, drop_out, join, leave
 from aiosync.schemes.spec import SchemeSpec
 from aiosync.schemes.stager import Stager
@@ -28,7 +28,7 @@ from aiosync.weights.binding import Binding
 from aiosync.weights.copying import copy_pairs
 from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import WeightStrategy
-from aiosync.weights.target import WeightTarget
+from aiosync.weights.target import WeightTarget, receiver_tensors
 
 __all__ = ["Held", "Intake", "Overtaken"]
 
@@ -58,7 +58,7 @@ class Intake:
         strategy: how weights are applied.
         model: where they go; None if they are only to be looked at.
         model_id: its name.
-        context: told of each update if it has ``update_policy_weights_``.
+        follower: told of each update.
         worker: the worker's index.
         may_view: whether the model may view the sender's memory: nobody else writes into its parameters.
         make_arrival: makes the place where updates of a layout come in that a connection brings.
@@ -77,7 +77,7 @@ class Intake:
         strategy: WeightStrategy,
         model: WeightTarget | None,
         model_id: str | None,
-        context: Any,
+        follower: Follower,
         worker: int,
         *,
         may_view: bool,
@@ -91,7 +91,7 @@ class Intake:
         self._spec = spec
         self._strategy = strategy
         self._model_id = model_id
-        self._context = context
+        self._follower = follower
         self.worker = worker
         self._may_view = may_view
         self._make_arrival = make_arrival
@@ -104,6 +104,8 @@ class Intake:
         self._binding: Binding | None = None
         self._stager: Stager | None = None
         self._guard: ForwardGuard | None = None
+        self._patience: float | None = None
+        self._acted = -1
         self._waiting: CommitJob | JointPart | None = None
         self._staging = asyncio.Lock()
 
@@ -206,9 +208,12 @@ class Intake:
     def _new_stager(self, transport: Transport) -> tuple[Arrival, Stager]:
         assert self._binding is not None
         arrival = self._make_arrival(self._binding.layout, transport)
+        return arrival, self._stager_for(self._binding, arrival)
+
+    def _stager_for(self, binding: Binding, arrival: Arrival) -> Stager:
         elsewhere = arrival.borrowed or arrival.holds  # it does not lie in memory of this process's own
         copies = elsewhere and not (arrival.holds and self._may_view)
-        return arrival, Stager(self._binding, arrival, self._source, copies=copies)
+        return Stager(binding, arrival, self._source, copies=copies)
 
     @property
     def views_sender(self) -> bool:
@@ -241,9 +246,57 @@ class Intake:
         await self._offloader.run(warm)
 
     def guard_forwards(self, patience: float) -> None:
-        """Keep commits out of forward passes that run in other threads."""
+        """The model and its context belong to other threads than this loop's: keep commits out of forward
+        passes, and what the context does out of the loop."""
+        self._patience = patience
         if isinstance(self.model, nn.Module) and self._guard is None:
-            self._guard = ForwardGuard(self.gate, self.model, patience)
+            self._guard = ForwardGuard(self.gate, self.model, patience, self._acting)
+
+    def _remove_guard(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.remove()
+
+    def _acting(self) -> None:
+        if self._acted != self.version:
+            self._acted = self.version
+            self._follower.acting(self.version)
+
+    async def rebind(self, model: WeightTarget | None, follower: Follower, *, may_view: bool) -> None:
+        """Go on with another model, which gets what is in service in memory of its own, or another follower.
+
+        Raises:
+            LayoutMismatchError: the sender's weights do not fit it; all stays as it was.
+        """
+        while True:
+            async with self._staging:
+                waiting = self._waiting
+                if waiting is None:
+                    await self._rebind(model, follower, may_view)
+                    return
+            await asyncio.wait([asyncio.wrap_future(waiting.done)])
+
+    async def _rebind(self, model: WeightTarget | None, follower: Follower, may_view: bool) -> None:
+        binding, arrival = self._binding, self.arrival
+        if self._stager is None or arrival is None or binding is None:
+            raise NotConnectedError("this receiver was closed before it had another model")
+        if model is not self.model or may_view != self._may_view:
+            another = self._bind(binding.layout)
+            views = self.weights or (receiver_tensors(self.model) if self.model is not None else {})
+            own = await self._offloader.run(lambda _: _own_copies(views, model))
+            with LOCK:
+                another.commit(own)
+            if model is not self.model:  # nobody keeps what it views from being written to any more
+                await self._offloader.run(lambda _: binding.detach())
+            before, self._stager = self._stager, None
+            self._binding, self.model, self._may_view, self.weights = another, model, may_view, own
+            self._viewing, self._leftover = False, True
+            self._stager = self._stager_for(another, arrival)
+            before.leave()
+            if self._patience is not None:
+                self._remove_guard()
+                self.guard_forwards(self._patience)
+        self._follower = follower
 
     async def stage(self, held: Held) -> None:
         """Bring the bytes to where a commit can use them, off the loop where that takes long.
@@ -267,10 +320,20 @@ class Intake:
                 views, pairs = await self._offloader.run(lambda _: stager.stage(held.update))
                 await self._offloader.copy(pairs)
         self._check(views)
-        if self._context is not None:
-            await cascade(self._context, self._model_id, self._strategy, views)
+        if self._follower.cascades:
+            await self._cascade(views)
         held.views = views
         held.seconds["stage"] = time.perf_counter() - started
+
+    async def _cascade(self, views: Mapping[str, Tensor]) -> None:
+        follower, model_id = self._follower, self._model_id or "policy"
+        weights = in_format(self._strategy, views)
+        if self._patience is None:
+            result = follower.updating(model_id, weights)
+        else:
+            result = await self._offloader.run(lambda _: follower.updating(model_id, weights))
+        if inspect.isawaitable(result):
+            await result
 
     def _forget_leftover(self) -> None:
         """Free the memory of this process's own that the model had, here and not in the next commit."""
@@ -287,7 +350,7 @@ class Intake:
         stager = self._stager
         assert stager is not None and self.arrival is not None
         quick = self.arrival.is_here(held.update) and stager.is_quick(held.update)
-        if held.update.joint is not None or self._context is not None or self._leftover or not quick:
+        if held.update.joint is not None or self._follower.cascades or self._leftover or not quick:
             return False
         started = time.perf_counter()
         views, pairs = stager.stage(held.update)
@@ -404,6 +467,7 @@ class Intake:
         self._leftover |= self.views_sender and not self._viewing
         self._viewing = self.views_sender
         held.committed = True
+        self._follower.committed(self.version)
         held.seconds["commit"] = time.perf_counter() - started
 
     @asynccontextmanager
@@ -431,8 +495,7 @@ class Intake:
             detach: the sender goes on, and will write into what the parameters view: give them memory
                 of their own.
         """
-        if self._guard is not None:
-            self._guard.remove()
+        self._remove_guard()
         stager, self._stager = self._stager, None
         self.overtake()
         async with self._staging:  # what is being staged is brought to its end first
@@ -443,3 +506,13 @@ class Intake:
                 if stager is not None:
                     stager.close()
                 self._offloader.close()
+
+
+def _own_copies(views: Mapping[str, Tensor], model: WeightTarget | None) -> dict[str, Tensor]:
+    """Copies of weights, each where and as the model's own tensor of that name is. Blocking."""
+    targets = receiver_tensors(model) if model is not None else {}
+    like = {name: target for name, target in targets.items() if not target.is_meta}
+    return {
+        name: view.to(like[name].device, like[name].dtype, copy=True) if name in like else view.clone()
+        for name, view in views.items()
+    }

@@ -11,6 +11,7 @@ from typing import Any
 
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.peers import peer_of
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.carrier import MPTransport
 from aiosync.transports.mp_pipe import NobodyTakesIt, PipeCarrier, PipeListener
@@ -64,7 +65,9 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         """See :meth:`WeightSyncScheme.init_on_sender`; also takes ``pipes``, one end per worker."""
         context = arguments.get("context")
         given = pipes if pipes is not None else self._pipes
-        self._pipes = given if given is not None else getattr(context, "pipes", None)
+        if given is None and peer_of(context) is None:  # the pipes of torchrl's collectors carry its commands
+            given = getattr(context, "pipes", None)
+        self._pipes = given
         super().init_on_sender(**arguments)
 
     def init_on_receiver(self, *, pipe: Connection[Any, Any] | None = None, **arguments: Any) -> None:

@@ -42,6 +42,7 @@ class SenderPlan:
         device_map_fn: takes (worker, weights as a TensorDict) and returns that worker's weights.
         per_worker: each worker has a group of its own and may be given weights of its own.
         elastic: workers are taken as they come.
+        made_here: the weights are of a policy that was made here by the workers' factory, to begin with.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -49,6 +50,7 @@ class SenderPlan:
     device_map_fn: Callable[[int, Any], Any] | None = None
     per_worker: bool = False
     elastic: bool = False
+    made_here: bool = False
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -168,12 +170,22 @@ def _from_context(args: SenderArguments, per_worker: bool) -> SenderPlan:
     if args.num_workers is not None and args.num_workers != count:
         raise InvalidArgumentError(f"num_workers={args.num_workers}, but the context has {count} workers")
     targets = [_as_device(device) for device in devices]
-    model = model_of(context, args.model_id)
-    if model is None and args.model_id == "policy":
+    if args.model_id == "policy" and _lacks_policy(context):
         return _from_factories(context, targets, per_worker)
+    model = model_of(context, args.model_id)
     if model is None:
         raise InvalidArgumentError(f"the context's {args.model_id!r} is None: there is nothing to send")
     return SenderPlan(_by_device(targets, per_worker), per_worker=per_worker)
+
+
+def _lacks_policy(context: Any) -> bool:
+    """Whether there is no policy on a context that may have what makes one."""
+    try:
+        return model_of(context, "policy") is None
+    except (AttributeError, ValueError):
+        if getattr(context, "policy_factory", None) is None:
+            raise
+        return True
 
 
 def _from_factories(context: Any, devices: list[torch.device], per_worker: bool) -> SenderPlan:
@@ -184,9 +196,10 @@ def _from_factories(context: Any, devices: list[torch.device], per_worker: bool)
     if not factories or any(f is None for f in factories):
         raise InvalidArgumentError("the context has neither a policy nor a policy_factory for each worker")
     if all(f is factories[0] for f in factories):
-        return SenderPlan(_by_device(devices, per_worker), factories[0](), per_worker=per_worker)
+        made, groups = factories[0](), _by_device(devices, per_worker)
+        return SenderPlan(groups, made, per_worker=per_worker, made_here=True)
     groups = tuple(GroupPlan((w,), devices[w], make()) for w, make in enumerate(factories))
-    return SenderPlan(groups, per_worker=True)
+    return SenderPlan(groups, per_worker=True, made_here=True)
 
 
 def _devices(args: SenderArguments) -> list[torch.device]:

@@ -118,17 +118,28 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         plane = self._data_plane
         self._streams = "" if plane == "object_store" else "checked" if plane == "tcp" else "plain"
 
-    def init_on_sender(self, *, actors: Sequence[Any] | None = None, **arguments: Any) -> None:
+    def init_on_sender(
+        self,
+        *,
+        actors: Sequence[Any] | None = None,
+        remote_collectors: Sequence[Any] | None = None,
+        **arguments: Any,
+    ) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.
 
         Args:
             actors: handles; None: the ``remote_collectors`` of a ``context`` that has some.
+            remote_collectors: as torchrl's ``RayCollector`` gives them: it has each of them make its endpoint
+                itself. ``context`` is then only told.
             arguments: see there.
 
         Raises:
             NotInitializedError: this process takes no part in a Ray cluster.
             InvalidArgumentError: they are not one for each worker.
         """
+        if remote_collectors is not None:
+            self._serve_collectors(remote_collectors, **arguments)
+            return
         context = arguments.get("context")
         given = actors if actors is not None else getattr(context, "remote_collectors", None)
         handles = [handle_of(actor) for actor in given or ()]
@@ -146,6 +157,15 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
                 f"{len(handles)} actors for {len(self._plan.workers)} workers: expected one each"
             )
         self._actors = dict(zip(self._plan.workers, handles, strict=False))
+
+    def _serve_collectors(
+        self, collectors: Sequence[Any], *, model: Any = None, context: Any = None, **arguments: Any
+    ) -> None:
+        if model is None:
+            super().init_on_sender(context=context, **arguments)
+        else:
+            super().init_on_sender(model=model, **{"num_workers": len(collectors), **arguments})
+            self.context = context
 
     async def add_worker(
         self, actor: Any, worker_idx: int | None = None, *, timeout: float | None = None
@@ -170,7 +190,7 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         """
         deadline = self._deadline(timeout)
         sender = self.get_sender()
-        worker_idx = checked_index(worker_idx)
+        worker_idx = None if worker_idx is None else checked_index(worker_idx)
 
         async def join(worker: int) -> None:
             self._actors[worker] = handle_of(actor)

@@ -80,6 +80,7 @@ class WeightReceiver:
         self._reconnect_for = reconnect_for
         self._link = Uplink(make_transport, token, model_id, worker_idx)
         self._held: Held | None = None
+        self._returned = 0  # how many updates there were when receive() last returned
         self._changed = asyncio.Event()
         self._committed = asyncio.Event()
         self._looping = False
@@ -125,6 +126,7 @@ class WeightReceiver:
                 welcome, _ = await self._link.meet(deadline)
                 self.intake.worker = welcome.worker
                 await self._settle_in(welcome)
+            self._returned = self.stats.updates
         except TimeoutError as exc:
             await self.aclose()
             hint = self.transport.trouble or "the sender did not answer"
@@ -360,7 +362,8 @@ class WeightReceiver:
         return True
 
     async def receive(self, deadline: Deadline) -> Mapping[str, Tensor] | None:
-        """The next update's weights once they are in service, or None if none came in time.
+        """The weights of an update that no call before has returned, once they are in service, or None if
+        none came in time.
 
         Beside the receiver loop this only waits; without it, this is what takes an update in.
 
@@ -369,7 +372,7 @@ class WeightReceiver:
         """
         if self._closed or not self.intake.ready:
             raise NotConnectedError("connect() first: this receiver is not connected")
-        before = self.stats.updates
+        before = self._returned
         try:
             await asyncio.sleep(0)  # what has arrived already is found even with a timeout of zero
             async with asyncio.timeout(deadline.remaining()):
@@ -382,7 +385,8 @@ class WeightReceiver:
                         await self._take_one(before)
         except TimeoutError:
             pass
-        return self.weights if self.stats.updates != before else None
+        self._returned = self.stats.updates
+        return self.weights if self._returned != before else None
 
     async def _await_commit(self) -> None:
         self._committed.clear()

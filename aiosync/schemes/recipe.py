@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.context import BaseContext, get_spawning_popen
@@ -20,9 +19,11 @@ from aiosync.errors import (
     NotInitializedError,
 )
 from aiosync.schemes.arrival import Arrival, Mapped
+from aiosync.schemes.cascade import Follower, weakly
 from aiosync.schemes.delivery import ByReference, Delivery
 from aiosync.schemes.gathering import Contributor, Leader
 from aiosync.schemes.group import Streams, WeightGroup
+from aiosync.schemes.peers import first_worker, follower_of
 from aiosync.schemes.plan import SenderArguments, SenderPlan, make_plan, model_of
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.sender import WeightSender
@@ -50,6 +51,7 @@ class SchemeRecipe(ABC):
     _elastic: ClassVar[bool] = False
     _streams: Streams = ""
     _reconnect_for: float = 0.0
+    _first_worker: int = 0
 
     def __init__(
         self,
@@ -80,7 +82,8 @@ class SchemeRecipe(ABC):
         self._pid = os.getpid()
         self._model: Any = None
         self._context: Callable[[], Any] | None = None
-        self._context_applies = False
+        self._follower = Follower()
+        self._may_view = True
         self._worker_idx: int | None = None
         self._plan: SenderPlan | None = None
         self._listener: Listener | None = None
@@ -127,6 +130,11 @@ class SchemeRecipe(ABC):
         """Which worker this process is, where nobody says so."""
         return None
 
+    @property
+    def sender_enlists(self) -> bool:
+        """Whether this is a worker whose sender will have it join, and which need not connect."""
+        return False
+
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
         """What else of the scheme is copied, and how a worker finds the sender.
 
@@ -154,11 +162,13 @@ class SchemeRecipe(ABC):
             "model_id": self._model_id,
             "token": self._token,
             "strategy": self._strategy,
+            "first_worker": self._first_worker,
             "recipe": self._recipe(inherit=inherit),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._start(state["spec"], state["model_id"], state["token"], state["strategy"])
+        self._first_worker = state["first_worker"]
         self._restore(state["recipe"])
 
     def __copy__(self) -> Self:
@@ -220,7 +230,9 @@ class SchemeRecipe(ABC):
         self._model_id = model_id
         self._model = model
         self.context = context
-        mesh = mesh_of((self.model, self._plan.weights, *(group.weights for group in self._plan.groups)))
+        self._first_worker = first_worker(context)
+        given = None if self._plan.made_here else self.model
+        mesh = mesh_of((given, self._plan.weights, *(group.weights for group in self._plan.groups)))
         self._shards = Shards(mesh) if mesh is not None else None
         if self._shards is not None and not self._shards.leads:
             self._contributor = Contributor(self._shards)
@@ -256,14 +268,19 @@ class SchemeRecipe(ABC):
             self._become_receiver(self._listener)
         elif self._pid != os.getpid():
             self._forget_runtime()  # a receiver's object in a forked child
-        applies = False
+        follower, may_view = Follower(), True
         if context is not None:
             if model_id is None:
                 raise InvalidArgumentError("context= needs model_id=, the name of the model on it")
+            follower = follower_of(context)
             if model is None:
                 model = model_of(context, model_id)
-                applies = callable(getattr(context, "update_policy_weights_", None))
+                may_view = not follower.writes
             worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
+        elif self.context is not None and not self._receiver_initialized:
+            context = self.context  # it was said before
+            follower = follower_of(context)
+            may_view = not follower.writes
         if model is not None and not isinstance(model, nn.Module | TensorDictBase | Mapping):
             raise InvalidArgumentError(
                 f"model: expected an nn.Module, a TensorDict or a dict, got {type(model).__name__}"
@@ -271,11 +288,15 @@ class SchemeRecipe(ABC):
         self._model_id = model_id
         self._model = model
         self.context = context
-        self._context_applies = applies
-        self._worker_idx = checked_index(self._usual_index() if worker_idx is None else worker_idx)
+        self._follower, self._may_view = follower, may_view
+        self._worker_idx = self._usual_index() if worker_idx is None else self._index_of(worker_idx)
         self._receiver_initialized = True
 
     init_on_worker = init_on_receiver
+
+    def _index_of(self, told: int) -> int:
+        """Which worker this is, where somebody who may count from another number has said it."""
+        return checked_index(checked_index(told) - self._first_worker)
 
     def _become_receiver(self, listener: Listener) -> None:
         """A sender's object in a forked child, or one that was never connected."""
@@ -330,6 +351,7 @@ class SchemeRecipe(ABC):
 
     @model.setter
     def model(self, model: Any) -> None:
+        self._check_not_receiving("model")
         self._model = model
 
     @property
@@ -339,7 +361,14 @@ class SchemeRecipe(ABC):
 
     @context.setter
     def context(self, context: Any) -> None:
-        self._context = None if context is None else _weakly(context)
+        self._check_not_receiving("context")
+        self._context = None if context is None else weakly(context)
+
+    def _check_not_receiving(self, what: str) -> None:
+        if self._receiver is not None and self._pid == os.getpid():
+            raise AlreadyConnectedError(
+                f"a connected receiver gets another {what} by `await scheme.rebind({what}=...)`"
+            )
 
     @property
     def context_is_gone(self) -> bool:
@@ -355,7 +384,7 @@ class SchemeRecipe(ABC):
     def worker_idx(self, worker_idx: int | None) -> None:
         if self._plan is not None and worker_idx is not None:
             raise NotInitializedError("worker_idx belongs to a receiver; this is the sender")
-        self._worker_idx = checked_index(worker_idx)
+        self._worker_idx = None if worker_idx is None else self._index_of(worker_idx)
 
     @property
     def strategy(self) -> WeightStrategy:
@@ -381,21 +410,12 @@ class Secret(bytes):
     __str__ = __repr__
 
 
-def checked_index(worker_idx: int | None) -> int | None:
+def checked_index(worker_idx: int) -> int:
     """A worker's index as it was given.
 
     Raises:
         InvalidArgumentError: it is none.
     """
-    if worker_idx is None:
-        return None
     if isinstance(worker_idx, bool) or not isinstance(worker_idx, int) or worker_idx < 0:
         raise InvalidArgumentError(f"worker_idx: expected an integer >= 0, got {worker_idx!r}")
     return worker_idx
-
-
-def _weakly(context: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(context)
-    except TypeError:
-        return lambda: context

@@ -15,6 +15,7 @@ from aiosync._deadline import Deadline
 from aiosync.errors import NotConnectedError
 from aiosync.protocol.frames import Chunk, End, Update
 from aiosync.schemes._host import TaskHost
+from aiosync.schemes.cascade import Follower
 from aiosync.schemes.group import Draft, Published, WeightGroup
 from aiosync.schemes.intake import Held, Intake
 from aiosync.schemes.landing import Landing
@@ -150,7 +151,7 @@ class RelayIntake(Intake):
             scheme._strategy,
             None,
             model_id,
-            None,
+            Follower(),
             -1,
             may_view=True,
             make_arrival=self._landing_for,

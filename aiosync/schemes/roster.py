@@ -93,7 +93,7 @@ class Roster:
     async def open(self, host: TaskHost, groups: Sequence[WeightGroup]) -> None:
         """Let workers in; each group has something to welcome them with."""
         self._host, self._groups = host, groups
-        await self._listener.listen(self._accept, self._never_coming)
+        await self._listener.listen(self._accept, self.never_coming)
 
     async def close(self, reason: str) -> None:
         """Say goodbye to everybody and close the connections; whoever waits for answers is told."""
@@ -305,8 +305,8 @@ class Roster:
         if self._host is not None:
             self._host.spawn(self.reception.greet, transport)
 
-    def _never_coming(self, worker: int, reason: str) -> None:
-        """The channel that this worker would have connected over has broken."""
+    def never_coming(self, worker: int, reason: str) -> None:
+        """The channel that this worker would have connected over has broken, or its process has ended."""
         if worker not in self.links:
             self._lost[worker] = WorkerLostError([worker], reason)
             for round_ in self.rounds:

@@ -10,6 +10,7 @@ from typing import Any
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.enlisted import enlist
+from aiosync.schemes.peers import peer_of
 from aiosync.schemes.ranked import Collective, RankedWeightSyncScheme
 from aiosync.transports.base import Listener
 from aiosync.transports.rpc import RPCTransport
@@ -110,6 +111,12 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
             if isinstance(result, BaseException):
                 raise result
         return weights
+
+    @property
+    def sender_enlists(self) -> bool:
+        """Whether this is a worker whose sender will have it join, and which need not connect."""
+        peer = peer_of(self.context)
+        return self._known is None and peer is not None and peer.is_enlisted(self.context)
 
     def _usual_index(self) -> int | None:
         rank = rank_here()

@@ -97,6 +97,10 @@ class Stager:
     def close(self) -> None:
         """Let go of everything; tensors in service stay valid."""
         self._arrival.close()
+        self.leave()
+
+    def leave(self) -> None:
+        """The same, but another takes what arrives."""
         for arena in self._arenas.values():
             arena.close()
 

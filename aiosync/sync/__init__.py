@@ -19,6 +19,7 @@ from aiosync.sync._generated_schemes import (
     WeightSyncScheme,
 )
 from aiosync.sync._joint import JointUpdate, atomic
+from aiosync.sync._peers import watch
 
 __all__ = [
     "DistributedWeightSyncScheme",
@@ -34,3 +35,5 @@ __all__ = [
     "WeightSyncScheme",
     "atomic",
 ]
+
+watch("torchrl.weight_update", "aiosync.compat.torchrl")

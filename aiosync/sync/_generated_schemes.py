@@ -86,6 +86,11 @@ class WeightSyncScheme(BlockingTwin):
         """A worker's way to the sender, not open yet."""
         return self._async.create_transport(worker_idx=worker_idx)
 
+    @property
+    def sender_enlists(self) -> bool:
+        """Whether this is a worker whose sender will have it join, and which need not connect."""
+        return self._async.sender_enlists
+
     def init_on_sender(self, *, model_id: str | None=None, context: Any=None, model: Any=None, weights: Any=None, params_map: Mapping[int, Any] | None=None, devices: list[Any] | None=None, device_map_fn: Callable[[int, Any], Any] | None=None, num_workers: int | None=None, ctx: BaseContext | None=None) -> None:
         """Say whom to send to and what. Nothing is sent yet, but workers may already connect.
 
@@ -168,7 +173,7 @@ class WeightSyncScheme(BlockingTwin):
 
     @model.setter
     def model(self, model: Any) -> None:
-        self._async.model = model
+        self._rebind(model=model)
 
     @property
     def context(self) -> Any:
@@ -177,7 +182,7 @@ class WeightSyncScheme(BlockingTwin):
 
     @context.setter
     def context(self, context: Any) -> None:
-        self._async.context = context
+        self._rebind(context=context)
 
     @property
     def context_is_gone(self) -> bool:
@@ -359,13 +364,20 @@ class WeightSyncScheme(BlockingTwin):
         """
         return portal().call(self._async.wait_ack, worker_ids, timeout)
 
-    def prepare_weights(self, weights: Any=None) -> Any:
+    def prepare_weights(self, weights: Any=None, model_id: str | None=None, strategy: WeightStrategy | None=None, context: Any=None) -> Any:
         """The weights that :meth:`send` would send, in the strategy's form, not copied.
+
+        Args:
+            weights: as for :meth:`send`.
+            model_id: the model to take where no weights are given; None: this one's.
+            strategy: how to extract them; None: the scheme's.
+            context: where to look models up; None: the scheme's.
 
         Raises:
             InvalidArgumentError: there is nothing to send.
+            AttributeError: the context has no such model.
         """
-        return self._async.prepare_weights(weights)
+        return self._async.prepare_weights(weights, model_id, strategy, context)
 
     def receiving(self) -> AbstractContextManager[None]:
         """Run the receiver task beside the body: ``with scheme.receiving(): ...``.
@@ -380,7 +392,8 @@ class WeightSyncScheme(BlockingTwin):
         return self._blocking_receiving()
 
     def receive(self, timeout: float | None=None) -> Any:
-        """The next update's weights once they are in service, or None if none came in time.
+        """The weights of an update that no call before has returned, once they are in service, or None if
+        none came in time. Beside :meth:`receiving` several may have come meanwhile: it is the newest.
 
         Returns:
             A TensorDict or dict, by the strategy, that views the weights in service; read only.
@@ -402,6 +415,20 @@ class WeightSyncScheme(BlockingTwin):
             SyncTimeoutError: a waiting commit was held up by other bodies until the timeout.
         """
         return self._blocking_pinned(timeout)
+
+    def rebind(self, *, model: Any=None, context: Any=None) -> None:
+        """On a connected receiver: go on with another model (a copy on another device, say), which gets the
+        weights in service; or tell another context of updates from now on. What is not given stays.
+
+        Args:
+            model: an ``nn.Module``, TensorDict or dict with the names and shapes of the one before.
+            context: as for :meth:`init_on_receiver`; the model is not looked up there.
+
+        Raises:
+            NotConnectedError: ``connect`` first.
+            LayoutMismatchError: the sender's weights do not fit the model; the one before goes on.
+        """
+        portal().call(self._async.rebind, model=model, context=context)
 
     def wait_closed(self) -> None:
         """On a receiver: wait until the sender has gone. Has no deadline: cancel it to stop waiting."""
@@ -705,6 +732,11 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         """
         self._async.init_on_sender(**arguments)
 
+    @property
+    def sender_enlists(self) -> bool:
+        """Whether this is a worker whose sender will have it join, and which need not connect."""
+        return self._async.sender_enlists
+
 
 class RayWeightSyncScheme(WeightSyncScheme):
     """The blocking twin of :class:`aiosync.RayWeightSyncScheme`.
@@ -775,18 +807,20 @@ class RayWeightSyncScheme(WeightSyncScheme):
         """Where the sender of this recipe listens, if it says so; another one listens elsewhere."""
         return self._async.port_of_sender
 
-    def init_on_sender(self, *, actors: Sequence[Any] | None=None, **arguments: Any) -> None:
+    def init_on_sender(self, *, actors: Sequence[Any] | None=None, remote_collectors: Sequence[Any] | None=None, **arguments: Any) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.
 
         Args:
             actors: handles; None: the ``remote_collectors`` of a ``context`` that has some.
+            remote_collectors: as torchrl's ``RayCollector`` gives them: it has each of them make its endpoint
+                itself. ``context`` is then only told.
             arguments: see there.
 
         Raises:
             NotInitializedError: this process takes no part in a Ray cluster.
             InvalidArgumentError: they are not one for each worker.
         """
-        self._async.init_on_sender(actors=actors, **arguments)
+        self._async.init_on_sender(actors=actors, remote_collectors=remote_collectors, **arguments)
 
     def add_worker(self, actor: Any, worker_idx: int | None=None, *, timeout: float | None=None) -> int:
         """On the connected sender: make a worker of another actor, or of one in the place of a lost one that

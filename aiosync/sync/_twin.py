@@ -55,19 +55,36 @@ class BlockingTwin:
     # -- what the generated methods call ---------------------------------------------------------------
 
     @classmethod
+    def twins_by_backend(cls) -> dict[str, type[BlockingTwin]]:
+        """Every name that ``from_backend`` knows -> its class."""
+        found = {}
+        for name, asynchronous in sorted(aiosync.WeightSyncScheme._registry.items()):
+            assert issubclass(asynchronous, aiosync.WeightSyncScheme)
+            if asynchronous in BlockingTwin._twins:
+                found[name] = BlockingTwin._twins[asynchronous]
+        return found
+
+    @classmethod
     def _blocking_from_backend(cls, backend: str, **kwargs: Any) -> Any:
-        found = aiosync.WeightSyncScheme._registry.get(backend)
-        for asynchronous, twin in BlockingTwin._twins.items():
-            if asynchronous is found:
-                return twin(**kwargs)
-        known = ", ".join(sorted(aiosync.WeightSyncScheme._registry))
-        raise InvalidArgumentError(f"unknown backend {backend!r}: expected one of {known}")
+        twins = cls.twins_by_backend()
+        if backend not in twins:
+            raise InvalidArgumentError(f"unknown backend {backend!r}: expected one of {', '.join(twins)}")
+        return twins[backend](**kwargs)
+
+    def _rebind(self, **what: Any) -> None:
+        ((name, value),) = what.items()
+        if self._async.synchronized_on_receiver and value is not None:
+            portal().call(self._async.rebind, **what)
+        else:
+            setattr(self._async, name, value)
 
     def _blocking_connect(self, **arguments: Any) -> None:
         portal().call(self._connect, arguments)
 
     async def _connect(self, arguments: dict[str, Any]) -> None:
         scheme = self._async
+        if scheme.initialized_on_receiver and scheme.sender_enlists:
+            return
         await scheme.connect(**arguments)
         portal().adopt(self, self._close)
         if scheme.synchronized_on_receiver and not isinstance(scheme, aiosync.NoWeightSyncScheme):

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from aiosync import InvalidArgumentError
 from tests.kit.cases import SchemeCase
 from tests.kit.local import LocalCluster
 from tests.kit.models import Norm, Uniform, fill, value_of
@@ -70,6 +71,10 @@ async def test_a_context_with_get_model_and_factory(case: SchemeCase) -> None:
     init = {"model_id": "policy", "context": context}
     async with LocalCluster(case, init=init) as cluster:
         assert [value_of(w.model) for w in cluster.workers] == [4, 4]
+        with pytest.raises(InvalidArgumentError, match="say which to send"):
+            await cluster.scheme.send()
+        await cluster.scheme.send(Uniform(5.0))
+        assert [value_of(w.model) for w in cluster.workers] == [5, 5]
 
 
 async def test_weights_instead_of_a_model(case: SchemeCase) -> None:

@@ -161,7 +161,7 @@ class _Slow(nn.Module):
 
 def test_a_guarded_forward_pass_keeps_commits_out() -> None:
     gate, module = CommitGate(), _Slow()
-    guard = ForwardGuard(gate, module, PATIENCE)
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
     out: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: out.append(module(torch.zeros(1)).detach()))
     thread.start()
@@ -184,7 +184,7 @@ def test_a_guarded_forward_pass_keeps_commits_out() -> None:
 
 def test_a_forward_pass_that_raises_leaves_the_gate() -> None:
     gate, module = CommitGate(), nn.Linear(2, 2)
-    guard = ForwardGuard(gate, module, PATIENCE)
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
     with pytest.raises(RuntimeError):
         module(torch.zeros(3))
     assert commit_now(gate, lambda: None)

@@ -59,6 +59,7 @@ def test_send_and_receive(kind: type[sync.WeightSyncScheme]) -> None:
         assert (pair.mirror.bias == 1).all()
         with pair.receiver.pinned() as version, pair.receiver.pinned() as again:
             assert version == again == 2
+        assert (pair.receiver.receive(timeout=0)["bias"] == 1).all()
         assert pair.receiver.receive(timeout=0) is None
         with pair.receiver.receiving():
             assert pair.receiver.version == 2

@@ -1,0 +1,106 @@
+"""Environments and policies that say which version acted. Imported by workers too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+from torchrl.data import Unbounded
+from torchrl.envs import GymEnv, Transform, TransformedEnv
+
+__all__ = ["FRAMES", "Marked", "check", "make_env", "make_policy", "make_scaling_env", "mark"]
+
+FRAMES = 32
+"""In each batch."""
+
+
+class Marked(nn.Module):
+    """Acts, and gives its first parameter and its last with each action."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(()))
+        self.net = nn.Linear(4, 2)
+        self.last = nn.Parameter(torch.zeros(()))
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """The action, and what the parameters were before and after it was computed."""
+        first = self.first.detach().clone()
+        action = self.net(observation).argmax(-1)
+        marks = torch.stack([first, self.last.detach().clone()])
+        return action, marks.expand(*observation.shape[:-1], 2).clone()
+
+
+def make_env() -> Any:
+    """CartPole."""
+    return GymEnv("CartPole-v1", categorical_action_encoding=True)
+
+
+def make_policy() -> Any:
+    """A policy of version 0."""
+    return TensorDictModule(Marked(), in_keys=["observation"], out_keys=["action", "marks"])
+
+
+def mark(policy: Any, version: int) -> None:
+    """Make the policy's weights those of a version."""
+    with torch.no_grad():
+        policy.module.first.fill_(version)
+        policy.module.last.fill_(version)
+
+
+def check(batch: Any) -> set[int]:
+    """That each frame claims the version that acted; returns the versions."""
+    marks, claimed = batch["marks"], batch["next", "policy_version"]
+    wrong = int((marks != claimed[..., None]).sum())
+    assert wrong == 0, f"{wrong} of {marks.numel()}: {marks.unique()} claimed as {claimed.unique()}"
+    return {int(version) for version in claimed.unique()}
+
+
+class Scaling(Transform):  # type: ignore[misc]
+    """Adds what its model says to what is observed; a negative size is none."""
+
+    def __init__(self, size: int = 1) -> None:
+        super().__init__(in_keys=["observation"], out_keys=["scaled"])
+        if size < 0:
+            raise ValueError(f"a size of {size}")
+        self.module = nn.Linear(1, size)
+        nn.init.zeros_(self.module.weight)
+
+    def _apply_transform(self, observation: Tensor) -> Tensor:
+        return self.module.weight.detach()[:, 0].expand(*observation.shape[:-1], -1).clone()
+
+    def _reset(self, tensordict: Any, tensordict_reset: Any) -> Any:
+        return self._call(tensordict_reset)
+
+    def transform_observation_spec(self, spec: Any) -> Any:
+        """With one more entry."""
+        spec["scaled"] = Unbounded(shape=(*spec.shape, self.module.out_features))
+        return spec
+
+
+def make_scaling_env(size: int = 1) -> Any:
+    """CartPole with a model of its own."""
+    return TransformedEnv(make_env(), Scaling(size))
+
+
+@contextmanager
+def collecting(
+    make: Callable[..., Any], policy: Any, schemes: dict[str, Any], **options: Any
+) -> Iterator[Any]:
+    """A collector, shut down at the end."""
+    collector = make(
+        [make_env] * 2,
+        policy,
+        frames_per_batch=FRAMES,
+        weight_sync_schemes=schemes,
+        track_policy_version=True,
+        **options,
+    )
+    try:
+        yield collector
+    finally:
+        collector.shutdown()

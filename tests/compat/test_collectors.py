@@ -1,0 +1,263 @@
+"""torchrl's collectors of several processes, with the twins in the place of its schemes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchrl")
+
+from tensordict.nn import TensorDictModule
+from torchrl.collectors import Evaluator, MultiAsyncCollector, MultiSyncCollector
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+from aiosync import InvalidArgumentError, RemoteApplyError, WorkerLostError, sync
+from tests.compat.policies import FRAMES, check, collecting, make_env, make_policy, make_scaling_env, mark
+from tests.kit.clock import PATIENCE
+
+SCHEMES = {
+    "shared": sync.SharedMemWeightSyncScheme,
+    "process": sync.MultiProcessWeightSyncScheme,
+    "tcp": sync.TCPWeightSyncScheme,
+}
+KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
+UPDATES = 50
+INNER = "env.transform[0].module"
+
+
+def _soak(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [
+        ("sync", "shared"),
+        ("async", "process"),
+        _soak("async", "tcp"),
+        _soak("sync", "process"),
+        _soak("async", "shared"),
+        _soak("sync", "tcp"),
+    ],
+)
+def test_every_frame_claims_the_version_that_acted(kind: str, scheme: str) -> None:
+    policy = make_policy()
+    schemes = {"policy": SCHEMES[scheme](timeout=PATIENCE)}
+    seen: set[int] = set()
+    with collecting(KINDS[kind], policy, schemes, total_frames=FRAMES * (UPDATES + 1)) as collector:
+        for version, batch in enumerate(collector, start=1):
+            found = check(batch)
+            seen |= found
+            if kind == "sync":
+                assert found == {version - 1}
+            mark(policy, version)
+            collector.update_policy_weights_()
+    assert max(seen) >= UPDATES - 2
+    assert version == UPDATES + 1
+
+
+def test_a_shared_replay_buffer_that_is_filled_beside() -> None:
+    policy = make_policy()
+    buffer = ReplayBuffer(storage=LazyTensorStorage(20_000), batch_size=FRAMES, shared=True)
+    schemes = {"policy": sync.SharedMemWeightSyncScheme(timeout=PATIENCE)}
+    options = {"total_frames": -1, "replay_buffer": buffer}
+    with collecting(MultiAsyncCollector, policy, schemes, **options) as collector:
+        collector.start()
+        deadline = time.monotonic() + PATIENCE
+        for version in range(1, UPDATES + 1):
+            mark(policy, version)
+            collector.update_policy_weights_()
+        while UPDATES not in check(buffer[:]) and time.monotonic() < deadline:
+            before = buffer.write_count
+            while buffer.write_count < before + FRAMES and time.monotonic() < deadline:
+                os.sched_yield()
+        assert UPDATES in check(buffer[:])
+
+
+@pytest.mark.parametrize("given", [_soak(True), False], ids=["with a policy", "without"])
+def test_policy_factories(given: bool) -> None:
+    policy = make_policy()
+    schemes = {"policy": sync.SharedMemWeightSyncScheme(timeout=PATIENCE)}
+    options = {"policy_factory": make_policy, "total_frames": FRAMES * 3}
+    with collecting(MultiSyncCollector, policy if given else None, schemes, **options) as collector:
+        for version, batch in enumerate(collector, start=1):
+            assert check(batch) == {version - 1}
+            mark(policy, version)
+            collector.update_policy_weights_(None if given else policy)
+        if not given:
+            with pytest.raises(InvalidArgumentError, match="policy_factory"):
+                collector.update_policy_weights_()
+
+
+@pytest.mark.soak
+def test_weights_for_some_workers() -> None:
+    policy = make_policy()
+    schemes = {"policy": sync.SharedMemWeightSyncScheme(timeout=PATIENCE, per_worker_weights=True)}
+    with collecting(
+        MultiSyncCollector, policy, schemes, total_frames=FRAMES * 3, cat_results="stack"
+    ) as collector:
+        iterator = iter(collector)
+        check(next(iterator))
+        mark(policy, 1)
+        collector.update_policy_weights_(worker_ids=[1])
+        batch = next(iterator)
+        assert batch["marks"][0].unique().tolist() == [0]
+        assert batch["marks"][1].unique().tolist() == [1]
+
+
+def test_several_models() -> None:
+    policy, scaled = make_policy(), torch.nn.Linear(1, 1)
+    inner = sync.MultiProcessWeightSyncScheme(timeout=PATIENCE)
+    inner.init_on_sender(model_id=INNER, model=scaled, num_workers=2)
+    collector = MultiSyncCollector(
+        [make_scaling_env] * 2,
+        policy,
+        frames_per_batch=FRAMES,
+        total_frames=FRAMES * 4,
+        weight_sync_schemes={"policy": sync.MultiProcessWeightSyncScheme(timeout=PATIENCE), INNER: inner},
+        track_policy_version=True,
+    )
+    try:
+        for version, batch in enumerate(collector, start=1):
+            assert check(batch) == {version - 1}
+            if version > 1:
+                assert batch["next", "scaled"].unique().tolist() == [10 * (version - 1)]
+            mark(policy, version)
+            torch.nn.init.constant_(scaled.weight, 10.0 * version)
+            torch.nn.init.zeros_(scaled.bias)
+            collector.update_policy_weights_(weights_dict={"policy": policy, INNER: scaled})
+    finally:
+        collector.shutdown()
+
+
+def test_a_worker_that_fails_at_its_start_is_not_waited_for() -> None:
+    schemes = {"policy": sync.SharedMemWeightSyncScheme(timeout=PATIENCE)}
+    schemes[INNER] = sync.SharedMemWeightSyncScheme(timeout=PATIENCE)
+    schemes[INNER].init_on_sender(model_id=INNER, model=torch.nn.Linear(1, 1), num_workers=2)
+    with pytest.raises(WorkerLostError, match="a size of -1"):
+        MultiSyncCollector(
+            [make_scaling_env, partial(make_scaling_env, -1)],
+            make_policy(),
+            frames_per_batch=FRAMES,
+            total_frames=-1,
+            weight_sync_schemes=schemes,
+        )
+    for scheme in schemes.values():
+        scheme.close()
+
+
+def test_a_worker_that_is_killed_is_named() -> None:
+    policy = make_policy()
+    schemes = {"policy": sync.SharedMemWeightSyncScheme(timeout=PATIENCE)}
+    with collecting(MultiSyncCollector, policy, schemes, total_frames=-1) as collector:
+        check(next(iter(collector)))
+        os.kill(collector.procs[1].pid, signal.SIGKILL)
+        collector.procs[1].join(PATIENCE)
+        with pytest.raises(WorkerLostError) as caught:
+            collector.update_policy_weights_()
+        assert caught.value.workers == (1,)
+
+
+def _make_narrow() -> Any:
+    return TensorDictModule(torch.nn.Linear(4, 1), in_keys=["observation"], out_keys=["action"])
+
+
+def test_what_does_not_fit_is_told_at_once() -> None:
+    policy = make_policy()
+    schemes = {"policy": sync.SharedMemWeightSyncScheme(timeout=PATIENCE)}
+    with collecting(MultiSyncCollector, policy, schemes, total_frames=-1) as collector:
+        iterator = iter(collector)
+        check(next(iterator))
+        with pytest.raises(KeyError, match=r"module\.weight"):
+            collector.update_policy_weights_(_make_narrow())
+        mark(policy, 1)
+        collector.update_policy_weights_()
+        assert check(next(iterator)) == {1}
+
+
+@pytest.mark.soak
+def test_the_trainers_memory_is_its_own() -> None:
+    policy = make_policy()
+    before = policy.module.net.weight.data_ptr()
+    schemes = {"policy": sync.SharedMemWeightSyncScheme(timeout=PATIENCE)}
+    with collecting(MultiSyncCollector, policy, schemes, total_frames=-1) as collector:
+        iterator = iter(collector)
+        check(next(iterator))
+        mark(policy, 7)  # and not sent
+        assert check(next(iterator)) == {0}
+        assert policy.module.net.weight.data_ptr() == before
+        assert not policy.module.net.weight.is_shared()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("scheme", ["process", "shared"])
+def test_an_evaluator_in_a_process(scheme: str) -> None:
+    evaluated: list[Any] = []
+
+    def metrics(batch: Any) -> dict[str, float]:
+        evaluated.append(batch["marks"].unique().tolist())
+        return {}
+
+    evaluator = Evaluator(
+        make_env,
+        policy_factory=make_policy,
+        num_trajectories=1,
+        max_steps=20,
+        backend="process",
+        weight_sync_schemes={"policy": SCHEMES[scheme](timeout=PATIENCE)},
+        metrics_fn=metrics,
+    )
+    try:
+        policy = make_policy()
+        for version in range(1, 5):
+            mark(policy, version)
+            evaluator.evaluate(weights=policy)
+    finally:
+        evaluator.shutdown()
+    # torchrl's collector has a batch in hand when new weights come.
+    assert evaluated[0] == [1]
+    assert all(version - 1 <= max(found) <= version for version, found in enumerate(evaluated, start=1))
+
+
+class _Refusing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2, 4))
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(observation, self.weight).argmax(-1)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"mood": int(self.weight[0, 0].item())}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        if int(state["mood"]) == 13:
+            raise ValueError("not on a Friday")
+
+
+def test_a_refused_update_is_told_and_changes_nothing() -> None:
+    policy = TensorDictModule(_Refusing(), in_keys=["observation"], out_keys=["action"])
+    scheme = sync.SharedMemWeightSyncScheme(timeout=PATIENCE)
+    collector = MultiSyncCollector(
+        [make_env] * 2,
+        policy,
+        frames_per_batch=FRAMES,
+        total_frames=-1,
+        weight_sync_schemes={"policy": scheme},
+    )
+    try:
+        next(iter(collector))
+        torch.nn.init.constant_(policy.module.weight, 13.0)
+        with pytest.raises(RemoteApplyError, match="Friday"):
+            collector.update_policy_weights_()
+        torch.nn.init.constant_(policy.module.weight, 14.0)
+        collector.update_policy_weights_()
+        assert set(scheme.worker_versions.values()) == {1}  # nobody has had the other
+    finally:
+        collector.shutdown()

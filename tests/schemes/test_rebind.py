@@ -1,0 +1,137 @@
+"""A connected receiver goes on with another model, or tells another context."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from aiosync import AlreadyConnectedError, LayoutMismatchError, NotConnectedError
+from tests.kit.cases import SCHEMES, SchemeCase
+from tests.kit.clock import within
+from tests.kit.local import LocalCluster, LocalWorker
+from tests.kit.models import Uniform, fill, value_of
+
+CASES = {case.name: case for case in SCHEMES}
+
+pytestmark = pytest.mark.parametrize(
+    "case", [CASES["shared"], CASES["memory"], CASES["tcp"]], ids=lambda c: c.name
+)
+
+
+async def test_another_model_gets_what_is_in_service_and_all_that_comes(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=1) as cluster:
+        fill(cluster.model, 1)
+        await cluster.scheme.send()
+        worker, another = cluster.workers[0], Uniform(-1.0)
+        await worker.scheme.rebind(model=another)
+        assert value_of(another) == 1 and worker.scheme.model is another
+        for version in (2, 3, 4):
+            fill(cluster.model, version)
+            await cluster.scheme.send()
+            assert value_of(another) == version == worker.scheme.version
+        # The one before keeps what it had, in memory of its own.
+        assert value_of(worker.model) == 1
+
+
+async def test_another_dtype(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=1) as cluster:
+        another = Uniform().to(torch.bfloat16)
+        await cluster.workers[0].scheme.rebind(model=another)
+        for version in (1, 2, 3):
+            fill(cluster.model, version)
+            await cluster.scheme.send()
+            assert {p.dtype for p in another.parameters()} == {torch.bfloat16}
+            assert value_of(another) == version
+
+
+async def test_a_model_that_does_not_fit_changes_nothing(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=1) as cluster:
+        worker = cluster.workers[0]
+        with pytest.raises(LayoutMismatchError):
+            await worker.scheme.rebind(model=nn.Linear(3, 1))
+        assert worker.scheme.model is worker.model
+        fill(cluster.model, 5)
+        await cluster.scheme.send()
+        assert value_of(worker.model) == 5
+
+
+async def test_a_commit_that_waits_comes_first(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=1) as cluster:
+        worker, another = cluster.workers[0], Uniform(-1.0)
+        async with worker.scheme.pinned():
+            fill(cluster.model, 1)
+            sending = asyncio.create_task(cluster.scheme.send())
+            rebinding = asyncio.create_task(worker.scheme.rebind(model=another))
+            await asyncio.sleep(0.02)
+        await within(sending)
+        await within(rebinding)
+        assert value_of(another) == 1
+
+
+class _Writer:
+    """Takes weights as it likes: into the parameters, where they are."""
+
+    def __init__(self, model: Uniform) -> None:
+        self.model = model
+        self.told: list[float] = []
+
+    def update_policy_weights_(self, policy_or_weights: Any, model_id: str) -> None:
+        assert model_id == "policy"
+        given = policy_or_weights.flatten_keys(".")
+        self.told.append(float(given["values.0"][0]))
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(given[name] + 100)  # it may write anything
+
+
+async def test_a_context_that_writes_never_writes_into_the_senders_memory(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=2) as cluster:
+        first, second = cluster.workers
+        context = _Writer(first.model)
+        await first.scheme.rebind(context=context)
+        assert first.scheme.context is context
+        for version in (1, 2, 3, 4):
+            fill(cluster.model, version)
+            await cluster.scheme.send()
+            assert value_of(first.model) == value_of(second.model) == version
+        assert context.told == [1, 2, 3, 4]
+
+
+async def test_setting_it_is_for_before(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=1) as cluster:
+        worker = cluster.workers[0]
+        with pytest.raises(AlreadyConnectedError, match=r"rebind\(model="):
+            worker.scheme.model = Uniform()
+        with pytest.raises(AlreadyConnectedError, match=r"rebind\(context="):
+            worker.scheme.context = object()
+    with pytest.raises(NotConnectedError):
+        await worker.scheme.rebind(model=Uniform())
+
+
+async def test_a_context_that_was_set_before_is_told(case: SchemeCase) -> None:
+    cluster = LocalCluster(case, workers=1)
+    scheme, context = copy.copy(cluster.scheme), _Writer(Uniform())
+    scheme.context = context
+    arguments = cluster.recipe.receiver_arguments.get(0, {})
+    cluster.workers[0] = LocalWorker(scheme, 0, context.model, arguments)
+    async with cluster:
+        fill(cluster.model, 3)
+        await cluster.scheme.send()
+        assert scheme.context is context and context.told == [0, 3]
+        assert value_of(context.model) == 3
+
+
+async def test_receive_gives_what_has_come_before_it_was_called(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=1) as cluster:
+        for version in (1, 2):
+            fill(cluster.model, version)
+            await cluster.scheme.send()
+        worker = cluster.workers[0]
+        found = await worker.scheme.receive(timeout=0)
+        assert found is not None and float(found.flatten_keys(".")["values.0"][0]) == 2
+        assert await worker.scheme.receive(timeout=0) is None
