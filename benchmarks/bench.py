@@ -50,7 +50,7 @@ def bench(
     blocking: Annotated[
         bool, typer.Option("--blocking", help="what a blocking call costs, and only that")
     ] = False,
-    parameters: Annotated[str, typer.Option(help="with --collectors: sizes of the policy")] = "0,25000000",
+    parameters: Annotated[str, typer.Option(help="with --collectors: sizes of the policy")] = "1000,25000000",
     acting: Annotated[bool, typer.Option("--acting", help="with --distributed: workers act")] = False,
     apart: Annotated[
         bool, typer.Option("--apart", help="with --distributed, --ray: as between machines")

@@ -49,7 +49,8 @@ def is_enlisted(context: Any) -> bool:
 
 def processes(context: Any) -> dict[int, int]:
     """Those that torchrl's collectors of several processes have started."""
-    return {index: process.pid for index, process in enumerate(getattr(context, "procs", None) or ())}
+    started = getattr(context, "procs", None) or ()
+    return {index: process.pid for index, process in enumerate(started) if process.pid is not None}
 
 
 def last_words(context: Any, worker: int) -> str:

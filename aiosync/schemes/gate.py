@@ -235,4 +235,4 @@ class ForwardGuard:
         return MethodType(type(copied).forward, copied)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (MethodType, (type(self._module).forward, self._module))
+        return (getattr, (self._module, "forward"))  # which has not been replaced where it is made anew

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -134,6 +135,43 @@ def test_several_models() -> None:
             collector.update_policy_weights_(weights_dict={"policy": policy, INNER: scaled})
     finally:
         collector.shutdown()
+
+
+def _collector_in_the_middle(scheme: Any, pipe: Any) -> None:
+    """Receives, and hands on to two workers of its own; answers with the versions in its next batch."""
+    below = {"policy": sync.SharedMemWeightSyncScheme(timeout=PATIENCE)}
+    options = {"weight_recv_schemes": {"policy": scheme}, "worker_idx": 0, "total_frames": -1}
+    with collecting(MultiSyncCollector, make_policy(), below, **options) as collector:
+        iterator = iter(collector)
+        pipe.send(check(next(iterator)))
+        while pipe.recv():
+            pipe.send(check(next(iterator)))
+
+
+@pytest.mark.soak
+def test_collectors_below_collectors() -> None:
+    policy = make_policy()
+    scheme = sync.TCPWeightSyncScheme(timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=policy, num_workers=1)
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    middle = context.Process(target=_collector_in_the_middle, args=(scheme, theirs))
+    middle.start()
+    try:
+        scheme.connect()
+        assert pipe.poll(PATIENCE)
+        assert pipe.recv() == {0}  # its workers count from what it had when they began
+        for version in range(1, 11):
+            mark(policy, version)
+            scheme.send()
+            pipe.send(True)
+            assert pipe.poll(PATIENCE)
+            assert pipe.recv() == {version}
+    finally:
+        pipe.send(False)
+        middle.join(PATIENCE)
+        scheme.close()
+    assert middle.exitcode == 0
 
 
 def test_a_worker_that_fails_at_its_start_is_not_waited_for() -> None:

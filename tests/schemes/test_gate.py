@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import threading
 from functools import partial
 from typing import Any
@@ -180,6 +182,16 @@ def test_a_guarded_forward_pass_keeps_commits_out() -> None:
     guard.remove()
     guard.remove()
     assert "forward" not in module.__dict__
+
+
+def test_a_copy_of_a_guarded_module_is_not_guarded() -> None:
+    module = nn.Linear(2, 2)
+    guard = ForwardGuard(CommitGate(), module, PATIENCE, lambda: None)
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert not isinstance(copied.forward, ForwardGuard)
+        assert torch.equal(copied(torch.ones(2)), module(torch.ones(2)))
+        assert getattr(copied.forward, "__self__", None) is copied
+    guard.remove()
 
 
 def test_a_forward_pass_that_raises_leaves_the_gate() -> None:
