@@ -47,6 +47,7 @@ def bench(
     collectors: Annotated[
         bool, typer.Option("--collectors", help="torchrl's collectors with our schemes, and only that")
     ] = False,
+    frames: Annotated[int, typer.Option(help="with --collectors: in each batch")] = 200,
     blocking: Annotated[
         bool, typer.Option("--blocking", help="what a blocking call costs, and only that")
     ] = False,
@@ -117,7 +118,7 @@ def bench(
             if schemes == _SCHEMES
             else _chosen("--schemes", schemes, tuple(classic.CASES))
         )
-        classic.run(kinds, _numbers("--parameters", parameters), rounds or 3, 50, 200, json)
+        classic.run(kinds, _numbers("--parameters", parameters), rounds or 3, 50, frames, json)
         return
     if blocking:
         from benchmarks import blocking as calls

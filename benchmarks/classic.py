@@ -41,7 +41,7 @@ CASES = {
     "rpc": ("rpc",),
     "ray": ("ray",),
 }
-"""Collector -> schemes. What torchrl has no scheme for is measured beside its shared memory."""
+"""Collector -> schemes. What torchrl has no scheme for is measured beside its queues."""
 
 _CLASSES = {
     "shared": "SharedMem",
@@ -107,7 +107,7 @@ def _take_turn(kind: str, scheme: str, library: str, parameters: int, updates: i
     peers: Any = importlib.import_module("torchrl.weight_update")
     ours: Any = importlib.import_module("aiosync.sync")
     name = f"{_CLASSES[scheme]}WeightSyncScheme"
-    made = getattr(ours if library == "aiosync" else peers, name, peers.SharedMemWeightSyncScheme)()
+    made = getattr(ours if library == "aiosync" else peers, name, peers.MultiProcessWeightSyncScheme)()
     policy = _make_policy(parameters)
     with ray_cluster(store=2 << 30) if kind == "ray" else nullcontext():
         collector = _collector(kind, policy, made, updates, frames)
