@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.kit.clock import PATIENCE
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -78,3 +80,12 @@ def test_async_actors_that_play() -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert "version 10: return" in ran.stdout
+
+
+@pytest.mark.soak
+def test_a_script_of_torchrls_users() -> None:
+    pytest.importorskip("torchrl")
+    learner = _start("classic_collector.py", "--updates", "5", "--frames", "400")
+    said, complained = learner.communicate(timeout=4 * PATIENCE)
+    assert learner.returncode == 0, complained
+    assert "update 5: mean return" in said

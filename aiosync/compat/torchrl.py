@@ -6,6 +6,7 @@ context of torchrl's. From then on the twins count as torchrl's schemes.
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -13,22 +14,35 @@ from torchrl import weight_update
 from torchrl.weight_update import weight_sync_schemes
 
 from aiosync import sync
+from aiosync._deadline import Deadline, default_timeout
+from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.cascade import Cascade, Follower, weakly
 from aiosync.transports.rpc_calls import agent_here, is_member
 
 __all__ = ["first_worker", "follower_of", "is_enlisted", "last_words", "processes"]
 
 
-def follower_of(context: Any) -> Follower | None:
-    """How a context of torchrl's is told of updates; None: as any other, by ``update_policy_weights_``."""
+def follower_of(context: Any, model_id: str) -> Follower | None:
+    """How a context of torchrl's is told of updates; None: as any other, by ``update_policy_weights_``.
+
+    Raises:
+        InvalidArgumentError: an inference server that replays CUDA graphs.
+    """
     from torchrl.collectors import BaseCollector
     from torchrl.modules.inference_server import InferenceServer
 
     if isinstance(context, InferenceServer):
+        if context.static_batch_size is not None:
+            raise InvalidArgumentError(
+                "an InferenceServer with static_batch_size replays CUDA graphs, which nothing here keeps "
+                "commits out of: use it without, or with torchrl's own scheme"
+            )
         return _Server(context)
     if not isinstance(context, BaseCollector) or getattr(context, "weight_updater", None) is not None:
         return None
-    return _Parent(context) if getattr(context, "_weight_sync_schemes", None) else _ActingCollector(context)
+    if getattr(context, "_weight_sync_schemes", None):
+        return _Parent(context)
+    return _ActingCollector(context) if model_id == "policy" else Follower()
 
 
 def first_worker(context: Any) -> int:
@@ -65,80 +79,108 @@ def last_words(context: Any, worker: int) -> str:
 
 
 class _Parent(Cascade):
-    """A collector that has others to update."""
+    """A collector that has others to update.
 
-    writes = False
+    What torchrl's own schemes are given to hand on they may pickle, which takes memory away from under those
+    who share it: only where all are ours may that be the sender's.
+    """
 
     def __init__(self, collector: Any) -> None:
         super().__init__(collector)
         self._collector = weakly(collector)
+        schemes = collector._weight_sync_schemes.values()
+        self.writes = not all(isinstance(scheme, sync.WeightSyncScheme) for scheme in schemes)
 
     def updating(self, model_id: str, weights: Any) -> Any:
-        """See :class:`Follower`. Before they have been started there is nobody: they begin with the model."""
-        schemes = getattr(self._collector(), "_weight_sync_schemes", None) or {}
-        scheme = schemes.get(model_id)
-        return super().updating(model_id, weights) if scheme and scheme.synchronized_on_sender else None
+        """See :class:`Follower`. Those who have not been started yet will begin with the model as it is then;
+        those who are being started began with what it was, and have this when they are there."""
+        scheme = (getattr(self._collector(), "_weight_sync_schemes", None) or {}).get(model_id)
+        if scheme is None or not scheme.initialized_on_sender:
+            return None
+        deadline = Deadline.after(default_timeout())
+        while not scheme.synchronized_on_sender:
+            time.sleep(0.01)  # in a thread; torchrl has nothing that tells
+            if self._collector() is None or not scheme.initialized_on_sender:
+                return None
+            if deadline.remaining() <= 0:
+                raise deadline.error("connect", hint="this collector's own workers have not started")
+        return super().updating(model_id, weights)
 
 
-class _ActingCollector(Follower):
+class _Counting(Follower):
+    """Adds to a count what a version is more than the one before; a new sender begins again at 0."""
+
+    def __init__(self) -> None:
+        self._counted = 0
+
+    def more(self, version: int) -> int:
+        """How many versions have come since this was asked."""
+        before, self._counted = self._counted, version
+        return max(0, version - before)
+
+
+class _ActingCollector(_Counting):
     """A collector that acts with the model itself. Its ``update_policy_weights_`` would write into the
     parameters, which have the weights already; what is left of it is to count.
 
     A version counts from the first forward pass with it, not from the commit: frames are tagged some time
-    after the pass, and are to have the version that acted.
+    after the pass, and are to have the version that acted. (What replays a graph makes no passes.)
     """
 
     def __init__(self, collector: Any) -> None:
+        super().__init__()
         self._collector = weakly(collector)
+        self._replays = bool(getattr(collector, "cudagraphed_policy", False))
+
+    def committed(self, version: int) -> None:
+        """See :class:`Follower`."""
+        if self._replays:
+            self.acting(version)
 
     def acting(self, version: int) -> None:
         """See :class:`Follower`."""
         tracker = getattr(self._collector(), "policy_version_tracker", None)
-        if tracker is None or version == 0:
+        more = self.more(version)
+        if tracker is None or not more:
             return
         if isinstance(tracker.version, int):
-            tracker.version = version
+            tracker.version += more
         else:
             tracker.increment_version()
 
 
-class _Server(Follower):
+class _Server(_Counting):
     """An inference server, which holds a lock from a pass until it has said what version that was.
 
     A version counts from the commit where no batch is being served, else from the next pass.
     """
 
     def __init__(self, server: Any) -> None:
+        super().__init__()
         self._server = weakly(server)
-        self._counted = 0
 
     def committed(self, version: int) -> None:
         """See :class:`Follower`."""
         server = self._server()
         if server is not None and server._model_lock.acquire(blocking=False):
             try:
-                self._count(server, version)
+                self.acting(version)
             finally:
                 server._model_lock.release()
 
     def acting(self, version: int) -> None:
         """See :class:`Follower`."""
-        server = self._server()
-        if server is not None:
-            self._count(server, version)
-
-    def _count(self, server: Any, version: int) -> None:
-        if version > self._counted:
-            server._mark_weight_update(server.policy_version + version - self._counted)
-            self._counted = version
+        server, more = self._server(), self.more(version)
+        if server is not None and more:
+            server._mark_weight_update(server.policy_version + more)
 
 
 def _register() -> None:
     """Have the twins count as torchrl's schemes, and be made by
     ``torchrl.weight_update.WeightSyncScheme.from_backend("aiosync.shared")``."""
     weight_update.WeightSyncScheme.register(sync.WeightSyncScheme)
-    # torchrl's InferenceServer need not ask this one for updates: they come by themselves.
-    weight_update.SharedMemWeightSyncScheme.register(sync.SharedMemWeightSyncScheme)
+    # torchrl's InferenceServer asks whether it is one of these, and so whether updates come by themselves.
+    weight_update.SharedMemWeightSyncScheme.register(sync.WeightSyncScheme)
     by_name = getattr(weight_sync_schemes, "register_weight_sync_backend", None)
     if by_name is not None:
         for backend, twin in sync.WeightSyncScheme.twins_by_backend().items():

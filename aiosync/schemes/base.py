@@ -160,7 +160,8 @@ class WeightSyncScheme(SchemeEndpoints):
         enough = 1 if min_workers is None and plan.elastic else min_workers
         if sender.version >= 0:
             await self._before_connect({}, deadline)  # those that have given up meanwhile are asked again
-            await sender.connect({}, deadline, min_workers=enough)
+            with watching(self.context, sender.roster):
+                await sender.connect({}, deadline, min_workers=enough)
             return
         async with leading(self._leader, "connect", deadline) as gathering:
             weights = await self._before_connect(weights, deadline)
@@ -368,7 +369,7 @@ class WeightSyncScheme(SchemeEndpoints):
         receiver, before = self.get_receiver(), self._model
         follower, may_view = self._follower, self._may_view
         if context is not None:
-            follower = follower_of(context)
+            follower = follower_of(context, self._model_id)
             may_view = not follower.writes
         self._model = before if model is None else model
         try:
@@ -407,7 +408,7 @@ class WeightSyncScheme(SchemeEndpoints):
             return
         self._synchronized = False
         self._sender = self._receiver = self._listener = None
-        self._plan = None
+        self._plan = self._context = None
         self._receiver_initialized = False
         try:
             if sender is not None:

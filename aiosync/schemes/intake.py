@@ -42,6 +42,7 @@ class Held:
 
     update: Update
     views: Mapping[str, Tensor] | None = None
+    stager: Stager | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     committed: bool = False
 
@@ -258,7 +259,7 @@ class Intake:
             guard.remove()
 
     def _acting(self) -> None:
-        if self._acted != self.version:
+        if self._acted != self.version >= 0:
             self._acted = self.version
             self._follower.acting(self.version)
 
@@ -296,7 +297,8 @@ class Intake:
             if self._patience is not None:
                 self._remove_guard()
                 self.guard_forwards(self._patience)
-        self._follower = follower
+        if follower is not self._follower:
+            self._follower, self._acted = follower, -1
 
     async def stage(self, held: Held) -> None:
         """Bring the bytes to where a commit can use them, off the loop where that takes long.
@@ -319,11 +321,15 @@ class Intake:
             else:
                 views, pairs = await self._offloader.run(lambda _: stager.stage(held.update))
                 await self._offloader.copy(pairs)
-        self._check(views)
-        if self._follower.cascades:
-            await self._cascade(views)
-        held.views = views
+            self._check(views)
+            if self._follower.cascades:
+                await self._cascade(views)
+            held.views, held.stager = views, stager
         held.seconds["stage"] = time.perf_counter() - started
+
+    def has_staged(self, held: Held) -> bool:
+        """Whether an update is ready to be committed, into the model that is bound now."""
+        return held.views is not None and held.stager is self._stager
 
     async def _cascade(self, views: Mapping[str, Tensor]) -> None:
         follower, model_id = self._follower, self._model_id or "policy"
@@ -350,13 +356,14 @@ class Intake:
         stager = self._stager
         assert stager is not None and self.arrival is not None
         quick = self.arrival.is_here(held.update) and stager.is_quick(held.update)
-        if held.update.joint is not None or self._follower.cascades or self._leftover or not quick:
+        held_up = self._leftover or self._staging.locked()
+        if held.update.joint is not None or self._follower.cascades or held_up or not quick:
             return False
         started = time.perf_counter()
         views, pairs = stager.stage(held.update)
         copy_pairs(pairs)
         self._check(views)
-        held.views = views
+        held.views, held.stager = views, stager
         held.seconds["stage"] = time.perf_counter() - started
         return self._commit_now(held)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from aiosync.errors import NotConnectedError
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.cascade import weakly
 from aiosync.schemes.report import SendReport
 from aiosync.transports.base import Listener, Transport
 
@@ -107,6 +108,11 @@ class NoWeightSyncScheme(WeightSyncScheme):
     async def pinned(self, timeout: float | None = None) -> AsyncIterator[int]:
         """The version never changes."""
         yield self.version
+
+    async def rebind(self, *, model: Any = None, context: Any = None) -> None:
+        """Takes what another scheme would take."""
+        self._model = self._model if model is None else model
+        self._context = self._context if context is None else weakly(context)
 
     async def wait_closed(self) -> None:
         """Wait until this side closes: there is no other."""

@@ -16,8 +16,8 @@ _PEERS = {"torchrl": "aiosync.compat.torchrl"}
 class Peer(Protocol):
     """What such a module has."""
 
-    def follower_of(self, context: Any) -> Follower | None:
-        """How a context is told of updates; None: as any other."""
+    def follower_of(self, context: Any, model_id: str) -> Follower | None:
+        """How a context is told of a model's updates; None: as any other."""
 
     def first_worker(self, context: Any) -> int:
         """What a sender's context tells its first worker that its index is."""
@@ -41,10 +41,10 @@ def peer_of(context: Any) -> Peer | None:
     return None
 
 
-def follower_of(context: Any) -> Follower:
-    """How a context is told of updates."""
+def follower_of(context: Any, model_id: str | None) -> Follower:
+    """How a context is told of a model's updates."""
     peer = peer_of(context)
-    found = peer.follower_of(context) if peer is not None else None
+    found = peer.follower_of(context, model_id or "policy") if peer is not None else None
     if found is not None:
         return found
     return Cascade(context) if callable(getattr(context, "update_policy_weights_", None)) else Follower()

@@ -435,7 +435,8 @@ class WeightReceiver:
             self._skip()
             return None
         try:
-            if held.views is None:
+            if not self.intake.has_staged(held):
+                held.views = None
                 await self.intake.stage(held)
                 if self.lost or self._link.down:
                     self._held = None

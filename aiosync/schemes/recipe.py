@@ -272,14 +272,14 @@ class SchemeRecipe(ABC):
         if context is not None:
             if model_id is None:
                 raise InvalidArgumentError("context= needs model_id=, the name of the model on it")
-            follower = follower_of(context)
+            follower = follower_of(context, model_id)
             if model is None:
                 model = model_of(context, model_id)
                 may_view = not follower.writes
             worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
         elif self.context is not None and not self._receiver_initialized:
             context = self.context  # it was said before
-            follower = follower_of(context)
+            follower = follower_of(context, model_id)
             may_view = not follower.writes
         if model is not None and not isinstance(model, nn.Module | TensorDictBase | Mapping):
             raise InvalidArgumentError(

@@ -20,9 +20,14 @@ def watching(context: Any, roster: Roster) -> Iterator[None]:
     peer = peer_of(context)
 
     def ended(worker: int) -> None:
+        if roster.last_version_of(worker) >= 0:
+            return  # it was there: others have found out, or will
         assert peer is not None
-        said = peer.last_words(context, worker)
-        roster.never_coming(worker, "its process has ended before it connected" + (said and f": {said}"))
+        said = ""
+        try:
+            said = peer.last_words(context, worker)
+        finally:
+            roster.never_coming(worker, "its process has ended before it connected" + (said and f": {said}"))
 
     with ExitStack() as stack:
         for worker, pid in (peer.processes(context) if peer is not None else {}).items():

@@ -1013,6 +1013,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """The version never changes."""
         return self._blocking_pinned(timeout)
 
+    def rebind(self, *, model: Any=None, context: Any=None) -> None:
+        """Takes what another scheme would take."""
+        portal().call(self._async.rebind, model=model, context=context)
+
     def wait_closed(self) -> None:
         """Wait until this side closes: there is no other."""
         portal().call(self._async.wait_closed)

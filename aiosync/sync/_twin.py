@@ -85,12 +85,15 @@ class BlockingTwin:
         scheme = self._async
         if scheme.initialized_on_receiver and scheme.sender_enlists:
             return
+        receives = scheme.initialized_on_receiver and not isinstance(scheme, aiosync.NoWeightSyncScheme)
+        if receives and not scheme.synchronized_on_receiver:
+            # From the first commit on, none may land in a running forward pass of another thread.
+            receiver = scheme.create_receiver(worker_idx=arguments.get("worker_idx"))
+            receiver.intake.guard_forwards(scheme.timeout)
         await scheme.connect(**arguments)
         portal().adopt(self, self._close)
-        if scheme.synchronized_on_receiver and not isinstance(scheme, aiosync.NoWeightSyncScheme):
+        if receives:
             receiver = scheme.get_receiver()
-            # Before the loop begins: from its first commit on, none may land in a running forward pass.
-            receiver.intake.guard_forwards(scheme.timeout)
             self._task = portal().start_task(receiver.run(), f"aiosync-receiver-{scheme.worker_idx}")
 
     def _blocking_receiving(self) -> AbstractContextManager[None]:

@@ -71,6 +71,7 @@ class Scaling(Transform):  # type: ignore[misc]
         nn.init.zeros_(self.module.weight)
 
     def _apply_transform(self, observation: Tensor) -> Tensor:
+        self.module(torch.zeros(1))  # a pass of it is none of the policy's
         return self.module.weight.detach()[:, 0].expand(*observation.shape[:-1], -1).clone()
 
     def _reset(self, tensordict: Any, tensordict_reset: Any) -> Any:

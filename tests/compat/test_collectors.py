@@ -137,36 +137,37 @@ def test_several_models() -> None:
         collector.shutdown()
 
 
-def _collector_in_the_middle(scheme: Any, pipe: Any) -> None:
-    """Receives, and hands on to two workers of its own; answers with the versions in its next batch."""
+def _collector_in_the_middle(scheme: Any, pipe: Any, late: bool) -> None:
+    """Receives, and hands on to two workers of its own; answers with what acted in its next batch."""
     below = {"policy": sync.SharedMemWeightSyncScheme(timeout=PATIENCE)}
-    options = {"weight_recv_schemes": {"policy": scheme}, "worker_idx": 0, "total_frames": -1}
+    above = {"policy": scheme}
+    options = {"worker_idx": 0, "total_frames": -1, "weight_recv_schemes": None if late else above}
     with collecting(MultiSyncCollector, make_policy(), below, **options) as collector:
+        if late:
+            collector.register_scheme_receiver(above)
         iterator = iter(collector)
-        pipe.send(check(next(iterator)))
         while pipe.recv():
-            pipe.send(check(next(iterator)))
+            pipe.send(next(iterator)["marks"].unique().tolist())
 
 
 @pytest.mark.soak
-def test_collectors_below_collectors() -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["before they start", "when they run"])
+def test_collectors_below_collectors(late: bool) -> None:
     policy = make_policy()
     scheme = sync.TCPWeightSyncScheme(timeout=PATIENCE)
     scheme.init_on_sender(model_id="policy", model=policy, num_workers=1)
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    middle = context.Process(target=_collector_in_the_middle, args=(scheme, theirs))
+    middle = context.Process(target=_collector_in_the_middle, args=(scheme, theirs, late))
     middle.start()
     try:
         scheme.connect()
-        assert pipe.poll(PATIENCE)
-        assert pipe.recv() == {0}  # its workers count from what it had when they began
         for version in range(1, 11):
             mark(policy, version)
-            scheme.send()
+            scheme.send()  # the first of them while the workers below are just being started
             pipe.send(True)
             assert pipe.poll(PATIENCE)
-            assert pipe.recv() == {version}
+            assert pipe.recv() == [version]
     finally:
         pipe.send(False)
         middle.join(PATIENCE)
@@ -188,6 +189,27 @@ def test_a_worker_that_fails_at_its_start_is_not_waited_for() -> None:
         )
     for scheme in schemes.values():
         scheme.close()
+
+
+def test_another_models_updates_are_not_the_policys() -> None:
+    policy, scaled = make_policy(), torch.nn.Linear(1, 1)
+    inner = sync.SharedMemWeightSyncScheme(timeout=PATIENCE)
+    inner.init_on_sender(model_id=INNER, model=scaled, num_workers=2)
+    collector = MultiSyncCollector(
+        [make_scaling_env] * 2,
+        policy,
+        frames_per_batch=FRAMES,
+        total_frames=FRAMES * 5,
+        weight_sync_schemes={"policy": sync.NoWeightSyncScheme(), INNER: inner},
+        policy_factory=make_policy,
+        track_policy_version=True,
+    )
+    try:
+        for batch in collector:
+            assert check(batch) == {0}
+            collector.update_policy_weights_(weights_dict={INNER: scaled})
+    finally:
+        collector.shutdown()
 
 
 def test_a_worker_that_is_killed_is_named() -> None:

@@ -73,6 +73,34 @@ async def test_a_commit_that_waits_comes_first(case: SchemeCase) -> None:
         assert value_of(another) == 1
 
 
+async def test_an_update_that_comes_meanwhile_is_not_lost(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=1) as cluster:
+        worker, another = cluster.workers[0], Uniform(-1.0)
+        rebinding = asyncio.create_task(worker.scheme.rebind(model=another))
+        version = 0
+        while not rebinding.done():
+            version += 1
+            fill(cluster.model, version)
+            await cluster.scheme.send()
+        await rebinding
+        assert value_of(another) == version == worker.scheme.version
+
+
+async def test_what_was_staged_for_the_model_before_is_staged_again(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=1, serve=False) as cluster:
+        worker, another = cluster.workers[0], Uniform().to(torch.bfloat16)
+        fill(cluster.model, 1)
+        sending = asyncio.create_task(cluster.scheme.send())
+        async with worker.scheme.pinned():
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await worker.scheme.receive()
+        await worker.scheme.rebind(model=another)
+        assert await worker.scheme.receive() is not None
+        await within(sending)
+        assert value_of(another) == 1 and {p.dtype for p in another.parameters()} == {torch.bfloat16}
+
+
 class _Writer:
     """Takes weights as it likes: into the parameters, where they are."""
 
