@@ -90,11 +90,15 @@ def make_scaling_env(size: int = 1) -> Any:
 
 @contextmanager
 def collecting(
-    make: Callable[..., Any], policy: Any, schemes: dict[str, Any], **options: Any
+    make: Callable[..., Any],
+    policy: Any,
+    schemes: dict[str, Any],
+    env: Callable[[], Any] = make_env,
+    **options: Any,
 ) -> Iterator[Any]:
-    """A collector, shut down at the end."""
+    """A collector of two workers, shut down at the end."""
     collector = make(
-        [make_env] * 2,
+        [env] * 2,
         policy,
         frames_per_batch=FRAMES,
         weight_sync_schemes=schemes,

@@ -67,7 +67,7 @@ def test_a_shared_replay_buffer_that_is_filled_beside() -> None:
     policy = make_policy()
     buffer = ReplayBuffer(storage=LazyTensorStorage(20_000), batch_size=FRAMES, shared=True)
     schemes = {"policy": sync.SharedMemWeightSyncScheme(timeout=PATIENCE)}
-    options = {"total_frames": -1, "replay_buffer": buffer}
+    options: dict[str, Any] = {"total_frames": -1, "replay_buffer": buffer}
     with collecting(MultiAsyncCollector, policy, schemes, **options) as collector:
         collector.start()
         deadline = time.monotonic() + PATIENCE
@@ -85,7 +85,7 @@ def test_a_shared_replay_buffer_that_is_filled_beside() -> None:
 def test_policy_factories(given: bool) -> None:
     policy = make_policy()
     schemes = {"policy": sync.SharedMemWeightSyncScheme(timeout=PATIENCE)}
-    options = {"policy_factory": make_policy, "total_frames": FRAMES * 3}
+    options: dict[str, Any] = {"policy_factory": make_policy, "total_frames": FRAMES * 3}
     with collecting(MultiSyncCollector, policy if given else None, schemes, **options) as collector:
         for version, batch in enumerate(collector, start=1):
             assert check(batch) == {version - 1}
@@ -116,15 +116,9 @@ def test_several_models() -> None:
     policy, scaled = make_policy(), torch.nn.Linear(1, 1)
     inner = sync.MultiProcessWeightSyncScheme(timeout=PATIENCE)
     inner.init_on_sender(model_id=INNER, model=scaled, num_workers=2)
-    collector = MultiSyncCollector(
-        [make_scaling_env] * 2,
-        policy,
-        frames_per_batch=FRAMES,
-        total_frames=FRAMES * 4,
-        weight_sync_schemes={"policy": sync.MultiProcessWeightSyncScheme(timeout=PATIENCE), INNER: inner},
-        track_policy_version=True,
-    )
-    try:
+    schemes = {"policy": sync.MultiProcessWeightSyncScheme(timeout=PATIENCE), INNER: inner}
+    options: dict[str, Any] = {"env": make_scaling_env, "total_frames": FRAMES * 4}
+    with collecting(MultiSyncCollector, policy, schemes, **options) as collector:
         for version, batch in enumerate(collector, start=1):
             assert check(batch) == {version - 1}
             if version > 1:
@@ -133,15 +127,17 @@ def test_several_models() -> None:
             torch.nn.init.constant_(scaled.weight, 10.0 * version)
             torch.nn.init.zeros_(scaled.bias)
             collector.update_policy_weights_(weights_dict={"policy": policy, INNER: scaled})
-    finally:
-        collector.shutdown()
 
 
 def _collector_in_the_middle(scheme: Any, pipe: Any, late: bool) -> None:
     """Receives, and hands on to two workers of its own; answers with what acted in its next batch."""
     below = {"policy": sync.SharedMemWeightSyncScheme(timeout=PATIENCE)}
     above = {"policy": scheme}
-    options = {"worker_idx": 0, "total_frames": -1, "weight_recv_schemes": None if late else above}
+    options: dict[str, Any] = {
+        "worker_idx": 0,
+        "total_frames": -1,
+        "weight_recv_schemes": None if late else above,
+    }
     with collecting(MultiSyncCollector, make_policy(), below, **options) as collector:
         if late:
             collector.register_scheme_receiver(above)
@@ -192,24 +188,19 @@ def test_a_worker_that_fails_at_its_start_is_not_waited_for() -> None:
 
 
 def test_another_models_updates_are_not_the_policys() -> None:
-    policy, scaled = make_policy(), torch.nn.Linear(1, 1)
+    scaled = torch.nn.Linear(1, 1)
     inner = sync.SharedMemWeightSyncScheme(timeout=PATIENCE)
     inner.init_on_sender(model_id=INNER, model=scaled, num_workers=2)
-    collector = MultiSyncCollector(
-        [make_scaling_env] * 2,
-        policy,
-        frames_per_batch=FRAMES,
-        total_frames=FRAMES * 5,
-        weight_sync_schemes={"policy": sync.NoWeightSyncScheme(), INNER: inner},
-        policy_factory=make_policy,
-        track_policy_version=True,
-    )
-    try:
+    schemes = {"policy": sync.NoWeightSyncScheme(), INNER: inner}
+    options: dict[str, Any] = {
+        "env": make_scaling_env,
+        "policy_factory": make_policy,
+        "total_frames": FRAMES * 5,
+    }
+    with collecting(MultiSyncCollector, make_policy(), schemes, **options) as collector:
         for batch in collector:
             assert check(batch) == {0}
             collector.update_policy_weights_(weights_dict={INNER: scaled})
-    finally:
-        collector.shutdown()
 
 
 def test_a_worker_that_is_killed_is_named() -> None:
