@@ -328,8 +328,8 @@ class Intake:
         held.seconds["stage"] = time.perf_counter() - started
 
     def has_staged(self, held: Held) -> bool:
-        """Whether an update is ready to be committed, into the model that is bound now."""
-        return held.views is not None and held.stager is self._stager
+        """Whether an update is ready to be committed into the model that is bound, and goes on to be."""
+        return held.views is not None and held.stager is self._stager and not self._staging.locked()
 
     async def _cascade(self, views: Mapping[str, Tensor]) -> None:
         follower, model_id = self._follower, self._model_id or "policy"

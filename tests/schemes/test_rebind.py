@@ -86,7 +86,10 @@ async def test_an_update_that_comes_meanwhile_is_not_lost(case: SchemeCase) -> N
         assert value_of(another) == version == worker.scheme.version
 
 
-async def test_what_was_staged_for_the_model_before_is_staged_again(case: SchemeCase) -> None:
+@pytest.mark.parametrize("meanwhile", [False, True], ids=["after", "meanwhile"])
+async def test_what_was_staged_for_the_model_before_is_staged_again(
+    case: SchemeCase, meanwhile: bool
+) -> None:
     async with LocalCluster(case, workers=1, serve=False) as cluster:
         worker, another = cluster.workers[0], Uniform().to(torch.bfloat16)
         fill(cluster.model, 1)
@@ -95,8 +98,13 @@ async def test_what_was_staged_for_the_model_before_is_staged_again(case: Scheme
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.2):
                     await worker.scheme.receive()
-        await worker.scheme.rebind(model=another)
+        rebinding = asyncio.create_task(worker.scheme.rebind(model=another))
+        if meanwhile:
+            await asyncio.sleep(0)  # it has begun, and what is staged could be committed now
+        else:
+            await rebinding
         assert await worker.scheme.receive() is not None
+        await rebinding
         await within(sending)
         assert value_of(another) == 1 and {p.dtype for p in another.parameters()} == {torch.bfloat16}
 
