@@ -161,6 +161,7 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
     def _serve_collectors(
         self, collectors: Sequence[Any], *, model: Any = None, context: Any = None, **arguments: Any
     ) -> None:
+        self._actors = {}
         if model is None:
             super().init_on_sender(context=context, **arguments)
         else:
