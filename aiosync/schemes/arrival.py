@@ -27,11 +27,13 @@ class Arrival(ABC):
     Attributes:
         borrowed: whether the memory is the sender's, who will write into it again.
         holds: whether that may be viewed while a version is in service.
+        private: whether what this process writes there stays its own.
         nbytes: bytes of this process's own that it has taken.
     """
 
     borrowed: ClassVar[bool]
     holds = False
+    private = False
 
     @property
     def nbytes(self) -> int:
@@ -105,15 +107,16 @@ class Mapped(Arrival):
 
     Args:
         layout: what a slot holds.
-        holds: see :class:`Arrival`.
+        holds, private: see :class:`Arrival`.
     """
 
     borrowed = True
 
-    def __init__(self, layout: Layout, *, holds: bool) -> None:
+    def __init__(self, layout: Layout, *, holds: bool, private: bool = False) -> None:
         self.holds = holds
+        self.private = private
         self._layout = layout
-        self._attached: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
+        self._attached: dict[int, tuple[Segment, dict[str, Tensor]]] = {}
         self._announced: dict[int, dict[str, Any]] = {}
 
     def attach(self, transport: Transport) -> None:
@@ -121,24 +124,26 @@ class Mapped(Arrival):
         self.close()
 
     def is_quick(self, update: Update) -> bool:
-        """Whether there is no slot to be mapped first."""
-        return not self._announced and not update.payload.get("new")
+        """Whether there is no slot to be mapped or looked through first."""
+        return not self.private and not self._announced and not update.payload.get("new")
 
     def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`Arrival.find`."""
         self.note(update.payload)
         for index, handle in list(self._announced.items()):
-            segment = Segment.attach(handle)
+            segment = Segment.attach(handle, private=self.private)
             if segment.nbytes < self._layout.nbytes:
                 raise ProtocolError(
                     f"slot {index} has {segment.nbytes} bytes, the layout needs {self._layout.nbytes}"
                 )
-            self._attached[index] = segment.buffer, self._layout.views(segment.buffer)
+            self._attached[index] = segment, self._layout.views(segment.buffer)
             del self._announced[index]
         try:
-            return self._attached[update.payload["slot"]]
+            segment, views = self._attached[update.payload["slot"]]
         except KeyError as exc:
             raise ProtocolError(f"an update lies in a slot that was never announced: {exc}") from exc
+        segment.renew()
+        return segment.buffer, views
 
     def note(self, payload: Mapping[str, Any]) -> None:
         """Which slots the sender has now. It says so once."""

@@ -62,7 +62,8 @@ class Intake:
         follower: told of each update.
         worker: the worker's index.
         may_view: whether the model may view the sender's memory: nobody else writes into its parameters.
-        make_arrival: makes the place where updates of a layout come in that a connection brings.
+        make_arrival: makes the place where updates of a layout come in that a connection brings, given where
+            the sender's weights lie.
         bind: says how commits reach the model, given the sender's layout.
 
     Attributes:
@@ -82,7 +83,7 @@ class Intake:
         worker: int,
         *,
         may_view: bool,
-        make_arrival: Callable[[Layout, Transport], Arrival],
+        make_arrival: Callable[[Layout, Transport, torch.device], Arrival],
         bind: Callable[[Layout], Binding],
     ) -> None:
         self.model = model
@@ -208,18 +209,20 @@ class Intake:
 
     def _new_stager(self, transport: Transport) -> tuple[Arrival, Stager]:
         assert self._binding is not None
-        arrival = self._make_arrival(self._binding.layout, transport)
+        arrival = self._make_arrival(self._binding.layout, transport, self._source)
         return arrival, self._stager_for(self._binding, arrival)
 
     def _stager_for(self, binding: Binding, arrival: Arrival) -> Stager:
         elsewhere = arrival.borrowed or arrival.holds  # it does not lie in memory of this process's own
-        copies = elsewhere and not (arrival.holds and self._may_view)
-        return Stager(binding, arrival, self._source, copies=copies)
+        return Stager(binding, arrival, self._source, copies=elsewhere and not self._may_hold(arrival))
+
+    def _may_hold(self, arrival: Arrival) -> bool:
+        return arrival.holds and (self._may_view or arrival.private)
 
     @property
     def views_sender(self) -> bool:
         """Whether what comes now is put in service where it lies, in the sender's memory."""
-        return self._may_view and self.arrival is not None and self.arrival.holds
+        return self.arrival is not None and self._may_hold(self.arrival)
 
     async def detach(self) -> None:
         """Have what is in service lie in memory of this process's own: the sender will write into its."""

@@ -21,7 +21,7 @@ from aiosync.transports.tcp import TCPTransport
 from aiosync.weights.arena import Slot
 from aiosync.weights.checksum import checksum_of, digest_of
 from aiosync.weights.codec import decode
-from aiosync.weights.copying import read_at
+from aiosync.weights.copying import Courtesy, read_at
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
@@ -49,6 +49,7 @@ class Landing(OwnSlots):
         self._sender = 0
         self._source = -1
         self._shared = False
+        self._give_way = Courtesy()
         self._sums: dict[int, int] = {}
         self._filled = 0
         self._damage: ProtocolError | None = None
@@ -131,6 +132,7 @@ class Landing(OwnSlots):
         if chunk.encoding == "shared":
             if self._source >= 0:
                 read_at(self._source, place, chunk.block * BLOCK)  # the checksum tells whether it did
+                self._give_way()
         elif chunk.encoding != "raw":
             base = None if self._base is None else block_of(self._base, chunk.block)
             try:

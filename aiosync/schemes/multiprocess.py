@@ -9,26 +9,36 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any
 
+import torch
+
 from aiosync.errors import InvalidArgumentError, NotInitializedError
+from aiosync.schemes.arrival import Arrival, Mapped
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.delivery import ByReference, Delivery
+from aiosync.schemes.group import WeightGroup
 from aiosync.schemes.peers import peer_of
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.carrier import MPTransport
 from aiosync.transports.mp_pipe import NobodyTakesIt, PipeCarrier, PipeListener
 from aiosync.transports.mp_queue import QueueCarrier, QueueListener, QueuePair
+from aiosync.weights.layout import Layout
+from aiosync.weights.private_mapping import AVAILABLE
 
 __all__ = ["MultiProcessWeightSyncScheme"]
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
-    """Each worker takes a copy of its own, out of one buffer per update.
+    """One buffer per update, which each worker sees as its own.
 
     The trainer's weights are copied once into a buffer, whose handle goes to the workers by a
-    ``multiprocessing`` queue; each copies it into a back slot of its own, off its event loop, and flips
-    to that. Between updates nothing is shared, so a worker may write into its parameters.
+    ``multiprocessing`` queue; each maps it copy-on-write and re-points its parameters at it. So nothing is
+    copied in a worker but the pages that it writes into, and these stay its own until the next update: a
+    worker may write into its parameters. Buffers on a CUDA device, and on other systems than Linux, each
+    worker copies into a back slot of its own, off its event loop, and flips to that.
 
-    Memory: two buffers of the model's size on the sender, a third while a worker is still copying,
-    whatever the number of workers; two slots in each worker (one with ``commit="copy"``).
+    Memory: two buffers of the model's size, a third while a worker is behind, whatever the number of
+    workers, and what the workers write into; where workers copy, two slots in each (one with
+    ``commit="copy"``).
 
     Queues can only be handed to a process while it is being started, so pass the scheme to ``Process``
     after ``init_on_sender``. A worker that was killed can be started again in the same way. The
@@ -44,7 +54,6 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """
 
     backends = ("process", "multiprocessing")
-    _holds = False
 
     def __init__(
         self,
@@ -88,6 +97,13 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             )
         return PipeListener(self._pipes, lambda worker, message: self._other(worker, message))
 
+    def _deliver(self, transport: Transport, group: WeightGroup) -> Delivery:
+        return ByReference(group, holds=_is_mapped(group.device))
+
+    def _make_arrival(self, layout: Layout, transport: Transport, source: torch.device) -> Arrival:
+        mapped = _is_mapped(source)
+        return Mapped(layout, holds=mapped, private=mapped)
+
     def _other(self, worker: int, message: Any) -> None:
         if self.on_other_message is None:
             raise NobodyTakesIt(
@@ -130,3 +146,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         self._pairs = dict(recipe["pairs"])
         self.on_other_message = recipe["on_other"]
         self._pipes = self._pipe = None
+
+
+def _is_mapped(device: torch.device) -> bool:
+    """Whether workers map what lies there, each for itself."""
+    return AVAILABLE and device.type == "cpu"

@@ -123,7 +123,7 @@ class RankedWeightSyncScheme(WeightSyncScheme):
     def _release(self) -> None:
         self._ensembles.clear()
 
-    def _make_arrival(self, layout: Layout, transport: Transport) -> Arrival:
+    def _make_arrival(self, layout: Layout, transport: Transport, source: torch.device) -> Arrival:
         if transport.maps:
             return Mapped(layout, holds=True)
         return Collected(layout, device_of(self._backend), self._member)

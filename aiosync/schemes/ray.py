@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any, Literal, TypeAlias
 
+import torch
+
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.schemes.arrival import Arrival
@@ -271,9 +273,9 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
             self._shelves[group] = Shelf(group, self._known.office, self._tensor_transport)
         return ByObject(transport, self._shelves[group], self._inline)
 
-    def _make_arrival(self, layout: Layout, transport: Transport) -> Arrival:
+    def _make_arrival(self, layout: Layout, transport: Transport, source: torch.device) -> Arrival:
         if self._data_plane == "distributed" or transport.maps:
-            return super()._make_arrival(layout, transport)
+            return super()._make_arrival(layout, transport, source)
         if self._data_plane == "tcp":
             return Landing(layout)
         assert self._known is not None

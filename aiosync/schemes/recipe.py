@@ -118,8 +118,8 @@ class SchemeRecipe(ABC):
         """How a group's versions get over a connection."""
         return ByReference(group, holds=self._holds)
 
-    def _make_arrival(self, layout: Layout, transport: Transport) -> Arrival:
-        """Where a worker's updates come in that a connection brings."""
+    def _make_arrival(self, layout: Layout, transport: Transport, source: torch.device) -> Arrival:
+        """Where a worker's updates come in that a connection brings; ``source``: where the sender's lie."""
         return Mapped(layout, holds=self._holds)
 
     def _bind(self, layout: Layout) -> Binding:

@@ -11,6 +11,8 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping
 
+import torch
+
 from aiosync._deadline import Deadline
 from aiosync.errors import NotConnectedError
 from aiosync.protocol.frames import Chunk, End, Update
@@ -179,7 +181,7 @@ class RelayIntake(Intake):
         )
         self._publisher: Publisher | None = None
 
-    def _landing_for(self, layout: Layout, transport: Transport) -> Landing:
+    def _landing_for(self, layout: Layout, transport: Transport, source: torch.device) -> Landing:
         arena = Arena(layout, Segment.private, self._scheme._spec.max_slots)
         self._group = WeightGroup((), CPU, arena, self._copier, streams="checked")
         self._publisher = Publisher([self._group], self.roster, self._host)

@@ -173,7 +173,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         assert isinstance(transport, TCPTransport)
         return ByStream(transport, group, self._codec, self._ready.setdefault(group, {}))
 
-    def _make_arrival(self, layout: Layout, transport: Transport) -> Arrival:
+    def _make_arrival(self, layout: Layout, transport: Transport, source: torch.device) -> Arrival:
         return Landing(layout)
 
     def _release(self) -> None:

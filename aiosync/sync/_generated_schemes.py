@@ -488,14 +488,17 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """The blocking twin of :class:`aiosync.MultiProcessWeightSyncScheme`.
 
-    Each worker takes a copy of its own, out of one buffer per update.
+    One buffer per update, which each worker sees as its own.
 
     The trainer's weights are copied once into a buffer, whose handle goes to the workers by a
-    ``multiprocessing`` queue; each copies it into a back slot of its own, off its event loop, and flips
-    to that. Between updates nothing is shared, so a worker may write into its parameters.
+    ``multiprocessing`` queue; each maps it copy-on-write and re-points its parameters at it. So nothing is
+    copied in a worker but the pages that it writes into, and these stay its own until the next update: a
+    worker may write into its parameters. Buffers on a CUDA device, and on other systems than Linux, each
+    worker copies into a back slot of its own, off its event loop, and flips to that.
 
-    Memory: two buffers of the model's size on the sender, a third while a worker is still copying,
-    whatever the number of workers; two slots in each worker (one with ``commit="copy"``).
+    Memory: two buffers of the model's size, a third while a worker is behind, whatever the number of
+    workers, and what the workers write into; where workers copy, two slots in each (one with
+    ``commit="copy"``).
 
     Queues can only be handed to a process while it is being started, so pass the scheme to ``Process``
     after ``init_on_sender``. A worker that was killed can be started again in the same way. The

@@ -25,6 +25,7 @@ from aiosync.weights.checksum import checksum_of
 __all__ = [
     "INLINE_LIMIT",
     "BlockCopy",
+    "Courtesy",
     "Filling",
     "Lane",
     "Pairs",
@@ -46,6 +47,9 @@ than they hold."""
 
 _LEAD = 4
 """Blocks that are copied ahead of who sends them: so few that a cache still has them by then."""
+
+_MADE_UP = 8
+"""How often over the time for which the processor was left has to pass before it is left again."""
 
 _PATIENCE = 0.005
 """Seconds after which nobody is waited for: then it is the network that is slow."""
@@ -85,8 +89,26 @@ def read_at(fd: int, place: memoryview, offset: int) -> bool:
         if not count:
             return False
         filled += count
-    os.sched_yield()  # who reads block after block is to leave the processor to an event loop in between
     return True
+
+
+class Courtesy:
+    """Leaves the processor, between two pieces of long work, to an event loop that waits for it.
+
+    The kernel gives it to whoever waits, though, and a process that computes keeps it for milliseconds at a
+    time: after that it is not left again before most of the time has been made up for.
+    """
+
+    def __init__(self) -> None:
+        self._again = 0.0
+
+    def __call__(self) -> None:
+        """A piece is done."""
+        left = time.monotonic()
+        if left >= self._again:
+            os.sched_yield()
+            back = time.monotonic()
+            self._again = back + _MADE_UP * (back - left)
 
 
 def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:
@@ -160,6 +182,7 @@ class BlockCopy(Filling):
         self._asked = 0
         self._waiting = False
         self._nearer = threading.Event()
+        self._give_way = Courtesy()
 
     def ready(self, block: int) -> bool:
         """Always: what is not there is copied now."""
@@ -210,7 +233,7 @@ class BlockCopy(Filling):
                     self._copy_until(self._start + begin + self._block)
                     copied = self._memory[begin : begin + self._block]
                     done.append(checksum_of(copied) if self._checked else 0)  # it is still in the cache
-            os.sched_yield()  # an event loop that waits for the processor is to have it now
+            self._give_way()
 
     def _copy_until(self, end: int) -> None:
         while self._range is not None and self._range[0] < end:
@@ -256,13 +279,14 @@ def _divide(ranges: Sequence[_Range], share: int) -> list[list[_Range]]:
 def _copy_ranges(alive: Pairs, ranges: Sequence[_Range], cancelled: Callable[[], bool]) -> bool:
     """Copy; ``alive`` are the tensors that the addresses belong to."""
     since = _STRETCH
+    give_way = Courtesy()
     for destination, source, nbytes in ranges:
         if since >= _STRETCH:
             if cancelled():
                 return False
             since = 0
         ctypes.memmove(destination, source, nbytes)  # lets other threads run meanwhile
-        os.sched_yield()  # an event loop that waits for the processor is to have it now
+        give_way()
         since += nbytes
     return True
 

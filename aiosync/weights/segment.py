@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from aiosync.errors import ArenaAllocationError, ProtocolError
+from aiosync.weights.private_mapping import PrivateMapping
 
 __all__ = ["Segment"]
 
@@ -49,10 +50,12 @@ class Segment:
         buffer: Tensor,
         handle: dict[str, Any] | None = None,
         release: Callable[[], None] | None = None,
+        renew: Callable[[], None] | None = None,
     ) -> None:
         self.buffer = buffer
         self.handle = handle
         self._release = release
+        self._renew = renew
 
     @property
     def nbytes(self) -> int:
@@ -105,8 +108,12 @@ class Segment:
         return segment
 
     @classmethod
-    def attach(cls, handle: dict[str, Any]) -> Segment:
+    def attach(cls, handle: dict[str, Any], *, private: bool = False) -> Segment:
         """Map the memory that another process shared.
+
+        Args:
+            handle: its :attr:`handle`.
+            private: what this process writes is to stay its own (see :meth:`renew`).
 
         Raises:
             ProtocolError: if the handle is not one of ours, or its owner has closed it.
@@ -120,9 +127,9 @@ class Segment:
                     "inode": int(inode),
                     "nbytes": int(n),
                 }:
-                    return cls(_map_existing(f"/proc/{pid}/fd/{fd}", n, inode), handle)
+                    return _map_existing(cls, f"/proc/{pid}/fd/{fd}", n, inode, handle, private=private)
                 case {"kind": "file", "path": str(path), "inode": int(inode), "nbytes": int(n)}:
-                    return cls(_map_existing(path, n, inode), handle)
+                    return _map_existing(cls, path, n, inode, handle, private=private)
                 case {"kind": "local", "key": str(key), "nbytes": int()} if key in _local:
                     return cls(_local[key], handle)
                 case {"kind": "cuda", "nbytes": int(n), "ipc": list(parts)}:
@@ -159,6 +166,12 @@ class Segment:
             os.close(opened)
             raise
         return opened
+
+    def renew(self) -> None:
+        """Show the owner's bytes again where this process wrote into memory that it attached privately.
+        Blocking."""
+        if self._renew is not None:
+            self._renew()
 
     def close(self) -> None:
         """End the way for others to attach; idempotent. Tensors that view the memory stay valid."""
@@ -208,7 +221,10 @@ def _discard(fd: int, path: str | None) -> None:
         os.unlink(path)
 
 
-def _map_existing(path: str, nbytes: int, inode: int) -> Tensor:
+def _map_existing(
+    cls: type[Segment], path: str, nbytes: int, inode: int, handle: dict[str, Any], *, private: bool
+) -> Segment:
+    renew = None
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)
@@ -217,13 +233,17 @@ def _map_existing(path: str, nbytes: int, inode: int) -> Tensor:
                 f"expected shared memory of {nbytes} bytes with inode {inode}, "
                 f"got {found.st_size} bytes with inode {found.st_ino}: its owner has closed it"
             )
-        buffer = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+        if private:
+            mapping = PrivateMapping(fd, nbytes)
+            buffer, renew = mapping.buffer, mapping.renew
+        else:
+            buffer = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
     finally:
         os.close(fd)
     # Reads one byte of each page, with the GIL released: the page tables are filled here, off the
     # loop, and not by the first forward pass.
     buffer[::_PAGE].sum()
-    return buffer
+    return cls(buffer, handle, renew=renew)
 
 
 def _export_cuda(buffer: Tensor) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from tests.kit.models import Uniform, fill, value_of
 
 CASES = {case.name: case for case in SCHEMES}
 SHARED, PROCESS, PIPES = CASES["shared"], CASES["process"], CASES["process-pipes"]
+MEMORY = CASES["memory"]
 
 
 def _hang(worker: LocalWorker) -> None:
@@ -151,7 +152,7 @@ async def test_a_version_that_somebody_has_is_not_taken_back(monkeypatch: pytest
 
 async def test_a_dropped_worker_that_is_still_copying(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 1 << 20
-    async with LocalCluster(PROCESS, model=lambda: Uniform(size=size), on_failure="drop") as cluster:
+    async with LocalCluster(MEMORY, model=lambda: Uniform(size=size), on_failure="drop") as cluster:
         slow, _ = cluster.workers
         offloader = slow.scheme.get_receiver().intake._offloader
         half_way, go_on = asyncio.Event(), asyncio.Event()
@@ -249,7 +250,7 @@ def test_memory_that_could_not_be_mapped_once(monkeypatch: pytest.MonkeyPatch) -
     mapped = Mapped(layout, holds=True)
     update = Update(round=0, version=0, payload={"slot": 7, "new": [[7, segment.handle]], "gone": []})
 
-    def too_many(handle: dict[str, Any]) -> Segment:
+    def too_many(handle: dict[str, Any], **how: bool) -> Segment:
         raise ProtocolError("Too many open files")
 
     with monkeypatch.context() as patch:

@@ -1,0 +1,44 @@
+"""Where a worker may write into its parameters, nobody else sees it, and the next update is whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kit.cases import SCHEMES
+from tests.kit.clock import within
+from tests.kit.local import LocalCluster
+from tests.kit.models import Uniform, fill, value_of
+
+CASES = [case for case in SCHEMES if case.name in ("process", "process-pipes", "tcp")]
+SIZES = [16, 1 << 18]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("commit", ["flip", "copy"])
+async def test_own_writes_are_ones_own_and_gone_with_the_next_update(
+    case: Any, size: int, commit: str
+) -> None:
+    async with LocalCluster(case, 2, model=lambda: Uniform(size=size), commit=commit) as cluster:
+        for version in range(1, 7):  # often enough for each slot to be used again
+            fill(cluster.model, float(version))
+            assert (await within(cluster.scheme.send())).ok
+            assert [value_of(worker.model) for worker in cluster.workers] == [version] * 2
+            fill(cluster.workers[0].model, -1.0)
+            assert value_of(cluster.workers[1].model) == version
+            assert value_of(cluster.model) == version
+            with torch.no_grad():
+                cluster.workers[1].model.values[2][3] += 0.5
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+async def test_own_writes_survive_the_sender(case: Any) -> None:
+    cluster = LocalCluster(case, 1, model=lambda: Uniform(size=SIZES[1]))
+    async with cluster:
+        fill(cluster.workers[0].model, 7.0)
+        await within(cluster.scheme.aclose())
+        await cluster.workers[0].close()
+        assert value_of(cluster.workers[0].model) == 7.0
