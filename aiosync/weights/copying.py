@@ -48,6 +48,9 @@ than they hold."""
 _LEAD = 4
 """Blocks that are copied ahead of who sends them: so few that a cache still has them by then."""
 
+_TURN = 0.001
+"""Seconds that an event loop runs at a time, at most, if it is not computing."""
+
 _MADE_UP = 8
 """How often over the time for which the processor was left has to pass before it is left again."""
 
@@ -96,7 +99,8 @@ class Courtesy:
     """Leaves the processor, between two pieces of long work, to an event loop that waits for it.
 
     The kernel gives it to whoever waits, though, and a process that computes keeps it for milliseconds at a
-    time: after that it is not left again before most of the time has been made up for.
+    time, longer than a loop does: it is not left again to that one before most of the time has been made up
+    for.
     """
 
     def __init__(self) -> None:
@@ -108,7 +112,8 @@ class Courtesy:
         if left >= self._again:
             os.sched_yield()
             back = time.monotonic()
-            self._again = back + _MADE_UP * (back - left)
+            if back - left > _TURN:
+                self._again = back + _MADE_UP * (back - left)
 
 
 def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:

@@ -10,9 +10,18 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torchrl.data import Unbounded
-from torchrl.envs import GymEnv, Transform, TransformedEnv
+from torchrl.envs import Compose, GymEnv, Transform, TransformedEnv, VecNormV2
 
-__all__ = ["FRAMES", "Marked", "check", "make_env", "make_policy", "make_scaling_env", "mark"]
+__all__ = [
+    "FRAMES",
+    "Marked",
+    "check",
+    "make_env",
+    "make_normalised_env",
+    "make_policy",
+    "make_scaling_env",
+    "mark",
+]
 
 FRAMES = 32
 """In each batch."""
@@ -86,6 +95,16 @@ class Scaling(Transform):  # type: ignore[misc]
 def make_scaling_env(size: int = 1) -> Any:
     """CartPole with a model of its own."""
     return TransformedEnv(make_env(), Scaling(size))
+
+
+def make_normalised_env(*, frozen: bool = True) -> Any:
+    """CartPole with running statistics, by default somebody else's."""
+    norm = VecNormV2(in_keys=["observation"], out_keys=["normalised"])
+    env = TransformedEnv(make_env(), Compose(norm))
+    env.reset()  # there are none before
+    if frozen:
+        norm.freeze()
+    return env
 
 
 @contextmanager

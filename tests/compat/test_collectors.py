@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -15,11 +17,20 @@ import torch
 pytest.importorskip("torchrl")
 
 from tensordict.nn import TensorDictModule
-from torchrl.collectors import Evaluator, MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from aiosync import InvalidArgumentError, RemoteApplyError, WorkerLostError, sync
-from tests.compat.policies import FRAMES, check, collecting, make_env, make_policy, make_scaling_env, mark
+from tests.compat.policies import (
+    FRAMES,
+    check,
+    collecting,
+    make_env,
+    make_normalised_env,
+    make_policy,
+    make_scaling_env,
+    mark,
+)
 from tests.kit.clock import PATIENCE
 
 SCHEMES = {
@@ -30,6 +41,7 @@ SCHEMES = {
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 UPDATES = 50
 INNER = "env.transform[0].module"
+NORM = "env.transform[0]"
 
 
 def _soak(*values: Any) -> Any:
@@ -201,6 +213,54 @@ def test_another_models_updates_are_not_the_policys() -> None:
         for batch in collector:
             assert check(batch) == {0}
             collector.update_policy_weights_(weights_dict={INNER: scaled})
+
+
+def test_running_statistics() -> None:
+    trained = make_normalised_env(frozen=False)
+    norm = trained.transform[0]
+    trained.rollout(50, break_when_any_done=False)
+    inner = sync.SharedMemWeightSyncScheme(timeout=PATIENCE)
+    inner.init_on_sender(model_id=NORM, model=norm, num_workers=2)
+    schemes = {"policy": sync.SharedMemWeightSyncScheme(timeout=PATIENCE), NORM: inner}
+    policy = make_policy()
+    options: dict[str, Any] = {"env": make_normalised_env, "total_frames": FRAMES * 4}
+    with collecting(MultiSyncCollector, policy, schemes, **options) as collector:
+        for version, batch in enumerate(collector, start=1):
+            assert check(batch) == {version - 1}
+            expected = (batch["next", "observation"] - norm.loc["observation"]) / norm.scale["observation"]
+            torch.testing.assert_close(batch["next", "normalised"], expected)
+            trained.rollout(50, break_when_any_done=False)
+            mark(policy, version)
+            collector.update_policy_weights_(weights_dict={"policy": policy, NORM: norm})
+
+
+@pytest.mark.parametrize("name", ["process", _soak("shared"), _soak("tcp")])
+def test_a_collector_by_itself(name: str) -> None:
+    trained = make_policy()
+    scheme = SCHEMES[name](timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=trained, num_workers=1)
+    receiver = copy.copy(scheme)
+    connecting = threading.Thread(target=scheme.connect)
+    connecting.start()
+    collector = Collector(
+        make_env,
+        make_policy(),
+        frames_per_batch=FRAMES,
+        total_frames=FRAMES * (UPDATES + 1),
+        weight_recv_schemes={"policy": receiver},
+        worker_idx=0,
+        track_policy_version=True,
+    )
+    connecting.join(PATIENCE)
+    try:
+        for version, batch in enumerate(collector, start=1):
+            assert check(batch) == {version - 1}
+            mark(trained, version)
+            scheme.send()
+    finally:
+        collector.shutdown()
+        receiver.close()
+        scheme.close()
 
 
 def test_a_worker_that_is_killed_is_named() -> None:
