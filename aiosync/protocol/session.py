@@ -286,6 +286,7 @@ class ReceiverSession(_Session):
         self._notified = False
         self._wanting = False
         self._eager = False
+        self._dropped = False
         self._outgoing.append(
             f.Hello(
                 protocol=f.PROTOCOL_VERSION,
@@ -336,6 +337,7 @@ class ReceiverSession(_Session):
                 return [Aborted(frame.joint)]
             case _, f.Bye():
                 self.state = ReceiverState.CLOSED
+                self._dropped = frame.dropped
                 return [Left(frame.reason, frame.dropped, frame.replaced)]
             case _:
                 raise ProtocolError(f"no {type(frame).__name__} frame may come in state {self.state.value}")
@@ -385,6 +387,12 @@ class ReceiverSession(_Session):
         if self.state not in (ReceiverState.GREETING, ReceiverState.CLOSED):
             self._outgoing.append(f.Bye(reason=reason, dropped=dropped))
         self.state = ReceiverState.CLOSED
+
+    def let_go(self) -> None:
+        """Say, after the sender has let this worker go, that nothing of its is read here any more."""
+        if self._dropped:
+            self._dropped = False
+            self._outgoing.append(f.Bye(reason="the worker has let go"))
 
     def _answer(self, challenge: f.Challenge) -> list[ReceiverEvent]:
         expected = _proof(self._token, b"sender", challenge.nonce, self._nonce)

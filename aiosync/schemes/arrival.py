@@ -27,13 +27,11 @@ class Arrival(ABC):
     Attributes:
         borrowed: whether the memory is the sender's, who will write into it again.
         holds: whether that may be viewed while a version is in service.
-        private: whether what this process writes there stays its own.
         nbytes: bytes of this process's own that it has taken.
     """
 
     borrowed: ClassVar[bool]
     holds = False
-    private = False
 
     @property
     def nbytes(self) -> int:
@@ -107,14 +105,15 @@ class Mapped(Arrival):
 
     Args:
         layout: what a slot holds.
-        holds, private: see :class:`Arrival`.
+        holds: see :class:`Arrival`.
+        private: what this process writes there is to stay its own.
     """
 
     borrowed = True
 
     def __init__(self, layout: Layout, *, holds: bool, private: bool = False) -> None:
         self.holds = holds
-        self.private = private
+        self._private = private
         self._layout = layout
         self._attached: dict[int, tuple[Segment, dict[str, Tensor]]] = {}
         self._announced: dict[int, dict[str, Any]] = {}
@@ -125,13 +124,17 @@ class Mapped(Arrival):
 
     def is_quick(self, update: Update) -> bool:
         """Whether there is no slot to be mapped or looked through first."""
-        return not self.private and not self._announced and not update.payload.get("new")
+        return not self._private and not self._announced and not update.payload.get("new")
 
     def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`Arrival.find`."""
         self.note(update.payload)
+        slot = update.payload["slot"]
+        before = self._attached.get(slot)
+        if before is not None and not before[0].renew():
+            self._announced[slot] = before[0].handle or {}
         for index, handle in list(self._announced.items()):
-            segment = Segment.attach(handle, private=self.private)
+            segment = Segment.attach(handle, private=self._private)
             if segment.nbytes < self._layout.nbytes:
                 raise ProtocolError(
                     f"slot {index} has {segment.nbytes} bytes, the layout needs {self._layout.nbytes}"
@@ -139,10 +142,9 @@ class Mapped(Arrival):
             self._attached[index] = segment, self._layout.views(segment.buffer)
             del self._announced[index]
         try:
-            segment, views = self._attached[update.payload["slot"]]
+            segment, views = self._attached[slot]
         except KeyError as exc:
             raise ProtocolError(f"an update lies in a slot that was never announced: {exc}") from exc
-        segment.renew()
         return segment.buffer, views
 
     def note(self, payload: Mapping[str, Any]) -> None:

@@ -329,7 +329,8 @@ class WeightSyncScheme(SchemeEndpoints):
         none came in time. Beside :meth:`receiving` several may have come meanwhile: it is the newest.
 
         Returns:
-            A TensorDict or dict, by the strategy, that views the weights in service; read only.
+            A TensorDict or dict, by the strategy, that views the weights in service; read only, and only
+            until the next version or the end of this endpoint.
 
         Raises:
             NotConnectedError: ``connect`` first.

@@ -214,15 +214,13 @@ class Intake:
 
     def _stager_for(self, binding: Binding, arrival: Arrival) -> Stager:
         elsewhere = arrival.borrowed or arrival.holds  # it does not lie in memory of this process's own
-        return Stager(binding, arrival, self._source, copies=elsewhere and not self._may_hold(arrival))
-
-    def _may_hold(self, arrival: Arrival) -> bool:
-        return arrival.holds and (self._may_view or arrival.private)
+        copies = elsewhere and not (arrival.holds and self._may_view)
+        return Stager(binding, arrival, self._source, copies=copies)
 
     @property
     def views_sender(self) -> bool:
         """Whether what comes now is put in service where it lies, in the sender's memory."""
-        return self.arrival is not None and self._may_hold(self.arrival)
+        return self._may_view and self.arrival is not None and self.arrival.holds
 
     async def detach(self) -> None:
         """Have what is in service lie in memory of this process's own: the sender will write into its."""

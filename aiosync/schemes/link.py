@@ -368,19 +368,22 @@ class Lingering:
     """What hears a worker that was dropped: only its end counts.
 
     Args:
-        on_end: called once.
+        on_end: called once; with true if it has said that it reads nothing any more.
     """
 
-    def __init__(self, on_end: Callable[[], None]) -> None:
-        self._on_end: Callable[[], None] | None = on_end
+    def __init__(self, on_end: Callable[[bool], None]) -> None:
+        self._on_end: Callable[[bool], None] | None = on_end
 
     def frame_received(self, frame: Frame) -> None:
         """Its goodbye is its end, whatever else it says is too late."""
         if isinstance(frame, Bye):
-            self.connection_lost(frame.reason)
+            self._end(said_so=not frame.dropped)
 
     def connection_lost(self, reason: str) -> None:
-        """It is gone."""
+        """Its channel is gone."""
+        self._end(said_so=False)
+
+    def _end(self, *, said_so: bool) -> None:
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
-            on_end()
+            on_end(said_so)

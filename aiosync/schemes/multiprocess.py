@@ -32,13 +32,17 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     The trainer's weights are copied once into a buffer, whose handle goes to the workers by a
     ``multiprocessing`` queue; each maps it copy-on-write and re-points its parameters at it. So nothing is
-    copied in a worker but the pages that it writes into, and these stay its own until the next update: a
-    worker may write into its parameters. Buffers on a CUDA device, and on other systems than Linux, each
-    worker copies into a back slot of its own, off its event loop, and flips to that.
+    copied in a worker but the pages that it writes into, which stay its own: a worker may write into its
+    parameters. With ``commit="copy"`` they are copied into, so that they stay where they are; and buffers on
+    a CUDA device, or on other systems than Linux, each worker copies into a back slot of its own.
 
     Memory: two buffers of the model's size, a third while a worker is behind, whatever the number of
-    workers, and what the workers write into; where workers copy, two slots in each (one with
-    ``commit="copy"``).
+    workers. More only while workers that hang, or that later sends are not addressed to, each hold on to a
+    version of their own. In a worker, what it writes into, at most once per buffer; where it copies, two
+    slots.
+
+    A process that a worker forks sees the model change with the worker's updates, unless it is given a copy
+    of it, or ``commit="copy"``.
 
     Queues can only be handed to a process while it is being started, so pass the scheme to ``Process``
     after ``init_on_sender``. A worker that was killed can be started again in the same way. The

@@ -1,4 +1,4 @@
-"""Processes that have lost their sender and may still be reading its memory."""
+"""Processes that have lost their sender, or were dropped by it, and may still be reading its memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,24 @@ __all__ = ["Orphans"]
 
 class Orphans:
     """A process that lost its channel but runs on may be computing with a slot: the slot stays held in its
-    name until it has ended, or is back. In this process a lost channel is all there is."""
+    name until it has ended, is back, or says that it has let go."""
 
     def __init__(self) -> None:
         self._watches: dict[tuple[int, int], tuple[ProcessWatch, Callable[[], None]]] = {}
 
-    def adopt(self, link: WorkerLink) -> Hashable | None:
-        """The name in which what a lost worker reads is to be held; None if it reads nothing any more."""
+    def adopt(self, link: WorkerLink, unseen: Hashable | None = None) -> Hashable | None:
+        """The name in which what a worker reads is to be held; None if it reads nothing any more.
+
+        Args:
+            link: the worker.
+            unseen: the name if its process cannot be watched, or is this one; None: then its channel is all
+                there is.
+        """
         pid, group = link.pid, link.group
-        if not link.reading or pid in (0, os.getpid()):
+        if not link.reading:
             return None
+        if pid in (0, os.getpid()):
+            return unseen
         key, name = (link.worker, pid), ("orphan", link.worker, pid)
 
         def over() -> None:
@@ -31,14 +39,14 @@ class Orphans:
 
         watch = ProcessWatch(pid, over)
         if not watch.watching:
-            return None
+            return None if watch.gone else unseen
         if key in self._watches:  # another of the same index: both are over when the process is
             self._watches.pop(key)[0].close()
         self._watches[key] = watch, over
         return name
 
-    def returned(self, worker: int, pid: int) -> None:
-        """It has connected again, before which it has let go of what it read."""
+    def let_go(self, worker: int, pid: int) -> None:
+        """It reads nothing any more: so it says, or it has connected again."""
         found = self._watches.get((worker, pid))
         if found is not None:
             watch, over = found

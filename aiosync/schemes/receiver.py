@@ -165,6 +165,7 @@ class WeightReceiver:
         # Until this process is back, or has ended, the sender leaves alone what is viewed here; and if it was
         # the sender who let go of this worker, until the connection is closed from here.
         await self.intake.detach()
+        link.let_go()
         reason, last = link.down, ""
         deadline = Deadline.after(self._reconnect_for)
         for pause in pauses(deadline):

@@ -255,16 +255,20 @@ class Roster:
         if link is not None:
             link.session.close(reason, dropped=True)
             link.transport.flush(link.session)
-            # It may be computing with a slot until it hears of this: the slot is its own until its
-            # side of the connection closes.
-            orphan = ("orphan", id(link))
-            self._lost[worker] = link.leave(reason, orphan=orphan if link.reading else None)
-            self._lingering[link.transport] = Lingering(lambda: self._forget(link, orphan))
+            # It may be computing with a slot until it hears of this: the slot is its own until it says that
+            # it has let go; or has ended, which its process tells, or else its side of the connection.
+            unseen = ("orphan", id(link))
+            self._lost[worker] = link.leave(reason, orphan=self._orphans.adopt(link, unseen))
+            self._lingering[link.transport] = Lingering(
+                lambda said_so: self._forget(link, unseen, said_so=said_so)
+            )
             link.transport.start(self._lingering[link.transport])
         self._emit("dropped", worker=worker, message=reason)
 
-    def _forget(self, link: WorkerLink, orphan: Hashable) -> None:
-        link.group.release(orphan)
+    def _forget(self, link: WorkerLink, unseen: Hashable, *, said_so: bool) -> None:
+        link.group.release(unseen)
+        if said_so:
+            self._orphans.let_go(link.worker, link.pid)
         if self._lingering.pop(link.transport, None) is not None and self._host is not None:
             self._host.spawn(self._hang_up, link.transport)
 
@@ -341,7 +345,7 @@ class Roster:
             on_lost=self._on_lost,
         )
         if hello.signature:  # it has been connected before
-            self._orphans.returned(worker, link.pid)
+            self._orphans.let_go(worker, link.pid)
         link.serve()
         transport.start(link)
         return ""

@@ -112,8 +112,14 @@ class Uplink:
         if self._watch is not None:
             self._watch.close()
 
+    def let_go(self) -> None:
+        """Nothing of the sender's is read here any more: one that has let this worker go waits to hear it."""
+        self.session.let_go()
+        self.flush()
+
     async def aclose(self, reason: str) -> None:
-        """Say goodbye and close the connection."""
+        """Say goodbye and close the connection; nothing of the sender's is read here any more."""
+        self.session.let_go()
         self.session.close(reason)
         self.flush()
         await self.transport.aclose()

@@ -18,17 +18,22 @@ class ProcessWatch:
     Args:
         pid: the process; 0 and this process itself are not watched.
         on_exit: takes nothing.
+
+    Attributes:
+        gone: there is no such process any more.
     """
 
     def __init__(self, pid: int, on_exit: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_exit = on_exit
         self._fd = -1
+        self.gone = False
         if pid in (0, os.getpid()) or "pidfd_open" not in dir(os):
             return
         try:
             self._fd = os.pidfd_open(pid)
         except ProcessLookupError:
+            self.gone = True
             self._loop.call_soon(on_exit)
             return
         except OSError:

@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from aiosync.weights.dense import memory_key
 from aiosync.weights.extra_state import applying_extra_state
 from aiosync.weights.flatten import optional_names
 from aiosync.weights.layout import Layout
@@ -205,9 +206,13 @@ class ModuleBinding(Binding):
 
     def detach(self) -> None:
         """Give the parameters memory of their own, with the values that they have."""
+        own: dict[object, Tensor] = {}  # those that are tied stay it
         with torch.no_grad():
             for parameter in self._flips.values():
-                parameter.data = parameter.data.clone()
+                key = memory_key(parameter.data)
+                if key not in own:
+                    own[key] = parameter.data.clone()
+                parameter.data = own[key]
 
     def forget_replaced(self) -> None:
         """See :meth:`Binding.forget_replaced`."""

@@ -44,8 +44,12 @@ class PrivateMapping:
         self.buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def renew(self) -> None:
-        """Show the owner's bytes again, wherever this process wrote. Blocking: about a hundredth of a
-        millisecond per megabyte."""
+        """Show the owner's bytes again, wherever this process wrote. Blocking: some hundredths of a
+        millisecond per megabyte, and more where it wrote.
+
+        Raises:
+            OSError: this process has its memory locked.
+        """
         for start, nbytes in self._written():
             self._memory.madvise(mmap.MADV_DONTNEED, start, nbytes)
             self.buffer[

@@ -56,6 +56,7 @@ class Segment:
         self.handle = handle
         self._release = release
         self._renew = renew
+        self._address = buffer.data_ptr()
 
     @property
     def nbytes(self) -> int:
@@ -167,11 +168,20 @@ class Segment:
             raise
         return opened
 
-    def renew(self) -> None:
-        """Show the owner's bytes again where this process wrote into memory that it attached privately.
-        Blocking."""
-        if self._renew is not None:
-            self._renew()
+    def renew(self) -> bool:
+        """Show the owner's bytes again where this process wrote into memory that it attached privately;
+        returns whether the buffer shows them. If not it has to be attached anew. Blocking.
+        """
+        # Who hands a tensor to multiprocessing (or shares it) has torch move all that lies in the same
+        # storage into other memory.
+        if self.buffer.data_ptr() != self._address:
+            return False
+        try:
+            if self._renew is not None:
+                self._renew()
+        except OSError:  # this process has its memory locked
+            return False
+        return True
 
     def close(self) -> None:
         """End the way for others to attach; idempotent. Tensors that view the memory stay valid."""
@@ -225,7 +235,7 @@ def _map_existing(
     cls: type[Segment], path: str, nbytes: int, inode: int, handle: dict[str, Any], *, private: bool
 ) -> Segment:
     renew = None
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(path, (os.O_RDONLY if private else os.O_RDWR) | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)
         if found.st_ino != inode or found.st_size < nbytes:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import pytest
 import torch
 
+from aiosync.weights.private_mapping import PrivateMapping
 from tests.kit.cases import SCHEMES
 from tests.kit.clock import within
 from tests.kit.local import LocalCluster
@@ -42,3 +44,51 @@ async def test_own_writes_survive_the_sender(case: Any) -> None:
         await within(cluster.scheme.aclose())
         await cluster.workers[0].close()
         assert value_of(cluster.workers[0].model) == 7.0
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in SCHEMES if case.name in ("process", "shared")], ids=lambda c: c.name
+)
+@pytest.mark.parametrize("size", SIZES)
+async def test_weights_that_are_handed_on_by_multiprocessing(case: Any, size: int) -> None:
+    """torch moves a tensor, and all that shares its storage, to pass it on to another process."""
+    async with LocalCluster(case, 1, model=lambda: Uniform(size=size)) as cluster:
+        model = cluster.workers[0].model
+        for version in range(1, 9):
+            fill(cluster.model, float(version))
+            assert (await within(cluster.scheme.send())).ok
+            assert value_of(model) == version
+            if version in (2, 3, 6):
+                model.share_memory()  # as its being pickled by multiprocessing does
+
+
+async def test_a_process_whose_memory_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: PrivateMapping) -> None:
+        raise OSError(errno.EINVAL, "locked")
+
+    monkeypatch.setattr(PrivateMapping, "renew", refuse)
+    case = next(case for case in CASES if case.name == "process")
+    async with LocalCluster(case, 1, model=lambda: Uniform(size=SIZES[1])) as cluster:
+        for version in range(1, 7):
+            fill(cluster.model, float(version))
+            assert (await within(cluster.scheme.send())).ok
+            assert value_of(cluster.workers[0].model) == version
+            fill(cluster.workers[0].model, -1.0)
+
+
+class _Tied(torch.nn.Module):
+    """Two parameters in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.zeros(SIZES[1]))
+        self.b = torch.nn.Parameter(self.a.data)
+
+
+async def test_what_is_tied_stays_it_without_a_sender() -> None:
+    case = next(case for case in CASES if case.name == "process")
+    async with LocalCluster(case, 1, model=_Tied) as cluster:
+        model = cluster.workers[0].model
+        await cluster.workers[0].close()
+        fill(model, 3.0)
+        assert model.a.data_ptr() == model.b.data_ptr()

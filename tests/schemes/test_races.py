@@ -38,10 +38,12 @@ from aiosync.schemes.gate import CommitGate
 from aiosync.schemes.sender import WeightSender
 from aiosync.transports.mp_queue import QueueListener
 from aiosync.weights.segment import Segment
+from tests.kit import scenarios
 from tests.kit.cases import SCHEMES, SchemeCase
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalCluster, LocalWorker
 from tests.kit.models import Uniform, fill, value_of
+from tests.kit.processes import ProcessCluster
 
 CASES = {case.name: case for case in SCHEMES}
 SHARED, PROCESS, PIPES = CASES["shared"], CASES["process"], CASES["process-pipes"]
@@ -464,3 +466,39 @@ async def test_a_body_that_waits_for_a_lost_sender_is_cut_short() -> None:
             async with LocalCluster(SHARED, workers=1, serve=False) as other:
                 async with other.workers[0].scheme.receiving():
                     raise TimeoutError("the body's own")
+
+
+def _orphans(cluster: ProcessCluster) -> set[object]:
+    """Who holds slots without being a worker any more."""
+    slots = [slot for group in cluster.scheme.get_sender()._groups for slot in group.arena.slots]
+    found = {holder for slot in slots for holder in slot.holders}
+    return {holder for holder in found if isinstance(holder, tuple) and holder[0] == "orphan"}
+
+
+@pytest.mark.parametrize("case", [SHARED, PROCESS, PIPES], ids=lambda case: case.name)
+async def test_what_a_dropped_process_reads_is_its_own_until_it_has_ended(case: SchemeCase) -> None:
+    async with ProcessCluster(case, on_failure="drop") as cluster:
+        stopped = cluster.workers[1]
+        stopped.stop()
+        fill(cluster.model, 1)
+        assert (await cluster.scheme.send(timeout=BRIEF)).dropped == (1,)
+        for version in range(2, 6):
+            fill(cluster.model, version)
+            assert (await cluster.scheme.send()).ok
+        assert _orphans(cluster)
+        stopped.kill()
+        await stopped.ended()
+        await eventually(lambda: not _orphans(cluster), "nobody holds what it read")
+
+
+@pytest.mark.parametrize("case", [SHARED, PROCESS, PIPES], ids=lambda case: case.name)
+async def test_what_a_dropped_process_reads_is_its_own_until_it_says_otherwise(case: SchemeCase) -> None:
+    async with ProcessCluster(case, on_failure="drop") as cluster:
+        late = cluster.workers[1]
+        late.stop()
+        fill(cluster.model, 1)
+        assert (await cluster.scheme.send(timeout=BRIEF)).dropped == (1,)
+        assert _orphans(cluster)
+        late.resume()
+        await late.run(scenarios.aclose)
+        await eventually(lambda: not _orphans(cluster), "nobody holds what it read")
