@@ -37,8 +37,16 @@ def process_case(request: pytest.FixtureRequest) -> SchemeCase:
     return found
 
 
-_IN_THE_SOAK = "unix-tls", "process-pipes", "uvloop-tcp-tls", "asyncio-unix"
-"""TLS is tested over TCP, Unix sockets without it, and pipes are what queues have inside."""
+_IN_THE_SOAK = (
+    "unix-tls",
+    "process-pipes",
+    "uvloop-tcp-tls",
+    "asyncio-unix",
+    "uvloop-rpc",
+    "asyncio-distributed",
+)
+"""TLS is tested over TCP, Unix sockets without it, pipes are what queues have inside, and what process groups
+and RPC do with a loop is the same."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -36,14 +36,12 @@ _IN_THE_SOAK = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Each scheme on one loop, and the second only where it takes no actors; the rest in the soak: what they
-    do with a loop is the same, and so is what they do with actors."""
+    """The first scheme on one loop; the rest in the soak: what they do with a loop is the same, and modules
+    have tests of their own."""
     ours = (item for item in items if item.path.parent.name == "ray" and isinstance(item, pytest.Function))
     for item in ours:
         late = item.originalname in _IN_THE_SOAK
         if item.path.stem == "test_conformance":
-            modules = "ray-modules" in item.name
-            elsewhere = ("uvloop" if modules else "asyncio") not in item.name
-            late = late or elsewhere or (modules and "process_case" in item.fixturenames)
+            late = late or "uvloop" in item.name or "ray-modules" in item.name
         if late:
             item.add_marker(pytest.mark.soak)
