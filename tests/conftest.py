@@ -20,7 +20,14 @@ from tests.kit.rpc import World
 # torch looks up the name of whoever connects to a store. Where nobody answers that, it is not to take 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-CHECKED = ("tests.conformance", "tests.transports", "tests.schemes", "tests.protocol", "tests.sync")
+CHECKED = (
+    "tests.collectors",
+    "tests.conformance",
+    "tests.protocol",
+    "tests.schemes",
+    "tests.sync",
+    "tests.transports",
+)
 """Packages whose every test is checked for leaks."""
 
 _before: pytest.StashKey[Snapshot] = pytest.StashKey()

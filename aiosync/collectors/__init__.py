@@ -1,0 +1,28 @@
+"""Workers that play a policy, and batches of what they play."""
+
+from aiosync.collectors.config import (
+    BatchConfig,
+    CollectorConfig,
+    DeviceConfig,
+    PolicyConfig,
+    ProcessConfig,
+    ReplayConfig,
+    WeightConfig,
+)
+from aiosync.collectors.env import Env, adapt
+from aiosync.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+
+__all__ = [
+    "BatchConfig",
+    "CollectorConfig",
+    "DeviceConfig",
+    "Env",
+    "MultiAsyncCollector",
+    "MultiCollector",
+    "MultiSyncCollector",
+    "PolicyConfig",
+    "ProcessConfig",
+    "ReplayConfig",
+    "WeightConfig",
+    "adapt",
+]

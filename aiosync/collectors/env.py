@@ -1,0 +1,271 @@
+"""Environments as a worker steps them: fields in, fields out, and every wait an ``await``.
+
+What an environment gives is in torchrl's terms: observations under their names (``"observation"`` if there
+is only one), ``"reward"``, ``"done"``, ``"terminated"`` and ``"truncated"``, the last four of shape
+``(*shape, 1)``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aiosync.collectors.fields import Fields, Key, flattened, nested, under
+from aiosync.errors import InvalidArgumentError
+
+__all__ = ["ENDS", "Env", "adapt"]
+
+ENDS: tuple[str, ...] = ("done", "terminated", "truncated")
+
+
+class Env(ABC):
+    """An environment, or several that step together.
+
+    Attributes:
+        shape: ``()``, or ``(number,)`` of several.
+        env: what is adapted.
+        skips: a step from where an episode has ended begins the next one, whatever the action: such steps
+            are left out by ``("collector", "mask")``.
+    """
+
+    shape: tuple[int, ...] = ()
+    env: Any
+    skips = False
+
+    @abstractmethod
+    async def reset(self) -> Fields:
+        """Begin an episode (of each); what is observed, and the ends, all false."""
+
+    @abstractmethod
+    async def step(self, step: Fields) -> Fields:
+        """Take ``step["action"]``; what is observed, the reward and the ends."""
+
+    async def restart(self, after: Fields) -> Fields:
+        """Begin another episode wherever ``after`` says that one has ended; what is observed."""
+        return await self.reset()
+
+    @abstractmethod
+    def random_action(self) -> Tensor:
+        """An action like any other."""
+
+    @abstractmethod
+    def set_seed(self, seed: int) -> None:
+        """Have the next reset begin with ``seed``."""
+
+    async def close(self) -> None:
+        """Let go of it."""
+        self.env.close()
+
+
+def adapt(env: Any) -> Env:
+    """What steps ``env``.
+
+    Args:
+        env: a Gymnasium environment or vector environment, one of torchrl's, or anything with
+            ``async def reset()`` and ``async def step(action)`` that return what Gymnasium's return.
+
+    Raises:
+        InvalidArgumentError: it is none of these.
+    """
+    if isinstance(env, Env):
+        return env
+    if not (callable(getattr(env, "reset", None)) and callable(getattr(env, "step", None))):
+        raise InvalidArgumentError(
+            f"create_env_fn gave {type(env).__name__}: expected an environment with reset() and step()"
+        )
+    if inspect.iscoroutinefunction(env.step):
+        return AsyncEnv(env)
+    if "action_keys" in dir(env) and "batch_size" in dir(env):
+        return TensorDictEnv(env)
+    if "num_envs" in dir(env) and "single_action_space" in dir(env):
+        return VectorEnv(env)
+    return GymnasiumEnv(env)
+
+
+def _observed(found: object, first: Key = "observation") -> Fields:
+    if isinstance(found, Mapping):
+        fields: Fields = {}
+        for name, value in found.items():
+            key = name if first == "observation" else under(str(first), name)
+            fields.update(_observed(value, key))
+        return fields
+    if isinstance(found, tuple):
+        return {f"{first}_{i}": tensor_of(value) for i, value in enumerate(found)}
+    return {first: tensor_of(found)}
+
+
+def tensor_of(value: object) -> Tensor:
+    """A tensor of its own; 64-bit floats, which are Python's, become torch's default."""
+    # A copy: an environment may write its next observation where this one is.
+    found = value.clone() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    return found.to(torch.get_default_dtype()) if found.dtype == torch.float64 else found
+
+
+def _column(value: object, dtype: torch.dtype) -> Tensor:
+    return torch.as_tensor(value, dtype=dtype).unsqueeze(-1)
+
+
+def _ended(terminated: object, truncated: object) -> Fields:
+    ended, cut = _column(terminated, torch.bool), _column(truncated, torch.bool)
+    return {"done": ended | cut, "terminated": ended, "truncated": cut}
+
+
+class _Stepping(Env):
+    """Whatever steps as Gymnasium's environments do."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self._seed: int | None = None
+        self._one_hot: int | None = None
+        space = getattr(env, "single_action_space", None) or getattr(env, "action_space", None)
+        if space is not None and type(space).__name__ == "Discrete":
+            self._one_hot = int(space.n)
+
+    def set_seed(self, seed: int) -> None:
+        self._seed = seed
+        space = getattr(self.env, "action_space", None)
+        if space is not None:
+            space.seed(seed)
+
+    def random_action(self) -> Tensor:
+        return tensor_of(self.env.action_space.sample())
+
+    def _taken_seed(self) -> dict[str, int]:
+        seed, self._seed = self._seed, None
+        return {} if seed is None else {"seed": seed}
+
+    def _action(self, step: Fields) -> Any:
+        action = step["action"]
+        if self._one_hot is not None:
+            if action.dim() == len(self.shape) + 1 and action.shape[-1] == self._one_hot:
+                action = action.argmax(-1)
+            if not self.shape:
+                return int(action)
+        return action.detach().cpu().numpy()
+
+    def _began(self, found: Any) -> Fields:
+        observation = found[0] if isinstance(found, tuple) and len(found) == 2 else found
+        none = torch.zeros((*self.shape, 1), dtype=torch.bool)
+        return {**_observed(observation), **{name: none.clone() for name in ENDS}}
+
+    @staticmethod
+    def _stepped(found: Any) -> Fields:
+        observation, reward, terminated, truncated, *_ = found
+        fields = _observed(observation)
+        fields["reward"] = _column(reward, torch.get_default_dtype())
+        return fields | _ended(terminated, truncated)
+
+
+class GymnasiumEnv(_Stepping):
+    """A single environment of Gymnasium's."""
+
+    async def reset(self) -> Fields:
+        """See :class:`Env`."""
+        return self._began(self.env.reset(**self._taken_seed()))
+
+    async def step(self, step: Fields) -> Fields:
+        """See :class:`Env`."""
+        return self._stepped(self.env.step(self._action(step)))
+
+
+class AsyncEnv(_Stepping):
+    """``async def reset`` and ``step``."""
+
+    async def reset(self) -> Fields:
+        """See :class:`Env`."""
+        return self._began(await self.env.reset(**self._taken_seed()))
+
+    async def step(self, step: Fields) -> Fields:
+        """See :class:`Env`."""
+        return self._stepped(await self.env.step(self._action(step)))
+
+    async def close(self) -> None:
+        """See :class:`Env`."""
+        closing = getattr(self.env, "aclose", None) or getattr(self.env, "close", None)
+        if closing is not None:
+            done = closing()
+            if inspect.isawaitable(done):
+                await done
+
+
+class VectorEnv(_Stepping):
+    """Gymnasium's vector environments, in each of their modes of autoreset.
+
+    In the mode NEXT_STEP a step begins the next episode in place of taking an action: see :attr:`Env.skips`.
+    """
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.shape = (int(env.num_envs),)
+        mode = getattr(env, "metadata", {}).get("autoreset_mode", "NextStep")
+        self._mode = str(getattr(mode, "value", mode))
+        self.skips = self._mode == "NextStep"
+        self._begun: Fields = {}
+
+    async def reset(self) -> Fields:
+        """See :class:`Env`."""
+        return self._began(self.env.reset(**self._taken_seed()))
+
+    async def step(self, step: Fields) -> Fields:
+        """See :class:`Env`."""
+        found = self.env.step(self._action(step))
+        after = self._stepped(found)
+        if self._mode == "SameStep" and after["done"].any():
+            self._begun = {key: value.clone() for key, value in after.items() if key in _observed(found[0])}
+            last = found[4]["final_obs"]
+            for row in after["done"].view(-1).nonzero().view(-1).tolist():
+                for key, value in _observed(last[row]).items():
+                    after[key][row] = value
+        return after
+
+    async def restart(self, after: Fields) -> Fields:
+        """See :class:`Env`."""
+        ended = after["done"]
+        if self._mode == "NextStep":
+            return {key: value for key, value in after.items() if key != "reward"}
+        none = {name: torch.zeros_like(ended) for name in ENDS}
+        if self._mode == "SameStep":
+            return self._begun | none
+        mask = ended.view(-1).numpy()
+        return self._began(self.env.reset(options={"reset_mask": mask}))
+
+
+class TensorDictEnv(Env):
+    """One of torchrl's."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        self.shape = tuple(env.batch_size)
+
+    async def reset(self) -> Fields:
+        """See :class:`Env`."""
+        return flattened(self.env.reset())
+
+    async def step(self, step: Fields) -> Fields:
+        """See :class:`Env`."""
+        return flattened(self.env.step(nested(step, self.shape))["next"])
+
+    async def restart(self, after: Fields) -> Fields:
+        """See :class:`Env`."""
+        data = nested({key: value for key, value in after.items() if key != "reward"}, self.shape)
+        data.set("_reset", after["done"])
+        return {key: v for key, v in flattened(self.env.reset(data)).items() if key != "_reset"}
+
+    def random_action(self) -> Tensor:
+        """See :class:`Env`."""
+        return torch.as_tensor(self.env.rand_action()["action"])
+
+    def set_seed(self, seed: int) -> None:
+        """See :class:`Env`."""
+        self.env.set_seed(seed)
+
+    async def close(self) -> None:
+        """See :class:`Env`."""
+        if not self.env.is_closed:
+            self.env.close()

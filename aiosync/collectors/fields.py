@@ -1,0 +1,108 @@
+"""Steps as plain tensors by name, and slots of shared memory that hold many of them.
+
+A name is a string, or a tuple of strings for what is nested, as TensorDict has it. Between an environment,
+a policy and a slot these stay what they are: a TensorDict is made once per batch, and where a policy wants
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
+
+__all__ = ["MASK", "TRAJ_IDS", "Fields", "Key", "Slot", "Specs", "flattened", "nested", "specs_of", "under"]
+
+Key: TypeAlias = str | tuple[str, ...]
+Fields: TypeAlias = dict[Key, Tensor]
+Specs: TypeAlias = tuple[tuple[Key, tuple[int, ...], torch.dtype], ...]
+"""Name, shape of one step's, dtype."""
+
+TRAJ_IDS = ("collector", "traj_ids")
+MASK = ("collector", "mask")
+
+_BETWEEN = "\x1f"
+
+
+def flattened(data: TensorDictBase) -> Fields:
+    """The leaves of a TensorDict."""
+    return dict(data.items(include_nested=True, leaves_only=True))
+
+
+def nested(fields: Mapping[Key, Tensor], shape: Iterable[int]) -> TensorDict:
+    """A TensorDict of batch size ``shape`` with these leaves."""
+    found = TensorDict({}, batch_size=torch.Size(shape))
+    for key, value in fields.items():
+        found.set(key, value)
+    return found
+
+
+def under(first: str, key: Key) -> tuple[str, ...]:
+    """A name, one level further down."""
+    return (first, key) if isinstance(key, str) else (first, *key)
+
+
+def specs_of(step: Mapping[Key, Tensor]) -> Specs:
+    """What a slot has to hold for steps like this one."""
+    return tuple((key, tuple(value.shape), value.dtype) for key, value in step.items())
+
+
+class Slot:
+    """Shared memory for a number of steps, one after the other.
+
+    Args:
+        segment: where.
+        specs: what a step consists of.
+        steps: how many.
+
+    Attributes:
+        views: name -> tensor of shape ``(steps, *shape)``.
+    """
+
+    def __init__(self, segment: Segment, specs: Specs, steps: int) -> None:
+        self.segment = segment
+        self.specs = specs
+        self.steps = steps
+        layout = _layout(specs, steps)
+        views = layout.views(segment.buffer)
+        self.views: dict[Key, Tensor] = {key: views[_name(key)] for key, _, _ in specs}
+
+    @classmethod
+    def make(cls, specs: Specs, steps: int) -> Slot:
+        """A new one.
+
+        Raises:
+            ArenaAllocationError: there is not that much memory.
+        """
+        return cls(Segment.shared(_layout(specs, steps).nbytes), specs, steps)
+
+    def holds(self, specs: Specs, steps: int) -> bool:
+        """Whether as many such steps fit."""
+        return self.specs == specs and self.steps >= steps
+
+    def write(self, step: int, fields: Mapping[Key, Tensor]) -> None:
+        """Put one step's fields in."""
+        for key, value in fields.items():
+            self.views[key][step] = value
+
+    def read(self, steps: int, batch_dims: int, order: list[int] | None) -> TensorDict:
+        """The first steps, in this memory unless there is another order; the dimension of time comes after
+        ``batch_dims`` others."""
+        which = slice(steps) if order is None else torch.tensor(order)
+        views = {key: view[which].movedim(0, batch_dims) for key, view in self.views.items()}
+        shape = next(iter(views.values())).shape[: batch_dims + 1]
+        return nested(views, shape)
+
+
+def _name(key: Key) -> str:
+    return key if isinstance(key, str) else _BETWEEN.join(key)
+
+
+def _layout(specs: Specs, steps: int) -> Layout:
+    return Layout((_name(key), (steps, *shape), dtype) for key, shape, dtype in specs)

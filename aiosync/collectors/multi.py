@@ -1,0 +1,384 @@
+"""Collectors of several worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import multiprocessing
+import warnings
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import cloudpickle
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from aiosync.collectors.batches import joined, split_trajectories
+from aiosync.collectors.config import CollectorConfig
+from aiosync.collectors.controls import Controls
+from aiosync.collectors.pool import Pool
+from aiosync.collectors.process import Delivered, WorkerProcess
+from aiosync.collectors.worker import POLICY, WorkerSpec
+from aiosync.errors import InvalidArgumentError, NotConnectedError
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.shared import SharedMemWeightSyncScheme
+from aiosync.transports._offload import offloaded
+from aiosync.weights.copying import INLINE_LIMIT
+
+__all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
+
+_AHEAD = 2
+"""Batches that a worker of an asynchronous collector is asked for at a time: one that it collects, and one
+that waits to be taken meanwhile."""
+
+
+class MultiCollector(Controls):
+    """Worker processes that play a policy, and an asynchronous iterator of what they play.
+
+    ::
+
+        async with MultiCollector([make_env] * 2, policy, frames_per_batch=200) as collector:
+            async for batch in collector:
+                ...  # learn
+                await collector.update_policy_weights_()
+
+    Each worker has an event loop, on which its environments are stepped, its weights arrive, and what the
+    collector asks of it is done, one at a time: weights change between two steps, and each frame is tagged
+    with the version that acted. Batches come in shared memory and are copied out of it once.
+
+    With ``sync=True`` a batch has a part of every worker, and nothing is played between one batch and the
+    call for the next. With ``sync=False`` a batch is one worker's, handed out in the order in which they are
+    finished, and workers play on meanwhile: each is at most two batches ahead.
+
+    Args:
+        create_env_fn: makes an environment (see :func:`~aiosync.collectors.adapt`); or one function per
+            worker. Called in the workers.
+        policy: the trainer's policy: a TensorDictModule, or a module or function of the observation. Workers
+            get a copy, and its weights. None: they act at random.
+        sync: see above.
+        policy_factory: makes the workers' policies in them; or one function per worker. With ``policy``, that
+            is only where the weights come from.
+        create_env_kwargs: what ``create_env_fn`` is called with; or one mapping per worker.
+        config: all the rest.
+        options: the same as keywords: see :class:`BatchConfig`, :class:`DeviceConfig`, :class:`PolicyConfig`,
+            :class:`ProcessConfig` and :class:`WeightConfig`.
+
+    Attributes:
+        frames: how many have been handed out.
+
+    Raises:
+        InvalidArgumentError: an option that there is not, or that does not go with the others.
+    """
+
+    _sync: bool | None = None
+
+    def __init__(
+        self,
+        create_env_fn: Callable[..., Any] | Sequence[Callable[..., Any]],
+        policy: Any = None,
+        *,
+        sync: bool | None = None,
+        policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        config: CollectorConfig | None = None,
+        **options: Any,
+    ) -> None:
+        if self._sync is not None and sync not in (None, self._sync):
+            raise InvalidArgumentError(f"sync={sync!r}: a {type(self).__name__} has sync={self._sync}")
+        self.sync = (sync is not False) if self._sync is None else self._sync
+        self.config = config = (config or CollectorConfig()).of(**options)
+        self.num_workers = config.processes.num_workers or _length(create_env_fn)
+        config.check(self.num_workers)
+        envs = _one_each("create_env_fn", create_env_fn, self.num_workers)
+        arguments = _one_each("create_env_kwargs", create_env_kwargs or {}, self.num_workers)
+        self._envs = [functools.partial(env, **given) for env, given in zip(envs, arguments, strict=True)]
+        self._factories = _one_each("policy_factory", policy_factory, self.num_workers)
+        self.policy = policy
+        self.frames = 0
+        self._requested = 0
+        self._finished: deque[Delivered] = deque()
+        self._taking = asyncio.Lock()
+        self._pauses = 0
+        self._schemes = self._schemes_of()
+        self._pool: Pool | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._closed = False
+        self._warn_of_more(config)
+
+    def _warn_of_more(self, config: CollectorConfig) -> None:
+        each = config.per_batch if self.sync else config.batch.frames_of(0, 1)
+        total = config.batch.total_frames
+        if total != -1 and total % each:
+            warnings.warn(
+                f"total_frames={total} is not a multiple of the {each} frames of a batch: "
+                f"{-total % each} more will be collected",
+                stacklevel=3,
+            )
+
+    def _schemes_of(self) -> dict[str, WeightSyncScheme]:
+        given = self.config.weights.weight_sync_schemes
+        if given is not None:
+            return dict(given)
+        weighted = isinstance(self.policy, nn.Module) and any(True for _ in self.policy.parameters())
+        seconds = self.config.processes.seconds
+        return {POLICY: SharedMemWeightSyncScheme(timeout=seconds)} if weighted else {}
+
+    # -- life -----------------------------------------------------------------------------------------
+
+    async def connect(self, timeout: float | None = None) -> None:
+        """Start the workers, and wait until each is ready to play with version 0.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            Exception: what an environment or a policy raised in a worker, with its traceback.
+            WorkerLostError: a worker died.
+            SyncTimeoutError: not all were ready in time.
+        """
+        if self._pool is not None or self._closed:
+            raise NotConnectedError("this collector is connected already, or was closed: make another")
+        processes = self.config.processes
+        if processes.num_threads is not None:
+            torch.set_num_threads(processes.num_threads)
+        ctx = multiprocessing.get_context(processes.start_method)
+        for model_id, scheme in self._schemes.items():
+            if not scheme.initialized_on_sender:
+                model = self.policy if model_id == POLICY else None
+                scheme.init_on_sender(model_id=model_id, model=model, num_workers=self.num_workers, ctx=ctx)
+        specs = [self._spec(index) for index in range(self.num_workers)]
+        self._pool = Pool(specs, self._schemes, ctx, processes.restart_workers, self._delivered)
+        try:
+            await self._pool.start(self._deadline(timeout))
+        except BaseException:
+            await self.aclose()
+            raise
+
+    def _spec(self, index: int) -> WorkerSpec:
+        make = self._factories[index]
+        if make is None and self.policy is not None:
+            make = functools.partial(cloudpickle.loads, cloudpickle.dumps(self.policy))
+        first = index * self.config.processes.envs_per_worker
+        return WorkerSpec(index, self.num_workers, self._envs[index], make, self.config, first)
+
+    async def aclose(self, timeout: float | None = None) -> None:
+        """End the workers; idempotent.
+
+        Args:
+            timeout: seconds that they have to end by themselves; then they are killed.
+        """
+        self._closed = True
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        pool, self._pool = self._pool, None
+        self._finished.clear()
+        if pool is not None:
+            await pool.aclose(self._deadline(timeout))
+
+    shutdown = async_shutdown = aclose
+
+    async def __aenter__(self) -> Self:
+        await self.connect()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    @property
+    def _live(self) -> Pool:
+        if self._pool is None:
+            raise NotConnectedError("connect() first, or use `async with`: this collector has no workers")
+        if self._pool.failure is not None:
+            raise self._pool.failure
+        return self._pool
+
+    # -- batches --------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        """The next batch, a TensorDict; None if it went to a replay buffer.
+
+        Raises:
+            StopAsyncIteration: there have been ``total_frames``.
+            Exception: what an environment or the policy raised in a worker, with its traceback.
+            WorkerLostError: a worker died.
+            SyncTimeoutError: there was none in time.
+        """
+        if self.frames >= self.config.batch.total_frames != -1:
+            raise StopAsyncIteration
+        pool = self._live
+        if self.config.weights.update_at_each_batch:
+            await self.update_policy_weights_()
+        async with self._taking:
+            batch = await (self._next_of_all(pool) if self.sync else self._next_of_any(pool))
+            return self._stored(batch)
+
+    def _stored(self, batch: TensorDictBase) -> Any:
+        replay = self.config.replay
+        if replay.replay_buffer is None:
+            return batch
+        if replay.extend_buffer:
+            replay.replay_buffer.extend(batch if self.config.batch.split_trajs else batch.reshape(-1))
+        else:
+            replay.replay_buffer.add(batch)
+        return None
+
+    async def _next_of_all(self, pool: Pool) -> TensorDictBase:
+        config = self.config.batch
+        for worker in pool.workers:
+            if not worker.asked and not worker.batches:  # what a cancelled call has asked for is taken now
+                self._ask(worker, config.frames_of(worker.index, self.num_workers))
+        enough = max(1, int(self.num_workers * config.preemptive_threshold))
+        deadline = self._deadline(None)
+
+        def delivered() -> int:
+            return sum(bool(worker.batches) for worker in pool.workers)
+
+        await pool.until(lambda: delivered() >= enough, deadline, "receive")
+        if enough < self.num_workers:
+            for worker in pool.workers:
+                if not worker.batches:
+                    worker.cut()
+            await pool.until(lambda: delivered() >= self.num_workers, deadline, "receive")
+        return await self._out([worker.batches[0] for worker in pool.workers])
+
+    async def _next_of_any(self, pool: Pool) -> TensorDictBase:
+        deadline = self._deadline(None)
+        while True:
+            self._keep_all_busy(pool)
+            await pool.until(lambda: bool(self._finished), deadline, "receive")
+            found = await self._out([self._finished[0]])
+            fresh = self._is_fresh(found)
+            if not fresh:
+                self.frames -= found.numel()
+                self._requested -= found.numel()
+            self._keep_all_busy(pool)
+            if fresh:
+                return found
+
+    def _is_fresh(self, batch: TensorDictBase) -> bool:
+        allowed = self.config.weights.max_staleness
+        if allowed is None or POLICY not in self._schemes:
+            return True
+        return self.policy_version - int(batch["policy_version"].min()) <= allowed
+
+    def _keep_all_busy(self, pool: Pool) -> None:
+        # In turn, so that where few are let collect it is not always the same.
+        for worker in sorted(pool.workers, key=lambda worker: worker.frames):
+            self._keep_busy(pool, worker)
+
+    def _delivered(self, delivered: Delivered) -> None:
+        if not self.sync:
+            self._finished.append(delivered)
+
+    def _keep_busy(self, pool: Pool, worker: WorkerProcess) -> None:
+        total = self.config.batch.total_frames
+        weights = self.config.weights
+        frames = self.config.batch.frames_of(worker.index, 1)
+        while worker.asked + len(worker.batches) < _AHEAD and not self._pauses:
+            ahead = sum(each.asked + len(each.batches) for each in pool.workers)
+            waits = weights.on_stale == "wait" and weights.max_staleness is not None
+            if self._requested >= total != -1 or (waits and ahead > (weights.max_staleness or 0)):
+                return
+            self._ask(worker, frames)
+
+    def _ask(self, worker: WorkerProcess, frames: int) -> None:
+        at_random = self._requested < self.config.batch.init_random_frames
+        self._requested += frames
+        worker.collect(frames, at_random=at_random)
+
+    async def _out(self, taken: Sequence[Delivered]) -> TensorDictBase:
+        """Workers' parts as one batch, in memory of this process's own."""
+        parts = [delivered.read() for delivered in taken]
+        nbytes = sum(leaf.nbytes for part in parts for leaf in part.values(True, True))
+
+        def join() -> TensorDictBase:
+            found = joined(parts, self.config.batch) if self.sync else parts[0].clone()
+            return split_trajectories(found) if self.config.batch.split_trajs else found
+
+        found = join() if nbytes <= INLINE_LIMIT else await offloaded(join, "aiosync-batch")
+        # Nothing is taken before it is here: a call that is cancelled loses nothing.
+        for delivered in taken:
+            delivered.taken()
+        if not self.sync:
+            self._finished.popleft()
+        self.frames += sum(part.numel() for part in parts)
+        postproc = self.config.batch.postproc
+        return found if postproc is None else postproc(found)
+
+    async def start(self) -> None:
+        """Collect into the replay buffer from now on, beside whatever else runs on this event loop, until
+        ``total_frames`` or :meth:`aclose`. What goes wrong is raised by the next call.
+
+        Raises:
+            InvalidArgumentError: there is no replay buffer.
+        """
+        if self.config.replay.replay_buffer is None:
+            raise InvalidArgumentError("start() collects into a replay buffer: give replay_buffer=")
+        if self._running is None:
+            self._running = asyncio.create_task(self._run(self._live), name="aiosync-collecting")
+
+    async def _run(self, pool: Pool) -> None:
+        try:
+            async for _ in self:
+                await asyncio.sleep(0)  # the next batch may be there already
+        except Exception as exc:  # noqa: BLE001 - raised by the next call
+            pool.failure = exc
+
+    @asynccontextmanager
+    async def pause(self, timeout: float | None = None) -> AsyncIterator[None]:
+        """Nothing is played inside: what the workers are collecting they bring to its end first. They always
+        go on afterwards.
+
+        Raises:
+            Exception: as the iterator.
+            SyncTimeoutError: they have not come to an end in time.
+        """
+        pool = self._live
+        self._pauses += 1
+        try:
+            await pool.until(
+                lambda: not any(worker.asked for worker in pool.workers), self._deadline(timeout), "receive"
+            )
+            yield
+        finally:
+            self._pauses -= 1
+            if not self.sync and self._pool is pool:
+                self._keep_all_busy(pool)
+
+
+class MultiSyncCollector(MultiCollector):
+    """A :class:`MultiCollector` with ``sync=True``."""
+
+    _sync = True
+
+
+class MultiAsyncCollector(MultiCollector):
+    """A :class:`MultiCollector` with ``sync=False``."""
+
+    _sync = False
+
+
+def _length(given: object) -> int:
+    return len(given) if isinstance(given, Sequence) else 1
+
+
+def _one_each(name: str, given: Any, workers: int) -> list[Any]:
+    if not isinstance(given, Sequence):
+        return [given] * workers
+    if len(given) != workers:
+        raise InvalidArgumentError(f"{name}: expected one, or one per worker, {workers}; got {len(given)}")
+    return list(given)

@@ -1,0 +1,173 @@
+"""The workers of a collector: how they begin, begin again and end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from aiosync._deadline import Deadline
+from aiosync.collectors.process import Delivered, WorkerProcess
+from aiosync.collectors.worker import WorkerSpec
+from aiosync.errors import Phase, SyncTimeoutError, WorkerLostError
+from aiosync.schemes._host import TaskHost
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.stats import logger
+
+__all__ = ["Pool"]
+
+
+class Pool:
+    """Worker processes, and the schemes that bring their weights.
+
+    Whoever waits is woken whenever a worker has said something, and is told if one has failed for good. A
+    worker that has died is replaced, as often as that may be: by one that has its index, its seed and the
+    newest weights, that is asked for what was asked of the other, and that keeps what the other has
+    delivered.
+
+    Args:
+        specs: the workers.
+        schemes: model -> scheme, initialised on the sender.
+        ctx: how processes begin.
+        restarts: how often each worker may be replaced.
+        on_batch: called with each batch as it is delivered.
+
+    Attributes:
+        workers: those that are there now, by their index.
+        failure: what went wrong where nobody was waiting.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        schemes: Mapping[str, WeightSyncScheme],
+        ctx: BaseContext,
+        restarts: int,
+        on_batch: Callable[[Delivered], None],
+    ) -> None:
+        self.workers: list[WorkerProcess] = []
+        self.failure: Exception | None = None
+        self._specs = list(specs)
+        self._schemes = dict(schemes)
+        self._ctx = ctx
+        self._restarts = [restarts] * len(specs)
+        self._on_batch = on_batch
+        self._changed = asyncio.Event()
+        self._host = TaskHost("aiosync-collector")
+        self._stack = AsyncExitStack()
+
+    async def start(self, deadline: Deadline) -> None:
+        """Start the workers, and wait until each can play.
+
+        Raises:
+            Exception: what an environment or a policy raised.
+            WorkerLostError: a worker died.
+            SyncTimeoutError: not all were ready in time.
+        """
+        await self._host.start()
+        for scheme in self._schemes.values():
+            self._stack.push_async_callback(scheme.aclose)
+        self.workers = [self._new(index) for index in range(len(self._specs))]
+        await asyncio.gather(*(worker.start(self._ctx, self._schemes) for worker in self.workers))
+        connecting = [
+            asyncio.ensure_future(scheme.connect(timeout=deadline.remaining()))
+            for scheme in self._schemes.values()
+        ]
+        try:
+            await self.until(lambda: all(worker.ready for worker in self.workers), deadline, "connect")
+            await asyncio.gather(*connecting)
+        finally:
+            await _call_off(connecting)
+
+    def _new(self, index: int) -> WorkerProcess:
+        return WorkerProcess(self._specs[index], self._on_change, self._on_batch)
+
+    def _on_change(self, worker: WorkerProcess) -> None:
+        if isinstance(worker.error, WorkerLostError) and self._may_replace(worker):
+            self._restarts[worker.index] -= 1
+            worker.replaced = True
+            logger.warning("collector worker %d is started again: %s", worker.index, worker.error)
+            self._host.spawn(self._replace, worker)
+        self._changed.set()
+
+    def _may_replace(self, worker: WorkerProcess) -> bool:
+        current = worker in self.workers and not worker.replaced
+        return current and worker.was_ready and self._restarts[worker.index] > 0
+
+    async def _replace(self, lost: WorkerProcess) -> None:
+        index = lost.index
+        spec = self._specs[index]
+        # A trajectory has a frame at least, so this many numbers are more than it can have used.
+        used = lost.frames + lost.frames_asked + 1
+        stride = spec.workers * spec.config.processes.envs_per_worker
+        self._specs[index] = replace(spec, first_id=spec.first_id + used * stride, seed=lost.seed)
+        successor = self._new(index)
+        successor.succeed(lost)
+        self.workers[index] = successor
+        await lost.close(Deadline.after(0))
+        try:
+            await successor.start(self._ctx, self._schemes)
+        except OSError as exc:
+            successor.fail(WorkerLostError([index], f"it could not be started again: {exc}"))
+
+    async def until(self, true: Callable[[], bool], deadline: Deadline, phase: Phase) -> None:
+        """Wait.
+
+        Raises:
+            Exception: why a worker has failed, if it is not replaced.
+            SyncTimeoutError: it did not come true in time.
+        """
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                while not true():
+                    self.check()
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError as exc:
+            if not deadline.expired:
+                raise
+            late = [worker.index for worker in self.workers if not worker.ready or worker.asked]
+            hint = "they have not delivered" if phase == "receive" else "they are not ready"
+            raise SyncTimeoutError(phase, workers=late, seconds=deadline.seconds, hint=hint) from exc
+
+    def check(self) -> None:
+        """Raise what a worker has failed with, if one has."""
+        for worker in self.workers:
+            if worker.error is not None and not worker.replaced:
+                raise worker.error
+
+    async def call(self, method: str, each: Mapping[int, Sequence[Any]], deadline: Deadline) -> list[Any]:
+        """Call a method of some workers, each with arguments of its own.
+
+        Raises:
+            Exception: what one of the methods raises, or why a worker has failed.
+            SyncTimeoutError: not all have answered in time.
+        """
+        await self.until(lambda: all(self.workers[i].ready for i in each), deadline, "receive")
+        calls = [
+            asyncio.ensure_future(self.workers[index].call(method, *given, deadline=deadline))
+            for index, given in each.items()
+        ]
+        try:
+            return list(await asyncio.gather(*calls))
+        finally:
+            await _call_off(calls)
+
+    async def aclose(self, deadline: Deadline) -> None:
+        """End the workers; those that do not end by themselves are killed. Idempotent."""
+        async with self._stack:
+            await self._host.aclose()
+            workers, self.workers = self.workers, []
+            for worker in workers:
+                worker.leave()
+            await asyncio.gather(*(worker.close(deadline) for worker in workers))
+
+
+async def _call_off(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Have none of them go on by itself."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,223 @@
+"""Playing: an environment and a policy, one frame after the other, into batches."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from aiosync.collectors.actor import Actor
+from aiosync.collectors.config import BatchConfig
+from aiosync.collectors.env import Env
+from aiosync.collectors.fields import MASK, TRAJ_IDS, Fields, Slot, under
+from aiosync.errors import InvalidArgumentError
+
+__all__ = ["OpenBatch", "Player"]
+
+
+class OpenBatch:
+    """A batch that is being collected, by one player or by several at the same time.
+
+    A player first claims a place and then plays the frame for it. So several batches can be open: one that
+    waits for its last frames, and the next one.
+
+    Args:
+        wanted: how many frames.
+        at_random: act at random.
+        make_slot: gives the memory, once it is known what a frame consists of.
+
+    Attributes:
+        order: the places, each player's in a row and in the order of time.
+    """
+
+    def __init__(self, wanted: int, at_random: bool, make_slot: Callable[[Fields, int], Slot]) -> None:
+        self.at_random = at_random
+        self.order: list[int] = []
+        self._wanted = wanted
+        self._make_slot = make_slot
+        self._slot: Slot | None = None
+        self._claimed = 0
+        self._written = 0
+        self._places: dict[int, list[int]] = {}
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there are places to be claimed."""
+        return self._claimed < self._wanted
+
+    @property
+    def complete(self) -> bool:
+        """Whether every place has its frame."""
+        return self._written == self._wanted
+
+    @property
+    def steps(self) -> int:
+        """How many frames there are."""
+        return self._written
+
+    def claim(self) -> int:
+        """Take the next place; :attr:`has_room` has to be true."""
+        self._claimed += 1
+        return self._claimed - 1
+
+    def cut(self) -> None:
+        """Let it end with the frames that are being played; there is one at least."""
+        self._wanted = max(self._claimed, 1)
+
+    def write(self, place: int, player: int, frame: Fields) -> None:
+        """Put a frame in its place."""
+        if self._slot is None:
+            self._slot = self._make_slot(frame, self._wanted)
+        self._slot.write(place, frame)
+        self._places.setdefault(player, []).append(place)
+        self._written += 1
+
+    def close(self, *, truncate: bool) -> None:
+        """It is complete.
+
+        Args:
+            truncate: mark each player's last frame as truncated.
+        """
+        assert self._slot is not None
+        self.order = [place for player in sorted(self._places) for place in self._places[player]]
+        for places in self._places.values() if truncate else ():
+            for name in ("truncated", "done"):
+                self._slot.views["next", name][places[-1]] = True
+
+
+class Player:
+    """An environment that is being played, over the ends of episodes and of batches.
+
+    A commit comes before a forward pass or after it, and the version that a frame is tagged with is read
+    where its forward pass begins: nothing is awaited between the two.
+
+    Args:
+        env: the environment.
+        actor: the policy; None: act at random.
+        config: which frames.
+        first, stride: the trajectories' numbers: ``first``, ``first + stride``, and so on.
+        version: gives the version in service; None: frames are not tagged.
+    """
+
+    def __init__(
+        self,
+        env: Env,
+        actor: Actor | None,
+        config: BatchConfig,
+        first: int,
+        stride: int,
+        version: Callable[[], int] | None,
+    ) -> None:
+        if env.skips and config.max_frames_per_traj:
+            raise InvalidArgumentError(
+                f"max_frames_per_traj={config.max_frames_per_traj}: an environment that begins episodes by "
+                "itself cannot be cut; make it with AutoresetMode.DISABLED, or have it limit them itself"
+            )
+        self.env = env
+        self._actor = actor
+        self._config = config
+        self._next_id = first
+        self._stride = stride
+        self._version = version
+        self._now: Fields = {}
+        self._steps = torch.zeros((*env.shape, 1), dtype=torch.int64)
+        self._ids = torch.zeros(env.shape, dtype=torch.int64)
+        self._batch: OpenBatch | None = None
+        self._playing = asyncio.Lock()
+
+    async def reset(self, seed: int | None = None) -> None:
+        """Begin a new episode, after the frame that is being played.
+
+        Args:
+            seed: begin anew, as this says.
+        """
+        async with self._playing:
+            if seed is not None:
+                self.env.set_seed(seed)
+            await self._reset()
+
+    async def _reset(self) -> None:
+        self._now = await self.env.reset()
+        self._begin(torch.ones(self.env.shape, dtype=torch.bool))
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands; without the environment, if that cannot be pickled."""
+        try:
+            env = cloudpickle.dumps(self.env.env)
+        except Exception:  # noqa: BLE001 - whatever its own methods raise
+            env = None
+        kept = {name: getattr(self, name) for name in ("_now", "_steps", "_ids", "_next_id")}
+        return {"env": env, **kept}
+
+    async def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from there; with a new episode, if the environment is not in it."""
+        async with self._playing:
+            for name in ("_now", "_steps", "_ids", "_next_id"):
+                setattr(self, name, state[name])
+            if state["env"] is None:
+                await self._reset()
+            else:
+                self.env.env = pickle.loads(state["env"])
+
+    async def frame(self, batch: OpenBatch) -> Fields:
+        """Play one.
+
+        Raises:
+            Exception: what the environment or the policy raises.
+        """
+        async with self._playing:
+            anew = self._config.reset_at_each_iter and batch is not self._batch
+            self._batch = batch
+            if anew or not self._now:
+                await self._reset()
+            step = self._act(batch.at_random)
+            after = await self.env.step(step)
+            self._count(step, after)
+            frame = step | {under("next", key): value for key, value in after.items()}
+            if "policy_version" in step:
+                frame["next", "policy_version"] = step["policy_version"]
+            await self._go_on(after)
+            return frame
+
+    def _act(self, at_random: bool) -> Fields:
+        step: Fields = dict(self._now)
+        step[TRAJ_IDS] = self._ids.clone()
+        if self.env.skips:
+            step[MASK] = ~self._now["done"].view(self.env.shape)
+        if self._version is not None:
+            step["policy_version"] = torch.full(self.env.shape, self._version(), dtype=torch.int64)
+        if at_random or self._actor is None:
+            step["action"] = self.env.random_action()
+        else:
+            step |= self._actor.act(self._now, self.env.shape)
+        return step
+
+    def _count(self, step: Fields, after: Fields) -> None:
+        limit = self._config.max_frames_per_traj
+        if limit:
+            step["step_count"] = self._steps
+            after["step_count"] = self._steps = self._steps + 1
+            full = self._steps >= limit
+            after["truncated"] = after["truncated"] | full
+            after["done"] = after["done"] | full
+
+    async def _go_on(self, after: Fields) -> None:
+        """What is observed next is where the next frame begins, or it is a new episode's beginning."""
+        ended = after["done"].view(self.env.shape)
+        if not ended.any() or not self._config.reset_when_done:
+            left = {"reward", "step_count"} if self._config.max_frames_per_traj else {"reward"}
+            self._now = {key: value for key, value in after.items() if key not in left}
+            return
+        self._now = await self.env.restart(after)
+        self._begin(ended)
+
+    def _begin(self, where: Tensor) -> None:
+        count = int(where.sum())
+        self._ids[where] = torch.arange(count) * self._stride + self._next_id
+        self._next_id += count * self._stride
+        self._steps = self._steps.masked_fill(where.unsqueeze(-1), 0)

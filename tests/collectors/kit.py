@@ -1,0 +1,47 @@
+"""What the tests of collectors share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+
+from aiosync.collectors import MultiCollector
+from tests.collectors.worlds import Counting
+from tests.kit.clock import PATIENCE
+
+__all__ = ["ENVS", "check", "collecting"]
+
+ENVS = [functools.partial(Counting, name) for name in range(2)]
+
+
+@asynccontextmanager
+async def collecting(*args: Any, **options: Any) -> AsyncIterator[MultiCollector]:
+    """Connected, on warm processes."""
+    given: dict[str, Any] = {
+        "start_method": "forkserver",
+        "timeout": PATIENCE,
+        "frames_per_batch": 20,
+    } | options
+    async with MultiCollector(*args, **given) as collector:
+        yield collector
+
+
+def check(batch: Any) -> None:
+    """That steps follow each other, and that each frame's version is the one that acted."""
+    for part in batch.unbind(0) if batch.dim() == 2 else [batch]:
+        then, after = part["observation"], part["next", "observation"]
+        done = part["next", "done"].view(-1)
+        ids = part["collector", "traj_ids"]
+        goes_on = ~done[:-1]
+        assert torch.equal(then[1:][goes_on], after[:-1][goes_on])
+        assert (then[1:][done[:-1]][:, 2] == 0).all(), "a new episode begins with its first step"
+        assert torch.equal(ids[1:] != ids[:-1], done[:-1])
+        assert (after[:, 2] == then[:, 2] + 1).all()
+        assert not part["done"].any()
+    if "marks" in batch.keys():
+        assert (batch["marks"] == batch["policy_version"].unsqueeze(-1)).all()
+        assert torch.equal(batch["policy_version"], batch["next", "policy_version"])

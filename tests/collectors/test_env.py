@@ -1,0 +1,165 @@
+"""Environments of every kind, stepped by collectors."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict.nn import TensorDictModule
+
+from aiosync import InvalidArgumentError
+from aiosync.collectors import adapt
+from tests.collectors.kit import collecting
+from tests.collectors.worlds import AsyncCounting, Counting, make_policy
+
+LENGTHS = (3, 5)
+
+
+def make_vector(mode: str) -> Any:
+    """Two environments whose episodes have different lengths."""
+    envs = [functools.partial(Counting, name, length) for name, length in enumerate(LENGTHS)]
+    return SyncVectorEnv(envs, autoreset_mode=AutoresetMode[mode])
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
+async def test_vector_environments(mode: str) -> None:
+    make = functools.partial(make_vector, mode)
+    async with collecting([make], make_policy(), frames_per_batch=32, cat_results=-1) as collector:
+        batch = await anext(collector)
+        assert batch.batch_size == (2, 32)
+        assert (batch["marks"] == 0).all()
+        for row, length in zip(batch.unbind(0), LENGTHS, strict=True):
+            if mode == "NEXT_STEP":
+                skipped = ~row["collector", "mask"]
+                assert skipped[length :: length + 1].all()
+                assert skipped.sum() == 32 // (length + 1)
+                row = row[~skipped]
+            then, after = row["observation"][:, 2], row["next", "observation"][:, 2]
+            steps = torch.arange(len(row)) % length
+            assert torch.equal(then, steps.float())
+            assert torch.equal(after, steps + 1.0), "the last observation of an episode is its own"
+            assert torch.equal(row["next", "done"].view(-1), steps + 1 == length)
+            assert torch.equal(row["observation"][:, 1], (torch.arange(len(row)) // length).float())
+            ids = row["collector", "traj_ids"]
+            assert torch.equal(ids[1:] != ids[:-1], steps[1:] == 0)
+
+
+async def test_an_episode_of_a_vector_environment_cannot_be_cut() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"AutoresetMode\.DISABLED"):
+        async with collecting([functools.partial(make_vector, "NEXT_STEP")], max_frames_per_traj=2):
+            pass
+    make = functools.partial(make_vector, "DISABLED")
+    async with collecting([make], max_frames_per_traj=2, cat_results=-1) as collector:
+        batch = await anext(collector)
+        assert torch.equal(batch["next", "truncated"], batch["next", "step_count"] == 2)
+
+
+def make_torchrl() -> Any:
+    """torchrl's CartPole, with transforms."""
+    from torchrl.envs import GymEnv, RewardScaling, StepCounter, TransformedEnv
+
+    env = TransformedEnv(GymEnv("CartPole-v1", categorical_action_encoding=True), StepCounter(10))
+    return env.append_transform(RewardScaling(0.0, 3.0))
+
+
+def make_cartpole() -> Any:
+    """Gymnasium's."""
+    return gym.make("CartPole-v1")
+
+
+class Steering(torch.nn.Module):
+    """Balances a little; takes CartPole's observation."""
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return (observation[..., 2] > 0).long()
+
+
+def make_steering() -> Any:
+    """A policy."""
+    return TensorDictModule(Steering(), in_keys=["observation"], out_keys=["action"])
+
+
+async def test_torchrls_environments() -> None:
+    pytest.importorskip("torchrl")
+    options: dict[str, Any] = {"frames_per_batch": 40, "cat_results": 0}
+    async with collecting([make_torchrl] * 2, make_steering(), **options) as collector:
+        await collector.set_seed(1)
+        batch = await anext(collector)
+    assert batch["next", "step_count"].max() == 10
+    assert torch.equal(batch["next", "truncated"], batch["next", "step_count"] == 10)
+    assert (batch["next", "reward"] == 3).all()
+    done = batch["next", "done"].view(-1)
+    goes_on = ~done[:-1]
+    assert torch.equal(
+        batch["observation"][1:20][goes_on[:19]], batch["next", "observation"][:19][goes_on[:19]]
+    )
+
+
+async def test_the_same_frames_as_torchrls_collector() -> None:
+    collectors = pytest.importorskip("torchrl.collectors")
+    theirs = collectors.Collector(
+        make_torchrl(),
+        make_steering(),
+        frames_per_batch=60,
+        total_frames=60,
+        auto_register_policy_transforms=False,
+    )
+    theirs.set_seed(7)
+    (expected,) = list(theirs)
+    theirs.shutdown()
+    async with collecting([make_torchrl], make_steering(), frames_per_batch=60, cat_results=0) as collector:
+        await collector.set_seed(7)
+        found = await anext(collector)
+    keys = {key for key in expected.keys(True, True) if key[-1] != "traj_ids"}
+    assert keys <= set(found.keys(True, True))
+    for key in keys:
+        assert found[key].shape == expected[key].shape, key
+        assert found[key].dtype == expected[key].dtype, key
+
+
+class Boxes(gym.Env[Any, Any]):
+    """Observes a dictionary, and acts in a box."""
+
+    observation_space = gym.spaces.Dict(
+        {"image": gym.spaces.Box(0, 255, (84, 84, 4), np.uint8), "place": gym.spaces.Box(-1, 1, (2,))}
+    )
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+
+    def __init__(self) -> None:
+        self.place = np.zeros(2)
+        self.image = np.zeros((84, 84, 4), np.uint8)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        """In the middle."""
+        super().reset(seed=seed)
+        self.image[:] = 0
+        return {"image": self.image, "place": self.place}, {}
+
+    def step(self, action: Any) -> Any:
+        """The image is changed where it is."""
+        assert action.shape == (2,)
+        self.image += 1
+        return {"image": self.image, "place": self.place}, 1.0, False, False, {}
+
+
+async def test_dictionaries_and_images() -> None:
+    async with collecting([Boxes] * 2, cat_results=-1) as collector:
+        batch = await anext(collector)
+    assert batch["image"].shape == (20, 84, 84, 4)
+    assert batch["image"].dtype is torch.uint8
+    assert batch["place"].dtype is torch.float32
+    steps = torch.arange(10).repeat(2)
+    assert torch.equal(batch["image"][:, 0, 0, 0], steps.byte())
+    assert torch.equal(batch["next", "image"][:, 5, 5, 1], (steps + 1).byte())
+
+
+def test_what_is_no_environment() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"int: expected an environment with reset\(\)"):
+        adapt(3)
+    env = adapt(AsyncCounting())
+    assert adapt(env) is env

@@ -1,0 +1,134 @@
+"""Environments and policies that say what was done to them. Imported by workers too."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+
+__all__ = ["AsyncCounting", "Counting", "Failing", "Marked", "Odd", "make_policy", "mark"]
+
+
+class Counting(gym.Env[Any, Any]):
+    """Observes (its name, the episode, the step, the seed); an episode ends after ``length`` steps."""
+
+    def __init__(self, name: int = 0, length: int = 7) -> None:
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (4,), np.float32)
+        self.action_space = gym.spaces.Discrete(3)
+        self.name = name
+        self.length = length
+        self.episode = -1
+        self.count = 0
+        self.seed = -1
+
+    def _observation(self) -> Any:
+        return np.array([self.name, self.episode, self.count, self.seed], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        """The next episode; the first one, if there is a seed."""
+        if seed is not None:
+            self.seed, self.episode = seed, -1
+        self.episode += 1
+        self.count = 0
+        return self._observation(), {}
+
+    def step(self, action: Any) -> Any:
+        """One more; the reward is the action."""
+        assert isinstance(action, int | np.integer), f"an action of type {type(action)}"
+        self.count += 1
+        return self._observation(), float(action), self.count >= self.length, False, {}
+
+
+class AsyncCounting:
+    """The same, with a wait in each step."""
+
+    def __init__(self, name: int = 0, length: int = 7, seconds: float = 0.0) -> None:
+        self._env = Counting(name, length)
+        self._seconds = seconds
+        self.action_space = self._env.action_space
+        self.closed = False
+
+    async def reset(self, *, seed: int | None = None) -> Any:
+        """See :class:`Counting`."""
+        await asyncio.sleep(self._seconds)
+        return self._env.reset(seed=seed)
+
+    async def step(self, action: Any) -> Any:
+        """See :class:`Counting`."""
+        await asyncio.sleep(self._seconds)
+        return self._env.step(action)
+
+
+class Odd(Exception):
+    """An error of the environment's own, which takes more than its message."""
+
+    def __init__(self, what: str, number: int) -> None:
+        super().__init__(what, number)
+        self.number = number
+
+
+class Failing(Counting):
+    """Fails in a phase: ``init``, ``reset`` or ``step``, in one of several ways."""
+
+    def __init__(self, phase: str, how: str = "raise", name: int = 0) -> None:
+        super().__init__(name)
+        self.phase, self.how = phase, how
+        self._reach("init")
+
+    def _reach(self, phase: str) -> None:
+        if phase != self.phase:
+            return
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.how == "exit":
+            os._exit(3)
+        raise Odd(f"in {phase}", 13)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        """See :class:`Counting`."""
+        self._reach("reset")
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> Any:
+        """See :class:`Counting`."""
+        if self.count == 3:
+            self._reach("step")
+        return super().step(action)
+
+
+class Marked(nn.Module):
+    """Acts, and gives its first parameter and its last with each action."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(()))
+        self.net = nn.Linear(4, 3)
+        self.last = nn.Parameter(torch.zeros(()))
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """The action, and what the parameters were before and after it was computed."""
+        first = self.first.detach().clone()
+        action = self.net(observation).argmax(-1)
+        marks = torch.stack([first, self.last.detach().clone()])
+        return action, marks.expand(*observation.shape[:-1], 2).clone()
+
+
+def make_policy() -> Any:
+    """A policy of version 0."""
+    return TensorDictModule(Marked(), in_keys=["observation"], out_keys=["action", "marks"])
+
+
+def mark(policy: Any, version: int) -> None:
+    """Make the policy's weights those of a version."""
+    with torch.no_grad():
+        policy.module.first.fill_(version)
+        policy.module.last.fill_(version)
