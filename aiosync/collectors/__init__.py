@@ -3,7 +3,6 @@
 from aiosync.collectors.config import (
     BatchConfig,
     CollectorConfig,
-    DeviceConfig,
     PolicyConfig,
     ProcessConfig,
     ReplayConfig,
@@ -15,7 +14,6 @@ from aiosync.collectors.multi import MultiAsyncCollector, MultiCollector, MultiS
 __all__ = [
     "BatchConfig",
     "CollectorConfig",
-    "DeviceConfig",
     "Env",
     "MultiAsyncCollector",
     "MultiCollector",

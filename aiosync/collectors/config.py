@@ -6,12 +6,10 @@ A collector takes the same as keywords: :meth:`CollectorConfig.of` sorts them.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self, TypeAlias
 
-import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
@@ -21,7 +19,6 @@ from aiosync.errors import InvalidArgumentError
 __all__ = [
     "BatchConfig",
     "CollectorConfig",
-    "DeviceConfig",
     "PolicyConfig",
     "ProcessConfig",
     "ReplayConfig",
@@ -29,7 +26,6 @@ __all__ = [
     "WeightConfig",
 ]
 
-Device: TypeAlias = torch.device | str | int
 StartMethod: TypeAlias = Literal["spawn", "fork", "forkserver"]
 
 
@@ -54,7 +50,6 @@ class BatchConfig:
         cat_results: how workers' parts are put together in a synchronous batch: along a dimension, or stacked
             along a new first one.
         preemptive_threshold: when this share of the workers has delivered, the others are cut short.
-        use_buffers: hand out each batch in the memory of an earlier one, which is overwritten by then.
         postproc: called with each batch; gives the one that is handed out.
     """
 
@@ -68,7 +63,6 @@ class BatchConfig:
     split_trajs: bool = False
     cat_results: Literal["stack"] | int = "stack"
     preemptive_threshold: float = 1.0
-    use_buffers: bool = False
     postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
 
     def __post_init__(self) -> None:
@@ -100,45 +94,18 @@ class BatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceConfig:
-    """Where things are, for all workers or, in a sequence, for each.
-
-    Attributes:
-        device: where all of them are that are not said below.
-        storing_device: batches.
-        env_device: what environments are given.
-        policy_device: the policy, and what it is given.
-    """
-
-    device: Device | Sequence[Device] | None = None
-    storing_device: Device | Sequence[Device] | None = None
-    env_device: Device | Sequence[Device] | None = None
-    policy_device: Device | Sequence[Device] | None = None
-
-    def of(self, name: str, worker: int) -> torch.device:
-        """One of them for one worker; the CPU if nothing is said."""
-        given = getattr(self, name)
-        given = self.device if given is None else given
-        if isinstance(given, Sequence) and not isinstance(given, str):
-            given = given[worker]
-        return torch.device("cpu" if given is None else given)
-
-
-@dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
     """How the policy acts.
 
     Attributes:
         exploration_type: whether it samples or gives its mode (tensordict's interaction types).
         trust_policy: it takes and gives TensorDicts, whatever its signature looks like.
-        compile_policy: give it to ``torch.compile``, with these arguments.
         track_policy_version: tag each frame with the version that acted, as ``"policy_version"`` and
             ``("next", "policy_version")``.
     """
 
     exploration_type: InteractionType = InteractionType.RANDOM
     trust_policy: bool = False
-    compile_policy: bool | Mapping[str, Any] = False
     track_policy_version: bool = True
 
 
@@ -235,11 +202,10 @@ class CollectorConfig:
     """All of it.
 
     Attributes:
-        batch, devices, policy, processes, weights, replay: see there.
+        batch, policy, processes, weights, replay: see there.
     """
 
     batch: BatchConfig = field(default_factory=BatchConfig)
-    devices: DeviceConfig = field(default_factory=DeviceConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     processes: ProcessConfig = field(default_factory=ProcessConfig)
     weights: WeightConfig = field(default_factory=WeightConfig)
@@ -275,22 +241,9 @@ class CollectorConfig:
             raise InvalidArgumentError(
                 f"frames_per_batch: expected one number, or one per worker, {workers}; got {len(each)}"
             )
-        for part in fields(self.devices):
-            given = getattr(self.devices, part.name)
-            listed = isinstance(given, Sequence) and not isinstance(given, str)
-            if listed and len(given) != workers:
-                raise InvalidArgumentError(
-                    f"{part.name}: expected one device, or one per worker, {workers}; got {len(given)}"
-                )
 
     @property
     def per_batch(self) -> int:
         """Frames of a batch of all workers."""
         each = self.batch.frames_per_batch
         return each if isinstance(each, int) else sum(each)
-
-    @property
-    def batches(self) -> float:
-        """How many batches of all workers there will be; infinite if there is no end."""
-        total = self.batch.total_frames
-        return math.inf if total == -1 else -(-total // self.per_batch)

@@ -49,7 +49,7 @@ class MultiCollector(BlockingCollector):
             is only where the weights come from.
         create_env_kwargs: what ``create_env_fn`` is called with; or one mapping per worker.
         config: all the rest.
-        options: the same as keywords: see :class:`BatchConfig`, :class:`DeviceConfig`, :class:`PolicyConfig`,
+        options: the same as keywords: see :class:`BatchConfig`, :class:`PolicyConfig`,
             :class:`ProcessConfig` and :class:`WeightConfig`.
 
     Attributes:

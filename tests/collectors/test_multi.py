@@ -215,7 +215,6 @@ async def test_attributes_of_the_workers() -> None:
         ({"frames_per_batch": [3]}, "one per worker, 2; got 1"),
         ({"cat_results": "cat"}, "expected 'stack' or"),
         ({"preemptive_threshold": 1.5}, "a share of the workers"),
-        ({"storing_device": ["cpu"]}, "one device, or one per worker, 2; got 1"),
         ({"num_workers": 3}, "one per worker, 3; got 2"),
     ],
 )
