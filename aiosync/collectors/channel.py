@@ -43,7 +43,8 @@ class Channel:
     def send(self, message: object) -> None:
         """Write a message; to an end that is closed it is lost."""
         data = cloudpickle.dumps(message)
-        self._writer.write(_HEAD.pack(len(data)) + data)
+        if not self._writer.is_closing():
+            self._writer.write(_HEAD.pack(len(data)) + data)
 
     async def drain(self) -> None:
         """Wait until not too much is kept here.

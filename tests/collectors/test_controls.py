@@ -15,8 +15,9 @@ from aiosync import InvalidArgumentError, WorkerLostError
 from aiosync.collectors import MultiCollector
 from aiosync.sync import collectors as blocking
 from tests.collectors.kit import ENVS, check, collecting
-from tests.collectors.worlds import AsyncCounting, make_policy, mark
+from tests.collectors.worlds import AsyncCounting, make_policy
 from tests.kit.clock import PATIENCE, eventually, within
+from tests.kit.marked import mark
 
 
 class Shelf:

@@ -14,8 +14,9 @@ import torch
 from aiosync import InvalidArgumentError, NotConnectedError, SyncTimeoutError, WorkerLostError
 from aiosync.collectors import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from tests.collectors.kit import ENVS, check, collecting
-from tests.collectors.worlds import AsyncCounting, Counting, Failing, Odd, make_policy, mark
+from tests.collectors.worlds import AsyncCounting, Counting, Failing, Odd, make_policy
 from tests.kit.clock import PATIENCE
+from tests.kit.marked import mark
 
 
 async def test_a_synchronous_batch_has_a_part_of_each_worker() -> None:

@@ -9,11 +9,10 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import torch
-from tensordict.nn import TensorDictModule
-from torch import Tensor, nn
 
-__all__ = ["AsyncCounting", "Counting", "Failing", "Marked", "Odd", "make_policy", "mark"]
+from tests.kit import marked
+
+__all__ = ["AsyncCounting", "Counting", "Failing", "Odd", "make_policy"]
 
 
 class Counting(gym.Env[Any, Any]):
@@ -105,30 +104,6 @@ class Failing(Counting):
         return super().step(action)
 
 
-class Marked(nn.Module):
-    """Acts, and gives its first parameter and its last with each action."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.zeros(()))
-        self.net = nn.Linear(4, 3)
-        self.last = nn.Parameter(torch.zeros(()))
-
-    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """The action, and what the parameters were before and after it was computed."""
-        first = self.first.detach().clone()
-        action = self.net(observation).argmax(-1)
-        marks = torch.stack([first, self.last.detach().clone()])
-        return action, marks.expand(*observation.shape[:-1], 2).clone()
-
-
 def make_policy() -> Any:
     """A policy of version 0."""
-    return TensorDictModule(Marked(), in_keys=["observation"], out_keys=["action", "marks"])
-
-
-def mark(policy: Any, version: int) -> None:
-    """Make the policy's weights those of a version."""
-    with torch.no_grad():
-        policy.module.first.fill_(version)
-        policy.module.last.fill_(version)
+    return marked.make_policy(actions=3)

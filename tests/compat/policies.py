@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torchrl.data import Unbounded
 from torchrl.envs import Compose, GymEnv, Transform, TransformedEnv, VecNormV2
+
+from tests.kit.marked import Marked, make_policy, mark
 
 __all__ = [
     "FRAMES",
@@ -27,38 +28,9 @@ FRAMES = 32
 """In each batch."""
 
 
-class Marked(nn.Module):
-    """Acts, and gives its first parameter and its last with each action."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.zeros(()))
-        self.net = nn.Linear(4, 2)
-        self.last = nn.Parameter(torch.zeros(()))
-
-    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """The action, and what the parameters were before and after it was computed."""
-        first = self.first.detach().clone()
-        action = self.net(observation).argmax(-1)
-        marks = torch.stack([first, self.last.detach().clone()])
-        return action, marks.expand(*observation.shape[:-1], 2).clone()
-
-
 def make_env() -> Any:
     """CartPole."""
     return GymEnv("CartPole-v1", categorical_action_encoding=True)
-
-
-def make_policy() -> Any:
-    """A policy of version 0."""
-    return TensorDictModule(Marked(), in_keys=["observation"], out_keys=["action", "marks"])
-
-
-def mark(policy: Any, version: int) -> None:
-    """Make the policy's weights those of a version."""
-    with torch.no_grad():
-        policy.module.first.fill_(version)
-        policy.module.last.fill_(version)
 
 
 def check(batch: Any) -> set[int]:
