@@ -3,6 +3,7 @@
 from aiosync.collectors.config import (
     BatchConfig,
     CollectorConfig,
+    DeviceConfig,
     PolicyConfig,
     ProcessConfig,
     ReplayConfig,
@@ -10,10 +11,13 @@ from aiosync.collectors.config import (
 )
 from aiosync.collectors.env import Env, adapt
 from aiosync.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from aiosync.collectors.single import Collector
 
 __all__ = [
     "BatchConfig",
+    "Collector",
     "CollectorConfig",
+    "DeviceConfig",
     "Env",
     "MultiAsyncCollector",
     "MultiCollector",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
-from tensordict.nn import InteractionType, TensorDictModuleBase, set_interaction_type
+from tensordict.nn import CudaGraphModule, InteractionType, TensorDictModuleBase, set_interaction_type
 from torch import Tensor, nn
 
+from aiosync.collectors.config import Places, PolicyConfig
 from aiosync.collectors.fields import Fields
 from aiosync.errors import InvalidArgumentError
 
@@ -80,22 +81,65 @@ class _Exploring(Actor):
             return self._actor.act(step, shape)
 
 
-def actor_of(policy: Any, exploration: InteractionType, *, trusted: bool = False) -> Actor:
+class _Elsewhere(Actor):
+    """Another one, on a device of its own.
+
+    Args:
+        actor: that one.
+        device: where it is.
+        sync: let copies run beside this thread, and wait for them; else each copy is waited for by itself.
+    """
+
+    def __init__(self, actor: Actor, device: torch.device, *, sync: bool) -> None:
+        self._actor = actor
+        self._device = device
+        self._sync = sync and device.type == "cuda"
+
+    def act(self, step: Fields, shape: tuple[int, ...]) -> Fields:
+        there = {key: value.to(self._device, non_blocking=self._sync) for key, value in step.items()}
+        found = self._actor.act(there, shape)
+        if self._sync:
+            torch.cuda.synchronize(self._device)
+        return found
+
+
+def actor_of(policy: Any, config: PolicyConfig, places: Places, *, sync: bool = True) -> Actor:
     """What calls ``policy`` as it wants to be called.
 
     Args:
         policy: a TensorDictModule, or anything whose only parameter is annotated as a TensorDict or named
             ``tensordict`` or ``td``; or a module or function of the observation's tensors.
-        exploration: the interaction type that it acts under.
-        trusted: it takes and gives TensorDicts.
+        config: how it acts.
+        places: where it is.
+        sync: wait for a CUDA device where the policy has acted on one.
 
     Raises:
         InvalidArgumentError: it cannot be called.
     """
     if not callable(policy):
         raise InvalidArgumentError(f"policy: expected something to be called, got {type(policy).__name__}")
-    of_tensordicts = trusted or isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy)
-    return _Exploring(_OfTensorDicts(policy) if of_tensordicts else _OfTensors(policy), exploration)
+    of_tensordicts = (
+        config.trust_policy or isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy)
+    )
+    called = _faster(policy, config)
+    actor = _Exploring(
+        _OfTensorDicts(called) if of_tensordicts else _OfTensors(called), config.exploration_type
+    )
+    return actor if places.policy is None else _Elsewhere(actor, places.policy, sync=sync)
+
+
+def _faster(policy: Callable[..., Any], config: PolicyConfig) -> Callable[..., Any]:
+    """What is called in its place: the same, compiled or captured."""
+    called = policy
+    if config.compile_policy is not False:
+        called = torch.compile(called, **_options(config.compile_policy))
+    if config.cudagraph_policy is not False:
+        called = CudaGraphModule(called, **_options(config.cudagraph_policy))
+    return called
+
+
+def _options(given: bool | Mapping[str, Any]) -> dict[str, Any]:
+    return dict(given) if isinstance(given, Mapping) else {}
 
 
 def _takes_tensordict(policy: Callable[..., Any]) -> bool:

@@ -1,7 +1,4 @@
-"""Objects over a pipe between a process and its child, on an event loop.
-
-They are pickled: both ends are this program, and nobody else has the pipe.
-"""
+"""What a collector and a worker talk over: objects, in order, until one end is closed."""
 
 from __future__ import annotations
 
@@ -10,18 +7,48 @@ import os
 import pickle
 import socket
 import struct
+from abc import ABC, abstractmethod
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
 import cloudpickle
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "LocalChannel", "PipeChannel"]
 
 _HEAD = struct.Struct("!Q")
 
 
-class Channel:
-    """One end. Writing never waits: what the other end has not read yet is kept here.
+class Channel(ABC):
+    """One end. Writing never waits: what the other end has not read yet is kept here."""
+
+    @abstractmethod
+    def send(self, message: object) -> None:
+        """Write a message; to an end that is closed it is lost."""
+
+    @abstractmethod
+    async def drain(self) -> None:
+        """Wait until not too much is kept here.
+
+        Raises:
+            OSError: the other end is closed.
+        """
+
+    @abstractmethod
+    async def receive(self) -> Any:
+        """The next message.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close this end; idempotent. What is kept here is written as far as it can be at once."""
+
+
+class PipeChannel(Channel):
+    """Over a pipe between a process and its child, on an event loop. Messages are pickled: both ends are
+    this program, and nobody else has the pipe.
 
     Args:
         reader, writer: asyncio's streams of it. Most callers want :meth:`open`.
@@ -32,7 +59,7 @@ class Channel:
         self._writer = writer
 
     @classmethod
-    async def open(cls, connection: Connection[Any, Any]) -> Channel:
+    async def open(cls, connection: Connection[Any, Any]) -> Self:
         """Take over one end of a duplex pipe, which is closed here."""
         sock = socket.socket(fileno=os.dup(connection.fileno()))
         connection.close()
@@ -41,25 +68,17 @@ class Channel:
         return cls(reader, writer)
 
     def send(self, message: object) -> None:
-        """Write a message; to an end that is closed it is lost."""
+        """See :class:`Channel`."""
         data = cloudpickle.dumps(message)
         if not self._writer.is_closing():
             self._writer.write(_HEAD.pack(len(data)) + data)
 
     async def drain(self) -> None:
-        """Wait until not too much is kept here.
-
-        Raises:
-            OSError: the other end is closed.
-        """
+        """See :class:`Channel`."""
         await self._writer.drain()
 
     async def receive(self) -> Any:
-        """The next message.
-
-        Raises:
-            EOFError: the other end is closed.
-        """
+        """See :class:`Channel`."""
         try:
             (size,) = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
             data = await self._reader.readexactly(size)
@@ -68,5 +87,63 @@ class Channel:
         return pickle.loads(data)
 
     def close(self) -> None:
-        """Close this end; idempotent. What is kept here is written as far as it can be at once."""
+        """See :class:`Channel`."""
         self._writer.close()
+
+
+class LocalChannel(Channel):
+    """Between two tasks of one event loop, as they are. Make both with :meth:`pair`."""
+
+    def __init__(self, incoming: asyncio.Queue[Any], outgoing: asyncio.Queue[Any]) -> None:
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._closed = False
+
+    @classmethod
+    def pair(cls) -> tuple[Self, Self]:
+        """Both ends."""
+        one: asyncio.Queue[Any] = asyncio.Queue()
+        other: asyncio.Queue[Any] = asyncio.Queue()
+        return cls(one, other), cls(other, one)
+
+    def send(self, message: object) -> None:
+        """See :class:`Channel`."""
+        if not self._closed:
+            self._outgoing.put_nowait(message)
+
+    async def receive(self) -> Any:
+        """See :class:`Channel`."""
+        message = await self._incoming.get()
+        if message is _END:
+            self._incoming.put_nowait(_END)  # for whoever asks again
+            raise EOFError("the other end is closed")
+        return message
+
+    async def drain(self) -> None:
+        """See :class:`Channel`."""
+
+    async def receive_all(self) -> list[Any]:
+        """The next message, and those that are there after it.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
+        found = [await self.receive()]
+        while not self._incoming.empty():
+            message = self._incoming.get_nowait()
+            if message is _END:
+                self._incoming.put_nowait(_END)
+                break
+            found.append(message)
+        return found
+
+    def close(self) -> None:
+        """See :class:`Channel`."""
+        if not self._closed:
+            self._closed = True
+            self._outgoing.put_nowait(_END)
+            self._incoming.put_nowait(_END)
+
+
+_END = object()
+"""Follows the last message."""

@@ -6,10 +6,12 @@ A collector takes the same as keywords: :meth:`CollectorConfig.of` sorts them.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self, TypeAlias
 
+import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
@@ -19,6 +21,8 @@ from aiosync.errors import InvalidArgumentError
 __all__ = [
     "BatchConfig",
     "CollectorConfig",
+    "DeviceConfig",
+    "Places",
     "PolicyConfig",
     "ProcessConfig",
     "ReplayConfig",
@@ -51,6 +55,8 @@ class BatchConfig:
             along a new first one.
         preemptive_threshold: when this share of the workers has delivered, the others are cut short.
         postproc: called with each batch; gives the one that is handed out.
+        use_buffers: batches come through shared memory that is used again and again; else each is pickled
+            and comes through a pipe. (With Ray the one is as the other.)
     """
 
     frames_per_batch: int | Sequence[int] = 200
@@ -64,6 +70,7 @@ class BatchConfig:
     cat_results: Literal["stack"] | int = "stack"
     preemptive_threshold: float = 1.0
     postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
+    use_buffers: bool = True
 
     def __post_init__(self) -> None:
         each = self.frames_per_batch
@@ -102,11 +109,101 @@ class PolicyConfig:
         trust_policy: it takes and gives TensorDicts, whatever its signature looks like.
         track_policy_version: tag each frame with the version that acted, as ``"policy_version"`` and
             ``("next", "policy_version")``.
+        compile_policy: compile it in each worker; a mapping: with these arguments of ``torch.compile``.
+        cudagraph_policy: capture it as a CUDA graph in each worker; a mapping: with these arguments of
+            tensordict's ``CudaGraphModule``. Its weights are copied into the memory that it has, as a graph
+            needs it (a scheme that you give has to have ``commit="copy"``).
     """
 
     exploration_type: InteractionType = InteractionType.RANDOM
     trust_policy: bool = False
     track_policy_version: bool = True
+    compile_policy: bool | Mapping[str, Any] = False
+    cudagraph_policy: bool | Mapping[str, Any] = False
+
+    @property
+    def needs_fixed_memory(self) -> bool:
+        """Whether weights have to stay where they were when the policy was captured."""
+        compiling = self.compile_policy if isinstance(self.compile_policy, Mapping) else {}
+        captured = compiling.get("mode") in ("reduce-overhead", "max-autotune")
+        return captured or self.cudagraph_policy is not False
+
+
+Device: TypeAlias = "torch.device | str | int"
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The devices of one worker; None: as things are.
+
+    Attributes:
+        env, policy, storing: of each.
+    """
+
+    env: torch.device | None = None
+    policy: torch.device | None = None
+    storing: torch.device | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """Where things are. Each is a device, or a sequence of one per worker.
+
+    Attributes:
+        device: of all that is not said otherwise.
+        env_device: of what environments give, and of torchrl's environments themselves.
+        policy_device: of the workers' policies.
+        storing_device: of the batches that are handed out; one for all workers, if ``sync=True``.
+        no_cuda_sync: do not wait for a whole CUDA device after each step, but for each copy.
+    """
+
+    device: Device | Sequence[Device] | None = None
+    env_device: Device | Sequence[Device] | None = None
+    policy_device: Device | Sequence[Device] | None = None
+    storing_device: Device | Sequence[Device] | None = None
+    no_cuda_sync: bool = False
+
+    @property
+    def syncs(self) -> bool:
+        """The contrary of ``no_cuda_sync``."""
+        return not self.no_cuda_sync
+
+    def of(self, worker: int) -> Places:
+        """Those of a worker."""
+        return Places(*(self._of(name, worker) for name in ("env", "policy", "storing")))
+
+    def _of(self, name: str, worker: int) -> torch.device | None:
+        given = getattr(self, f"{name}_device")
+        if given is None:
+            given = self.device
+        if isinstance(given, Sequence) and not isinstance(given, str):
+            given = given[worker]
+        return None if given is None else torch.device(given)
+
+    def check(self, workers: int) -> None:
+        """Check what depends on how many workers there are.
+
+        Raises:
+            InvalidArgumentError: it does not fit, or there is no such device.
+        """
+        for name in ("device", "env_device", "policy_device", "storing_device"):
+            given = getattr(self, name)
+            listed = isinstance(given, Sequence) and not isinstance(given, str)
+            if listed and len(given) != workers:
+                raise InvalidArgumentError(
+                    f"{name}: expected one device, or one per worker, {workers}; got {len(given)}"
+                )
+            for device in given if listed else [given]:
+                _available(name, device)
+
+
+def _available(name: str, given: Device | None) -> None:
+    try:
+        device = torch.device("cpu" if given is None else given)
+    except (RuntimeError, TypeError) as exc:
+        raise InvalidArgumentError(f"{name}={given!r}: expected a device: {exc}") from exc
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidArgumentError(f"{name}={given!r}: there is no CUDA device here")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,26 +211,37 @@ class ProcessConfig:
     """The workers.
 
     Attributes:
+        launcher: what workers are: ``"process"``: processes on this machine; ``"ray"``: actors of the Ray
+            cluster that this process has joined (``ray.init()``).
+        ray_options: what Ray is told of each actor, such as ``{"num_cpus": 1}``, which is what it is told if
+            nothing is given.
         num_workers: how many, if ``create_env_fn`` is one function.
         envs_per_worker: how many environments each steps at the same time.
         num_threads: torch's threads in this process while workers run; None: as they are.
         num_sub_threads: torch's threads in each worker.
-        start_method: how processes begin.
+        start_method: how processes begin. None: forked by a server that has imported torch once for all of
+            them (``"forkserver"``), where there is such a thing, else ``"spawn"``.
         restart_workers: how often a worker that has died is started again, before it is an error.
         init_fn: called in each worker before anything else.
         timeout: seconds that a call may take which is not told its own; None: as everywhere in aiosync.
     """
 
+    launcher: Literal["process", "ray"] = "process"
+    ray_options: Mapping[str, Any] | None = None
     num_workers: int | None = None
     envs_per_worker: int = 1
     num_threads: int | None = None
     num_sub_threads: int = 1
-    start_method: StartMethod = "spawn"
+    start_method: StartMethod | None = None
     restart_workers: int = 0
     init_fn: Callable[[], object] | None = None
     timeout: float | None = None
 
     def __post_init__(self) -> None:
+        if self.launcher not in ("process", "ray"):
+            raise InvalidArgumentError(f"launcher={self.launcher!r}: expected 'process' or 'ray'")
+        if self.ray_options is not None and self.launcher != "ray":
+            raise InvalidArgumentError("ray_options= is of launcher='ray'")
         for name in ("envs_per_worker", "num_sub_threads"):
             _positive(name, getattr(self, name))
         for name in ("num_workers", "num_threads"):
@@ -156,6 +264,11 @@ class WeightConfig:
 
     Attributes:
         weight_sync_schemes: model -> scheme; None: the policy's, by shared memory.
+        weight_updater: what brings weights to the workers in the place of schemes, as in older programs of
+            torchrl's: an updater of ours or torchrl's, or a function that makes one.
+        weight_recv_schemes: model -> scheme, for a collector that is itself the worker of another: what comes
+            by these it hands on to its own workers, before its own model has it.
+        worker_idx: which of that other's workers this is.
         update_at_each_batch: send the policy's weights before each batch is begun.
         max_staleness: how many versions behind the policy's newest a batch's oldest frame may be where it is
             handed out; None: any.
@@ -165,15 +278,26 @@ class WeightConfig:
     """
 
     weight_sync_schemes: Mapping[str, Any] | None = None
+    weight_updater: Any = None
+    weight_recv_schemes: Mapping[str, Any] | None = None
+    worker_idx: int | None = None
     update_at_each_batch: bool = False
     max_staleness: int | None = None
     on_stale: Literal["drop", "wait"] = "drop"
 
     def __post_init__(self) -> None:
+        if self.weight_updater is not None and self.weight_sync_schemes is not None:
+            raise InvalidArgumentError("weight_updater= and weight_sync_schemes= are two ways of one thing")
         if self.max_staleness is not None and self.max_staleness < 0:
             raise InvalidArgumentError(f"max_staleness={self.max_staleness!r}: expected 0 or more versions")
         if self.on_stale not in ("drop", "wait"):
             raise InvalidArgumentError(f"on_stale={self.on_stale!r}: expected 'drop' or 'wait'")
+
+    @property
+    def allowed_updates(self) -> float:
+        """How many there may be between asking for a batch and handing it out."""
+        waits = self.on_stale == "wait" and self.max_staleness is not None
+        return self.max_staleness or 0 if waits else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,11 +326,12 @@ class CollectorConfig:
     """All of it.
 
     Attributes:
-        batch, policy, processes, weights, replay: see there.
+        batch, policy, devices, processes, weights, replay: see there.
     """
 
     batch: BatchConfig = field(default_factory=BatchConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    devices: DeviceConfig = field(default_factory=DeviceConfig)
     processes: ProcessConfig = field(default_factory=ProcessConfig)
     weights: WeightConfig = field(default_factory=WeightConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
@@ -229,8 +354,8 @@ class CollectorConfig:
             raise InvalidArgumentError(f"{name}= is not an option of a collector{hint}")
         return self
 
-    def check(self, workers: int) -> None:
-        """Check what depends on how many workers there are.
+    def check(self, workers: int, *, sync: bool) -> None:
+        """Check what depends on how many workers there are, or on one thing and another.
 
         Raises:
             InvalidArgumentError: it does not fit.
@@ -241,6 +366,15 @@ class CollectorConfig:
             raise InvalidArgumentError(
                 f"frames_per_batch: expected one number, or one per worker, {workers}; got {len(each)}"
             )
+        self.devices.check(workers)
+        places = [self.devices.of(worker) for worker in range(workers)]
+        if sync and len({place.storing for place in places}) > 1:
+            raise InvalidArgumentError("storing_device: a synchronous batch lies on one device; got several")
+        on_cuda = all(place.policy is not None and place.policy.type == "cuda" for place in places)
+        if self.policy.cudagraph_policy is not False and not on_cuda:
+            raise InvalidArgumentError("cudagraph_policy= needs policy_device= (or device=): a CUDA device")
+        if self.weights.max_staleness is not None and not self.policy.track_policy_version:
+            raise InvalidArgumentError("max_staleness= needs track_policy_version=True")
 
     @property
     def per_batch(self) -> int:

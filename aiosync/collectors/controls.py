@@ -6,12 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tensordict import TensorDictBase
+
 from aiosync._deadline import Deadline
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.pool import Pool
+from aiosync.collectors.updates import Updates
 from aiosync.collectors.worker import POLICY
-from aiosync.errors import InvalidArgumentError
-from aiosync.schemes.base import WeightSyncScheme
+from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.weights.resolve import resolve_model
 
 __all__ = ["Controls"]
@@ -32,7 +34,7 @@ class Controls(ABC):
     policy: Any
     frames: int
     _requested: int
-    _schemes: dict[str, WeightSyncScheme]
+    _updates: Updates
 
     @property
     @abstractmethod
@@ -57,28 +59,56 @@ class Controls(ABC):
             policy_or_weights: None: the policy's.
             model_id: whose.
             worker_ids: for whom; None: all.
-            weights_dict: several models' weights, by their names.
+            weights_dict: several models' weights, by their names: each worker has all of them, or none.
             timeout: seconds.
 
         Raises:
-            Exception: as :meth:`aiosync.WeightSyncScheme.send`.
+            Exception: as :meth:`aiosync.WeightSyncScheme.send`. (That a worker was lost which is started
+                again is no error: it begins with these weights.)
         """
         given = weights_dict if weights_dict is not None else {model_id: policy_or_weights}
-        unknown = given.keys() - self._schemes.keys()
-        if unknown:
-            raise InvalidArgumentError(
-                f"{', '.join(sorted(unknown))}: there is no scheme for such a model here; expected some of "
-                f"{', '.join(self._schemes) or 'none'}"
-            )
-        ids = list(worker_ids) if isinstance(worker_ids, Sequence) else worker_ids
-        for name, weights in given.items():
-            await self._schemes[name].send(weights, ids, timeout=timeout)
+        await self._updates.send(self._live, given, worker_ids, self._deadline(timeout))
 
     @property
     def policy_version(self) -> int:
         """The policy's newest version; 0 if it has no weights."""
-        scheme = self._schemes.get(POLICY)
-        return scheme.version if scheme is not None else 0
+        return self._updates.version
+
+    async def increment_version(self, timeout: float | None = None) -> None:
+        """Count the policy's version up, where weights got to the workers in a way that this collector knows
+        nothing of. Frames are tagged with the new one from here on."""
+        await self._updates.count(self._live, self._deadline(timeout))
+
+    async def receive_weights(self, policy_or_weights: Any = None, *, timeout: float | None = None) -> None:
+        """Bring this collector's own policy up to date.
+
+        Args:
+            policy_or_weights: a module, TensorDict or dict, which is applied to the policy here; workers get
+                it with :meth:`update_policy_weights_`. None: wait until an update has come by
+                ``weight_recv_schemes``, which goes to the workers too; there need not be one in time.
+            timeout: seconds.
+
+        Raises:
+            InvalidArgumentError: weights were given, and there are ``weight_recv_schemes``.
+            NotInitializedError: there are neither, or there is no policy here.
+            LayoutMismatchError: they do not fit.
+        """
+        await self._updates.receive(policy_or_weights, self._deadline(timeout))
+
+    def get_cached_weights(self, model_id: str = POLICY) -> TensorDictBase | None:
+        """A copy of the weights that were sent last; None: there are none."""
+        return self._updates.cached(model_id)
+
+    @property
+    def policy_device(self) -> list[Any] | None:
+        """The device of each worker's policy; None: none was said."""
+        each = [self.config.devices.of(worker).policy for worker in range(self.num_workers)]
+        return each if any(device is not None for device in each) else None
+
+    @property
+    def worker_idx(self) -> int | None:
+        """Which worker of another collector this is."""
+        return self.config.weights.worker_idx
 
     async def set_seed(self, seed: int, static_seed: bool = False, timeout: float | None = None) -> int:
         """Begin anew, each environment with a seed of its own: ``seed``, ``seed + 1``, and so on; or each
@@ -103,6 +133,17 @@ class Controls(ABC):
     async def getattr_policy(self, name: str, timeout: float | None = None) -> list[Any]:
         """What each worker's policy has under a name, which may be dotted."""
         return await self._of_each("attribute_of", timeout, "policy", name)
+
+    def getattr_rb(self, name: str) -> Any:
+        """What the replay buffer has under a name, which may be dotted.
+
+        Raises:
+            NotInitializedError: there is none.
+            AttributeError: it has no such thing.
+        """
+        if self.config.replay.replay_buffer is None:
+            raise NotInitializedError("this collector has no replay buffer: give replay_buffer=")
+        return resolve_model(self.config.replay.replay_buffer, name)
 
     async def _of_each(self, method: str, timeout: float | None, *arguments: Any) -> list[Any]:
         each = {index: arguments for index in range(self.num_workers)}

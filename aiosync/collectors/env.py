@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from aiosync.collectors.fields import Fields, Key, flattened, nested, under
@@ -30,12 +31,14 @@ class Env(ABC):
     Attributes:
         shape: ``()``, or ``(number,)`` of several.
         env: what is adapted.
+        device: where the tensors that it gives are; None: in main memory.
         skips: a step from where an episode has ended begins the next one, whatever the action: such steps
             are left out by ``("collector", "mask")``.
     """
 
     shape: tuple[int, ...] = ()
     env: Any
+    device: torch.device | None = None
     skips = False
 
     @abstractmethod
@@ -63,12 +66,13 @@ class Env(ABC):
         self.env.close()
 
 
-def adapt(env: Any) -> Env:
+def adapt(env: Any, device: torch.device | None = None) -> Env:
     """What steps ``env``.
 
     Args:
         env: a Gymnasium environment or vector environment, one of torchrl's, or anything with
             ``async def reset()`` and ``async def step(action)`` that return what Gymnasium's return.
+        device: where the tensors are to be that it gives; one of torchrl's is moved there. None: as it is.
 
     Raises:
         InvalidArgumentError: it is none of these.
@@ -80,12 +84,12 @@ def adapt(env: Any) -> Env:
             f"create_env_fn gave {type(env).__name__}: expected an environment with reset() and step()"
         )
     if inspect.iscoroutinefunction(env.step):
-        return AsyncEnv(env)
+        return AsyncEnv(env, device)
     if "action_keys" in dir(env) and "batch_size" in dir(env):
-        return TensorDictEnv(env)
+        return TensorDictEnv(env, device)
     if "num_envs" in dir(env) and "single_action_space" in dir(env):
-        return VectorEnv(env)
-    return GymnasiumEnv(env)
+        return VectorEnv(env, device)
+    return GymnasiumEnv(env, device)
 
 
 def _observed(found: object, first: Key = "observation") -> Fields:
@@ -119,8 +123,9 @@ def _ended(terminated: object, truncated: object) -> Fields:
 class _Stepping(Env):
     """Whatever steps as Gymnasium's environments do."""
 
-    def __init__(self, env: Any) -> None:
+    def __init__(self, env: Any, device: torch.device | None = None) -> None:
         self.env = env
+        self.device = device
         self._seed: int | None = None
         self._one_hot: int | None = None
         space = getattr(env, "single_action_space", None) or getattr(env, "action_space", None)
@@ -152,14 +157,18 @@ class _Stepping(Env):
     def _began(self, found: Any) -> Fields:
         observation = found[0] if isinstance(found, tuple) and len(found) == 2 else found
         none = torch.zeros((*self.shape, 1), dtype=torch.bool)
-        return {**_observed(observation), **{name: none.clone() for name in ENDS}}
+        return self._placed({**_observed(observation), **{name: none.clone() for name in ENDS}})
 
-    @staticmethod
-    def _stepped(found: Any) -> Fields:
+    def _stepped(self, found: Any) -> Fields:
         observation, reward, terminated, truncated, *_ = found
         fields = _observed(observation)
         fields["reward"] = _column(reward, torch.get_default_dtype())
-        return fields | _ended(terminated, truncated)
+        return self._placed(fields | _ended(terminated, truncated))
+
+    def _placed(self, fields: Fields) -> Fields:
+        if self.device is None:
+            return fields
+        return {key: value.to(self.device) for key, value in fields.items()}
 
 
 class GymnasiumEnv(_Stepping):
@@ -200,8 +209,8 @@ class VectorEnv(_Stepping):
     In the mode NEXT_STEP a step begins the next episode in place of taking an action: see :attr:`Env.skips`.
     """
 
-    def __init__(self, env: Any) -> None:
-        super().__init__(env)
+    def __init__(self, env: Any, device: torch.device | None = None) -> None:
+        super().__init__(env, device)
         self.shape = (int(env.num_envs),)
         mode = getattr(env, "metadata", {}).get("autoreset_mode", "NextStep")
         self._mode = str(getattr(mode, "value", mode))
@@ -232,15 +241,16 @@ class VectorEnv(_Stepping):
         none = {name: torch.zeros_like(ended) for name in ENDS}
         if self._mode == "SameStep":
             return self._begun | none
-        mask = ended.view(-1).numpy()
+        mask = ended.view(-1).cpu().numpy()
         return self._began(self.env.reset(options={"reset_mask": mask}))
 
 
 class TensorDictEnv(Env):
     """One of torchrl's."""
 
-    def __init__(self, env: Any) -> None:
-        self.env = env
+    def __init__(self, env: Any, device: torch.device | None = None) -> None:
+        self.env = env if device is None else env.to(device)
+        self.device = self.env.device
         self.shape = tuple(env.batch_size)
 
     async def reset(self) -> Fields:
@@ -249,13 +259,17 @@ class TensorDictEnv(Env):
 
     async def step(self, step: Fields) -> Fields:
         """See :class:`Env`."""
-        return flattened(self.env.step(nested(step, self.shape))["next"])
+        return flattened(self.env.step(self._given(step))["next"])
 
     async def restart(self, after: Fields) -> Fields:
         """See :class:`Env`."""
-        data = nested({key: value for key, value in after.items() if key != "reward"}, self.shape)
+        data = self._given({key: value for key, value in after.items() if key != "reward"})
         data.set("_reset", after["done"])
         return {key: v for key, v in flattened(self.env.reset(data)).items() if key != "_reset"}
+
+    def _given(self, fields: Fields) -> TensorDictBase:
+        data = nested(fields, self.shape)
+        return data if self.device is None else data.to(self.device)
 
     def random_action(self) -> Tensor:
         """See :class:`Env`."""

@@ -7,8 +7,10 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+import ctypes
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -69,9 +71,12 @@ class Slot:
         self.segment = segment
         self.specs = specs
         self.steps = steps
-        layout = _layout(specs, steps)
-        views = layout.views(segment.buffer)
-        self.views: dict[Key, Tensor] = {key: views[_name(key)] for key, _, _ in specs}
+        self._layout = _layout(specs, steps)
+        self.views = self._views(segment.buffer)
+
+    def _views(self, buffer: Tensor) -> dict[Key, Tensor]:
+        views = self._layout.views(buffer)
+        return {key: views[_name(key)] for key, _, _ in self.specs}
 
     @classmethod
     def make(cls, specs: Specs, steps: int) -> Slot:
@@ -94,10 +99,27 @@ class Slot:
     def read(self, steps: int, batch_dims: int, order: list[int] | None) -> TensorDict:
         """The first steps, in this memory unless there is another order; the dimension of time comes after
         ``batch_dims`` others."""
-        which = slice(steps) if order is None else torch.tensor(order)
-        views = {key: view[which].movedim(0, batch_dims) for key, view in self.views.items()}
-        shape = next(iter(views.values())).shape[: batch_dims + 1]
-        return nested(views, shape)
+        return _read(self.views, slice(steps) if order is None else torch.tensor(order), batch_dims)
+
+    def lend(self, steps: int, batch_dims: int, given_back: Callable[[], object]) -> TensorDict:
+        """The first steps, in this memory.
+
+        Args:
+            steps: how many.
+            batch_dims: dimensions before that of time.
+            given_back: called when nothing refers to any of these tensors any more, in whatever thread.
+        """
+        buffer = self.segment.buffer
+        memory: Any = (ctypes.c_uint8 * buffer.numel()).from_address(buffer.data_ptr())
+        memory.segment = self.segment  # which is mapped as long as somebody views it
+        weakref.finalize(memory, given_back).atexit = False
+        views = self._views(torch.frombuffer(memory, dtype=torch.uint8))
+        return _read(views, slice(steps), batch_dims)
+
+
+def _read(views: Mapping[Key, Tensor], which: slice | Tensor, batch_dims: int) -> TensorDict:
+    found = {key: view[which].movedim(0, batch_dims) for key, view in views.items()}
+    return nested(found, next(iter(found.values())).shape[: batch_dims + 1])
 
 
 def _name(key: Key) -> str:

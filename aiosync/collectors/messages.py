@@ -1,9 +1,11 @@
-"""What a collector and its workers say to each other, over the pipe that a worker is born with."""
+"""What a collector and its workers say to each other."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from tensordict import TensorDict
 
 from aiosync.collectors.fields import Specs
 
@@ -16,6 +18,7 @@ __all__ = [
     "Failed",
     "FromWorker",
     "NewSlot",
+    "Parcel",
     "Ready",
     "ToWorker",
 ]
@@ -23,17 +26,19 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """Leave to fill one slot.
+    """Leave to collect one batch.
 
     Attributes:
+        number: which one.
         frames: how many.
         at_random: act at random.
-        returned: a slot that is free again; -1: none.
+        returned: slots that are free again.
     """
 
+    number: int
     frames: int
     at_random: bool = False
-    returned: int = -1
+    returned: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ class NewSlot:
         specs: what is in it, frame after frame.
         frames: how many.
         shape: of a frame: the environments that step together.
+        replaced: slots of which no more will be heard.
     """
 
     slot: int
@@ -75,6 +81,7 @@ class NewSlot:
     specs: Specs
     frames: int
     shape: tuple[int, ...]
+    replaced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +89,30 @@ class Batch:
     """A slot has been filled.
 
     Attributes:
-        steps: how many frames there are.
+        number: see :class:`Collect`.
+        steps: how many there are of each environment.
         order: of these; None: as they are.
     """
 
+    number: int
     slot: int
     steps: int
     order: list[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A batch in person.
+
+    Attributes:
+        number: see :class:`Collect`.
+        steps: how many there are of each environment.
+        data: these.
+    """
+
+    number: int
+    steps: int
+    data: TensorDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,4 +142,4 @@ class Failed:
 
 
 ToWorker: TypeAlias = Collect | Cut | Call
-FromWorker: TypeAlias = Ready | NewSlot | Batch | Answer | Failed
+FromWorker: TypeAlias = Ready | NewSlot | Batch | Parcel | Answer | Failed

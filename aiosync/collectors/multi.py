@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import multiprocessing
 import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, Self
 
 import cloudpickle
 import torch
-from tensordict import TensorDictBase
-from torch import nn
+from tensordict import TensorDict, TensorDictBase
 
 from aiosync.collectors.batches import joined, split_trajectories
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.controls import Controls
+from aiosync.collectors.host import MakeHost, ProcessHost, context_of
+from aiosync.collectors.on_ray import RayHost
 from aiosync.collectors.pool import Pool
-from aiosync.collectors.process import Delivered, WorkerProcess
-from aiosync.collectors.worker import POLICY, WorkerSpec
+from aiosync.collectors.proxy import Delivered, WorkerProxy
+from aiosync.collectors.updates import Updates
+from aiosync.collectors.worker import WorkerSpec
 from aiosync.errors import InvalidArgumentError, NotConnectedError
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.ray import RayWeightSyncScheme
 from aiosync.schemes.shared import SharedMemWeightSyncScheme
 from aiosync.transports._offload import offloaded
+from aiosync.transports.ray_calls import ray_here
 from aiosync.weights.copying import INLINE_LIMIT
 
 __all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
@@ -48,11 +52,12 @@ class MultiCollector(Controls):
 
     Each worker has an event loop, on which its environments are stepped, its weights arrive, and what the
     collector asks of it is done, one at a time: weights change between two steps, and each frame is tagged
-    with the version that acted. Batches come in shared memory and are copied out of it once.
+    with the version that acted. Batches come in shared memory, without being pickled or sent.
 
     With ``sync=True`` a batch has a part of every worker, and nothing is played between one batch and the
     call for the next. With ``sync=False`` a batch is one worker's, handed out in the order in which they are
-    finished, and workers play on meanwhile: each is at most two batches ahead.
+    finished, and workers play on meanwhile: each is at most two batches ahead. Such a batch lies in the
+    memory where its worker put it, which is used again when nothing refers to it any more.
 
     Args:
         create_env_fn: makes an environment (see :func:`~aiosync.collectors.adapt`); or one function per
@@ -65,7 +70,7 @@ class MultiCollector(Controls):
         create_env_kwargs: what ``create_env_fn`` is called with; or one mapping per worker.
         config: all the rest.
         options: the same as keywords: see :class:`BatchConfig`, :class:`PolicyConfig`,
-            :class:`ProcessConfig` and :class:`WeightConfig`.
+            :class:`DeviceConfig`, :class:`ProcessConfig`, :class:`WeightConfig` and :class:`ReplayConfig`.
 
     Attributes:
         frames: how many have been handed out.
@@ -92,18 +97,18 @@ class MultiCollector(Controls):
         self.sync = (sync is not False) if self._sync is None else self._sync
         self.config = config = (config or CollectorConfig()).of(**options)
         self.num_workers = config.processes.num_workers or _length(create_env_fn)
-        config.check(self.num_workers)
+        config.check(self.num_workers, sync=self.sync)
         envs = _one_each("create_env_fn", create_env_fn, self.num_workers)
         arguments = _one_each("create_env_kwargs", create_env_kwargs or {}, self.num_workers)
         self._envs = [functools.partial(env, **given) for env, given in zip(envs, arguments, strict=True)]
-        self._factories = _one_each("policy_factory", policy_factory, self.num_workers)
+        self.policy_factory = _one_each("policy_factory", policy_factory, self.num_workers)
         self.policy = policy
         self.frames = 0
         self._requested = 0
         self._finished: deque[Delivered] = deque()
         self._taking = asyncio.Lock()
         self._pauses = 0
-        self._schemes = self._schemes_of()
+        self._updates = Updates(self, config, self._default_scheme(config.processes.seconds))
         self._pool: Pool | None = None
         self._running: asyncio.Task[None] | None = None
         self._closed = False
@@ -119,13 +124,44 @@ class MultiCollector(Controls):
                 stacklevel=3,
             )
 
-    def _schemes_of(self) -> dict[str, WeightSyncScheme]:
-        given = self.config.weights.weight_sync_schemes
-        if given is not None:
-            return dict(given)
-        weighted = isinstance(self.policy, nn.Module) and any(True for _ in self.policy.parameters())
-        seconds = self.config.processes.seconds
-        return {POLICY: SharedMemWeightSyncScheme(timeout=seconds)} if weighted else {}
+    # -- what workers run on --------------------------------------------------------------------------
+
+    def _default_scheme(self, seconds: float) -> WeightSyncScheme:
+        commit: Any = "copy" if self.config.policy.needs_fixed_memory else "flip"
+        if self.config.processes.launcher == "ray":
+            return RayWeightSyncScheme(timeout=seconds, commit=commit)
+        return SharedMemWeightSyncScheme(timeout=seconds, commit=commit)
+
+    def _hosts(self) -> tuple[MakeHost, BaseContext | None]:
+        """What makes them, and how processes begin."""
+        processes = self.config.processes
+        if processes.launcher == "ray":
+            return functools.partial(RayHost, ray_here(), processes.ray_options or {"num_cpus": 1}), None
+        if processes.num_threads is not None:
+            torch.set_num_threads(processes.num_threads)
+        ctx = context_of(processes.start_method)
+        return functools.partial(ProcessHost, ctx), ctx
+
+    def _spec(self, index: int) -> WorkerSpec:
+        make, policy = self.policy_factory[index], self.policy
+        if make is None and policy is not None:
+            shares = self._updates.shares
+            make = (
+                (lambda: policy)
+                if shares
+                else functools.partial(cloudpickle.loads, cloudpickle.dumps(policy))
+            )
+        config = self.config
+        return WorkerSpec(
+            index,
+            self.num_workers,
+            self._envs[index],
+            make,
+            config,
+            first_id=index * config.processes.envs_per_worker,
+            buffers=config.batch.use_buffers and config.processes.launcher == "process",
+            shares=self._updates.shares,
+        )
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -142,28 +178,18 @@ class MultiCollector(Controls):
         """
         if self._pool is not None or self._closed:
             raise NotConnectedError("this collector is connected already, or was closed: make another")
-        processes = self.config.processes
-        if processes.num_threads is not None:
-            torch.set_num_threads(processes.num_threads)
-        ctx = multiprocessing.get_context(processes.start_method)
-        for model_id, scheme in self._schemes.items():
-            if not scheme.initialized_on_sender:
-                model = self.policy if model_id == POLICY else None
-                scheme.init_on_sender(model_id=model_id, model=model, num_workers=self.num_workers, ctx=ctx)
-        specs = [self._spec(index) for index in range(self.num_workers)]
-        self._pool = Pool(specs, self._schemes, ctx, processes.restart_workers, self._delivered)
+        make_host, ctx = self._hosts()
+        deadline = self._deadline(timeout)
         try:
-            await self._pool.start(self._deadline(timeout))
+            await self._updates.join(deadline)
+            self._updates.begin(ctx)
+            specs = [self._spec(index) for index in range(self.num_workers)]
+            restarts = self.config.processes.restart_workers
+            self._pool = Pool(specs, self._updates.schemes, make_host, restarts, self._delivered)
+            await self._pool.start(deadline)
         except BaseException:
             await self.aclose()
             raise
-
-    def _spec(self, index: int) -> WorkerSpec:
-        make = self._factories[index]
-        if make is None and self.policy is not None:
-            make = functools.partial(cloudpickle.loads, cloudpickle.dumps(self.policy))
-        first = index * self.config.processes.envs_per_worker
-        return WorkerSpec(index, self.num_workers, self._envs[index], make, self.config, first)
 
     async def aclose(self, timeout: float | None = None) -> None:
         """End the workers; idempotent.
@@ -178,8 +204,11 @@ class MultiCollector(Controls):
             await asyncio.gather(running, return_exceptions=True)
         pool, self._pool = self._pool, None
         self._finished.clear()
-        if pool is not None:
-            await pool.aclose(self._deadline(timeout))
+        try:
+            await self._updates.aclose()
+        finally:
+            if pool is not None:
+                await pool.aclose(self._deadline(timeout))
 
     shutdown = async_shutdown = aclose
 
@@ -253,69 +282,88 @@ class MultiCollector(Controls):
                 if not worker.batches:
                     worker.cut()
             await pool.until(lambda: delivered() >= self.num_workers, deadline, "receive")
-        return await self._out([worker.batches[0] for worker in pool.workers])
+        return await self._joined([worker.batches[0] for worker in pool.workers])
 
     async def _next_of_any(self, pool: Pool) -> TensorDictBase:
         deadline = self._deadline(None)
+        self._keep_all_busy(pool, trained=True)
         while True:
-            self._keep_all_busy(pool)
             await pool.until(lambda: bool(self._finished), deadline, "receive")
-            found = await self._out([self._finished[0]])
-            fresh = self._is_fresh(found)
-            if not fresh:
-                self.frames -= found.numel()
-                self._requested -= found.numel()
-            self._keep_all_busy(pool)
-            if fresh:
+            if self._is_fresh(self._finished[0]):
+                found = await self._lent(self._finished[0])
+                self._keep_all_busy(pool, trained=False)
                 return found
+            dropped = self._finished.popleft()
+            dropped.taken()
+            self._requested -= dropped.frames
+            self._keep_all_busy(pool, trained=True)
 
-    def _is_fresh(self, batch: TensorDictBase) -> bool:
+    def _is_fresh(self, batch: Delivered) -> bool:
         allowed = self.config.weights.max_staleness
-        if allowed is None or POLICY not in self._schemes:
+        if allowed is None:
             return True
-        return self.policy_version - int(batch["policy_version"].min()) <= allowed
+        return self.policy_version - int(batch.read()["policy_version"].min()) <= allowed
 
-    def _keep_all_busy(self, pool: Pool) -> None:
+    def _keep_all_busy(self, pool: Pool, *, trained: bool) -> None:
+        """``trained``: the trainer has sent what it made of the batch that it was given last, if it does so
+        after each."""
         # In turn, so that where few are let collect it is not always the same.
         for worker in sorted(pool.workers, key=lambda worker: worker.frames):
-            self._keep_busy(pool, worker)
+            self._keep_busy(pool, worker, trained=trained)
 
     def _delivered(self, delivered: Delivered) -> None:
+        self._requested += delivered.frames - delivered.asked
         if not self.sync:
             self._finished.append(delivered)
 
-    def _keep_busy(self, pool: Pool, worker: WorkerProcess) -> None:
+    def _keep_busy(self, pool: Pool, worker: WorkerProxy, *, trained: bool) -> None:
         total = self.config.batch.total_frames
-        weights = self.config.weights
         frames = self.config.batch.frames_of(worker.index, 1)
         while worker.asked + len(worker.batches) < _AHEAD and not self._pauses:
-            ahead = sum(each.asked + len(each.batches) for each in pool.workers)
-            waits = weights.on_stale == "wait" and weights.max_staleness is not None
-            if self._requested >= total != -1 or (waits and ahead > (weights.max_staleness or 0)):
+            # The updates that there will be before this batch is handed out, if there is one after each.
+            updates = sum(each.asked + len(each.batches) for each in pool.workers) + (not trained)
+            if self._requested >= total != -1 or updates > self.config.weights.allowed_updates:
                 return
             self._ask(worker, frames)
 
-    def _ask(self, worker: WorkerProcess, frames: int) -> None:
+    def _ask(self, worker: WorkerProxy, frames: int) -> None:
         at_random = self._requested < self.config.batch.init_random_frames
         self._requested += frames
         worker.collect(frames, at_random=at_random)
 
-    async def _out(self, taken: Sequence[Delivered]) -> TensorDictBase:
+    async def _joined(self, taken: Sequence[Delivered]) -> TensorDictBase:
         """Workers' parts as one batch, in memory of this process's own."""
         parts = [delivered.read() for delivered in taken]
         nbytes = sum(leaf.nbytes for part in parts for leaf in part.values(True, True))
+        device = self.config.devices.of(0).storing
 
         def join() -> TensorDictBase:
-            found = joined(parts, self.config.batch) if self.sync else parts[0].clone()
-            return split_trajectories(found) if self.config.batch.split_trajs else found
+            found = self._put_together(parts)
+            return found if device is None else found.to(device)
 
         found = join() if nbytes <= INLINE_LIMIT else await offloaded(join, "aiosync-batch")
         # Nothing is taken before it is here: a call that is cancelled loses nothing.
         for delivered in taken:
             delivered.taken()
-        if not self.sync:
-            self._finished.popleft()
-        self.frames += sum(part.numel() for part in parts)
+        return self._finish(found, sum(delivered.frames for delivered in taken))
+
+    def _put_together(self, parts: Sequence[TensorDict]) -> TensorDictBase:
+        return joined(parts, self.config.batch)
+
+    async def _lent(self, taken: Delivered) -> TensorDictBase:
+        """A worker's batch, in the memory that it has it in; or on a device."""
+        device = self.config.devices.of(taken.worker.index).storing
+        if device is None or device.type == "cpu":
+            found: TensorDictBase = taken.lend()
+        else:
+            found = await offloaded(lambda: taken.read().to(device), "aiosync-batch")
+            taken.taken()
+        self._finished.popleft()
+        return self._finish(found, taken.frames)
+
+    def _finish(self, batch: TensorDictBase, frames: int) -> TensorDictBase:
+        self.frames += frames
+        found = split_trajectories(batch) if self.config.batch.split_trajs else batch
         postproc = self.config.batch.postproc
         return found if postproc is None else postproc(found)
 
@@ -357,7 +405,7 @@ class MultiCollector(Controls):
         finally:
             self._pauses -= 1
             if not self.sync and self._pool is pool:
-                self._keep_all_busy(pool)
+                self._keep_all_busy(pool, trained=False)
 
 
 class MultiSyncCollector(MultiCollector):

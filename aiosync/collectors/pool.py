@@ -6,22 +6,21 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from multiprocessing.context import BaseContext
 from typing import Any
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.process import Delivered, WorkerProcess
+from aiosync.collectors.host import MakeHost, Schemes
+from aiosync.collectors.proxy import Delivered, WorkerProxy
 from aiosync.collectors.worker import WorkerSpec
 from aiosync.errors import Phase, SyncTimeoutError, WorkerLostError
 from aiosync.schemes._host import TaskHost
-from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.stats import logger
 
 __all__ = ["Pool"]
 
 
 class Pool:
-    """Worker processes, and the schemes that bring their weights.
+    """Workers, and the schemes that bring their weights.
 
     Whoever waits is woken whenever a worker has said something, and is told if one has failed for good. A
     worker that has died is replaced, as often as that may be: by one that has its index, its seed and the
@@ -31,28 +30,30 @@ class Pool:
     Args:
         specs: the workers.
         schemes: model -> scheme, initialised on the sender.
-        ctx: how processes begin.
+        make_host: gives what one worker runs on.
         restarts: how often each worker may be replaced.
         on_batch: called with each batch as it is delivered.
 
     Attributes:
         workers: those that are there now, by their index.
         failure: what went wrong where nobody was waiting.
+        counted: updates that came by none of the schemes.
     """
 
     def __init__(
         self,
         specs: Sequence[WorkerSpec],
-        schemes: Mapping[str, WeightSyncScheme],
-        ctx: BaseContext,
+        schemes: Schemes,
+        make_host: MakeHost,
         restarts: int,
         on_batch: Callable[[Delivered], None],
     ) -> None:
-        self.workers: list[WorkerProcess] = []
+        self.workers: list[WorkerProxy] = []
         self.failure: Exception | None = None
+        self.counted = 0
         self._specs = list(specs)
         self._schemes = dict(schemes)
-        self._ctx = ctx
+        self._make_host = make_host
         self._restarts = [restarts] * len(specs)
         self._on_batch = on_batch
         self._changed = asyncio.Event()
@@ -71,7 +72,7 @@ class Pool:
         for scheme in self._schemes.values():
             self._stack.push_async_callback(scheme.aclose)
         self.workers = [self._new(index) for index in range(len(self._specs))]
-        await asyncio.gather(*(worker.start(self._ctx, self._schemes) for worker in self.workers))
+        await asyncio.gather(*(worker.start(self._schemes) for worker in self.workers))
         connecting = [
             asyncio.ensure_future(scheme.connect(timeout=deadline.remaining()))
             for scheme in self._schemes.values()
@@ -82,10 +83,10 @@ class Pool:
         finally:
             await _call_off(connecting)
 
-    def _new(self, index: int) -> WorkerProcess:
-        return WorkerProcess(self._specs[index], self._on_change, self._on_batch)
+    def _new(self, index: int) -> WorkerProxy:
+        return WorkerProxy(self._specs[index], self._make_host(), self._on_change, self._on_batch)
 
-    def _on_change(self, worker: WorkerProcess) -> None:
+    def _on_change(self, worker: WorkerProxy) -> None:
         if isinstance(worker.error, WorkerLostError) and self._may_replace(worker):
             self._restarts[worker.index] -= 1
             worker.replaced = True
@@ -93,23 +94,33 @@ class Pool:
             self._host.spawn(self._replace, worker)
         self._changed.set()
 
-    def _may_replace(self, worker: WorkerProcess) -> bool:
+    def _may_replace(self, worker: WorkerProxy) -> bool:
         current = worker in self.workers and not worker.replaced
         return current and worker.was_ready and self._restarts[worker.index] > 0
 
-    async def _replace(self, lost: WorkerProcess) -> None:
+    def replaces(self, worker: WorkerProxy) -> bool:
+        """Whether another has its place, or will have it now that it is lost; or it is itself that other one,
+        which has not come yet."""
+        if worker not in self.workers or worker.replaced:
+            return True
+        begins = worker.error is None and not worker.was_ready
+        return begins or self._may_replace(worker)
+
+    async def _replace(self, lost: WorkerProxy) -> None:
         index = lost.index
         spec = self._specs[index]
         # A trajectory has a frame at least, so this many numbers are more than it can have used.
-        used = lost.frames + lost.frames_asked + 1
+        used = lost.frames + lost.frames_asked + lost.width
         stride = spec.workers * spec.config.processes.envs_per_worker
-        self._specs[index] = replace(spec, first_id=spec.first_id + used * stride, seed=lost.seed)
+        self._specs[index] = replace(
+            spec, first_id=spec.first_id + used * stride, seed=lost.seed, counted=self.counted
+        )
         successor = self._new(index)
         successor.succeed(lost)
         self.workers[index] = successor
         await lost.close(Deadline.after(0))
         try:
-            await successor.start(self._ctx, self._schemes)
+            await successor.start(self._schemes)
         except OSError as exc:
             successor.fail(WorkerLostError([index], f"it could not be started again: {exc}"))
 

@@ -14,7 +14,9 @@ from torch import Tensor
 from aiosync.collectors.actor import Actor
 from aiosync.collectors.config import BatchConfig
 from aiosync.collectors.env import Env
-from aiosync.collectors.fields import MASK, TRAJ_IDS, Fields, Slot, under
+from aiosync.collectors.fields import MASK, TRAJ_IDS, Fields, under
+from aiosync.collectors.messages import Collect
+from aiosync.collectors.shelf import Shelf
 from aiosync.errors import InvalidArgumentError
 
 __all__ = ["OpenBatch", "Player"]
@@ -27,20 +29,21 @@ class OpenBatch:
     waits for its last frames, and the next one.
 
     Args:
-        wanted: how many frames.
-        at_random: act at random.
-        make_slot: gives the memory, once it is known what a frame consists of.
+        request: what is wanted.
+        shelf: has the memory, once it is known what a frame consists of.
+        width: how many frames there are in a place: those of environments that step together.
 
     Attributes:
         order: the places, each player's in a row and in the order of time.
+        slot: the number of the memory; -1: there is none yet.
     """
 
-    def __init__(self, wanted: int, at_random: bool, make_slot: Callable[[Fields, int], Slot]) -> None:
-        self.at_random = at_random
+    def __init__(self, request: Collect, shelf: Shelf, width: int = 1) -> None:
+        self.request = request
         self.order: list[int] = []
-        self._wanted = wanted
-        self._make_slot = make_slot
-        self._slot: Slot | None = None
+        self.slot = -1
+        self._wanted = -(-request.frames // width)
+        self._shelf = shelf
         self._claimed = 0
         self._written = 0
         self._places: dict[int, list[int]] = {}
@@ -71,9 +74,9 @@ class OpenBatch:
 
     def write(self, place: int, player: int, frame: Fields) -> None:
         """Put a frame in its place."""
-        if self._slot is None:
-            self._slot = self._make_slot(frame, self._wanted)
-        self._slot.write(place, frame)
+        if self.slot < 0:
+            self.slot = self._shelf.take(frame, self._wanted)
+        self._shelf[self.slot].write(place, frame)
         self._places.setdefault(player, []).append(place)
         self._written += 1
 
@@ -83,11 +86,11 @@ class OpenBatch:
         Args:
             truncate: mark each player's last frame as truncated.
         """
-        assert self._slot is not None
+        views = self._shelf[self.slot].views
         self.order = [place for player in sorted(self._places) for place in self._places[player]]
         for places in self._places.values() if truncate else ():
             for name in ("truncated", "done"):
-                self._slot.views["next", name][places[-1]] = True
+                views["next", name][places[-1]] = True
 
 
 class Player:
@@ -125,8 +128,8 @@ class Player:
         self._stride = stride
         self._version = version
         self._now: Fields = {}
-        self._steps = torch.zeros((*env.shape, 1), dtype=torch.int64)
-        self._ids = torch.zeros(env.shape, dtype=torch.int64)
+        self._steps = torch.zeros((*env.shape, 1), dtype=torch.int64, device=env.device)
+        self._ids = torch.zeros(env.shape, dtype=torch.int64, device=env.device)
         self._batch: OpenBatch | None = None
         self._playing = asyncio.Lock()
 
@@ -143,7 +146,7 @@ class Player:
 
     async def _reset(self) -> None:
         self._now = await self.env.reset()
-        self._begin(torch.ones(self.env.shape, dtype=torch.bool))
+        self._begin(torch.ones(self.env.shape, dtype=torch.bool, device=self.env.device))
 
     def state(self) -> dict[str, Any]:
         """Where it stands; without the environment, if that cannot be pickled."""
@@ -175,7 +178,7 @@ class Player:
             self._batch = batch
             if anew or not self._now:
                 await self._reset()
-            step = self._act(batch.at_random)
+            step = self._act(batch.request.at_random)
             after = await self.env.step(step)
             self._count(step, after)
             frame = step | {under("next", key): value for key, value in after.items()}
@@ -218,6 +221,6 @@ class Player:
 
     def _begin(self, where: Tensor) -> None:
         count = int(where.sum())
-        self._ids[where] = torch.arange(count) * self._stride + self._next_id
+        self._ids[where] = torch.arange(count, device=self.env.device) * self._stride + self._next_id
         self._next_id += count * self._stride
         self._steps = self._steps.masked_fill(where.unsqueeze(-1), 0)

@@ -1,22 +1,18 @@
-"""A worker: one event loop that plays, receives weights and listens to its collector.
+"""A worker: tasks of one event loop, which play, receive weights and listen to the collector.
 
-It ends when its collector closes the pipe, or is gone.
+It ends when its collector closes the channel, or is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
 import random
-import signal
-import sys
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
@@ -28,14 +24,14 @@ from aiosync.collectors.actor import actor_of
 from aiosync.collectors.channel import Channel
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.env import adapt
-from aiosync.collectors.fields import Fields, Slot, Specs, specs_of
-from aiosync.collectors.messages import Answer, Batch, Call, Collect, Cut, Failed, NewSlot, Ready
+from aiosync.collectors.messages import Answer, Batch, Call, Collect, Cut, Failed, Parcel, Ready
 from aiosync.collectors.rollout import OpenBatch, Player
+from aiosync.collectors.shelf import Shelf
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.weights.resolve import resolve_model
 
-__all__ = ["WorkerSpec", "run"]
+__all__ = ["POLICY", "Worker", "WorkerSpec", "serve"]
 
 POLICY = "policy"
 
@@ -51,6 +47,10 @@ class WorkerSpec:
         config: the collector's.
         first_id: the number of its first trajectory.
         seed: what it begins with; None: anything.
+        counted: updates that came by none of its schemes.
+        alone: it has a process of its own.
+        buffers: batches are put into shared memory; else into messages.
+        shares: tensors in it that lie in shared memory are to be the same in the worker.
     """
 
     index: int
@@ -60,32 +60,24 @@ class WorkerSpec:
     config: CollectorConfig
     first_id: int
     seed: int | None = None
+    counted: int = 0
+    alone: bool = True
+    buffers: bool = True
+    shares: bool = False
 
 
-def run(spec: bytes, schemes: Mapping[str, WeightSyncScheme], connection: Connection[Any, Any]) -> None:
-    """The process's main.
+async def serve(
+    spec: Callable[[], WorkerSpec], schemes: Mapping[str, WeightSyncScheme], channel: Channel
+) -> None:
+    """Be a worker until the collector has closed; what goes wrong it is told.
 
     Args:
-        spec: a :class:`WorkerSpec`, pickled.
+        spec: gives what this is.
         schemes: model -> the scheme that its weights come by.
-        connection: this end of the pipe.
+        channel: to the collector.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the trainer to act on
-    main = partial(_main, spec, schemes, connection)
-    if sys.platform == "win32":
-        asyncio.run(main())
-    else:
-        import uvloop
-
-        uvloop.run(main())
-
-
-async def _main(
-    spec: bytes, schemes: Mapping[str, WeightSyncScheme], connection: Connection[Any, Any]
-) -> None:
-    channel = await Channel.open(connection)
     try:
-        async with Worker(cloudpickle.loads(spec), schemes, channel) as worker:
+        async with Worker(spec(), schemes, channel) as worker:
             await worker.serve()
     except EOFError:
         pass  # the collector has closed
@@ -112,65 +104,77 @@ class Worker:
 
     Args:
         spec: what it is.
-        schemes: see :func:`run`.
+        schemes: see :func:`serve`.
         channel: to the collector.
     """
 
     def __init__(self, spec: WorkerSpec, schemes: Mapping[str, WeightSyncScheme], channel: Channel) -> None:
         config = spec.config
-        torch.set_num_threads(config.processes.num_sub_threads)
+        if spec.alone:
+            torch.set_num_threads(config.processes.num_sub_threads)
         if config.processes.init_fn is not None:
             config.processes.init_fn()
         self._config = config
         self._spec = spec
         self._schemes = schemes
         self._channel = channel
-        self._envs = [adapt(spec.create_env()) for _ in range(config.processes.envs_per_worker)]
+        self._counted = spec.counted
+        places = config.devices.of(spec.index)
+        self._envs = [adapt(spec.create_env(), places.env) for _ in range(config.processes.envs_per_worker)]
         self.env = self._envs[0].env
         self.policy = spec.make_policy() if spec.make_policy is not None else None
         if isinstance(self.policy, nn.Module):
             self.policy.eval()
-        self._slots: list[Slot] = []
-        self._free: set[int] = set()
-        self._open: deque[tuple[OpenBatch, list[int]]] = deque()
+            if places.policy is not None:
+                self.policy.to(places.policy)
+        self._places = places
+        self._shelf = Shelf(channel.send if spec.buffers else lambda new: None, self._envs[0].shape)
+        self._width = math.prod(self._envs[0].shape)
+        self._open: list[OpenBatch] = []
         self._asked = asyncio.Event()
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Worker:
         await self._stack.__aenter__()
-        for env in self._envs:
-            self._stack.push_async_callback(env.close)
-        for model_id, scheme in self._schemes.items():
-            model = self.policy if model_id == POLICY else resolve_model(self, model_id)
-            scheme.init_on_receiver(model_id=model_id, model=model, worker_idx=self._spec.index)
         try:
-            await asyncio.gather(*(self._connect(scheme) for scheme in self._schemes.values()))
-            for scheme in self._schemes.values():
-                await self._stack.enter_async_context(scheme.receiving())
+            await self._begin()
         except BaseException:
             await self._stack.aclose()
             raise
-        policy = self._config.policy
+        return self
+
+    async def _begin(self) -> None:
+        for env in self._envs:
+            self._stack.push_async_callback(env.close)
+        for model_id, scheme in self._schemes.items():
+            scheme.init_on_receiver(
+                model_id=model_id, model=self.get_model(model_id), worker_idx=self._spec.index
+            )
+        await asyncio.gather(*(self._connect(scheme) for scheme in self._schemes.values()))
+        for scheme in self._schemes.values():
+            await self._stack.enter_async_context(scheme.receiving())
         actor = None
         if self.policy is not None:
-            actor = actor_of(self.policy, policy.exploration_type, trusted=policy.trust_policy)
+            actor = actor_of(self.policy, self._config.policy, self._places, sync=self._config.devices.syncs)
         players = len(self._envs)
+        version = self._version if self._config.policy.track_policy_version else None
+        first, stride = self._spec.first_id, self._spec.workers * players
         self._players = [
-            Player(
-                env,
-                actor,
-                self._config.batch,
-                self._spec.first_id + i,
-                self._spec.workers * players,
-                self._version if policy.track_policy_version else None,
-            )
+            Player(env, actor, self._config.batch, first + i, stride, version)
             for i, env in enumerate(self._envs)
         ]
-        return self
+
+    def get_model(self, model_id: str) -> Any:
+        """The model of that name, of this worker.
+
+        Raises:
+            AttributeError: there is none.
+        """
+        return self.policy if model_id == POLICY else resolve_model(self, model_id)
 
     def _version(self) -> int:
         weights = self._schemes.get(POLICY)
-        return weights.version if weights is not None else 0
+        return self._counted + (weights.version if weights is not None else 0)
 
     async def _connect(self, scheme: WeightSyncScheme) -> None:
         self._stack.push_async_callback(scheme.aclose)
@@ -204,14 +208,11 @@ class Worker:
         while True:
             match await self._channel.receive():
                 case Collect() as request:
-                    if request.returned >= 0:
-                        self._free.add(request.returned)
-                    used: list[int] = []
-                    make_slot = partial(self._slot_for, used)
-                    self._open.append((OpenBatch(request.frames, request.at_random, make_slot), used))
+                    self._shelf.give_back(request.returned)
+                    self._open.append(OpenBatch(request, self._shelf, self._width))
                     self._asked.set()
                 case Cut():
-                    for batch, _ in list(self._open):
+                    for batch in list(self._open):
                         batch.cut()
                         if batch.complete:
                             self._deliver(batch)
@@ -228,7 +229,7 @@ class Worker:
 
     async def _play(self, number: int, player: Player) -> None:
         while True:
-            batch = next((batch for batch, _ in self._open if batch.has_room), None)
+            batch = next((batch for batch in self._open if batch.has_room), None)
             if batch is None:
                 self._asked.clear()
                 await self._asked.wait()
@@ -241,28 +242,16 @@ class Worker:
             await asyncio.sleep(0)  # updates and commands come in between two frames
 
     def _deliver(self, batch: OpenBatch) -> None:
-        entry = next(entry for entry in self._open if entry[0] is batch)
-        self._open.remove(entry)
+        self._open.remove(batch)
         batch.close(truncate=self._config.batch.set_truncated)
         order = batch.order if len(self._players) > 1 else None
-        self._channel.send(Batch(entry[1][0], batch.steps, order))
-
-    def _slot_for(self, used: list[int], frame: Fields, steps: int) -> Slot:
-        index = self._free_slot(specs_of(frame), steps)
-        used.append(index)
-        return self._slots[index]
-
-    def _free_slot(self, specs: Specs, steps: int) -> int:
-        for index in sorted(self._free):
-            if self._slots[index].holds(specs, steps):
-                self._free.remove(index)
-                return index
-        made = Slot.make(specs, steps)
-        self._slots.append(made)
-        index = len(self._slots) - 1
-        assert made.segment.handle is not None
-        self._channel.send(NewSlot(index, made.segment.handle, specs, steps, self._envs[0].shape))
-        return index
+        number, slot, steps = batch.request.number, batch.slot, batch.steps
+        if self._spec.buffers:
+            self._channel.send(Batch(number, slot, steps, order))
+            return
+        data = self._shelf[slot].read(steps, len(self._envs[0].shape), order)
+        self._shelf.give_back([slot])
+        self._channel.send(Parcel(number, steps, data.clone() if order is None else data))
 
     # -- what the collector calls ---------------------------------------------------------------------
 
@@ -278,6 +267,10 @@ class Worker:
         """Begin new episodes."""
         for player in self._players:
             await player.reset()
+
+    async def count(self, updates: int) -> None:
+        """There were so many updates that came by no scheme."""
+        self._counted = updates
 
     async def state(self) -> dict[str, Any]:
         """Where it stands."""

@@ -33,11 +33,12 @@ class MultiCollector(BlockingCollector):
 
     Each worker has an event loop, on which its environments are stepped, its weights arrive, and what the
     collector asks of it is done, one at a time: weights change between two steps, and each frame is tagged
-    with the version that acted. Batches come in shared memory and are copied out of it once.
+    with the version that acted. Batches come in shared memory, without being pickled or sent.
 
     With ``sync=True`` a batch has a part of every worker, and nothing is played between one batch and the
     call for the next. With ``sync=False`` a batch is one worker's, handed out in the order in which they are
-    finished, and workers play on meanwhile: each is at most two batches ahead.
+    finished, and workers play on meanwhile: each is at most two batches ahead. Such a batch lies in the
+    memory where its worker put it, which is used again when nothing refers to it any more.
 
     Args:
         create_env_fn: makes an environment (see :func:`~aiosync.collectors.adapt`); or one function per
@@ -50,7 +51,7 @@ class MultiCollector(BlockingCollector):
         create_env_kwargs: what ``create_env_fn`` is called with; or one mapping per worker.
         config: all the rest.
         options: the same as keywords: see :class:`BatchConfig`, :class:`PolicyConfig`,
-            :class:`ProcessConfig` and :class:`WeightConfig`.
+            :class:`DeviceConfig`, :class:`ProcessConfig`, :class:`WeightConfig` and :class:`ReplayConfig`.
 
     Attributes:
         frames: how many have been handed out.
@@ -71,11 +72,12 @@ class MultiCollector(BlockingCollector):
             policy_or_weights: None: the policy's.
             model_id: whose.
             worker_ids: for whom; None: all.
-            weights_dict: several models' weights, by their names.
+            weights_dict: several models' weights, by their names: each worker has all of them, or none.
             timeout: seconds.
 
         Raises:
-            Exception: as :meth:`aiosync.WeightSyncScheme.send`.
+            Exception: as :meth:`aiosync.WeightSyncScheme.send`. (That a worker was lost which is started
+                again is no error: it begins with these weights.)
         """
         portal().call(self._async.update_policy_weights_, policy_or_weights, model_id=model_id, worker_ids=worker_ids, weights_dict=weights_dict, timeout=timeout)
 
@@ -83,6 +85,42 @@ class MultiCollector(BlockingCollector):
     def policy_version(self) -> int:
         """The policy's newest version; 0 if it has no weights."""
         return self._async.policy_version
+
+    def increment_version(self, timeout: float | None=None) -> None:
+        """Count the policy's version up, where weights got to the workers in a way that this collector knows
+        nothing of. Frames are tagged with the new one from here on.
+        """
+        portal().call(self._async.increment_version, timeout)
+
+    def receive_weights(self, policy_or_weights: Any=None, *, timeout: float | None=None) -> None:
+        """Bring this collector's own policy up to date.
+
+        Args:
+            policy_or_weights: a module, TensorDict or dict, which is applied to the policy here; workers get
+                it with :meth:`update_policy_weights_`. None: wait until an update has come by
+                ``weight_recv_schemes``, which goes to the workers too; there need not be one in time.
+            timeout: seconds.
+
+        Raises:
+            InvalidArgumentError: weights were given, and there are ``weight_recv_schemes``.
+            NotInitializedError: there are neither, or there is no policy here.
+            LayoutMismatchError: they do not fit.
+        """
+        portal().call(self._async.receive_weights, policy_or_weights, timeout=timeout)
+
+    def get_cached_weights(self, model_id: str=POLICY) -> TensorDictBase | None:
+        """A copy of the weights that were sent last; None: there are none."""
+        return self._async.get_cached_weights(model_id)
+
+    @property
+    def policy_device(self) -> list[Any] | None:
+        """The device of each worker's policy; None: none was said."""
+        return self._async.policy_device
+
+    @property
+    def worker_idx(self) -> int | None:
+        """Which worker of another collector this is."""
+        return self._async.worker_idx
 
     def set_seed(self, seed: int, static_seed: bool=False, timeout: float | None=None) -> int:
         """Begin anew, each environment with a seed of its own: ``seed``, ``seed + 1``, and so on; or each
@@ -101,6 +139,15 @@ class MultiCollector(BlockingCollector):
     def getattr_policy(self, name: str, timeout: float | None=None) -> list[Any]:
         """What each worker's policy has under a name, which may be dotted."""
         return portal().call(self._async.getattr_policy, name, timeout)
+
+    def getattr_rb(self, name: str) -> Any:
+        """What the replay buffer has under a name, which may be dotted.
+
+        Raises:
+            NotInitializedError: there is none.
+            AttributeError: it has no such thing.
+        """
+        return self._async.getattr_rb(name)
 
     def state_dict(self, timeout: float | None=None) -> dict[str, Any]:
         """Where collection stands: how many frames there were, and each worker's environments and generators

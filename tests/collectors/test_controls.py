@@ -87,7 +87,7 @@ async def test_a_pause_always_ends() -> None:
 
 def _pids(collector: MultiCollector) -> list[int]:
     assert collector._pool is not None
-    return [worker._process.pid for worker in collector._pool.workers]
+    return [worker.pid or 0 for worker in collector._pool.workers]
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -107,10 +107,7 @@ async def test_a_killed_worker_comes_back(sync: bool) -> None:
             }
             number += 1
             mark(policy, number)
-            try:
-                await collector.update_policy_weights_()
-            except WorkerLostError:
-                assert number >= 5
+            await collector.update_policy_weights_()
             if number == 5:
                 os.kill(_pids(collector)[1], signal.SIGKILL)
         assert collector.frames == 400

@@ -29,7 +29,7 @@ def make_vector(mode: str) -> Any:
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
 async def test_vector_environments(mode: str) -> None:
     make = functools.partial(make_vector, mode)
-    async with collecting([make], make_policy(), frames_per_batch=32, cat_results=-1) as collector:
+    async with collecting([make], make_policy(), frames_per_batch=64, cat_results=-1) as collector:
         batch = await anext(collector)
         assert batch.batch_size == (2, 32)
         assert (batch["marks"] == 0).all()

@@ -1,35 +1,34 @@
-"""One worker, seen from its collector: its process, its pipe, and what it has said so far."""
+"""One worker, seen from its collector: what it runs on, and what it has said so far."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
+import math
 import pickle
-import signal
-from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from multiprocessing.context import BaseContext
 from typing import Any
 
-import cloudpickle
 from tensordict import TensorDict
 
 from aiosync._deadline import Deadline
 from aiosync.collectors.channel import Channel
 from aiosync.collectors.fields import Slot
-from aiosync.collectors.messages import Answer, Batch, Call, Collect, Cut, Failed, NewSlot, Ready
-from aiosync.collectors.worker import WorkerSpec, run
+from aiosync.collectors.host import Host, Schemes
+from aiosync.collectors.messages import Answer, Batch, Call, Collect, Cut, Failed, NewSlot, Parcel, Ready
+from aiosync.collectors.worker import WorkerSpec
 from aiosync.errors import SyncTimeoutError, WorkerLostError
-from aiosync.schemes.base import WeightSyncScheme
-from aiosync.transports._offload import offloaded
 from aiosync.weights.segment import Segment
 
-__all__ = ["Delivered", "RemoteTraceback", "WorkerProcess", "raised_by"]
+__all__ = ["Delivered", "RemoteTraceback", "WorkerProxy", "raised_by"]
 
-_DYING = 5.0
-"""Seconds that a process which was killed has to be gone."""
+_DYING = 1.0
+"""Seconds that a worker which has closed its channel has to end."""
+
+_KILLED = 5.0
+"""Seconds that one which was killed has to be gone."""
 
 
 class RemoteTraceback(Exception):
@@ -53,29 +52,65 @@ def raised_by(worker: int, failed: Failed) -> BaseException:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Delivered:
-    """A batch in the memory where its worker put it."""
+    """A batch where its worker put it.
 
-    batch: Batch
-    slot: Slot
-    dims: int
-    free: list[int]
-    waiting: list[Delivered]
+    Attributes:
+        worker: whose it is.
+        asked: how many frames it was to have.
+        message: what the worker said of it.
+        slot: the memory that it is in, and how many environments a step in it is of, as a shape; None: it is
+            in the message.
+    """
+
+    worker: WorkerProxy
+    asked: int
+    message: Batch | Parcel
+    slot: tuple[Slot, tuple[int, ...]] | None = None
+
+    @property
+    def frames(self) -> int:
+        """How many there are."""
+        if isinstance(self.message, Parcel):
+            return int(self.message.data.numel())
+        width: int = math.prod(self._slot[1])
+        return self.message.steps * width
 
     def read(self) -> TensorDict:
-        """It, in that memory."""
-        return self.slot.read(self.batch.steps, self.dims, self.batch.order)
+        """It, where it is: valid until it is taken."""
+        if isinstance(self.message, Parcel):
+            return self.message.data
+        slot, shape = self._slot
+        return slot.read(self.message.steps, len(shape), self.message.order)
+
+    def lend(self) -> TensorDict:
+        """It, and it is taken: the memory will be written over when nothing refers to these tensors."""
+        if isinstance(self.message, Parcel) or self.message.order is not None:
+            found = self.read()
+            self.taken()
+            return found
+        slot, shape = self._slot
+        self.worker.batches.remove(self)
+        given_back = functools.partial(self.worker.free.append, self.message.slot)
+        return slot.lend(self.message.steps, len(shape), given_back)
 
     def taken(self) -> None:
         """It waits no longer, and the memory may be written over."""
-        self.waiting.remove(self)
-        self.free.append(self.batch.slot)
+        self.worker.batches.remove(self)
+        if isinstance(self.message, Batch):
+            self.worker.free.append(self.message.slot)
+
+    @property
+    def _slot(self) -> tuple[Slot, tuple[int, ...]]:
+        assert self.slot is not None
+        return self.slot
 
 
-class WorkerProcess:
+class WorkerProxy:
     """A worker.
 
     Args:
         spec: what it is.
+        host: what it runs on.
         on_change: called when anything is to be looked at anew.
         on_batch: called with each batch that it delivers.
 
@@ -83,7 +118,9 @@ class WorkerProcess:
         index: which worker.
         ready, was_ready: it has all that it needs to play, or had before it failed.
         batches: what it has delivered and nobody has taken yet, oldest first.
+        free: slots that may be written over, of which it has not been told.
         frames: how many frames it has delivered.
+        width: how many each of its environments gives at a time.
         seed: what it was seeded with last.
         error: why nothing more will come from it, or None.
         replaced: another gets its place.
@@ -92,44 +129,38 @@ class WorkerProcess:
     def __init__(
         self,
         spec: WorkerSpec,
-        on_change: Callable[[WorkerProcess], None],
+        host: Host,
+        on_change: Callable[[WorkerProxy], None],
         on_batch: Callable[[Delivered], None],
     ) -> None:
         self.index = spec.index
         self.ready = self.was_ready = False
         self.batches: list[Delivered] = []
         self.frames = 0
+        self.width = 1
         self.seed = spec.seed
         self.error: BaseException | None = None
         self.replaced = False
-        self._requests: deque[Collect] = deque()
+        self._requests: dict[int, Collect] = {}
         self._spec = spec
+        self._host = host
         self._on_change = on_change
         self._on_batch = on_batch
-        self._slots: dict[int, tuple[Slot, int]] = {}
-        self._free: list[int] = []
+        self._slots: dict[int, tuple[Slot, tuple[int, ...]]] = {}
+        self.free: list[int] = []
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
-        self._process: Any = None
         self._channel: Channel | None = None
         self._listening: asyncio.Task[None] | None = None
 
-    async def start(self, ctx: BaseContext, schemes: Mapping[str, WeightSyncScheme]) -> None:
-        """Start the process."""
-        ours, theirs = ctx.Pipe()
-        spec = cloudpickle.dumps(self._spec)
-        name = f"aiosync-collector-{self.index}"
-        make: Any = ctx.Process  # type: ignore[attr-defined]
-        self._process = make(target=run, args=(spec, dict(schemes), theirs), name=name, daemon=True)
-        try:
-            await offloaded(self._process.start, "aiosync-start")
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        self._channel = await Channel.open(ours)
-        self._listening = asyncio.create_task(self._listen(), name=name)
+    async def start(self, schemes: Schemes) -> None:
+        """Have it begin.
+
+        Raises:
+            OSError: it cannot.
+        """
+        self._channel = await self._host.start(self._spec, schemes)
+        self._listening = asyncio.create_task(self._listen(), name=f"aiosync-worker-{self.index}")
 
     async def _listen(self) -> None:
         assert self._channel is not None
@@ -137,28 +168,28 @@ class WorkerProcess:
             while True:
                 self._take(await self._channel.receive())
         except EOFError:
-            self.fail(WorkerLostError([self.index], await self._cause()))
+            await self._host.ended(Deadline.after(_DYING))
+            self.fail(WorkerLostError([self.index], self._host.cause()))
         except Exception as exc:  # noqa: BLE001 - raised to whoever waits for this worker
             # Its memory cannot be mapped, say, because it has died since it told of it.
-            cause = await self._cause()
-            self.fail(exc if self._process.exitcode is None else WorkerLostError([self.index], cause))
+            died = await self._host.ended(Deadline.after(_DYING))
+            self.fail(WorkerLostError([self.index], self._host.cause()) if died else exc)
 
     def _take(self, message: Any) -> None:
         match message:
             case Ready():
                 self.ready = self.was_ready = True
-                for request in self._requests:  # of the one whose place it has
+                for request in self._requests.values():  # of the one whose place it has
                     self._send(request)
             case NewSlot() as new:
                 segment = Segment.attach(new.handle)
-                self._slots[new.slot] = Slot(segment, new.specs, new.frames), len(new.shape)
+                self._slots[new.slot] = Slot(segment, new.specs, new.frames), new.shape
+                for index in new.replaced:
+                    del self._slots[index]
             case Batch() as batch:
-                self._requests.popleft()
-                self.frames += batch.steps
-                slot, dims = self._slots[batch.slot]
-                delivered = Delivered(batch, slot, dims, self._free, self.batches)
-                self.batches.append(delivered)
-                self._on_batch(delivered)
+                self._deliver(batch, self._slots[batch.slot])
+            case Parcel() as parcel:
+                self._deliver(parcel)
             case Answer(number=number, value=value, error=error):
                 future = self._calls.pop(number, None)
                 if future is not None and not future.done():
@@ -170,14 +201,13 @@ class WorkerProcess:
                 self.fail(raised_by(self.index, failed))
         self._on_change(self)
 
-    async def _cause(self) -> str:
-        await self._gone(Deadline.after(1.0))
-        code = self._process.exitcode
-        if code is None:
-            return "its pipe closed, though its process still runs"
-        if code < 0:
-            return f"its process was killed by {signal.Signals(-code).name}"
-        return f"its process ended with exit code {code}"
+    def _deliver(self, message: Batch | Parcel, slot: tuple[Slot, tuple[int, ...]] | None = None) -> None:
+        asked = self._requests.pop(message.number).frames
+        delivered = Delivered(self, asked, message, slot)
+        self.width = delivered.frames // message.steps
+        self.frames += delivered.frames
+        self.batches.append(delivered)
+        self._on_batch(delivered)
 
     def fail(self, error: BaseException) -> None:
         """Nothing more will come from it, for this reason."""
@@ -193,6 +223,11 @@ class WorkerProcess:
     # -- what it is asked for -------------------------------------------------------------------------
 
     @property
+    def pid(self) -> int | None:
+        """Its process's number, where it has one on this machine."""
+        return self._host.pid
+
+    @property
     def asked(self) -> int:
         """How many batches it has been asked for and has not delivered."""
         return len(self._requests)
@@ -200,12 +235,15 @@ class WorkerProcess:
     @property
     def frames_asked(self) -> int:
         """How many frames these have."""
-        return sum(request.frames for request in self._requests)
+        return sum(request.frames for request in self._requests.values())
 
     def collect(self, frames: int, *, at_random: bool) -> None:
         """Have it collect another batch, after those that it was asked for before."""
-        request = Collect(frames, at_random, self._free.pop() if self._free else -1)
-        self._requests.append(request)
+        returned = []
+        while self.free:  # slots may be given back meanwhile, in another thread
+            returned.append(self.free.pop())
+        request = Collect(next(self._numbers), frames, at_random, tuple(returned))
+        self._requests[request.number] = request
         if self.ready:
             self._send(request)
 
@@ -218,11 +256,13 @@ class WorkerProcess:
         assert self._channel is not None
         self._channel.send(message)
 
-    def succeed(self, lost: WorkerProcess) -> None:
+    def succeed(self, lost: WorkerProxy) -> None:
         """Take over what was asked of another, and what it has delivered."""
         self.batches = lost.batches
-        self.frames = lost.frames
-        self._requests = deque(replace(request, returned=-1) for request in lost._requests)
+        self.frames, self.width = lost.frames, lost.width
+        for old in lost._requests.values():
+            request = replace(old, number=next(self._numbers), returned=())
+            self._requests[request.number] = request
 
     async def call(self, method: str, *arguments: Any, deadline: Deadline) -> Any:
         """Call one of the worker's methods.
@@ -265,33 +305,8 @@ class WorkerProcess:
         if listening is not None:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
-        process, self._process = self._process, None
-        if process is None:
-            return
-        if not await _ended(process, deadline):
-            process.kill()
-            await _ended(process, Deadline.after(_DYING))
+        if not await self._host.ended(deadline):
+            self._host.kill()
+            await self._host.ended(Deadline.after(_KILLED))
         self._slots.clear()
-        with suppress(ValueError):  # it still runs: nothing more can be done
-            process.close()
-
-    async def _gone(self, deadline: Deadline) -> None:
-        if self._process is not None:
-            await _ended(self._process, deadline)
-
-
-async def _ended(process: Any, deadline: Deadline) -> bool:
-    """Wait for a process; whether it has ended."""
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    if process.exitcode is None:
-        loop.add_reader(process.sentinel, ended.set)
-        try:
-            async with asyncio.timeout(deadline.remaining()):
-                await ended.wait()
-        except TimeoutError:
-            return False
-        finally:
-            loop.remove_reader(process.sentinel)
-        process.join()
-    return True
+        self._host.release()

@@ -1,0 +1,263 @@
+"""Where workers run: each in a process of its own, or beside the collector on its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
+from typing import Any, TypeAlias
+
+import cloudpickle
+from torch import Tensor
+
+from aiosync._deadline import Deadline
+from aiosync.collectors.channel import Channel, LocalChannel, PipeChannel
+from aiosync.collectors.config import StartMethod
+from aiosync.collectors.worker import WorkerSpec, serve
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.transports._offload import offloaded
+
+__all__ = ["Host", "LocalHost", "MakeHost", "ProcessHost", "Schemes", "context_of"]
+
+Schemes: TypeAlias = Mapping[str, WeightSyncScheme]
+"""Model -> the scheme that its weights come by."""
+
+
+class Host(ABC):
+    """What one worker runs on."""
+
+    @abstractmethod
+    async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
+        """Have a worker begin; what is talked over with it. If this is cancelled, :meth:`close` is called all
+        the same.
+
+        Raises:
+            OSError: it cannot begin.
+        """
+
+    @abstractmethod
+    async def ended(self, deadline: Deadline) -> bool:
+        """Wait until it has ended; whether it has."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Have it end, whatever it does."""
+
+    @abstractmethod
+    def cause(self) -> str:
+        """How it ended, or that it has not."""
+
+    @property
+    @abstractmethod
+    def pid(self) -> int | None:
+        """Its process's number, where it has one on this machine."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """It has ended, or was killed: let go of all that was it."""
+
+
+MakeHost: TypeAlias = Callable[[], Host]
+
+
+class ProcessHost(Host):
+    """A process, and a pipe to it.
+
+    Args:
+        ctx: how processes begin.
+    """
+
+    def __init__(self, ctx: BaseContext) -> None:
+        self._ctx: Any = ctx
+        self._process: Any = None
+
+    async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
+        """See :class:`Host`."""
+        ours, theirs = self._ctx.Pipe()
+        # A server that processes are forked from has the variables of the moment when it began.
+        variables = dict(os.environ)
+        arguments = *_packed(spec), dict(schemes), variables, theirs
+        name = f"aiosync-collector-{spec.index}"
+        self._process = self._ctx.Process(target=_run, args=arguments, name=name, daemon=True)
+        try:
+            await offloaded(lambda: _start(self._process), "aiosync-start")
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return await PipeChannel.open(ours)
+
+    async def ended(self, deadline: Deadline) -> bool:
+        """See :class:`Host`."""
+        process = self._process
+        if process is None or process.pid is None or process.exitcode is not None:
+            return True
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        loop.add_reader(process.sentinel, ended.set)
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                await ended.wait()
+        except TimeoutError:
+            return False
+        finally:
+            loop.remove_reader(process.sentinel)
+        process.join()
+        return True
+
+    def kill(self) -> None:
+        """See :class:`Host`."""
+        if self.pid is not None:
+            self._process.kill()
+
+    def cause(self) -> str:
+        """See :class:`Host`."""
+        code = self._process.exitcode
+        if code is None:
+            return "its pipe closed, though its process still runs"
+        if code < 0:
+            return f"its process was killed by {signal.Signals(-code).name}"
+        return f"its process ended with exit code {code}"
+
+    @property
+    def pid(self) -> int | None:
+        """See :class:`Host`."""
+        return None if self._process is None else self._process.pid
+
+    def release(self) -> None:
+        """See :class:`Host`."""
+        process, self._process = self._process, None
+        if process is not None and process.pid is not None:
+            with suppress(ValueError):  # it still runs: nothing more can be done
+                process.close()
+
+
+def _run(
+    spec: bytes,
+    shared: Sequence[Tensor],
+    schemes: Schemes,
+    variables: Mapping[str, str],
+    connection: Connection[Any, Any],
+) -> None:
+    """A process's main."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the trainer to act on
+    if sys.platform != "win32":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.environ.update(variables)
+
+    async def main() -> None:
+        await serve(lambda: _Unpickler(spec, shared).load(), schemes, await PipeChannel.open(connection))
+
+    if sys.platform == "win32":
+        asyncio.run(main())
+    else:
+        import uvloop
+
+        uvloop.run(main())
+
+
+def _start(process: Any) -> None:
+    """Start a process that is deaf to a terminal's Ctrl-C until it says what to do about that: it inherits
+    this thread's mask."""
+    if sys.platform == "win32":
+        process.start()
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def context_of(method: StartMethod | None) -> BaseContext:
+    """How processes begin. Blocking, if a server has to be started that forks them."""
+    if method is None:
+        method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    if method == "forkserver":
+        wanted = [*_PRELOADED, *(name for name in _PRELOADED_IF_USED if name in sys.modules)]
+        if getattr(forkserver._forkserver, "_preload_modules", None) == ["__main__"]:  # nobody has chosen
+            forkserver.set_forkserver_preload(wanted)
+        forkserver.ensure_running()
+    return multiprocessing.get_context(method)
+
+
+_PRELOADED = ["uvloop", "aiosync.collectors.host"]
+_PRELOADED_IF_USED = ["gymnasium", "torchrl.envs"]
+"""What a server has imported that processes are forked from."""
+
+
+def _packed(spec: WorkerSpec) -> tuple[bytes, list[Tensor]]:
+    """It, pickled, and the tensors that are to be the same in the worker."""
+    data, shared = io.BytesIO(), []
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        def persistent_id(self, obj: object) -> int | None:
+            if not (spec.shares and isinstance(obj, Tensor) and obj.is_shared()):
+                return None
+            shared.append(obj)
+            return len(shared) - 1
+
+    Pickler(data).dump(spec)
+    return data.getvalue(), shared
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, shared: Sequence[Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._shared = shared
+
+    def persistent_load(self, number: int) -> Tensor:
+        """A tensor that is the same here."""
+        return self._shared[number]
+
+
+class LocalHost(Host):
+    """A task of the collector's own event loop."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
+        """See :class:`Host`."""
+        ours, theirs = LocalChannel.pair()
+        receiving = {model_id: copy.copy(scheme) for model_id, scheme in schemes.items()}
+        work = serve(lambda: spec, receiving, theirs)
+        self._task = asyncio.create_task(work, name="aiosync-collector")
+        return ours
+
+    async def ended(self, deadline: Deadline) -> bool:
+        """See :class:`Host`."""
+        if self._task is None:
+            return True
+        await asyncio.wait([self._task], timeout=deadline.remaining())
+        return self._task.done()
+
+    def kill(self) -> None:
+        """See :class:`Host`."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def cause(self) -> str:
+        """See :class:`Host`."""
+        return "its task has ended"
+
+    def release(self) -> None:
+        """See :class:`Host`."""
+        self._task = None
+
+    @property
+    def pid(self) -> int | None:
+        """See :class:`Host`."""
+        return None

@@ -1,0 +1,141 @@
+"""Workers that are actors of a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import cloudpickle
+
+from aiosync._deadline import Deadline
+from aiosync.collectors.channel import Channel, LocalChannel
+from aiosync.collectors.host import Host, Schemes
+from aiosync.collectors.worker import WorkerSpec, serve
+from aiosync.transports._offload import handover
+
+__all__ = ["RayHost"]
+
+
+class RayHost(Host):
+    """An actor.
+
+    Args:
+        ray: Ray, in a process that takes part in a cluster.
+        options: what it is told of the actor.
+    """
+
+    def __init__(self, ray: Any, options: Mapping[str, Any]) -> None:
+        self._ray = ray
+        self._options = dict(options)
+        self._handle: Any = None
+        self._running: asyncio.Future[Any] | None = None
+
+    async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
+        """See :class:`Host`."""
+        # Threads that wait for messages, and for the end, are not to wait for each other: it is an async one.
+        self._handle = self._ray.remote(_Actor).options(**self._options).remote()
+        self._running = _awaited(self._handle.run.remote(cloudpickle.dumps(spec), dict(schemes)))
+        return _RayChannel(self._handle)
+
+    async def ended(self, deadline: Deadline) -> bool:
+        """See :class:`Host`."""
+        if self._running is None:
+            return True
+        await asyncio.wait([self._running], timeout=deadline.remaining())
+        return self._running.done()
+
+    def kill(self) -> None:
+        """See :class:`Host`."""
+        if self._handle is not None:
+            self._ray.kill(self._handle)
+
+    def cause(self) -> str:
+        """See :class:`Host`."""
+        if self._running is None or not self._running.done():
+            return "its actor says nothing more, though it still runs"
+        error = self._running.exception()
+        if error is None:
+            return "its actor has come to its end"
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"Ray says: {' '.join(lines)[:400]}"
+
+    @property
+    def pid(self) -> int | None:
+        """See :class:`Host`."""
+        return None
+
+    def release(self) -> None:
+        """See :class:`Host`."""
+        self.kill()  # which it may survive otherwise, idle, as long as somebody has the handle
+        self._handle = self._running = None
+
+
+def _awaited(pending: Any) -> asyncio.Future[Any]:
+    answer: asyncio.Future[Any]
+    answer, settle = handover()
+    pending.future().add_done_callback(lambda done: settle(done.result))
+    return answer
+
+
+class _Actor:
+    """What runs a worker on its event loop."""
+
+    def __init__(self) -> None:
+        self._ours, self._theirs = LocalChannel.pair()
+
+    async def run(self, spec: bytes, schemes: Schemes) -> None:
+        """Be a worker until the collector closes."""
+        await serve(partial(cloudpickle.loads, spec), schemes, self._theirs)
+
+    async def tell(self, data: bytes | None) -> None:
+        """A message for the worker; None: there will be no more."""
+        if data is None:
+            self._ours.close()
+        else:
+            self._ours.send(cloudpickle.loads(data))
+
+    async def messages(self) -> list[Any]:
+        """The worker's next ones; an empty list: there will be no more."""
+        try:
+            return await self._ours.receive_all()
+        except EOFError:
+            return []
+
+
+class _RayChannel(Channel):
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self._received: list[Any] = []
+        self._asked: asyncio.Future[Any] | None = None
+        self._closed = False
+
+    def send(self, message: object) -> None:
+        """See :class:`Channel`."""
+        if not self._closed:
+            self._handle.tell.remote(cloudpickle.dumps(message))
+
+    async def receive(self) -> Any:
+        """See :class:`Channel`."""
+        if not self._received:
+            if self._asked is None:  # else a call that was cancelled has asked
+                self._asked = _awaited(self._handle.messages.remote())
+            await asyncio.wait([self._asked])
+            asked, self._asked = self._asked, None
+            try:
+                self._received = list(reversed(asked.result()))
+            except Exception as exc:
+                raise EOFError("the actor is gone") from exc
+        if not self._received:
+            raise EOFError("the actor has closed")
+        return self._received.pop()
+
+    async def drain(self) -> None:
+        """See :class:`Channel`."""
+
+    def close(self) -> None:
+        """See :class:`Channel`."""
+        if not self._closed:
+            self._closed = True
+            self._handle.tell.remote(None)

@@ -1,0 +1,93 @@
+"""A collector without workers' processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from tensordict import TensorDict, TensorDictBase
+
+from aiosync.collectors.config import CollectorConfig
+from aiosync.collectors.host import LocalHost, MakeHost
+from aiosync.collectors.multi import MultiCollector
+from aiosync.collectors.worker import WorkerSpec
+from aiosync.errors import InvalidArgumentError
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.memory import MemoryWeightSyncScheme
+
+__all__ = ["Collector"]
+
+_OF_PROCESSES = (
+    "num_workers",
+    "launcher",
+    "start_method",
+    "restart_workers",
+    "num_sub_threads",
+    "ray_options",
+)
+
+
+class Collector(MultiCollector):
+    """Plays on the event loop that it is iterated on, in this process.
+
+    All is as with a :class:`MultiCollector` of one worker with ``sync=True``: nothing is played between one
+    batch and the call for the next, the policy that acts is a copy, and has the version that was sent last.
+    An environment that takes long to step holds up the event loop meanwhile, unless its ``step`` is a
+    coroutine.
+
+    Args:
+        create_env_fn: an environment, or what makes one.
+        policy, policy_factory, create_env_kwargs, config, options: see :class:`MultiCollector`. What is said
+            of processes there is refused here.
+
+    Raises:
+        InvalidArgumentError: an option that there is not, or that does not go with the others.
+    """
+
+    _sync = True
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        policy_factory: Callable[[], Any] | None = None,
+        create_env_kwargs: Mapping[str, Any] | None = None,
+        config: CollectorConfig | None = None,
+        **options: Any,
+    ) -> None:
+        refused = [name for name in _OF_PROCESSES if name in options]
+        if refused:
+            raise InvalidArgumentError(
+                f"{', '.join(refused)}: a Collector plays in this process; see MultiCollector"
+            )
+        super().__init__(
+            _maker_of(create_env_fn),
+            policy,
+            policy_factory=policy_factory,
+            create_env_kwargs=create_env_kwargs,
+            config=config,
+            **options,
+        )
+
+    def _default_scheme(self, seconds: float) -> WeightSyncScheme:
+        fixed = self.config.policy.needs_fixed_memory
+        return MemoryWeightSyncScheme(timeout=seconds, commit="copy" if fixed else "flip")
+
+    def _hosts(self) -> tuple[MakeHost, BaseContext | None]:
+        return LocalHost, None
+
+    def _spec(self, index: int) -> WorkerSpec:
+        return replace(super()._spec(index), alone=False, buffers=False)
+
+    def _put_together(self, parts: Sequence[TensorDict]) -> TensorDictBase:
+        return parts[0]
+
+
+def _maker_of(given: Any) -> Callable[..., Any]:
+    steps = callable(getattr(given, "step", None)) and callable(getattr(given, "reset", None))
+    if isinstance(given, Sequence):
+        raise InvalidArgumentError("create_env_fn: a Collector has one environment; see MultiCollector")
+    return (lambda: given) if steps and not isinstance(given, type) else given

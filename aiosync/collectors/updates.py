@@ -1,0 +1,192 @@
+"""How weights get from a collector's trainer to its workers, and to the collector itself."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import nn
+
+from aiosync._deadline import Deadline
+from aiosync.collectors.config import CollectorConfig
+from aiosync.collectors.pool import Pool
+from aiosync.collectors.worker import POLICY
+from aiosync.errors import InvalidArgumentError, NotInitializedError, WorkerLostError
+from aiosync.schemes.atomic import atomic
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.cascade import in_format
+from aiosync.transports._offload import abandonable
+from aiosync.weights.strategy import WeightStrategy
+
+__all__ = ["Updates"]
+
+
+class Updates:
+    """A collector's schemes, or its updater.
+
+    Args:
+        collector: has the models: the context of all schemes.
+        config: says which there are.
+        default: the policy's scheme, if none is given and it has weights.
+
+    Attributes:
+        schemes: model -> scheme, to the workers.
+        counted: updates that came by none of these.
+    """
+
+    def __init__(self, collector: Any, config: CollectorConfig, default: WeightSyncScheme) -> None:
+        self._collector = collector
+        self._updater = _updater_of(config.weights.weight_updater)
+        if self._updater is not None:
+            self._updater.register_collector(collector)
+        self.schemes: dict[str, WeightSyncScheme] = dict(config.weights.weight_sync_schemes or {})
+        if config.weights.weight_sync_schemes is None and self._updater is None and _weighted(collector):
+            self.schemes[POLICY] = default
+        self._above = dict(config.weights.weight_recv_schemes or {})
+        self._worker_idx = config.weights.worker_idx
+        self._stack = AsyncExitStack()
+        self.counted = 0
+
+    @property
+    def shares(self) -> bool:
+        """Whether workers are to have the policy's own tensors, where these lie in shared memory."""
+        return self._updater is not None
+
+    @property
+    def version(self) -> int:
+        """The policy's newest; 0 if it has no weights."""
+        scheme = self.schemes.get(POLICY)
+        return self.counted + (scheme.version if scheme is not None else 0)
+
+    def begin(self, ctx: BaseContext | None) -> None:
+        """Make every scheme that is none yet a sender, before workers get it."""
+        for model_id, scheme in self.schemes.items():
+            if not scheme.initialized_on_sender:
+                scheme.init_on_sender(model_id=model_id, context=self._collector, ctx=ctx)
+
+    async def join(self, deadline: Deadline) -> None:
+        """Become the worker of another collector, if there are schemes for that."""
+        for model_id, scheme in self._above.items():
+            if not scheme.initialized_on_receiver:
+                scheme.init_on_receiver(
+                    model_id=model_id, context=self._collector, worker_idx=self._worker_idx
+                )
+            self._stack.push_async_callback(scheme.aclose)
+            await scheme.connect(timeout=deadline.remaining())
+            await self._stack.enter_async_context(scheme.receiving())
+
+    async def aclose(self) -> None:
+        """Leave that other one; idempotent."""
+        await self._stack.aclose()
+
+    async def send(
+        self,
+        pool: Pool,
+        given: Mapping[str, Any],
+        worker_ids: int | Sequence[int] | None,
+        deadline: Deadline,
+    ) -> None:
+        """Bring workers up to date; see :meth:`Controls.update_policy_weights_`."""
+        if self._updater is not None:
+            await self._push(given, worker_ids, deadline)
+            await self.count(pool, deadline)
+            return
+        unknown = given.keys() - self.schemes.keys()
+        if unknown:
+            raise InvalidArgumentError(
+                f"{', '.join(sorted(unknown))}: there is no scheme for such a model here; expected some of "
+                f"{', '.join(self.schemes) or 'none'}"
+            )
+        serving = list(pool.workers)
+        try:
+            if len(given) == 1:
+                ((name, weights),) = given.items()
+                ids = list(worker_ids) if isinstance(worker_ids, Sequence) else worker_ids
+                await self.schemes[name].send(weights, ids, timeout=deadline.remaining())
+            elif worker_ids is not None:
+                raise InvalidArgumentError("weights_dict: several models go to all workers; got worker_ids")
+            else:
+                chosen = {self.schemes[name]: weights for name, weights in given.items()}
+                async with atomic(*chosen, timeout=deadline.remaining()) as update:
+                    for scheme, weights in chosen.items():
+                        update.send(scheme, weights)
+        except WorkerLostError as exc:
+            # Its successor begins with what has just been published.
+            if not all(pool.replaces(serving[index]) for index in exc.workers):
+                raise
+
+    async def _push(
+        self, given: Mapping[str, Any], worker_ids: int | Sequence[int] | None, deadline: Deadline
+    ) -> None:
+        if given.keys() != {POLICY}:
+            raise InvalidArgumentError(f"an updater knows the policy only; got {', '.join(sorted(given))}")
+        push, weights = self._updater.push_weights, given[POLICY]
+        if inspect.iscoroutinefunction(push):
+            await push(weights, worker_ids, timeout=deadline.remaining())
+            return
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                await abandonable(lambda: push(weights, worker_ids), "aiosync-updater")
+        except TimeoutError as exc:
+            raise deadline.error("commit", hint="the updater has not come to an end") from exc
+
+    async def count(self, pool: Pool, deadline: Deadline) -> None:
+        """There is an update that came by no scheme."""
+        self.counted += 1
+        everybody = range(len(pool.workers))
+        pool.counted = self.counted
+        await pool.call("count", {index: [self.counted] for index in everybody}, deadline)
+
+    async def receive(self, weights: Any, deadline: Deadline) -> None:
+        """See :meth:`Controls.receive_weights`."""
+        if self._above:
+            if weights is not None:
+                raise InvalidArgumentError(
+                    "this collector's weights come by weight_recv_schemes: call receive_weights() without any"
+                )
+            for scheme in self._above.values():
+                await scheme.receive(deadline.remaining())
+            return
+        if weights is None:
+            raise NotInitializedError(
+                "receive_weights() without weights needs weight_recv_schemes=, to receive them by"
+            )
+        model = self._collector.policy
+        if not isinstance(model, nn.Module):
+            raise NotInitializedError("receive_weights() needs a policy here whose weights these are")
+        strategy = WeightStrategy()
+        strategy.apply_weights(model, strategy.extract_weights(weights))
+
+    def cached(self, model_id: str) -> TensorDictBase | None:
+        """A copy of what was published last; None: nothing was."""
+        scheme = self.schemes.get(model_id)
+        if scheme is None or scheme.version < 0:
+            return None
+        published = scheme.get_sender().published()
+        if published is None:
+            return None
+        found = in_format(WeightStrategy(extract_as="tensordict"), published)
+        assert isinstance(found, TensorDictBase)
+        return found.clone()
+
+
+def _weighted(collector: Any) -> bool:
+    policy = collector.policy
+    return isinstance(policy, nn.Module) and any(True for _ in policy.parameters())
+
+
+def _updater_of(given: Any) -> Any:
+    made = given
+    if given is not None and (isinstance(given, type) or not callable(getattr(given, "push_weights", None))):
+        made = given()
+    if made is not None and not callable(getattr(made, "push_weights", None)):
+        raise InvalidArgumentError(
+            f"weight_updater: expected an updater with push_weights(), or what makes one; got "
+            f"{type(made).__name__}"
+        )
+    return made
