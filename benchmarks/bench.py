@@ -10,16 +10,20 @@ import typer
 __all__ = ["app", "main"]
 
 _SCHEMES = "shared,process"
+_MODELS = "tiny,medium,large"
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def bench(
-    models: Annotated[str, typer.Option(help="of tiny, medium, large")] = "tiny,medium,large",
+    models: Annotated[
+        str, typer.Option(help="of tiny, medium, large (--collecting: of cartpole, pixels)")
+    ] = _MODELS,
     workers: Annotated[str, typer.Option(help="how many workers, each")] = "1,2,4",
     schemes: Annotated[
-        str, typer.Option(help="of shared, process (distributed, rpc; actors, modules; collectors)")
+        str,
+        typer.Option(help="of shared, process (distributed, rpc; actors, modules; collectors; sync, async)"),
     ] = _SCHEMES,
     contenders: Annotated[
         str, typer.Option(help="of aiosync, torchrl, torchrl-alias")
@@ -47,7 +51,11 @@ def bench(
     collectors: Annotated[
         bool, typer.Option("--collectors", help="torchrl's collectors with our schemes, and only that")
     ] = False,
-    frames: Annotated[int, typer.Option(help="with --collectors: in each batch")] = 200,
+    collecting: Annotated[
+        bool, typer.Option("--collecting", help="our collectors beside torchrl's, and only that")
+    ] = False,
+    frames: Annotated[int, typer.Option(help="with --collectors, --collecting: in each batch")] = 200,
+    total: Annotated[int, typer.Option(help="with --collecting: frames of each turn")] = 20_000,
     blocking: Annotated[
         bool, typer.Option("--blocking", help="what a blocking call costs, and only that")
     ] = False,
@@ -67,9 +75,13 @@ def bench(
     check: Annotated[bool, typer.Option("--check", help="exit 1 if a target is missed")] = False,
 ) -> None:
     """Measure aiosync, torchrl and the physical limit side by side, in one run and in turn."""
-    if check and (delta or network or relay or distributed or ray or collectors or blocking):
+    if (
+        check
+        and not collecting
+        and (delta or network or relay or distributed or ray or collectors or blocking)
+    ):
         raise typer.BadParameter(
-            "only the comparison with torchrl has targets to check", param_hint="--check"
+            "only the comparisons with torchrl have targets to check", param_hint="--check"
         )
     if delta:
         from benchmarks import delta as differences
@@ -119,6 +131,15 @@ def bench(
             else _chosen("--schemes", schemes, tuple(classic.CASES))
         )
         classic.run(kinds, _numbers("--parameters", parameters), rounds or 3, 50, frames, json)
+        return
+    if collecting:
+        from benchmarks import collecting as ours
+
+        envs = ours.ENVS if models == _MODELS else _chosen("--models", models, ours.ENVS)
+        modes = ours.MODES if schemes == _SCHEMES else _chosen("--schemes", schemes, ours.MODES)
+        missed = ours.run(envs, modes, rounds or 3, total, frames, json)
+        if missed and check:
+            raise typer.Exit(1)
         return
     if blocking:
         from benchmarks import blocking as calls

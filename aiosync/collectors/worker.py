@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import pickle
 import random
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -85,6 +87,13 @@ async def serve(
         channel.send(failure(exc))
     finally:
         channel.close()
+
+
+def _let_go() -> None:
+    """An update has been answered: its sender waits for that, and where every processor has a worker that
+    computes, Linux would let it have one only when a worker has used up its slice, milliseconds later."""
+    if sys.platform != "win32":
+        os.sched_yield()
 
 
 def failure(error: BaseException) -> Failed:
@@ -239,7 +248,10 @@ class Worker:
             if batch.complete:
                 self._deliver(batch)
                 await self._channel.drain()
+            version = self._version()
             await asyncio.sleep(0)  # updates and commands come in between two frames
+            if version != self._version():
+                _let_go()
 
     def _deliver(self, batch: OpenBatch) -> None:
         self._open.remove(batch)

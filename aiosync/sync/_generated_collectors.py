@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
+from tensordict import TensorDictBase
+
 from aiosync import collectors
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.worker import POLICY
