@@ -2,42 +2,79 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from aiosync.collectors.config import BatchConfig
-from aiosync.collectors.fields import MASK, TRAJ_IDS
+from aiosync.collectors.fields import MASK, TRAJ_IDS, Slot, Specs, flattened, nested
 from aiosync.errors import InvalidArgumentError
 
-__all__ = ["joined", "split_trajectories"]
+__all__ = ["Joiner", "split_trajectories"]
 
 
-def joined(parts: Sequence[TensorDict], config: BatchConfig) -> TensorDictBase:
-    """Workers' parts as one batch, in new memory. Blocking.
+class Joiner:
+    """Puts workers' parts together. The memory of a batch is used again when nothing refers to the batch any
+    more: what is copied into new memory takes several times as long.
 
-    Raises:
-        InvalidArgumentError: they cannot be put together as the configuration says.
+    Args:
+        dim: along which dimension; or ``"stack"``: along a new first one.
     """
-    if config.cat_results != "stack":
-        dim = int(config.cat_results)
-        return _cat(parts, dim)
+
+    def __init__(self, dim: Literal["stack"] | int) -> None:
+        self._dim = dim
+        self._free: list[Slot] = []
+
+    def join(self, parts: Sequence[TensorDict]) -> TensorDictBase:
+        """One batch. Blocking.
+
+        Raises:
+            InvalidArgumentError: they cannot be put together along that dimension.
+        """
+        dim, put = 0, torch.stack
+        if self._dim == "stack":
+            parts = _of_one_length(parts)
+            shape = (len(parts), *parts[0].shape)
+        else:
+            dim, put = self._checked(parts, int(self._dim)), torch.cat
+            shape = tuple(parts[0].shape)
+            shape = (*shape[:dim], sum(part.shape[dim] for part in parts), *shape[dim + 1 :])
+        each = [flattened(part) for part in parts]
+        rest = len(parts[0].shape)
+        specs = tuple((key, (*shape[1:], *v.shape[rest:]), v.dtype) for key, v in each[0].items())
+        slot = self._slot(specs, shape[0])
+        views = slot.lend(functools.partial(self._free.append, slot))
+        for key, view in views.items():
+            put([fields[key] for fields in each], dim, out=view[: shape[0]])
+        return nested({key: view[: shape[0]] for key, view in views.items()}, shape)
+
+    def _checked(self, parts: Sequence[TensorDict], dim: int) -> int:
+        shapes = [tuple(part.shape) for part in parts]
+        count = len(shapes[0])
+        if -count <= dim < count:
+            dim %= count
+            if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) == 1:
+                return dim
+        raise InvalidArgumentError(
+            f"cat_results={dim}: the workers' parts have shapes {', '.join(map(str, shapes))}, which cannot "
+            "be put together along that dimension; expected cat_results=-1 or 'stack'"
+        )
+
+    def _slot(self, specs: Specs, steps: int) -> Slot:
+        while self._free:  # a slot may come back meanwhile, in another thread
+            slot = self._free.pop()
+            if slot.holds(specs, steps):
+                return slot
+        return Slot.make(specs, steps, shared=False)
+
+
+def _of_one_length(parts: Sequence[TensorDict]) -> Sequence[TensorDict]:
     longest = max(part.shape[-1] for part in parts)
     if all(part.shape[-1] == longest for part in parts):
-        return torch.stack(list(parts), 0)
-    return torch.stack([_padded(part, longest) for part in parts], 0)
-
-
-def _cat(parts: Sequence[TensorDict], dim: int) -> TensorDictBase:
-    try:
-        return torch.cat(list(parts), dim)
-    except RuntimeError as exc:
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        raise InvalidArgumentError(
-            f"cat_results={dim}: the workers' parts have shapes {shapes}, which cannot be put together along "
-            f"that dimension; expected cat_results=-1 or 'stack'"
-        ) from exc
+        return parts
+    return [_padded(part, longest) for part in parts]
 
 
 def _padded(part: TensorDict, length: int) -> TensorDict:

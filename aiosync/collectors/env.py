@@ -115,7 +115,13 @@ def _column(value: object, dtype: torch.dtype) -> Tensor:
     return torch.as_tensor(value, dtype=dtype).unsqueeze(-1)
 
 
-def _ended(terminated: object, truncated: object) -> Fields:
+_FLAGS = torch.tensor([False]), torch.tensor([True])
+
+
+def _ended(terminated: Any, truncated: Any, shape: tuple[int, ...]) -> Fields:
+    if not shape:  # nobody writes into what a frame consists of
+        over, limited = bool(terminated), bool(truncated)
+        return {"done": _FLAGS[over or limited], "terminated": _FLAGS[over], "truncated": _FLAGS[limited]}
     ended, cut = _column(terminated, torch.bool), _column(truncated, torch.bool)
     return {"done": ended | cut, "terminated": ended, "truncated": cut}
 
@@ -163,7 +169,7 @@ class _Stepping(Env):
         observation, reward, terminated, truncated, *_ = found
         fields = _observed(observation)
         fields["reward"] = _column(reward, torch.get_default_dtype())
-        return self._placed(fields | _ended(terminated, truncated))
+        return self._placed(fields | _ended(terminated, truncated, self.shape))
 
     def _placed(self, fields: Fields) -> Fields:
         if self.device is None:
@@ -255,17 +261,20 @@ class TensorDictEnv(Env):
 
     async def reset(self) -> Fields:
         """See :class:`Env`."""
-        return flattened(self.env.reset())
+        return {key: value.clone() for key, value in flattened(self.env.reset()).items()}
 
     async def step(self, step: Fields) -> Fields:
         """See :class:`Env`."""
-        return flattened(self.env.step(self._given(step))["next"])
+        # Copies: it may write its next step where this one is.
+        return {
+            key: value.clone() for key, value in flattened(self.env.step(self._given(step))["next"]).items()
+        }
 
     async def restart(self, after: Fields) -> Fields:
         """See :class:`Env`."""
         data = self._given({key: value for key, value in after.items() if key != "reward"})
         data.set("_reset", after["done"])
-        return {key: v for key, v in flattened(self.env.reset(data)).items() if key != "_reset"}
+        return {key: v.clone() for key, v in flattened(self.env.reset(data)).items() if key != "_reset"}
 
     def _given(self, fields: Fields) -> TensorDictBase:
         data = nested(fields, self.shape)

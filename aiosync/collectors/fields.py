@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -19,7 +19,19 @@ from torch import Tensor
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
-__all__ = ["MASK", "TRAJ_IDS", "Fields", "Key", "Slot", "Specs", "flattened", "nested", "specs_of", "under"]
+__all__ = [
+    "MASK",
+    "TRAJ_IDS",
+    "Fields",
+    "Key",
+    "Slot",
+    "Specs",
+    "flattened",
+    "nested",
+    "specs_of",
+    "steps_of",
+    "under",
+]
 
 Key: TypeAlias = str | tuple[str, ...]
 Fields: TypeAlias = dict[Key, Tensor]
@@ -79,45 +91,48 @@ class Slot:
         return {key: views[_name(key)] for key, _, _ in self.specs}
 
     @classmethod
-    def make(cls, specs: Specs, steps: int) -> Slot:
-        """A new one.
+    def make(cls, specs: Specs, steps: int, *, shared: bool = True) -> Slot:
+        """A new one, in shared memory or in this process's own.
 
         Raises:
             ArenaAllocationError: there is not that much memory.
         """
-        return cls(Segment.shared(_layout(specs, steps).nbytes), specs, steps)
+        nbytes = _layout(specs, steps).nbytes
+        segment = Segment.shared(nbytes) if shared else Segment.private(nbytes)
+        return cls(segment, specs, steps)
 
     def holds(self, specs: Specs, steps: int) -> bool:
         """Whether as many such steps fit."""
         return self.specs == specs and self.steps >= steps
 
-    def write(self, step: int, fields: Mapping[Key, Tensor]) -> None:
-        """Put one step's fields in."""
-        for key, value in fields.items():
-            self.views[key][step] = value
+    def write(self, places: Sequence[int], frames: Sequence[Mapping[Key, Tensor]]) -> None:
+        """Put frames in their places: several at once, since what a copy costs is mostly its beginning."""
+        first = places[0]
+        in_a_row = places == list(range(first, first + len(places)))
+        for key, view in self.views.items():
+            values = [frame[key] for frame in frames]
+            if in_a_row and all(value.device == view.device for value in values):
+                torch.stack(values, out=view[first : first + len(places)])
+            else:
+                for place, value in zip(places, values, strict=True):
+                    view[place] = value
 
     def read(self, steps: int, batch_dims: int, order: list[int] | None) -> TensorDict:
-        """The first steps, in this memory unless there is another order; the dimension of time comes after
-        ``batch_dims`` others."""
-        return _read(self.views, slice(steps) if order is None else torch.tensor(order), batch_dims)
+        """The first steps, in this memory unless there is another order; see :func:`steps_of`."""
+        return steps_of(self.views, slice(steps) if order is None else torch.tensor(order), batch_dims)
 
-    def lend(self, steps: int, batch_dims: int, given_back: Callable[[], object]) -> TensorDict:
-        """The first steps, in this memory.
-
-        Args:
-            steps: how many.
-            batch_dims: dimensions before that of time.
-            given_back: called when nothing refers to any of these tensors any more, in whatever thread.
-        """
+    def lend(self, given_back: Callable[[], object]) -> Fields:
+        """Its tensors; ``given_back`` is called when nothing refers to any of them any more, in whatever
+        thread."""
         buffer = self.segment.buffer
         memory: Any = (ctypes.c_uint8 * buffer.numel()).from_address(buffer.data_ptr())
         memory.segment = self.segment  # which is mapped as long as somebody views it
         weakref.finalize(memory, given_back).atexit = False
-        views = self._views(torch.frombuffer(memory, dtype=torch.uint8))
-        return _read(views, slice(steps), batch_dims)
+        return self._views(torch.frombuffer(memory, dtype=torch.uint8))
 
 
-def _read(views: Mapping[Key, Tensor], which: slice | Tensor, batch_dims: int) -> TensorDict:
+def steps_of(views: Mapping[Key, Tensor], which: slice | Tensor, batch_dims: int) -> TensorDict:
+    """Some of the steps in these tensors; the dimension of time comes after ``batch_dims`` others."""
     found = {key: view[which].movedim(0, batch_dims) for key, view in views.items()}
     return nested(found, next(iter(found.values())).shape[: batch_dims + 1])
 

@@ -16,7 +16,7 @@ import cloudpickle
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from aiosync.collectors.batches import joined, split_trajectories
+from aiosync.collectors.batches import Joiner, split_trajectories
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.controls import Controls
 from aiosync.collectors.host import MakeHost, ProcessHost, context_of
@@ -108,6 +108,7 @@ class MultiCollector(Controls):
         self._finished: deque[Delivered] = deque()
         self._taking = asyncio.Lock()
         self._pauses = 0
+        self._joiner = Joiner(config.batch.cat_results)
         self._updates = Updates(self, config, self._default_scheme(config.processes.seconds))
         self._pool: Pool | None = None
         self._running: asyncio.Task[None] | None = None
@@ -348,7 +349,7 @@ class MultiCollector(Controls):
         return self._finish(found, sum(delivered.frames for delivered in taken))
 
     def _put_together(self, parts: Sequence[TensorDict]) -> TensorDictBase:
-        return joined(parts, self.config.batch)
+        return self._joiner.join(parts)
 
     async def _lent(self, taken: Delivered) -> TensorDictBase:
         """A worker's batch, in the memory that it has it in; or on a device."""

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from aiosync._deadline import Deadline
 from aiosync.collectors.channel import Channel
-from aiosync.collectors.fields import Slot
+from aiosync.collectors.fields import Slot, steps_of
 from aiosync.collectors.host import Host, Schemes
 from aiosync.collectors.messages import Answer, Batch, Call, Collect, Cut, Failed, NewSlot, Parcel, Ready
 from aiosync.collectors.worker import WorkerSpec
@@ -91,7 +91,7 @@ class Delivered:
         slot, shape = self._slot
         self.worker.batches.remove(self)
         given_back = functools.partial(self.worker.free.append, self.message.slot)
-        return slot.lend(self.message.steps, len(shape), given_back)
+        return steps_of(slot.lend(given_back), slice(self.message.steps), len(shape))
 
     def taken(self) -> None:
         """It waits no longer, and the memory may be written over."""

@@ -21,6 +21,9 @@ from aiosync.errors import InvalidArgumentError
 
 __all__ = ["OpenBatch", "Player"]
 
+_TOGETHER = 16
+"""Frames that are put into memory at a time."""
+
 
 class OpenBatch:
     """A batch that is being collected, by one player or by several at the same time.
@@ -47,6 +50,7 @@ class OpenBatch:
         self._claimed = 0
         self._written = 0
         self._places: dict[int, list[int]] = {}
+        self._kept: dict[int, Fields] = {}
 
     @property
     def has_room(self) -> bool:
@@ -76,9 +80,18 @@ class OpenBatch:
         """Put a frame in its place."""
         if self.slot < 0:
             self.slot = self._shelf.take(frame, self._wanted)
-        self._shelf[self.slot].write(place, frame)
+        self._kept[place] = frame
         self._places.setdefault(player, []).append(place)
         self._written += 1
+        if len(self._kept) >= _TOGETHER:
+            self._write_kept()
+
+    def _write_kept(self) -> None:
+        if not self._kept:
+            return
+        places = sorted(self._kept)
+        self._shelf[self.slot].write(places, [self._kept[place] for place in places])
+        self._kept.clear()
 
     def close(self, *, truncate: bool) -> None:
         """It is complete.
@@ -86,6 +99,7 @@ class OpenBatch:
         Args:
             truncate: mark each player's last frame as truncated.
         """
+        self._write_kept()
         views = self._shelf[self.slot].views
         self.order = [place for player in sorted(self._places) for place in self._places[player]]
         for places in self._places.values() if truncate else ():
@@ -197,7 +211,8 @@ class Player:
         if at_random or self._actor is None:
             step["action"] = self.env.random_action()
         else:
-            step |= self._actor.act(self._now, self.env.shape)
+            # Copies: a policy may give the same memory each time, or its own parameters.
+            step |= {key: v.clone() for key, v in self._actor.act(self._now, self.env.shape).items()}
         return step
 
     def _count(self, step: Fields, after: Fields) -> None:
