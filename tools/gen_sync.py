@@ -51,6 +51,7 @@ COLLECTOR_TWINS: list[type[Any]] = [
     collectors.MultiCollector,
     collectors.MultiSyncCollector,
     collectors.MultiAsyncCollector,
+    collectors.Collector,
 ]
 
 BY_HAND = {"connect", "receiving", "pinned", "from_backend", "pause"}
@@ -115,7 +116,7 @@ __all__ = [
 
 def blocking_words(text: str) -> str:
     """A docstring of a coroutine, said of a blocking call."""
-    text = text.replace("async with", "with")
+    text = text.replace("async with", "with").replace("async for", "for")
     text = re.sub(r"\bawait ", "", text)
     return text.replace("aclose()", "close()").replace(":meth:`aclose`", ":meth:`close`")
 
@@ -305,11 +306,13 @@ def collector_twin(cls: type[Any]) -> str:
     text = f"class {name}({base}):\n"
     text += f'    """{textwrap.indent(blocking_words(doc), "    ").strip()}\n    """\n\n'
     text += f"    _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.{name}\n"
-    if base == "MultiCollector":
+    if "__init__" not in vars(cls):
         return text
     node = definition(cls.__init__)
     text += f"\n    def __init__({ast.unparse(node.args)}) -> None:\n"
     text += f"        self._async = self._async_class({handed_on(node.args)})\n"
+    if base == "MultiCollector":
+        return text
     for key, member in members(cls, whole=True).items():
         text += "\n" + (accessor(key, member) if isinstance(member, property) else method(key, member))
     return text

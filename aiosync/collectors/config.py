@@ -376,6 +376,12 @@ class CollectorConfig:
         if self.weights.max_staleness is not None and not self.policy.track_policy_version:
             raise InvalidArgumentError("max_staleness= needs track_policy_version=True")
 
+    def of_a_worker(self) -> Self:
+        """What a worker has to know of it: nothing that is the trainer's own."""
+        return replace(
+            self, batch=replace(self.batch, postproc=None), weights=WeightConfig(), replay=ReplayConfig()
+        )
+
     @property
     def per_batch(self) -> int:
         """Frames of a batch of all workers."""

@@ -158,7 +158,7 @@ class MultiCollector(Controls):
             self.num_workers,
             self._envs[index],
             make,
-            config,
+            config.of_a_worker(),
             first_id=index * config.processes.envs_per_worker,
             buffers=config.batch.use_buffers and config.processes.launcher == "process",
             shares=self._updates.shares,
@@ -182,12 +182,12 @@ class MultiCollector(Controls):
         make_host, ctx = self._hosts()
         deadline = self._deadline(timeout)
         try:
-            await self._updates.join(deadline)
             self._updates.begin(ctx)
             specs = [self._spec(index) for index in range(self.num_workers)]
             restarts = self.config.processes.restart_workers
             self._pool = Pool(specs, self._updates.schemes, make_host, restarts, self._delivered)
             await self._pool.start(deadline)
+            await self._updates.join(self._pool, deadline)
         except BaseException:
             await self.aclose()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -169,13 +170,13 @@ class Player:
         except Exception:  # noqa: BLE001 - whatever its own methods raise
             env = None
         kept = {name: getattr(self, name) for name in ("_now", "_steps", "_ids", "_next_id")}
-        return {"env": env, **kept}
+        return {"env": env, **copy.deepcopy(kept)}
 
     async def load_state(self, state: dict[str, Any]) -> None:
         """Go on from there; with a new episode, if the environment is not in it."""
         async with self._playing:
             for name in ("_now", "_steps", "_ids", "_next_id"):
-                setattr(self, name, state[name])
+                setattr(self, name, copy.deepcopy(state[name]))
             if state["env"] is None:
                 await self._reset()
             else:

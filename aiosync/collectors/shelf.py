@@ -15,11 +15,11 @@ class Shelf:
     frames consisted of other things, are replaced.
 
     Args:
-        tell: told of each new slot.
+        tell: told of each new slot. None: nobody is, and the memory is this process's own.
         shape: of a frame.
     """
 
-    def __init__(self, tell: Callable[[NewSlot], None], shape: tuple[int, ...]) -> None:
+    def __init__(self, tell: Callable[[NewSlot], None] | None, shape: tuple[int, ...]) -> None:
         self._tell = tell
         self._shape = shape
         self._slots: dict[int, Slot] = {}
@@ -48,9 +48,10 @@ class Shelf:
             self._slots.pop(index).segment.close()
         self._free.clear()
         index, self._next = self._next, self._next + 1
-        slot = self._slots[index] = Slot.make(specs, steps)
-        assert slot.segment.handle is not None
-        self._tell(NewSlot(index, slot.segment.handle, specs, steps, self._shape, useless))
+        slot = self._slots[index] = Slot.make(specs, steps, shared=self._tell is not None)
+        if self._tell is not None:
+            assert slot.segment.handle is not None
+            self._tell(NewSlot(index, slot.segment.handle, specs, steps, self._shape, useless))
         return index
 
     def give_back(self, indices: Iterable[int]) -> None:

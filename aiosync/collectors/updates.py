@@ -69,8 +69,12 @@ class Updates:
             if not scheme.initialized_on_sender:
                 scheme.init_on_sender(model_id=model_id, context=self._collector, ctx=ctx)
 
-    async def join(self, deadline: Deadline) -> None:
-        """Become the worker of another collector, if there are schemes for that."""
+    async def join(self, pool: Pool, deadline: Deadline) -> None:
+        """Become the worker of another collector, if there are schemes for that.
+
+        Raises:
+            Exception: as ``connect``.
+        """
         for model_id, scheme in self._above.items():
             if not scheme.initialized_on_receiver:
                 scheme.init_on_receiver(
@@ -78,7 +82,8 @@ class Updates:
                 )
             self._stack.push_async_callback(scheme.aclose)
             await scheme.connect(timeout=deadline.remaining())
-            await self._stack.enter_async_context(scheme.receiving())
+            following = asyncio.create_task(_follow(scheme, pool), name="aiosync-following")
+            self._stack.push_async_callback(_end, following)
 
     async def aclose(self) -> None:
         """Leave that other one; idempotent."""
@@ -175,6 +180,19 @@ class Updates:
         return found.clone()
 
 
+async def _follow(scheme: WeightSyncScheme, pool: Pool) -> None:
+    """Receive until the sender closes; if it is lost, the collector's next call says so."""
+    receiver = scheme.get_receiver()
+    await receiver.run()
+    if receiver.lost:
+        pool.failure = WorkerLostError((), receiver.ended or "unknown")
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 def _weighted(collector: Any) -> bool:
     policy = collector.policy
     return isinstance(policy, nn.Module) and any(True for _ in policy.parameters())
@@ -182,7 +200,8 @@ def _weighted(collector: Any) -> bool:
 
 def _updater_of(given: Any) -> Any:
     made = given
-    if given is not None and (isinstance(given, type) or not callable(getattr(given, "push_weights", None))):
+    is_one = callable(getattr(given, "push_weights", None)) and not isinstance(given, type)
+    if callable(given) and not is_one:
         made = given()
     if made is not None and not callable(getattr(made, "push_weights", None)):
         raise InvalidArgumentError(

@@ -137,7 +137,7 @@ class Worker:
             if places.policy is not None:
                 self.policy.to(places.policy)
         self._places = places
-        self._shelf = Shelf(channel.send if spec.buffers else lambda new: None, self._envs[0].shape)
+        self._shelf = Shelf(channel.send if spec.buffers else None, self._envs[0].shape)
         self._width = math.prod(self._envs[0].shape)
         self._open: list[OpenBatch] = []
         self._asked = asyncio.Event()

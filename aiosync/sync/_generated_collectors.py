@@ -15,6 +15,7 @@ from aiosync.sync._collecting import BlockingCollector
 from aiosync.sync._portal import portal
 
 __all__ = [
+    "Collector",
     "MultiAsyncCollector",
     "MultiCollector",
     "MultiSyncCollector",
@@ -29,7 +30,7 @@ class MultiCollector(BlockingCollector):
     ::
 
         with MultiCollector([make_env] * 2, policy, frames_per_batch=200) as collector:
-            async for batch in collector:
+            for batch in collector:
                 ...  # learn
                 collector.update_policy_weights_()
 
@@ -223,3 +224,28 @@ class MultiAsyncCollector(MultiCollector):
     """
 
     _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.MultiAsyncCollector
+
+
+class Collector(MultiCollector):
+    """The blocking twin of :class:`aiosync.collectors.Collector`.
+
+    Plays on the event loop that it is iterated on, in this process.
+
+    All is as with a :class:`MultiCollector` of one worker with ``sync=True``: nothing is played between one
+    batch and the call for the next, the policy that acts is a copy, and has the version that was sent last.
+    An environment that takes long to step holds up the event loop meanwhile, unless its ``step`` is a
+    coroutine.
+
+    Args:
+        create_env_fn: an environment, or what makes one.
+        policy, policy_factory, create_env_kwargs, config, options: see :class:`MultiCollector`. What is said
+            of processes there is refused here.
+
+    Raises:
+        InvalidArgumentError: an option that there is not, or that does not go with the others.
+    """
+
+    _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.Collector
+
+    def __init__(self, create_env_fn: Any, policy: Any=None, *, policy_factory: Callable[[], Any] | None=None, create_env_kwargs: Mapping[str, Any] | None=None, config: CollectorConfig | None=None, **options: Any) -> None:
+        self._async = self._async_class(create_env_fn, policy, policy_factory=policy_factory, create_env_kwargs=create_env_kwargs, config=config, **options)

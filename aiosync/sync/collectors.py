@@ -1,5 +1,10 @@
 """Blocking twins of :mod:`aiosync.collectors`: ``for batch in collector``."""
 
-from aiosync.sync._generated_collectors import MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from aiosync.sync._generated_collectors import (
+    Collector,
+    MultiAsyncCollector,
+    MultiCollector,
+    MultiSyncCollector,
+)
 
-__all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
+__all__ = ["Collector", "MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]

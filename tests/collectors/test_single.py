@@ -1,0 +1,94 @@
+"""A collector in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from aiosync import InvalidArgumentError
+from aiosync.collectors import Collector
+from aiosync.sync import collectors as blocking
+from tests.collectors.kit import check
+from tests.collectors.worlds import AsyncCounting, Counting, Failing, Odd, make_policy
+from tests.kit.clock import PATIENCE
+from tests.kit.marked import mark
+
+OPTIONS: dict[str, Any] = {"frames_per_batch": 20, "timeout": PATIENCE}
+
+
+async def test_batches_of_the_version_that_was_sent() -> None:
+    policy = make_policy()
+    async with Collector(Counting, policy, total_frames=100, **OPTIONS) as collector:
+        version = 0
+        async for batch in collector:
+            assert batch.batch_size == (20,)
+            check(batch)
+            assert batch["policy_version"].unique().tolist() == [version]
+            version += 1
+            mark(policy, version)  # which nobody plays before it is sent
+            await collector.update_policy_weights_()
+        assert collector.policy_version == version == 5
+
+
+async def test_an_environment_that_is_made_already() -> None:
+    env = AsyncCounting(3)
+    async with Collector(env, **OPTIONS) as collector:
+        assert (await anext(collector))["observation"][:, 0].unique().tolist() == [3]
+        assert await collector.getattr_env("closed") == [False]
+
+
+async def test_seeds_and_where_it_stands() -> None:
+    async with Collector(Counting, total_frames=80, **OPTIONS) as collector:
+        assert await collector.set_seed(4) == 5
+        first = await anext(collector)
+        state = await collector.state_dict()
+        rest = [batch async for batch in collector]
+    async with Collector(Counting, total_frames=80, **OPTIONS) as collector:
+        await collector.load_state_dict(state)
+        again = [batch async for batch in collector]
+    assert first["observation"][:, 3].unique().tolist() == [4]
+    assert (torch.cat(rest) == torch.cat(again)).all()
+
+
+async def test_others_have_their_turn() -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    async with Collector(Counting, **OPTIONS) as collector:
+        before = turns
+        await anext(collector)
+        assert turns - before >= 20
+    counting.cancel()
+    await asyncio.gather(counting, return_exceptions=True)
+
+
+async def test_its_environments_error_is_raised() -> None:
+    with pytest.raises(Odd, match="in step"):
+        async with Collector(lambda: Failing("step"), **OPTIONS) as collector:
+            await anext(collector)
+
+
+def test_what_is_said_of_processes_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="num_workers: a Collector plays in this process"):
+        Collector(Counting, num_workers=2)
+    with pytest.raises(InvalidArgumentError, match="one environment"):
+        Collector([Counting])
+
+
+def test_the_blocking_twin() -> None:
+    policy = make_policy()
+    with blocking.Collector(Counting, policy, total_frames=40, **OPTIONS) as collector:
+        for version, batch in enumerate(collector):
+            check(batch)
+            assert batch["policy_version"].unique().tolist() == [version]
+            mark(policy, version + 1)
+            collector.update_policy_weights_()
