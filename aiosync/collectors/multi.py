@@ -16,6 +16,7 @@ import cloudpickle
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from aiosync._deadline import Deadline
 from aiosync.collectors.batches import Joiner, split_trajectories
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.controls import Controls
@@ -38,6 +39,13 @@ __all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 _AHEAD = 2
 """Batches that a worker of an asynchronous collector is asked for at a time: one that it collects, and one
 that waits to be taken meanwhile."""
+
+
+_PATIENCE = 10.0
+"""Seconds that workers have to end by themselves."""
+
+_IMPATIENCE = 1.0
+"""The same, of workers that were no use."""
 
 
 class MultiCollector(Controls):
@@ -189,14 +197,15 @@ class MultiCollector(Controls):
             await self._pool.start(deadline)
             await self._updates.join(self._pool, deadline)
         except BaseException:
-            await self.aclose()
+            await self.aclose(_IMPATIENCE)
             raise
 
     async def aclose(self, timeout: float | None = None) -> None:
         """End the workers; idempotent.
 
         Args:
-            timeout: seconds that they have to end by themselves; then they are killed.
+            timeout: seconds that they have to end by themselves; then they are killed. None: 10, or what a
+                call may take, if that is less.
         """
         self._closed = True
         running, self._running = self._running, None
@@ -209,7 +218,8 @@ class MultiCollector(Controls):
             await self._updates.aclose()
         finally:
             if pool is not None:
-                await pool.aclose(self._deadline(timeout))
+                patience = min(_PATIENCE, self.config.processes.seconds)
+                await pool.aclose(Deadline.after(patience if timeout is None else timeout))
 
     shutdown = async_shutdown = aclose
 

@@ -151,21 +151,30 @@ class Pool:
                 raise worker.error
 
     async def call(self, method: str, each: Mapping[int, Sequence[Any]], deadline: Deadline) -> list[Any]:
-        """Call a method of some workers, each with arguments of its own.
+        """Call a method of some workers, each with arguments of its own; of a worker's successor too, if it
+        dies before it has answered.
 
         Raises:
             Exception: what one of the methods raises, or why a worker has failed.
             SyncTimeoutError: not all have answered in time.
         """
-        await self.until(lambda: all(self.workers[i].ready for i in each), deadline, "receive")
         calls = [
-            asyncio.ensure_future(self.workers[index].call(method, *given, deadline=deadline))
-            for index, given in each.items()
+            asyncio.ensure_future(self._call(index, method, given, deadline)) for index, given in each.items()
         ]
         try:
             return list(await asyncio.gather(*calls))
         finally:
             await _call_off(calls)
+
+    async def _call(self, index: int, method: str, given: Sequence[Any], deadline: Deadline) -> Any:
+        while True:
+            await self.until(lambda: self.workers[index].ready, deadline, "receive")
+            worker = self.workers[index]
+            try:
+                return await worker.call(method, *given, deadline=deadline)
+            except WorkerLostError:
+                if not self.replaces(worker):
+                    raise
 
     async def aclose(self, deadline: Deadline) -> None:
         """End the workers; those that do not end by themselves are killed. Idempotent."""

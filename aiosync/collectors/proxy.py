@@ -20,6 +20,7 @@ from aiosync.collectors.host import Host, Schemes
 from aiosync.collectors.messages import Answer, Batch, Call, Collect, Cut, Failed, NewSlot, Parcel, Ready
 from aiosync.collectors.worker import WorkerSpec
 from aiosync.errors import SyncTimeoutError, WorkerLostError
+from aiosync.transports._offload import uninterrupted
 from aiosync.weights.segment import Segment
 
 __all__ = ["Delivered", "RemoteTraceback", "WorkerProxy", "raised_by"]
@@ -299,14 +300,20 @@ class WorkerProxy:
             self._channel.close()
 
     async def close(self, deadline: Deadline) -> None:
-        """Have it end, and wait for that; after the deadline it is killed. Idempotent."""
+        """Have it end, and wait for that; after the deadline, or if this is cancelled, it is killed.
+        Idempotent."""
         self.leave()
         listening, self._listening = self._listening, None
-        if listening is not None:
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
-        if not await self._host.ended(deadline):
-            self._host.kill()
-            await self._host.ended(Deadline.after(_KILLED))
-        self._slots.clear()
-        self._host.release()
+        ended = False
+        try:
+            if listening is not None:
+                listening.cancel()
+                await asyncio.gather(listening, return_exceptions=True)
+            ended = await self._host.ended(deadline)
+        finally:
+            if not ended:
+                self._host.kill()
+                # Or whoever is cancelled would leave it behind; bounded by _KILLED.
+                await uninterrupted(lambda _: self._host.ended(Deadline.after(_KILLED)))
+            self._slots.clear()
+            self._host.release()
