@@ -1,4 +1,4 @@
-"""What the demo needs and its reader does not: worker processes, progress bar, table, picture."""
+"""What the demo needs and its reader does not: progress bar, table, picture."""
 
 from __future__ import annotations
 
@@ -6,29 +6,22 @@ import asyncio
 import contextlib
 import importlib
 import logging
-import multiprocessing
 import os
-import secrets
-import signal
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from threading import Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from tensordict import TensorDictBase
 from torch.distributed import rpc
 
 from aiosync import RayWeightSyncScheme, RPCWeightSyncScheme, WeightSyncScheme
@@ -38,28 +31,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["DemoReport", "LoopTicker", "member_of", "ray_cluster", "worker_processes"]
+__all__ = ["DemoReport", "LoopTicker", "joined", "member_of", "ray_cluster"]
 
-JOIN_SECONDS = 10.0
 RECENT_EPISODES = 20
 _RPC_ADDRESS = "AIOSYNC_DEMO_RPC"
 
 
-# ---- processes -----------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def ignoring_ctrl_c() -> Iterator[None]:
-    """Ignore SIGINT inside; a process started inside ignores it from its first instruction on.
-
-    A terminal sends Ctrl-C to the trainer and to its children. Only the trainer should act on it,
-    and a child that is still importing could not even catch it.
-    """
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
+# ---- who takes part in what ---------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -112,100 +90,20 @@ def ray_cluster(store: int = 256 << 20) -> Iterator[None]:
         ray.shutdown()
 
 
-class _Host:
-    """A Ray actor in the place of a process."""
+def joined(make: Callable[[], Any], scheme: WeightSyncScheme, worker: int) -> Any:
+    """A worker's environment, made in a process that takes part in what its scheme needs (see
+    :func:`member_of`) until the environment is closed."""
+    membership = member_of(scheme, 1 + worker)
+    membership.__enter__()
+    env = make()
+    close = env.close
 
-    def run(self, target: Callable[..., None], args: tuple[object, ...], address: str, key: bytes) -> None:
-        """``target(*args, pipe)``."""
-        with Client(address, "AF_UNIX", key) as pipe:
-            target(*args, pipe)
+    def close_and_leave() -> None:
+        close()
+        membership.__exit__(None, None, None)
 
-
-class _ActorProcess:
-    """What :func:`worker_processes` knows of a process, said of an actor."""
-
-    def __init__(self, target: Callable[..., None], args: tuple[object, ...]) -> None:
-        self._ray: Any = importlib.import_module("ray")
-        self._handle = self._ray.remote(num_cpus=0)(_Host).remote()
-        address, key = f"\0aiosync-demo-{secrets.token_hex(8)}", secrets.token_bytes(32)
-        with Listener(address, "AF_UNIX", authkey=key) as listener:
-            coming = Thread(target=self._accept, args=(listener,), daemon=True)
-            coming.start()
-            self._running = self._handle.run.remote(target, args, address, key)
-            while coming.is_alive() and self.is_alive():
-                coming.join(0.1)
-        if not self.is_alive():
-            self._ray.get(self._running)  # raises what kept it from beginning
-
-    def _accept(self, listener: Listener) -> None:
-        with contextlib.suppress(OSError):
-            self.pipe = listener.accept()
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until it has run to its end."""
-        self._ray.wait([self._running], timeout=timeout)
-
-    def is_alive(self) -> bool:
-        """Whether it has not."""
-        return not self._ray.wait([self._running], timeout=0)[0]
-
-    def kill(self) -> None:
-        """Have Ray end it."""
-        self._ray.kill(self._handle)
-
-    close = kill
-
-
-@contextlib.asynccontextmanager
-async def worker_processes(
-    ctx: multiprocessing.context.SpawnContext,
-    target: Callable[..., None],
-    count: int,
-    scheme: WeightSyncScheme,
-    *args: object,
-) -> AsyncIterator[list[Connection]]:
-    """Run ``target(scheme, *args, worker, pipe)`` in ``count`` processes (Ray's actors, if the scheme is for
-    those); yields our ends of the pipes.
-
-    Each pipe starts with one message in it, the leave to play one rollout ahead. At the end the
-    pipes are closed, which tells the workers to end, and the processes are waited for.
-    """
-    pipes: list[Connection] = []
-    processes: list[Any] = []
-    try:
-        for worker in range(count):
-            if isinstance(scheme, RayWeightSyncScheme):
-                started = partial(_ActorProcess, target, (scheme, *args, worker))
-                actor = await anyio.to_thread.run_sync(started)
-                processes.append(actor)
-                pipes.append(actor.pipe)
-                continue
-            ours, theirs = ctx.Pipe()
-            pipes.append(ours)
-            process = ctx.Process(target=target, args=(scheme, *args, worker, theirs), daemon=True)
-            with ignoring_ctrl_c():
-                process.start()
-            processes.append(process)
-            theirs.close()
-        for pipe in pipes:
-            pipe.send("play one ahead")
-        yield pipes
-    finally:
-        for pipe in pipes:
-            pipe.close()
-        # Shielded, or a second Ctrl-C would leave the processes behind; bounded by JOIN_SECONDS.
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(_end, processes)
-
-
-def _end(processes: list[Any]) -> None:
-    deadline = time.monotonic() + JOIN_SECONDS
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
-        process.close()
+    env.close = close_and_leave
+    return env
 
 
 # ---- the event loop's stalls ---------------------------------------------------------------------
@@ -289,6 +187,8 @@ class DemoReport:
         self._steps = 0
         self._sends: list[float] = []
         self._lags: list[float] = []
+        self._scores: dict[int, float] = {}
+        """Trajectory -> its return so far."""
         self._recent: deque[float] = deque(maxlen=RECENT_EPISODES)
         self._training, self._evaluations, self._trainer = _Series(), _Series(), _Series()
         self._version = [_Series() for _ in range(workers)]
@@ -320,7 +220,7 @@ class DemoReport:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The training proper: its clock, and the watch over its event loop."""
+        """The training proper, when the workers are there: its clock, and the watch over its event loop."""
         self._began = time.monotonic()
         self._console.print(f"{len(self._lag)} workers connected; training.")
         if self._bar is not None:
@@ -338,17 +238,24 @@ class DemoReport:
         """Whether neither the updates nor the minutes are used up."""
         return len(self._sends) < self._max_updates and self._now() < self._max_seconds
 
-    def rollout(self, worker: int, rollout: Mapping[str, NDArray[Any]], version: int) -> None:
-        """Note a rollout of ``worker`` that the trainer, at ``version``, has just taken."""
+    def batch(self, batch: TensorDictBase, version: int) -> None:
+        """Note a batch of shape ``(envs, steps)`` that the trainer, at ``version``, has just taken."""
         now = self._now()
-        lag = version - rollout["version"]
-        self._steps += int(rollout["live"].sum())
-        self._lags.append(float(lag.mean()))
-        self._lag[worker].add(now, float(lag.mean()))
-        self._version[worker].add(now, float(rollout["version"].max()))
-        for episode in rollout["score"][rollout["done"]]:
-            self._recent.append(float(episode))
-            self._training.add(now, float(np.mean(self._recent)))
+        ids, live = batch["collector", "traj_ids"], batch["collector", "mask"]
+        played = batch["policy_version"]
+        lag = float((version - played).float().mean())
+        worker = int(ids[0, 0]) % len(self._lag)  # each numbers its trajectories in steps of so many
+        self._steps += int(live.sum())
+        self._lags.append(lag)
+        self._lag[worker].add(now, lag)
+        self._version[worker].add(now, float(played.max()))
+        rewards, done = batch["next", "reward"].squeeze(-1), batch["next", "done"].squeeze(-1) & live
+        for number in ids.unique().tolist():
+            mine = (ids == number) & live
+            self._scores[number] = self._scores.get(number, 0.0) + float(rewards[mine].sum())
+            if done[mine].any():
+                self._recent.append(self._scores.pop(number))
+                self._training.add(now, float(np.mean(self._recent)))
 
     def update(self, version: int, send_seconds: float) -> None:
         """Note an update that all workers now have, and what its ``send`` took."""

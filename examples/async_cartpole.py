@@ -1,18 +1,15 @@
-"""CartPole with PPO: an asyncio trainer, workers that play, and weights that follow by `await`.
+"""CartPole with PPO: an asyncio trainer, a collector whose workers play, and weights that follow by `await`.
 
-Run it with ``aiosync demo`` or ``python examples/async_cartpole.py``. `train` is the trainer,
-`play` a worker, `learn` the reinforcement learning (PPO: Schulman et al. 2017, with the advantage
-estimate of Schulman et al. 2015). Bars, tables and process bookkeeping are in `aiosync._demo`.
+Run it with ``aiosync demo`` or ``python examples/async_cartpole.py``. `Player` is what the workers play,
+`train` the trainer, `learn` the reinforcement learning (PPO: Schulman et al. 2017, with the advantage
+estimate of Schulman et al. 2015). Bars, tables and pictures are in `aiosync._demo`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import multiprocessing
 import time
-from collections.abc import AsyncIterator, Callable
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,136 +18,127 @@ import gymnasium
 import numpy as np
 import torch
 import typer
-from numpy.typing import NDArray
-from torch import nn
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from aiosync import WeightSyncScheme, WorkerLostError
-from aiosync._demo import DemoReport, member_of, worker_processes
+from aiosync import RayWeightSyncScheme, WeightSyncScheme
+from aiosync._demo import DemoReport, joined, member_of
+from aiosync.collectors import MultiCollector
 
-ENVS, STEPS = 8, 64  # a rollout is 8 environments played side by side for 64 steps
+ENVS, STEPS = 8, 64  # a batch is 8 environments played side by side for 64 steps
 EPOCHS, MINIBATCH, LEARNING_RATE = 4, 128, 3e-4
 GAMMA, LAMBDA, CLIP = 0.98, 0.9, 0.2
 EVALUATE_EVERY, EPISODES, SOLVED = 10, 20, 475.0
-SPAWN = multiprocessing.get_context("spawn")
 
 Backend = Literal["shared", "process", "tcp", "distributed", "rpc", "ray"]
-Rollout = dict[str, NDArray[Any]]  # each array is [STEPS, ENVS, ...]
-Pinned = Callable[[], contextlib.AbstractAsyncContextManager[int]]
 
 
-def make_policy() -> nn.ModuleDict:
-    """An actor (4 observations to 2 logits) and a critic (4 observations to a value)."""
-
-    def mlp(outputs: int) -> nn.Sequential:
-        hidden = (nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
-        return nn.Sequential(*hidden, nn.Linear(64, outputs))
-
-    return nn.ModuleDict({"actor": mlp(2), "critic": mlp(1)})
+def mlp(outputs: int) -> nn.Sequential:
+    """From CartPole's 4 observations."""
+    hidden = (nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    return nn.Sequential(*hidden, nn.Linear(64, outputs))
 
 
-# ---- a worker: plays with the weights it has, while newer ones arrive beside it ------------------
+class Player(nn.Module):
+    """The policy: an action, sampled, and its log-probability."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = mlp(2)
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """Observations of shape ``(envs, 4)``; both results have shape ``(envs,)``."""
+        choice = Categorical(logits=self.logits(observation))
+        action = choice.sample()
+        return action, choice.log_prob(action)
 
 
-async def rollouts(pinned: Pinned, policy: nn.ModuleDict, seed: int) -> AsyncIterator[Rollout]:
-    envs = gymnasium.make_vec("CartPole-v1", num_envs=ENVS)
-    obs, _ = envs.reset(seed=seed)
-    live, score = np.ones(ENVS, bool), np.zeros(ENVS, np.float32)
-    while True:
-        steps = []
-        for _ in range(STEPS):
-            async with pinned() as version:  # no new weights land inside
-                with torch.no_grad():
-                    choice = Categorical(logits=policy["actor"](torch.from_numpy(obs)))
-                    action = choice.sample()
-            step = {"obs": obs, "action": action.numpy(), "live": live}
-            step["log_prob"] = choice.log_prob(action).numpy()
-            obs, reward, terminated, truncated, _ = envs.step(step["action"])
-            done, score = terminated | truncated, score + reward
-            step |= {"next_obs": obs, "reward": reward, "terminated": terminated, "done": done}
-            steps.append(step | {"score": score, "version": np.full(ENVS, version)})
-            # A finished environment spends its next step on the reset: that step is not "live".
-            live, score = ~done, score * ~done
-            await asyncio.sleep(0)  # the receiver task's turn: new weights land here
-        yield {key: np.stack([step[key] for step in steps]) for key in steps[0]}
+def make_policy() -> TensorDictModule:
+    """The same as workers are given it: with the names that its tensors have in a batch."""
+    return TensorDictModule(Player(), in_keys=["observation"], out_keys=["action", "log_prob"])
 
 
-async def play(scheme: WeightSyncScheme, seed: int, worker: int, trainer: Connection) -> None:
-    policy = make_policy()
-    scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)
-    async with scheme, scheme.receiving():  # a task beside this one takes the new weights in
-        with contextlib.suppress(EOFError, ConnectionError):  # the trainer hung up: done
-            async for rollout in rollouts(scheme.pinned, policy, seed):
-                trainer.send(rollout)
-                await anyio.wait_readable(trainer)
-                trainer.recv()  # it took one; so this worker is never more than one ahead
-
-
-def worker_main(scheme: WeightSyncScheme, seed: int, worker: int, trainer: Connection) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(seed + worker)
-    with member_of(scheme, 1 + worker), contextlib.suppress(WorkerLostError):  # the trainer was killed
-        asyncio.run(play(scheme, seed + worker, worker, trainer))
+def make_envs() -> Any:
+    """What each worker plays. A finished environment spends its next step on the reset: such steps are left
+    out by the batch's mask."""
+    return gymnasium.make_vec("CartPole-v1", num_envs=ENVS)
 
 
 # ---- the trainer ---------------------------------------------------------------------------------
 
 
 async def train(scheme: WeightSyncScheme, report: DemoReport, workers: int, seed: int) -> None:
-    policy = make_policy()
-    optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE)
-    scheme.init_on_sender(model_id="policy", model=policy, num_workers=workers, ctx=SPAWN)
-    started = worker_processes(SPAWN, worker_main, workers, scheme, 1000 * seed)
-    # Entering the scheme waits for the workers and hands them version 0.
-    async with started as pipes, scheme, report.running():
+    policy, critic = make_policy(), mlp(1)
+    optimizer = torch.optim.Adam([*policy.parameters(), *critic.parameters()], lr=LEARNING_RATE)
+    collector = MultiCollector(
+        [partial(joined, make_envs, scheme, worker) for worker in range(workers)],
+        policy,
+        sync=False,  # workers play on while this learns
+        frames_per_batch=ENVS * STEPS,
+        weight_sync_schemes={"policy": scheme},
+        launcher="ray" if isinstance(scheme, RayWeightSyncScheme) else "process",
+    )
+    async with collector, report.running():
+        await collector.set_seed(1000 * seed)
         while report.evaluated < SOLVED and report.time_left():
-            batch: list[Rollout] = []
-            for worker, pipe in enumerate(pipes):
-                await anyio.wait_readable(pipe)
-                batch.append(pipe.recv())
-                pipe.send("play on")
-                report.rollout(worker, batch[-1], scheme.version)
+            batches: list[TensorDictBase] = []
+            async for batch in collector:
+                report.batch(batch, collector.policy_version)
+                batches.append(batch)
+                if len(batches) == workers:
+                    break
             # In a thread, so that this loop stays free for everything else.
-            await anyio.to_thread.run_sync(learn, policy, optimizer, batch)
+            await anyio.to_thread.run_sync(learn, policy, critic, optimizer, batches)
             begun = time.perf_counter()
-            sent = await scheme.send(policy)  # back when every worker has applied it
-            report.update(sent.version, time.perf_counter() - begun)
-            if sent.version % EVALUATE_EVERY == 0:
+            await collector.update_policy_weights_()  # back when every worker has applied it
+            report.update(collector.policy_version, time.perf_counter() - begun)
+            if collector.policy_version % EVALUATE_EVERY == 0:
                 report.evaluation(await anyio.to_thread.run_sync(evaluate, policy, seed))
 
 
-def learn(policy: nn.ModuleDict, optimizer: torch.optim.Optimizer, batch: list[Rollout]) -> None:
-    data = {k: torch.from_numpy(np.concatenate([r[k] for r in batch], 1)) for k in batch[0]}
+def learn(
+    policy: TensorDictModule,
+    critic: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[TensorDictBase],
+) -> None:
+    """One update from batches of shape ``(envs, steps)``."""
+    batch: Any = torch.cat(batches, 0)
+    after, live = batch["next"], batch["collector", "mask"]
+    reward, done, over = (after[key].view(live.shape) for key in ("reward", "done", "terminated"))
     with torch.no_grad():
-        value, after = (policy["critic"](data[k]).squeeze(-1) for k in ("obs", "next_obs"))
-    advantage = data["reward"] + GAMMA * after * ~data["terminated"] - value
-    for t in reversed(range(STEPS - 1)):
-        advantage[t] += GAMMA * LAMBDA * advantage[t + 1] * ~data["done"][t]
-    data |= {"advantage": advantage, "target": advantage + value}
-    data = {k: x[data["live"]] for k, x in data.items()}
-    data["advantage"] = (data["advantage"] - data["advantage"].mean()) / data["advantage"].std()
+        value, next_value = (critic(data["observation"]).squeeze(-1) for data in (batch, after))
+    advantage = reward + GAMMA * next_value * ~over - value
+    for t in reversed(range(batch.shape[1] - 1)):
+        advantage[:, t] += GAMMA * LAMBDA * advantage[:, t + 1] * ~done[:, t]
+    target = (advantage + value)[live]
+    advantage = advantage[live]
+    advantage = (advantage - advantage.mean()) / advantage.std()
+    observation, action, old = (batch[key][live] for key in ("observation", "action", "log_prob"))
     for _ in range(EPOCHS):
-        for rows in torch.randperm(len(data["obs"])).split(MINIBATCH):
-            obs, action, old, gain, target = (
-                data[k][rows] for k in ("obs", "action", "log_prob", "advantage", "target")
-            )
-            ratio = (Categorical(logits=policy["actor"](obs)).log_prob(action) - old).exp()
+        for rows in torch.randperm(len(target)).split(MINIBATCH):
+            choice = Categorical(logits=policy.module.logits(observation[rows]))
+            ratio = (choice.log_prob(action[rows]) - old[rows]).exp()
+            gain = advantage[rows]
             surrogate = torch.min(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain)
-            error = policy["critic"](obs).squeeze(-1) - target
+            error = critic(observation[rows]).squeeze(-1) - target[rows]
             optimizer.zero_grad()
             (error.square().mean() / 2 - surrogate.mean()).backward()
             nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
+            nn.utils.clip_grad_norm_(critic.parameters(), 0.5)
             optimizer.step()
 
 
-def evaluate(policy: nn.ModuleDict, seed: int) -> float:
+def evaluate(policy: TensorDictModule, seed: int) -> float:
     """The mean return of EPISODES fresh episodes, played as the workers play."""
     envs = gymnasium.make_vec("CartPole-v1", num_envs=EPISODES)
     obs, _ = envs.reset(seed=seed)
     score, running = np.zeros(EPISODES), np.ones(EPISODES, bool)
     while running.any():
         with torch.no_grad():
-            action = Categorical(logits=policy["actor"](torch.from_numpy(obs))).sample()
+            action, _ = policy.module(torch.from_numpy(obs))
         obs, reward, terminated, truncated, _ = envs.step(action.numpy())
         score, running = score + reward * running, running & ~(terminated | truncated)
     return float(score.mean())

@@ -11,15 +11,26 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 import anyio
 import ray
 import torch
 import typer
-from async_cartpole import EVALUATE_EVERY, LEARNING_RATE, Rollout, evaluate, learn, make_policy, rollouts
-from torch import nn
+from async_cartpole import (
+    ENVS,
+    EVALUATE_EVERY,
+    LEARNING_RATE,
+    STEPS,
+    evaluate,
+    learn,
+    make_envs,
+    make_policy,
+    mlp,
+)
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
 
 from aiosync import RayWeightSyncScheme
 from aiosync.ray import WeightActorMixin
@@ -32,32 +43,56 @@ class Roller(WeightActorMixin):
         torch.set_num_threads(1)
         torch.manual_seed(seed)
         self.policy = make_policy()
-        self._rollouts = rollouts(self.pinned, self.policy, seed)
+        self._rollouts = self._play(seed)
 
-    async def rollout(self) -> Rollout:
-        """The next one; new weights land between its steps."""
+    async def rollout(self) -> TensorDictBase:
+        """The next one, of shape ``(envs, steps)``; new weights land between its steps."""
         return await anext(self._rollouts)
 
+    async def _play(self, seed: int) -> AsyncIterator[TensorDictBase]:
+        envs = make_envs()
+        observed = torch.from_numpy(envs.reset(seed=seed)[0])
+        live = torch.ones(ENVS, dtype=torch.bool)
+        while True:
+            steps = []
+            for _ in range(STEPS):
+                step = TensorDict({"observation": observed, ("collector", "mask"): live}, [ENVS])
+                async with self.pinned() as version:  # no new weights land inside
+                    with torch.no_grad():
+                        self.policy(step)
+                step["policy_version"] = torch.full([ENVS], version)
+                found = map(torch.from_numpy, envs.step(step["action"].numpy())[:4])
+                observed, reward, terminated, truncated = (value.clone() for value in found)
+                done = terminated | truncated
+                after = {"observation": observed, "reward": reward.float(), "done": done}
+                step["next"] = TensorDict(after | {"terminated": terminated}, [ENVS])
+                steps.append(step)
+                live = ~done  # a finished environment spends its next step on the reset
+                await asyncio.sleep(0)  # the receiver task's turn: new weights land here
+            yield torch.stack(steps, 1)
 
-async def train(actors: Sequence[Any], policy: nn.ModuleDict, updates: int, seed: int) -> None:
-    optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE)
+
+async def train(actors: Sequence[Any], policy: TensorDictModule, updates: int, seed: int) -> None:
+    """One update from a rollout of each actor, and the next."""
+    critic = mlp(1)
+    optimizer = torch.optim.Adam([*policy.parameters(), *critic.parameters()], lr=LEARNING_RATE)
     scheme = RayWeightSyncScheme()
     scheme.init_on_sender(model_id="policy", model=policy, actors=actors)
     async with scheme:  # makes workers of the actors and hands them version 0
         playing = [actor.rollout.remote() for actor in actors]
         for _ in range(updates):
-            batch: list[Rollout] = await asyncio.gather(*playing)
+            batches: list[TensorDictBase] = await asyncio.gather(*playing)
             playing = [actor.rollout.remote() for actor in actors]  # one ahead
-            await anyio.to_thread.run_sync(learn, policy, optimizer, batch)
+            await anyio.to_thread.run_sync(learn, policy, critic, optimizer, batches)
             begun = time.perf_counter()
             report = await scheme.send(policy)
             took = 1e3 * (time.perf_counter() - begun)
             if report.version % EVALUATE_EVERY == 0 or report.version == updates:
                 score = await anyio.to_thread.run_sync(evaluate, policy, seed)
-                acted = sorted({int(version) for rollout in batch for version in rollout["version"].flat})
+                acted = torch.cat([batch["policy_version"].view(-1) for batch in batches])
                 print(
                     f"version {report.version}: return {score:.1f}, sent in {took:.1f} ms; "
-                    f"the last batch was acted with versions {acted[0]} to {acted[-1]}"
+                    f"the last batch was acted with versions {int(acted.min())} to {int(acted.max())}"
                 )
 
 
