@@ -129,7 +129,13 @@ class ProcessHost(Host):
             return "its pipe closed, though its process still runs"
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
-        return f"its process ended with exit code {code}"
+        hint = ""
+        if code == 1:  # what goes wrong in a worker is told; this is what goes wrong before there is one
+            hint = (
+                ": what it printed says why (a script that makes a collector needs "
+                "`if __name__ == '__main__':`, since workers import it)"
+            )
+        return f"its process ended with exit code {code}{hint}"
 
     @property
     def pid(self) -> int | None:
