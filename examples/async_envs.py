@@ -26,7 +26,7 @@ from aiosync.collectors import MultiCollector
 
 
 class Remote:
-    """CartPole, as if it were far away: a step takes its time. (A new episode is ready when it is asked for.)"""
+    """CartPole, as if it were far away: a step takes its time. (A new episode is there at once.)"""
 
     def __init__(self, seconds: float) -> None:
         self._env: Any = gymnasium.make("CartPole-v1")

@@ -171,3 +171,25 @@ def test_a_typo_is_told(options: str, message: str) -> None:
     told = CliRunner().invoke(app, options.split(), env={"COLUMNS": "200"})
     assert told.exit_code == 2
     assert message in told.output
+
+
+def test_collectors_beside_each_other(tmp_path: Path) -> None:
+    pytest.importorskip("torchrl")
+    options = (
+        f"--collecting --models=cartpole --schemes=async --rounds=1 --total=1000 --json={tmp_path}/c.json"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.bench", *options.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))["collecting"]
+    (ours,), (theirs,) = case["aiosync"], case["torchrl"]
+    assert ours["wrong"] == 0
+    assert ours["total"] >= 1000 <= theirs["total"]
+    for turn in (ours, theirs):
+        assert all(turn[figure] > 0 for figure in ("frames", "update", "first", "memory"))

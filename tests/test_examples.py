@@ -89,3 +89,29 @@ def test_a_script_of_torchrls_users() -> None:
     said, complained = learner.communicate(timeout=4 * PATIENCE)
     assert learner.returncode == 0, complained
     assert "update 5: mean return" in said
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_ppo_with_both_kinds_of_batches(mode: str, tmp_path: Path) -> None:
+    picture = tmp_path / "ppo.png"
+    learner = _start("async_ppo.py", "--mode", mode, "--seeds", "1", "--updates", "12", "--out", str(picture))
+    said, complained = learner.communicate(timeout=4 * PATIENCE)
+    assert learner.returncode == 0, complained
+    assert "seed 0: return" in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_ppo_learns(mode: str, tmp_path: Path) -> None:
+    learner = _start("async_ppo.py", "--mode", mode, "--seeds", "5", "--out", str(tmp_path / "ppo.png"))
+    said, complained = learner.communicate(timeout=20 * PATIENCE)
+    assert learner.returncode == 0, complained
+    assert "4 of 5 seeds came to 450" in said or "5 of 5 seeds came to 450" in said
+
+
+def test_slow_environments() -> None:
+    player = _start("async_envs.py", "--frames", "1600")
+    said, complained = player.communicate(timeout=4 * PATIENCE)
+    assert player.returncode == 0, complained
+    assert "3200 would be ideal" in said
