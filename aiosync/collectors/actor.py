@@ -84,7 +84,7 @@ class _OfKeys(Actor):
         plain = len(found) == len(keys) and all(isinstance(value, Tensor) for value in found)
         if not plain or any(value.shape[:dims] != shape for value in found):
             return self._instead(step, shape)
-        return dict(zip(keys, found, strict=True))
+        return {key: value for key, value in zip(keys, found, strict=True) if key != "_"}
 
     def _instead(self, step: Fields, shape: tuple[int, ...]) -> Fields:
         """It is not that simple; or it is wrong, and the policy itself knows best what to say of that."""

@@ -86,7 +86,7 @@ def _padded(part: TensorDict, length: int) -> TensorDict:
         padding = value.new_zeros((*value.shape[:dim], length - steps, *value.shape[dim + 1 :]))
         found.set(key, torch.cat([value, padding], dim))
     mask = torch.zeros(found.batch_size, dtype=torch.bool)
-    mask[..., :steps] = True
+    mask[..., :steps] = part.get(MASK, torch.tensor(True))
     found.set(MASK, mask)
     return found
 

@@ -30,7 +30,7 @@ __all__ = [
     "WeightConfig",
 ]
 
-StartMethod: TypeAlias = Literal["spawn", "fork", "forkserver"]
+StartMethod: TypeAlias = Literal["spawn", "forkserver"]
 
 
 def _positive(name: str, value: object) -> None:
@@ -240,6 +240,11 @@ class ProcessConfig:
     def __post_init__(self) -> None:
         if self.launcher not in ("process", "ray"):
             raise InvalidArgumentError(f"launcher={self.launcher!r}: expected 'process' or 'ray'")
+        if self.start_method not in (None, "spawn", "forkserver"):
+            raise InvalidArgumentError(
+                f"start_method={self.start_method!r}: expected 'spawn' or 'forkserver' (a process with an "
+                "event loop and threads, as this one, is not to be forked)"
+            )
         if self.ray_options is not None and self.launcher != "ray":
             raise InvalidArgumentError("ray_options= is of launcher='ray'")
         for name in ("envs_per_worker", "num_sub_threads"):
@@ -368,6 +373,17 @@ class CollectorConfig:
             )
         self.devices.check(workers)
         places = [self.devices.of(worker) for worker in range(workers)]
+        if sync and min(batch.frames_of(worker, workers) for worker in range(workers)) < 1:
+            raise InvalidArgumentError(
+                f"frames_per_batch={each!r}: a synchronous batch has a part of each worker: expected at least "
+                f"{workers}, as there are workers"
+            )
+        if not sync and batch.preemptive_threshold != 1:
+            raise InvalidArgumentError(
+                "preemptive_threshold= is of sync=True: else nobody waits for the others"
+            )
+        if sync and self.weights.max_staleness is not None:
+            raise InvalidArgumentError("max_staleness= is of sync=False: a synchronous batch is always new")
         if sync and len({place.storing for place in places}) > 1:
             raise InvalidArgumentError("storing_device: a synchronous batch lies on one device; got several")
         on_cuda = all(place.policy is not None and place.policy.type == "cuda" for place in places)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -40,6 +41,14 @@ class Controls(ABC):
     @abstractmethod
     def _live(self) -> Pool:
         """The workers; raises NotConnectedError if there are none."""
+
+    @abstractmethod
+    def pause(self, timeout: float | None = None) -> AbstractAsyncContextManager[None]:
+        """Nothing is played inside."""
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Forget the batches that have been delivered and not handed out."""
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self.config.processes.seconds if timeout is None else timeout)
@@ -114,12 +123,13 @@ class Controls(ABC):
         """Begin anew, each environment with a seed of its own: ``seed``, ``seed + 1``, and so on; or each
         worker with the same, if ``static_seed``. Returns the next one."""
         pool = self._live
-        stride = self.config.processes.envs_per_worker
-        each = {w.index: seed if static_seed else seed + w.index * stride for w in pool.workers}
+        await pool.until(lambda: all(w.ready for w in pool.workers), self._deadline(timeout), "receive")
+        strides = [self.config.processes.envs_per_worker * worker.width for worker in pool.workers]
+        each = {w.index: seed if static_seed else seed + sum(strides[: w.index]) for w in pool.workers}
         await pool.call("set_seed", {index: [s] for index, s in each.items()}, self._deadline(timeout))
         for worker in pool.workers:
             worker.seed = each[worker.index]
-        return max(each.values()) + stride
+        return each[self.num_workers - 1] + strides[-1]
 
     async def reset(self, reset_idx: Sequence[bool] | None = None, timeout: float | None = None) -> None:
         """Begin new episodes, in all workers or those where ``reset_idx`` is true."""
@@ -154,10 +164,10 @@ class Controls(ABC):
         of random numbers, as far as they can be pickled. Take it when nothing is being collected: between two
         synchronous batches, or inside :meth:`pause`."""
         workers = await self._of_each("state", timeout)
-        return {"frames": self.frames, "requested": self._requested, "workers": workers}
+        return {"frames": self.frames, "workers": workers}
 
     async def load_state_dict(self, state: Mapping[str, Any], timeout: float | None = None) -> None:
-        """Go on from there.
+        """Go on from there; what was collected before and not handed out is dropped.
 
         Raises:
             InvalidArgumentError: it is that of another number of workers.
@@ -168,8 +178,12 @@ class Controls(ABC):
                 f"state_dict: it has {len(workers)} workers, and this collector {self.num_workers}"
             )
         each = {index: [worker] for index, worker in enumerate(workers)}
-        await self._live.call("load_state", each, self._deadline(timeout))
-        self.frames, self._requested = state["frames"], state["requested"]
+        async with self.pause(timeout):
+            self._drop()
+            await self._live.call("load_state", each, self._deadline(timeout))
+            self.frames = self._requested = state["frames"]
+            next_ids = [max(player["_next_id"] for player in worker["players"]) for worker in workers]
+            self._live.number_from(next_ids)
 
     def get_model(self, model_id: str = POLICY) -> Any:
         """The trainer's model of that name.

@@ -84,10 +84,11 @@ class ProcessHost(Host):
 
     async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
         """See :class:`Host`."""
+        data, shared = _packed(spec)
         ours, theirs = self._ctx.Pipe()
         # A server that processes are forked from has the variables of the moment when it began.
         variables = dict(os.environ)
-        arguments = *_packed(spec), dict(schemes), variables, theirs
+        arguments = shared, dict(schemes), variables, theirs
         name = f"aiosync-collector-{spec.index}"
         self._process = self._ctx.Process(target=_run, args=arguments, name=name, daemon=True)
         try:
@@ -97,7 +98,10 @@ class ProcessHost(Host):
             raise
         finally:
             theirs.close()
-        return await PipeChannel.open(ours)
+        channel = await PipeChannel.open(ours)
+        # Not as an argument: what is long would be waited for until the process reads it.
+        channel.send(data)
+        return channel
 
     async def ended(self, deadline: Deadline) -> bool:
         """See :class:`Host`."""
@@ -151,7 +155,6 @@ class ProcessHost(Host):
 
 
 def _run(
-    spec: bytes,
     shared: Sequence[Tensor],
     schemes: Schemes,
     variables: Mapping[str, str],
@@ -164,7 +167,10 @@ def _run(
     os.environ.update(variables)
 
     async def main() -> None:
-        await serve(lambda: _Unpickler(spec, shared).load(), schemes, await PipeChannel.open(connection))
+        channel = await PipeChannel.open(connection)
+        with suppress(EOFError):  # the collector has closed before this has begun
+            spec = await channel.receive()
+            await serve(lambda: _Unpickler(spec, shared).load(), schemes, channel)
 
     if sys.platform == "win32":
         asyncio.run(main())

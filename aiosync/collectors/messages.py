@@ -61,7 +61,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A worker has its environment, its policy and its weights."""
+    """A worker has its environment, its policy and its weights.
+
+    Attributes:
+        width: how many frames each of its environments gives at a time.
+    """
+
+    width: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,17 +20,18 @@ from aiosync._deadline import Deadline
 from aiosync.collectors.batches import Joiner, split_trajectories
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.controls import Controls
+from aiosync.collectors.fields import MASK
 from aiosync.collectors.host import MakeHost, ProcessHost, context_of
 from aiosync.collectors.on_ray import RayHost
 from aiosync.collectors.pool import Pool
 from aiosync.collectors.proxy import Delivered, WorkerProxy
 from aiosync.collectors.updates import Updates
 from aiosync.collectors.worker import WorkerSpec
-from aiosync.errors import InvalidArgumentError, NotConnectedError
+from aiosync.errors import InvalidArgumentError, NotConnectedError, SyncTimeoutError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.ray import RayWeightSyncScheme
 from aiosync.schemes.shared import SharedMemWeightSyncScheme
-from aiosync.transports._offload import offloaded
+from aiosync.transports._offload import offloaded, uninterrupted
 from aiosync.transports.ray_calls import ray_here
 from aiosync.weights.copying import INLINE_LIMIT
 
@@ -115,7 +116,10 @@ class MultiCollector(Controls):
         self._requested = 0
         self._finished: deque[Delivered] = deque()
         self._taking = asyncio.Lock()
-        self._pauses = 0
+        self._pauses = self._paused = 0
+        self._going = asyncio.Event()
+        self._going.set()
+        self._threads: int | None = None
         self._joiner = Joiner(config.batch.cat_results)
         self._updates = Updates(self, config, self._default_scheme(config.processes.seconds))
         self._pool: Pool | None = None
@@ -146,8 +150,6 @@ class MultiCollector(Controls):
         processes = self.config.processes
         if processes.launcher == "ray":
             return functools.partial(RayHost, ray_here(), processes.ray_options or {"num_cpus": 1}), None
-        if processes.num_threads is not None:
-            torch.set_num_threads(processes.num_threads)
         ctx = context_of(processes.start_method)
         return functools.partial(ProcessHost, ctx), ctx
 
@@ -189,6 +191,10 @@ class MultiCollector(Controls):
             raise NotConnectedError("this collector is connected already, or was closed: make another")
         make_host, ctx = self._hosts()
         deadline = self._deadline(timeout)
+        threads = self.config.processes.num_threads
+        if threads is not None:
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(threads)
         try:
             self._updates.begin(ctx)
             specs = [self._spec(index) for index in range(self.num_workers)]
@@ -208,18 +214,36 @@ class MultiCollector(Controls):
                 call may take, if that is less.
         """
         self._closed = True
+        self._going.set()
         running, self._running = self._running, None
-        if running is not None:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
         pool, self._pool = self._pool, None
-        self._finished.clear()
+        patience = min(_PATIENCE, self.config.processes.seconds)
+        deadline = Deadline.after(patience if timeout is None else timeout)
+        release = asyncio.ensure_future(self._release(running, pool, deadline))
         try:
+            await asyncio.shield(release)
+        except asyncio.CancelledError:
+            # Whoever is cancelled leaves nothing behind all the same; but waits for nobody.
+            if pool is not None:
+                pool.kill()
+            await uninterrupted(lambda _: asyncio.wait([release]))
+            raise
+
+    async def _release(
+        self, running: asyncio.Task[None] | None, pool: Pool | None, deadline: Deadline
+    ) -> None:
+        try:
+            if running is not None:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
             await self._updates.aclose()
         finally:
             if pool is not None:
-                patience = min(_PATIENCE, self.config.processes.seconds)
-                await pool.aclose(Deadline.after(patience if timeout is None else timeout))
+                await pool.aclose(deadline)
+            self._finished.clear()
+            if self._threads is not None:
+                torch.set_num_threads(self._threads)
+                self._threads = None
 
     shutdown = async_shutdown = aclose
 
@@ -239,8 +263,7 @@ class MultiCollector(Controls):
     def _live(self) -> Pool:
         if self._pool is None:
             raise NotConnectedError("connect() first, or use `async with`: this collector has no workers")
-        if self._pool.failure is not None:
-            raise self._pool.failure
+        self._pool.check()
         return self._pool
 
     # -- batches --------------------------------------------------------------------------------------
@@ -257,30 +280,52 @@ class MultiCollector(Controls):
             WorkerLostError: a worker died.
             SyncTimeoutError: there was none in time.
         """
-        if self.frames >= self.config.batch.total_frames != -1:
+        if self._is_enough:
             raise StopAsyncIteration
         pool = self._live
         if self.config.weights.update_at_each_batch:
             await self.update_policy_weights_()
         async with self._taking:
+            if self._is_enough:  # others have taken the last ones
+                raise StopAsyncIteration
+            await self._until_it_goes_on()
             batch = await (self._next_of_all(pool) if self.sync else self._next_of_any(pool))
             return self._stored(batch)
+
+    @property
+    def _is_enough(self) -> bool:
+        return self.frames >= self.config.batch.total_frames != -1
+
+    async def _until_it_goes_on(self) -> None:
+        deadline = self._deadline(None)
+        try:
+            async with asyncio.timeout(deadline.remaining()) as limit:
+                await self._going.wait()
+        except TimeoutError as exc:
+            if not limit.expired():
+                raise
+            raise deadline.error("receive", hint="the collector is paused") from exc
 
     def _stored(self, batch: TensorDictBase) -> Any:
         replay = self.config.replay
         if replay.replay_buffer is None:
             return batch
-        if replay.extend_buffer:
-            replay.replay_buffer.extend(batch if self.config.batch.split_trajs else batch.reshape(-1))
+        if replay.extend_buffer and self.config.batch.split_trajs:
+            replay.replay_buffer.extend(batch)
+        elif replay.extend_buffer:
+            flat = batch.reshape(-1)
+            played = flat.get(MASK, None)
+            replay.replay_buffer.extend(flat if played is None else flat[played])
         else:
             replay.replay_buffer.add(batch)
         return None
 
     async def _next_of_all(self, pool: Pool) -> TensorDictBase:
         config = self.config.batch
+        at_random = self._is_random
         for worker in pool.workers:
             if not worker.asked and not worker.batches:  # what a cancelled call has asked for is taken now
-                self._ask(worker, config.frames_of(worker.index, self.num_workers))
+                self._ask(worker, config.frames_of(worker.index, self.num_workers), at_random=at_random)
         enough = max(1, int(self.num_workers * config.preemptive_threshold))
         deadline = self._deadline(None)
 
@@ -335,10 +380,14 @@ class MultiCollector(Controls):
             updates = sum(each.asked + len(each.batches) for each in pool.workers) + (not trained)
             if self._requested >= total != -1 or updates > self.config.weights.allowed_updates:
                 return
-            self._ask(worker, frames)
+            self._ask(worker, frames, at_random=self._is_random)
 
-    def _ask(self, worker: WorkerProxy, frames: int) -> None:
-        at_random = self._requested < self.config.batch.init_random_frames
+    @property
+    def _is_random(self) -> bool:
+        """Whether the next batch is one of those at the beginning that are acted at random."""
+        return self._requested < self.config.batch.init_random_frames
+
+    def _ask(self, worker: WorkerProxy, frames: int, *, at_random: bool) -> None:
         self._requested += frames
         worker.collect(frames, at_random=at_random)
 
@@ -392,10 +441,23 @@ class MultiCollector(Controls):
 
     async def _run(self, pool: Pool) -> None:
         try:
-            async for _ in self:
+            while not self._is_enough:
+                pauses = self._paused
+                try:
+                    await anext(self)
+                except SyncTimeoutError:
+                    if pauses == self._paused:
+                        raise
+                    await self._going.wait()  # however long that takes, it is nobody's fault
                 await asyncio.sleep(0)  # the next batch may be there already
         except Exception as exc:  # noqa: BLE001 - raised by the next call
             pool.failure = exc
+
+    def _drop(self) -> None:
+        self._finished.clear()
+        for worker in self._live.workers:
+            for batch in list(worker.batches):
+                batch.taken()
 
     @asynccontextmanager
     async def pause(self, timeout: float | None = None) -> AsyncIterator[None]:
@@ -408,6 +470,8 @@ class MultiCollector(Controls):
         """
         pool = self._live
         self._pauses += 1
+        self._paused += 1
+        self._going.clear()
         try:
             await pool.until(
                 lambda: not any(worker.asked for worker in pool.workers), self._deadline(timeout), "receive"
@@ -415,6 +479,8 @@ class MultiCollector(Controls):
             yield
         finally:
             self._pauses -= 1
+            if not self._pauses:
+                self._going.set()
             if not self.sync and self._pool is pool:
                 self._keep_all_busy(pool, trained=False)
 

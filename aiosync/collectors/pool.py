@@ -12,11 +12,14 @@ from aiosync._deadline import Deadline
 from aiosync.collectors.host import MakeHost, Schemes
 from aiosync.collectors.proxy import Delivered, WorkerProxy
 from aiosync.collectors.worker import WorkerSpec
-from aiosync.errors import Phase, SyncTimeoutError, WorkerLostError
+from aiosync.errors import NotConnectedError, Phase, SyncTimeoutError, WorkerLostError
 from aiosync.schemes._host import TaskHost
 from aiosync.schemes.stats import logger
 
 __all__ = ["Pool"]
+
+_GENERATION = 1 << 32
+"""Trajectories' numbers that a worker is given before those of its successor: more than it can use."""
 
 
 class Pool:
@@ -49,6 +52,7 @@ class Pool:
         on_batch: Callable[[Delivered], None],
     ) -> None:
         self.workers: list[WorkerProxy] = []
+        self._ending: list[WorkerProxy] = []
         self.failure: Exception | None = None
         self.counted = 0
         self._specs = list(specs)
@@ -72,7 +76,11 @@ class Pool:
         for scheme in self._schemes.values():
             self._stack.push_async_callback(scheme.aclose)
         self.workers = [self._new(index) for index in range(len(self._specs))]
-        await asyncio.gather(*(worker.start(self._schemes) for worker in self.workers))
+        # All of them, whatever becomes of one: who is being started is to be seen to its end.
+        starting = (worker.start(self._schemes) for worker in self.workers)
+        for outcome in await asyncio.gather(*starting, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
         connecting = [
             asyncio.ensure_future(scheme.connect(timeout=deadline.remaining()))
             for scheme in self._schemes.values()
@@ -109,19 +117,15 @@ class Pool:
     async def _replace(self, lost: WorkerProxy) -> None:
         index = lost.index
         spec = self._specs[index]
-        # A trajectory has a frame at least, so this many numbers are more than it can have used.
-        used = lost.frames + lost.frames_asked + lost.width
-        stride = spec.workers * spec.config.processes.envs_per_worker
-        self._specs[index] = replace(
-            spec, first_id=spec.first_id + used * stride, seed=lost.seed, counted=self.counted
-        )
+        first = spec.first_id + spec.stride * _GENERATION
+        self._specs[index] = replace(spec, first_id=first, seed=lost.seed, counted=self.counted)
         successor = self._new(index)
         successor.succeed(lost)
         self.workers[index] = successor
         await lost.close(Deadline.after(0))
         try:
             await successor.start(self._schemes)
-        except OSError as exc:
+        except Exception as exc:  # noqa: BLE001 - raised to whoever waits for this worker
             successor.fail(WorkerLostError([index], f"it could not be started again: {exc}"))
 
     async def until(self, true: Callable[[], bool], deadline: Deadline, phase: Phase) -> None:
@@ -132,20 +136,22 @@ class Pool:
             SyncTimeoutError: it did not come true in time.
         """
         try:
-            async with asyncio.timeout(deadline.remaining()):
+            async with asyncio.timeout(deadline.remaining()) as limit:
                 while not true():
                     self.check()
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as exc:
-            if not deadline.expired:
+            if not limit.expired():
                 raise
             late = [worker.index for worker in self.workers if not worker.ready or worker.asked]
             hint = "they have not delivered" if phase == "receive" else "they are not ready"
             raise SyncTimeoutError(phase, workers=late, seconds=deadline.seconds, hint=hint) from exc
 
     def check(self) -> None:
-        """Raise what a worker has failed with, if one has."""
+        """Raise what a worker has failed with, if one has, or what went wrong elsewhere."""
+        if self.failure is not None:
+            raise self.failure
         for worker in self.workers:
             if worker.error is not None and not worker.replaced:
                 raise worker.error
@@ -166,6 +172,13 @@ class Pool:
         finally:
             await _call_off(calls)
 
+    def number_from(self, next_ids: Sequence[int]) -> None:
+        """Worker ``i`` has used no trajectory's number from ``next_ids[i]`` on."""
+        for index, following in enumerate(next_ids):
+            spec = self._specs[index]
+            steps = -(-(following - spec.first_id) // spec.stride)
+            self._specs[index] = replace(spec, first_id=spec.first_id + max(0, steps) * spec.stride)
+
     async def _call(self, index: int, method: str, given: Sequence[Any], deadline: Deadline) -> Any:
         while True:
             await self.until(lambda: self.workers[index].ready, deadline, "receive")
@@ -178,12 +191,23 @@ class Pool:
 
     async def aclose(self, deadline: Deadline) -> None:
         """End the workers; those that do not end by themselves are killed. Idempotent."""
+        closed = NotConnectedError("this collector was closed meanwhile")
+        self.failure = self.failure or closed
+        self._changed.set()
         async with self._stack:
-            await self._host.aclose()
-            workers, self.workers = self.workers, []
-            for worker in workers:
-                worker.leave()
-            await asyncio.gather(*(worker.close(deadline) for worker in workers))
+            try:
+                await self._host.aclose()
+            finally:
+                self._ending, self.workers = self.workers, []
+                for worker in self._ending:
+                    worker.call_off(closed)
+                    worker.leave()
+                await asyncio.gather(*(worker.close(deadline) for worker in self._ending))
+
+    def kill(self) -> None:
+        """Have :meth:`aclose` wait for nobody any more."""
+        for worker in (*self.workers, *self._ending):
+            worker.kill()
 
 
 async def _call_off(tasks: Sequence[asyncio.Future[Any]]) -> None:

@@ -28,6 +28,10 @@ __all__ = ["Delivered", "RemoteTraceback", "WorkerProxy", "raised_by"]
 _DYING = 1.0
 """Seconds that a worker which has closed its channel has to end."""
 
+_LENT = 32
+"""Batches of a worker that the trainer may have at a time in the memory where they were put; it gets copies
+of further ones."""
+
 _KILLED = 5.0
 """Seconds that one which was killed has to be gone."""
 
@@ -89,21 +93,48 @@ class Delivered:
             found = self.read()
             self.taken()
             return found
+        if len(self.worker.loans.lent) >= _LENT:  # each is a descriptor, in two processes
+            found = self.read().clone()
+            self.taken()
+            return found
         slot, shape = self._slot
         self.worker.batches.remove(self)
-        given_back = functools.partial(self.worker.free.append, self.message.slot)
+        given_back = self.worker.loans.lend(self.message.slot)
         return steps_of(slot.lend(given_back), slice(self.message.steps), len(shape))
 
     def taken(self) -> None:
         """It waits no longer, and the memory may be written over."""
         self.worker.batches.remove(self)
         if isinstance(self.message, Batch):
-            self.worker.free.append(self.message.slot)
+            self.worker.loans.free.append(self.message.slot)
 
     @property
     def _slot(self) -> tuple[Slot, tuple[int, ...]]:
         assert self.slot is not None
         return self.slot
+
+
+class Loans:
+    """Which of a worker's slots the trainer has, and which it has given back. This refers to nothing: whoever
+    keeps a batch keeps it too.
+
+    Attributes:
+        free: slots that may be written over, of which the worker has not been told.
+        lent: slots of batches that the trainer still has.
+    """
+
+    def __init__(self) -> None:
+        self.free: list[int] = []
+        self.lent: set[int] = set()
+
+    def lend(self, slot: int) -> Callable[[], None]:
+        """One is lent; what is to be called, in whatever thread, when it is given back."""
+        self.lent.add(slot)
+        return functools.partial(self._give_back, slot)
+
+    def _give_back(self, slot: int) -> None:
+        self.lent.discard(slot)
+        self.free.append(slot)
 
 
 class WorkerProxy:
@@ -119,7 +150,7 @@ class WorkerProxy:
         index: which worker.
         ready, was_ready: it has all that it needs to play, or had before it failed.
         batches: what it has delivered and nobody has taken yet, oldest first.
-        free: slots that may be written over, of which it has not been told.
+        loans: where its slots are.
         frames: how many frames it has delivered.
         width: how many each of its environments gives at a time.
         seed: what it was seeded with last.
@@ -148,7 +179,7 @@ class WorkerProxy:
         self._on_change = on_change
         self._on_batch = on_batch
         self._slots: dict[int, tuple[Slot, tuple[int, ...]]] = {}
-        self.free: list[int] = []
+        self.loans = Loans()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._channel: Channel | None = None
@@ -178,7 +209,8 @@ class WorkerProxy:
 
     def _take(self, message: Any) -> None:
         match message:
-            case Ready():
+            case Ready(width=width):
+                self.width = width
                 self.ready = self.was_ready = True
                 for request in self._requests.values():  # of the one whose place it has
                     self._send(request)
@@ -205,7 +237,6 @@ class WorkerProxy:
     def _deliver(self, message: Batch | Parcel, slot: tuple[Slot, tuple[int, ...]] | None = None) -> None:
         asked = self._requests.pop(message.number).frames
         delivered = Delivered(self, asked, message, slot)
-        self.width = delivered.frames // message.steps
         self.frames += delivered.frames
         self.batches.append(delivered)
         self._on_batch(delivered)
@@ -215,10 +246,7 @@ class WorkerProxy:
         if self.error is None:
             self.error = error
             self.ready = False
-            for future in self._calls.values():
-                if not future.done():
-                    future.set_exception(error)
-            self._calls.clear()
+            self.call_off(error)
             self._on_change(self)
 
     # -- what it is asked for -------------------------------------------------------------------------
@@ -233,16 +261,11 @@ class WorkerProxy:
         """How many batches it has been asked for and has not delivered."""
         return len(self._requests)
 
-    @property
-    def frames_asked(self) -> int:
-        """How many frames these have."""
-        return sum(request.frames for request in self._requests.values())
-
     def collect(self, frames: int, *, at_random: bool) -> None:
         """Have it collect another batch, after those that it was asked for before."""
         returned = []
-        while self.free:  # slots may be given back meanwhile, in another thread
-            returned.append(self.free.pop())
+        while self.loans.free:  # slots may be given back meanwhile, in another thread
+            returned.append(self.loans.free.pop())
         request = Collect(next(self._numbers), frames, at_random, tuple(returned))
         self._requests[request.number] = request
         if self.ready:
@@ -260,7 +283,7 @@ class WorkerProxy:
     def succeed(self, lost: WorkerProxy) -> None:
         """Take over what was asked of another, and what it has delivered."""
         self.batches = lost.batches
-        self.frames, self.width = lost.frames, lost.width
+        self.frames = lost.frames
         for old in lost._requests.values():
             request = replace(old, number=next(self._numbers), returned=())
             self._requests[request.number] = request
@@ -278,10 +301,10 @@ class WorkerProxy:
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         self._send(Call(number, method, arguments))
         try:
-            async with asyncio.timeout(deadline.remaining()):
+            async with asyncio.timeout(deadline.remaining()) as limit:
                 return await future
         except TimeoutError as exc:
-            if deadline.expired:
+            if limit.expired():
                 raise SyncTimeoutError(
                     "receive",
                     workers=[self.index],
@@ -291,6 +314,13 @@ class WorkerProxy:
             raise
         finally:
             self._calls.pop(number, None)
+
+    def call_off(self, error: BaseException) -> None:
+        """Have its calls fail that have not been answered."""
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+        self._calls.clear()
 
     # -- the end --------------------------------------------------------------------------------------
 
@@ -314,6 +344,17 @@ class WorkerProxy:
             if not ended:
                 self._host.kill()
                 # Or whoever is cancelled would leave it behind; bounded by _KILLED.
-                await uninterrupted(lambda _: self._host.ended(Deadline.after(_KILLED)))
-            self._slots.clear()
-            self._host.release()
+                try:
+                    await uninterrupted(lambda _: self._host.ended(Deadline.after(_KILLED)))
+                finally:
+                    self._release()
+            else:
+                self._release()
+
+    def _release(self) -> None:
+        self._slots.clear()
+        self._host.release()
+
+    def kill(self) -> None:
+        """Have it end at once."""
+        self._host.kill()

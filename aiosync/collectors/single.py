@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -19,14 +19,8 @@ from aiosync.schemes.memory import MemoryWeightSyncScheme
 
 __all__ = ["Collector"]
 
-_OF_PROCESSES = (
-    "num_workers",
-    "launcher",
-    "start_method",
-    "restart_workers",
-    "num_sub_threads",
-    "ray_options",
-)
+_ITS_OWN = {"envs_per_worker", "init_fn", "timeout"}
+"""What of :class:`ProcessConfig` says something of this one too."""
 
 
 class Collector(MultiCollector):
@@ -58,7 +52,10 @@ class Collector(MultiCollector):
         config: CollectorConfig | None = None,
         **options: Any,
     ) -> None:
-        refused = [name for name in _OF_PROCESSES if name in options]
+        config = (config or CollectorConfig()).of(**options)
+        processes = config.processes
+        of_others = [known for known in fields(processes) if known.name not in _ITS_OWN]
+        refused = [known.name for known in of_others if getattr(processes, known.name) != known.default]
         if refused:
             raise InvalidArgumentError(
                 f"{', '.join(refused)}: a Collector plays in this process; see MultiCollector"
@@ -69,7 +66,6 @@ class Collector(MultiCollector):
             policy_factory=policy_factory,
             create_env_kwargs=create_env_kwargs,
             config=config,
-            **options,
         )
 
     def _default_scheme(self, seconds: float) -> WeightSyncScheme:

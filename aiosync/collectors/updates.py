@@ -15,8 +15,9 @@ from torch import nn
 from aiosync._deadline import Deadline
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.pool import Pool
-from aiosync.collectors.worker import POLICY
-from aiosync.errors import InvalidArgumentError, NotInitializedError, WorkerLostError
+from aiosync.collectors.proxy import WorkerProxy
+from aiosync.collectors.worker import POLICY, policy_version
+from aiosync.errors import InvalidArgumentError, NotInitializedError, SyncTimeoutError, WorkerLostError
 from aiosync.schemes.atomic import atomic
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.cascade import in_format
@@ -24,6 +25,9 @@ from aiosync.transports._offload import abandonable
 from aiosync.weights.strategy import WeightStrategy
 
 __all__ = ["Updates"]
+
+_LAST_WORDS = 1.0
+"""Seconds in which a worker whose connection is gone is known to be gone itself, and why."""
 
 
 class Updates:
@@ -60,8 +64,7 @@ class Updates:
     @property
     def version(self) -> int:
         """The policy's newest; 0 if it has no weights."""
-        scheme = self.schemes.get(POLICY)
-        return self.counted + (scheme.version if scheme is not None else 0)
+        return self.counted + max(0, policy_version(self.schemes))
 
     def begin(self, ctx: BaseContext | None) -> None:
         """Make every scheme that is none yet a sender, before workers get it."""
@@ -121,9 +124,21 @@ class Updates:
                     for scheme, weights in chosen.items():
                         update.send(scheme, weights)
         except WorkerLostError as exc:
-            # Its successor begins with what has just been published.
-            if not all(pool.replaces(serving[index]) for index in exc.workers):
-                raise
+            await self._excuse(pool, [serving[index] for index in exc.workers], exc)
+
+    async def _excuse(self, pool: Pool, lost: Sequence[WorkerProxy], error: WorkerLostError) -> None:
+        """Raise what a lost worker itself has said, if it has; nothing, if each has a successor, which begins
+        with what has just been published."""
+        if all(pool.replaces(worker) for worker in lost):
+            return
+        try:
+            settled = lambda: all(worker.error is not None for worker in lost)  # noqa: E731 - read once
+            await pool.until(settled, Deadline.after(_LAST_WORDS), "receive")
+        except SyncTimeoutError:
+            raise error from None
+        pool.check()
+        if not all(pool.replaces(worker) for worker in lost):
+            raise error
 
     async def _push(
         self, given: Mapping[str, Any], worker_ids: int | Sequence[int] | None, deadline: Deadline
@@ -195,7 +210,9 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 def _weighted(collector: Any) -> bool:
     policy = collector.policy
-    return isinstance(policy, nn.Module) and any(True for _ in policy.parameters())
+    if not isinstance(policy, nn.Module):
+        return False
+    return any(True for _ in policy.parameters()) or any(True for _ in policy.buffers())
 
 
 def _updater_of(given: Any) -> Any:

@@ -33,7 +33,7 @@ from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.weights.resolve import resolve_model
 
-__all__ = ["POLICY", "Worker", "WorkerSpec", "serve"]
+__all__ = ["POLICY", "Worker", "WorkerSpec", "policy_version", "serve"]
 
 POLICY = "policy"
 
@@ -66,6 +66,16 @@ class WorkerSpec:
     alone: bool = True
     buffers: bool = True
     shares: bool = False
+
+    @property
+    def stride(self) -> int:
+        """Between two of an environment's numbers of trajectories."""
+        return self.workers * self.config.processes.envs_per_worker
+
+
+def policy_version(schemes: Mapping[str, WeightSyncScheme]) -> int:
+    """The policy's version: that of its scheme, or of its parts' whose is newest; 0 if there is none."""
+    return max((s.version for name, s in schemes.items() if f"{name}.".startswith(f"{POLICY}.")), default=0)
 
 
 async def serve(
@@ -165,11 +175,10 @@ class Worker:
         actor = None
         if self.policy is not None:
             actor = actor_of(self.policy, self._config.policy, self._places, sync=self._config.devices.syncs)
-        players = len(self._envs)
         version = self._version if self._config.policy.track_policy_version else None
-        first, stride = self._spec.first_id, self._spec.workers * players
+        first = self._spec.first_id
         self._players = [
-            Player(env, actor, self._config.batch, first + i, stride, version)
+            Player(env, actor, self._config.batch, first + i, self._spec.stride, version)
             for i, env in enumerate(self._envs)
         ]
 
@@ -182,8 +191,7 @@ class Worker:
         return self.policy if model_id == POLICY else resolve_model(self, model_id)
 
     def _version(self) -> int:
-        weights = self._schemes.get(POLICY)
-        return self._counted + (weights.version if weights is not None else 0)
+        return self._counted + policy_version(self._schemes)
 
     async def _connect(self, scheme: WeightSyncScheme) -> None:
         self._stack.push_async_callback(scheme.aclose)
@@ -201,7 +209,7 @@ class Worker:
         """
         if self._spec.seed is not None:
             await self.set_seed(self._spec.seed)
-        self._channel.send(Ready())
+        self._channel.send(Ready(self._width))
         playing = (self._play(number, player) for number, player in enumerate(self._players))
         tasks = [asyncio.ensure_future(work) for work in (self._listen(), *playing)]
         try:
@@ -268,12 +276,13 @@ class Worker:
     # -- what the collector calls ---------------------------------------------------------------------
 
     async def set_seed(self, seed: int) -> None:
-        """Begin anew: the first environment with ``seed``, the next with ``seed + 1``, and so on."""
+        """Begin anew: the first environment with ``seed``, the next with ``seed + 1``, and so on, where one
+        of several that step together counts as several."""
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
         for number, player in enumerate(self._players):
-            await player.reset(seed + number)
+            await player.reset(seed + number * self._width)
 
     async def reset(self) -> None:
         """Begin new episodes."""

@@ -68,6 +68,16 @@ class MultiCollector(BlockingCollector):
     def __init__(self, create_env_fn: Callable[..., Any] | Sequence[Callable[..., Any]], policy: Any=None, *, sync: bool | None=None, policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None=None, create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None=None, config: CollectorConfig | None=None, **options: Any) -> None:
         self._async = self._async_class(create_env_fn, policy, sync=sync, policy_factory=policy_factory, create_env_kwargs=create_env_kwargs, config=config, **options)
 
+    def pause(self, timeout: float | None=None) -> AbstractContextManager[None]:
+        """Nothing is played inside: what the workers are collecting they bring to its end first. They always
+        go on afterwards.
+
+        Raises:
+            Exception: as the iterator.
+            SyncTimeoutError: they have not come to an end in time.
+        """
+        return self._blocking_pause(timeout)
+
     def update_policy_weights_(self, policy_or_weights: Any=None, *, model_id: str=POLICY, worker_ids: int | Sequence[int] | None=None, weights_dict: Mapping[str, Any] | None=None, timeout: float | None=None) -> None:
         """Send weights to the workers.
 
@@ -160,7 +170,7 @@ class MultiCollector(BlockingCollector):
         return portal().call(self._async.state_dict, timeout)
 
     def load_state_dict(self, state: Mapping[str, Any], timeout: float | None=None) -> None:
-        """Go on from there.
+        """Go on from there; what was collected before and not handed out is dropped.
 
         Raises:
             InvalidArgumentError: it is that of another number of workers.
@@ -196,16 +206,6 @@ class MultiCollector(BlockingCollector):
             InvalidArgumentError: there is no replay buffer.
         """
         portal().call(self._async.start)
-
-    def pause(self, timeout: float | None=None) -> AbstractContextManager[None]:
-        """Nothing is played inside: what the workers are collecting they bring to its end first. They always
-        go on afterwards.
-
-        Raises:
-            Exception: as the iterator.
-            SyncTimeoutError: they have not come to an end in time.
-        """
-        return self._blocking_pause(timeout)
 
 
 class MultiSyncCollector(MultiCollector):
