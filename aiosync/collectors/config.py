@@ -375,8 +375,8 @@ class CollectorConfig:
         places = [self.devices.of(worker) for worker in range(workers)]
         if sync and min(batch.frames_of(worker, workers) for worker in range(workers)) < 1:
             raise InvalidArgumentError(
-                f"frames_per_batch={each!r}: a synchronous batch has a part of each worker: expected at least "
-                f"{workers}, as there are workers"
+                f"frames_per_batch={each!r}: a synchronous batch has a part of each worker: expected at "
+                f"least {workers}, as there are workers"
             )
         if not sync and batch.preemptive_threshold != 1:
             raise InvalidArgumentError(

@@ -442,13 +442,13 @@ class MultiCollector(Controls):
     async def _run(self, pool: Pool) -> None:
         try:
             while not self._is_enough:
+                await self._going.wait()
                 pauses = self._paused
                 try:
                     await anext(self)
                 except SyncTimeoutError:
-                    if pauses == self._paused:
+                    if pauses == self._paused:  # else a pause has taken that long
                         raise
-                    await self._going.wait()  # however long that takes, it is nobody's fault
                 await asyncio.sleep(0)  # the next batch may be there already
         except Exception as exc:  # noqa: BLE001 - raised by the next call
             pool.failure = exc

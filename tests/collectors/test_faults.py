@@ -112,7 +112,7 @@ def _pid_or_none(collector: MultiCollector, worker: int) -> int | None:
 async def test_a_worker_hangs(phase: str, sync: bool) -> None:
     policy = make_policy()
     started = time.monotonic()
-    async with collecting(ENVS, policy, sync=sync, timeout=3 * SCALE) as collector:
+    async with collecting(ENVS, policy, sync=sync, timeout=1.5 * SCALE) as collector:
         running = asyncio.ensure_future(PHASES[phase](collector, policy))
         await asyncio.sleep(0.2)
         pid = _pid(collector, 1)

@@ -171,7 +171,7 @@ async def test_frames_without_versions(sync: bool) -> None:
     for batch in await _batches(2, ENVS, policy, sync=sync, track_policy_version=False):
         assert "policy_version" not in batch.keys()
     with pytest.raises(InvalidArgumentError, match="needs track_policy_version"):
-        MultiCollector(ENVS, policy, track_policy_version=False, max_staleness=1)
+        MultiCollector(ENVS, policy, sync=False, track_policy_version=False, max_staleness=1)
 
 
 @BOTH
@@ -195,7 +195,13 @@ async def test_an_episode_that_nobody_ends(sync: bool) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("options", [{"compile_policy": {"backend": "eager"}}, {"compile_policy": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compile_policy": {"backend": "eager"}},
+        pytest.param({"compile_policy": True}, marks=pytest.mark.soak),  # a compiler's minute
+    ],
+)
 async def test_a_compiled_policy(sync: bool, options: dict[str, Any]) -> None:
     policy = make_policy()
     async with collecting(ENVS, policy, sync=sync, timeout=120, **options) as collector:
@@ -232,9 +238,13 @@ async def test_devices(sync: bool) -> None:
         ({"launcher": "slurm"}, "expected 'process' or 'ray'"),
         ({"ray_options": {}}, "of launcher='ray'"),
         ({"on_stale": "wati"}, "expected 'drop' or 'wait'"),
-        ({"max_staleness": -1}, "expected 0 or more versions"),
+        ({"max_staleness": -1, "sync": False}, "expected 0 or more versions"),
         ({"restart_workers": -1}, "expected 0 or more"),
         ({"num_workers": 0}, "expected a positive number"),
+        ({"frames_per_batch": 1, "sync": True}, "has a part of each worker"),
+        ({"preemptive_threshold": 0.5, "sync": False}, "preemptive_threshold= is of sync=True"),
+        ({"max_staleness": 1, "sync": True}, "max_staleness= is of sync=False"),
+        ({"start_method": "fork"}, "expected 'spawn' or 'forkserver'"),
         ({"weight_updater": 3}, "weight_updater: expected an updater"),
     ],
 )

@@ -1,0 +1,224 @@
+"""What a review found: two things at a time, and what comes after the last."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+from typing import Any
+
+import anyio
+import gymnasium as gym
+import pytest
+import torch
+from tensordict.nn import TensorDictModule
+
+from aiosync import InvalidArgumentError, NotConnectedError, SharedMemWeightSyncScheme, WorkerLostError
+from aiosync.collectors import Collector, CollectorConfig, MultiCollector, ProcessConfig
+from tests.collectors.kit import ENVS, check, collecting
+from tests.collectors.test_controls import Shelf
+from tests.collectors.worlds import AsyncCounting, Counting, Failing, Odd, make_policy
+from tests.kit.clock import PATIENCE, eventually, within
+from tests.kit.marked import mark
+
+BOTH = pytest.mark.parametrize("sync", [True, False])
+
+
+def _pids(collector: MultiCollector) -> list[int]:
+    assert collector._pool is not None
+    return [worker.pid or 0 for worker in collector._pool.workers]
+
+
+def _gone(pids: list[int]) -> bool:
+    for pid in pids:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            continue
+        return False
+    return True
+
+
+@BOTH
+async def test_an_end_that_is_cancelled_at_each_await(sync: bool) -> None:
+    for turns in range(1, 12, 2):
+        collector = MultiCollector(ENVS, make_policy(), sync=sync, replay_buffer=Shelf(), timeout=PATIENCE)
+        await collector.connect()
+        pids = _pids(collector)
+        await collector.start()
+        closing = asyncio.ensure_future(collector.aclose())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        assert _gone(pids)
+
+
+@BOTH
+async def test_a_scope_that_is_cancelled_around_it(sync: bool) -> None:
+    pids: list[int] = []
+    with anyio.CancelScope() as scope:
+        async with collecting(ENVS, make_policy(), sync=sync) as collector:
+            await anext(collector)
+            pids = _pids(collector)
+            scope.cancel()
+            await anext(collector)
+    assert _gone(pids)
+
+
+@BOTH
+async def test_a_pause_of_what_was_started(sync: bool) -> None:
+    shelf = Shelf()
+    async with collecting(ENVS, make_policy(), sync=sync, replay_buffer=shelf, timeout=2) as collector:
+        await collector.start()
+        await eventually(lambda: len(shelf.frames) >= 60, "it collects")
+        async with collector.pause():
+            await asyncio.sleep(0.2)
+            settled = len(shelf.frames)
+            await asyncio.sleep(2.5)  # longer than a call may take
+            assert len(shelf.frames) == settled
+        await eventually(lambda: len(shelf.frames) >= settled + 60, "it goes on after a pause")
+
+
+async def test_a_worker_that_fails_while_others_deliver() -> None:
+    envs = [Counting, functools.partial(Failing, "step")]
+    async with collecting(envs, make_policy(), sync=False) as collector:
+        with pytest.raises(Odd):
+            for _ in range(2000):
+                await anext(collector)
+        with pytest.raises(Odd):
+            await collector.update_policy_weights_()
+
+
+async def test_a_state_of_an_asynchronous_one() -> None:
+    async with collecting(ENVS, sync=False, total_frames=200) as collector:
+        for _ in range(3):
+            await anext(collector)
+        async with collector.pause():
+            state = await collector.state_dict()
+    async with collecting(ENVS, sync=False, total_frames=200) as collector:
+        await anext(collector)  # which is forgotten
+        await collector.load_state_dict(state)
+        rest = [batch.numel() async for batch in collector]
+    assert sum(rest) == 140
+
+
+def _vector() -> Any:
+    return gym.vector.SyncVectorEnv([Counting] * 2)
+
+
+@BOTH
+async def test_seeds_of_vector_environments(sync: bool) -> None:
+    async with collecting([_vector] * 2, sync=sync, envs_per_worker=1, frames_per_batch=40) as collector:
+        assert await collector.set_seed(10) == 14
+        seen: set[float] = set()
+        for _ in range(1 if sync else 6):
+            seen |= set((await anext(collector))["observation"][..., 3].reshape(-1).tolist())
+    assert seen == {10.0, 11.0, 12.0, 13.0}
+
+
+@BOTH
+async def test_the_version_of_a_part_of_the_policy(sync: bool) -> None:
+    policy = make_policy()
+    schemes = {"policy.module": SharedMemWeightSyncScheme(timeout=PATIENCE)}
+    async with collecting(ENVS, policy, sync=sync, weight_sync_schemes=schemes) as collector:
+        for version in range(1, 6):
+            check(await anext(collector))
+            mark(policy, version)
+            await collector.update_policy_weights_(model_id="policy.module")
+        assert collector.policy_version == 5
+
+
+async def test_a_policy_of_buffers_only() -> None:
+    class Fixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("choice", torch.tensor(1))
+
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            return torch.as_tensor(self.choice).expand(observation.shape[:-1])
+
+    module = Fixed()
+    policy = TensorDictModule(module, in_keys=["observation"], out_keys=["action"])
+    async with collecting(ENVS, policy) as collector:
+        assert (await anext(collector))["action"].unique().tolist() == [1]
+        module.choice = torch.tensor(2)
+        await collector.update_policy_weights_()
+        assert (await anext(collector))["action"].unique().tolist() == [2]
+
+
+async def test_a_batch_is_acted_at_random_or_it_is_not() -> None:
+    async with collecting(ENVS, make_policy(), sync=True, init_random_frames=5) as collector:
+        first, second = [await anext(collector) for _ in range(2)]
+    assert "marks" not in first.keys()
+    assert "marks" in second.keys()
+
+
+@BOTH
+async def test_a_start_of_which_one_fails(sync: bool) -> None:
+    numbers: Any = (number for number in range(3))  # a generator cannot be pickled
+    odd = functools.partial(Counting, name=numbers)
+    with pytest.raises(TypeError, match="pickle"):
+        async with collecting([Counting, odd], sync=sync):
+            pass
+
+
+@BOTH
+async def test_who_waits_while_it_is_closed(sync: bool) -> None:
+    envs = [functools.partial(AsyncCounting, seconds=3600)] * 2
+    async with collecting(envs, sync=sync) as collector:
+        waiting = asyncio.ensure_future(anext(collector))
+        await asyncio.sleep(0.1)
+        await collector.aclose(timeout=1)
+        with pytest.raises(NotConnectedError, match="closed meanwhile"):
+            await within(waiting, 2)
+
+
+@BOTH
+async def test_several_take_the_last_ones(sync: bool) -> None:
+    async with collecting(ENVS, sync=sync, total_frames=40) as collector:
+        found = await asyncio.gather(*(_next(collector) for _ in range(4)))
+        assert sum(batch is not None for batch in found) == 2
+        assert collector.frames == 40
+
+
+async def _next(collector: MultiCollector) -> Any:
+    try:
+        return await anext(collector)
+    except StopAsyncIteration:
+        return None
+
+
+async def test_masks_of_parts_that_differ_in_length() -> None:
+    shelf = Shelf()
+    options: dict[str, Any] = {"frames_per_batch": [20, 28], "replay_buffer": shelf}
+    async with collecting([_vector] * 2, sync=True, **options) as collector:
+        await anext(collector)
+    # An episode has seven steps and one more that begins the next.
+    assert len(shelf.frames) == 2 * (10 - 1) + 2 * (14 - 1)
+    assert all(frame["collector", "mask"] for frame in shelf.frames)
+
+
+async def test_many_batches_are_kept() -> None:
+    async with collecting(ENVS[:1], make_policy(), sync=False) as collector:
+        kept = [await anext(collector) for _ in range(80)]
+        assert collector._pool is not None
+        assert len(collector._pool.workers[0].loans.lent) <= 32
+        steps = torch.cat([batch["observation"] for batch in kept])
+    assert (steps[1:, 1:3] != steps[:-1, 1:3]).any(-1).all()
+
+
+def test_a_configuration_of_processes_is_refused_too() -> None:
+    config = CollectorConfig(processes=ProcessConfig(num_workers=2))
+    with pytest.raises(InvalidArgumentError, match="num_workers: a Collector plays in this process"):
+        Collector(Counting, config=config)
+
+
+async def test_a_killed_worker_is_told_of_while_others_deliver() -> None:
+    async with collecting(ENVS, make_policy(), sync=False) as collector:
+        await anext(collector)
+        os.kill(_pids(collector)[1], signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match="SIGKILL"):
+            for _ in range(2000):
+                await anext(collector)
