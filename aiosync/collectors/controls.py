@@ -43,6 +43,10 @@ class Controls(ABC):
         """The workers; raises NotConnectedError if there are none."""
 
     @abstractmethod
+    def _is_live(self, pool: Pool) -> bool:
+        """Whether these are the workers still."""
+
+    @abstractmethod
     def pause(self, timeout: float | None = None) -> AbstractAsyncContextManager[None]:
         """Nothing is played inside."""
 

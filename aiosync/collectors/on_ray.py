@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -34,7 +35,7 @@ class RayHost(Host):
 
     async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
         """See :class:`Host`."""
-        # Threads that wait for messages, and for the end, are not to wait for each other: it is an async one.
+        # It is an async one: a call that waits for messages does not keep others from being made.
         self._handle = self._ray.remote(_Actor).options(**self._options).remote()
         self._running = _awaited(self._handle.run.remote(cloudpickle.dumps(spec), dict(schemes)))
         return _RayChannel(self._handle)
@@ -84,17 +85,24 @@ class _Actor:
 
     def __init__(self) -> None:
         self._ours, self._theirs = LocalChannel.pair()
+        self._expected = 0
+        self._early: dict[int, bytes | None] = {}
 
     async def run(self, spec: bytes, schemes: Schemes) -> None:
         """Be a worker until the collector closes."""
         await serve(partial(cloudpickle.loads, spec), schemes, self._theirs)
 
-    async def tell(self, data: bytes | None) -> None:
-        """A message for the worker; None: there will be no more."""
-        if data is None:
-            self._ours.close()
-        else:
-            self._ours.send(cloudpickle.loads(data))
+    async def tell(self, number: int, data: bytes | None) -> None:
+        """A message for the worker, the ``number``-th (Ray may call an async actor in another order); None:
+        there will be no more."""
+        self._early[number] = data
+        while self._expected in self._early:
+            message = self._early.pop(self._expected)
+            self._expected += 1
+            if message is None:
+                self._ours.close()
+            else:
+                self._ours.send(cloudpickle.loads(message))
 
     async def messages(self) -> list[Any]:
         """The worker's next ones; an empty list: there will be no more."""
@@ -107,6 +115,7 @@ class _Actor:
 class _RayChannel(Channel):
     def __init__(self, handle: Any) -> None:
         self._handle = handle
+        self._numbers = itertools.count()
         self._received: list[Any] = []
         self._asked: asyncio.Future[Any] | None = None
         self._closed = False
@@ -114,7 +123,7 @@ class _RayChannel(Channel):
     def send(self, message: object) -> None:
         """See :class:`Channel`."""
         if not self._closed:
-            self._handle.tell.remote(cloudpickle.dumps(message))
+            self._handle.tell.remote(next(self._numbers), cloudpickle.dumps(message))
 
     async def receive(self) -> Any:
         """See :class:`Channel`."""
@@ -138,4 +147,4 @@ class _RayChannel(Channel):
         """See :class:`Channel`."""
         if not self._closed:
             self._closed = True
-            self._handle.tell.remote(None)
+            self._handle.tell.remote(next(self._numbers), None)

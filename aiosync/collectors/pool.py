@@ -64,6 +64,12 @@ class Pool:
         self._host = TaskHost("aiosync-collector")
         self._stack = AsyncExitStack()
 
+    def fail(self, error: Exception) -> None:
+        """Something went wrong where nobody was waiting: whoever waits for workers is told, and whoever asks
+        later."""
+        self.failure = self.failure or error
+        self._changed.set()
+
     async def start(self, deadline: Deadline) -> None:
         """Start the workers, and wait until each can play.
 
@@ -192,8 +198,7 @@ class Pool:
     async def aclose(self, deadline: Deadline) -> None:
         """End the workers; those that do not end by themselves are killed. Idempotent."""
         closed = NotConnectedError("this collector was closed meanwhile")
-        self.failure = self.failure or closed
-        self._changed.set()
+        self.fail(closed)
         async with self._stack:
             try:
                 await self._host.aclose()

@@ -200,7 +200,7 @@ async def _follow(scheme: WeightSyncScheme, pool: Pool) -> None:
     receiver = scheme.get_receiver()
     await receiver.run()
     if receiver.lost:
-        pool.failure = WorkerLostError((), receiver.ended or "unknown")
+        pool.fail(WorkerLostError((), receiver.ended or "unknown"))
 
 
 async def _end(task: asyncio.Task[None]) -> None:

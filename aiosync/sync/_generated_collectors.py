@@ -185,6 +185,15 @@ class MultiCollector(BlockingCollector):
         """
         return self._async.get_model(model_id)
 
+    def start(self) -> None:
+        """Collect into the replay buffer from now on, beside whatever else runs on this event loop, until
+        ``total_frames`` or :meth:`close`. What goes wrong is raised by the next call.
+
+        Raises:
+            InvalidArgumentError: there is no replay buffer.
+        """
+        portal().call(self._async.start)
+
     def connect(self, timeout: float | None=None) -> None:
         """Start the workers, and wait until each is ready to play with version 0.
 
@@ -197,15 +206,6 @@ class MultiCollector(BlockingCollector):
             SyncTimeoutError: not all were ready in time.
         """
         self._blocking_connect(timeout)
-
-    def start(self) -> None:
-        """Collect into the replay buffer from now on, beside whatever else runs on this event loop, until
-        ``total_frames`` or :meth:`close`. What goes wrong is raised by the next call.
-
-        Raises:
-            InvalidArgumentError: there is no replay buffer.
-        """
-        portal().call(self._async.start)
 
 
 class MultiSyncCollector(MultiCollector):
