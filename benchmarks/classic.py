@@ -6,11 +6,7 @@ Turns of the two follow each other.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,8 +18,12 @@ from rich.table import Table
 from benchmarks.classic_turns import CASES, Turn
 from benchmarks.links import save
 from benchmarks.meters import Spread, spread
+from benchmarks.turns import in_a_process
 
 __all__ = ["CASES", "run"]
+
+_QUICK = "timeout:1 attempts:1"
+"""Where nobody answers for names, torch.distributed is not to wait for that."""
 
 
 @dataclass(frozen=True)
@@ -73,24 +73,15 @@ def run(
             both: dict[str, list[Turn]] = {"aiosync": [], "torchrl": []}
             for _ in range(turns):
                 for library, taken in both.items():
-                    taken.append(_in_a_process(kind, scheme, library, size, updates, frames))
+                    arguments = kind, scheme, library, size, updates, frames
+                    turn = in_a_process("classic_turns", *arguments, RES_OPTIONS=_QUICK)
+                    taken.append(Turn(**turn))
             figures = _figures(kind, scheme, size, both)
             found.append(asdict(figures))
             table.add_row(*_row(figures))
     finally:
         Console().print(table)
         save(out, "collectors", found)
-
-
-def _in_a_process(*arguments: object) -> Turn:
-    command = [sys.executable, "-m", "benchmarks.classic_turns", *map(str, arguments)]
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return Turn(**json.loads(lines[-1]))
 
 
 def _figures(kind: str, scheme: str, size: int, both: dict[str, list[Turn]]) -> Figures:

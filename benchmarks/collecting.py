@@ -5,10 +5,6 @@ A turn is a process of its own, with processes of workers; turns of the two foll
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +16,7 @@ from rich.table import Table
 from benchmarks.collecting_turns import ENVS, Turn
 from benchmarks.links import save
 from benchmarks.meters import Spread, spread
+from benchmarks.turns import in_a_process
 
 __all__ = ["ENVS", "MODES", "run"]
 
@@ -80,7 +77,8 @@ def run(
             taken: dict[str, list[Turn]] = {library: [] for library in LIBRARIES}
             for _ in range(turns):
                 for library in LIBRARIES:
-                    taken[library].append(_in_a_process(library, mode, env, per_batch, frames))
+                    arguments = library, mode, env, per_batch, frames
+                    taken[library].append(Turn(**in_a_process("collecting_turns", *arguments)))
             for measure in _MEASURES:
                 row, ok = _row(measure, taken)
                 table.add_row(env, mode, *row)
@@ -95,18 +93,6 @@ def run(
         Console().print(table)
         save(out, "collecting", found)
     return missed
-
-
-def _in_a_process(*arguments: object) -> Turn:
-    command = [sys.executable, "-m", "benchmarks.collecting_turns", *map(str, arguments)]
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path}
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return Turn(**json.loads(lines[-1]))
 
 
 def _row(measure: _Measure, taken: dict[str, list[Turn]]) -> tuple[list[str], bool]:

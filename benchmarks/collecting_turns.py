@@ -216,7 +216,7 @@ async def _take_turn(library: str, mode: str, env: str, per_batch: int, wanted: 
             if number == _WARM_UP:
                 updates.clear()
                 started = time.perf_counter()
-            elif number % each == 0:
+            elif number > _WARM_UP and number % each == 0:
                 before = time.perf_counter()
                 memory = max(memory, _memory())
                 apart += time.perf_counter() - before
