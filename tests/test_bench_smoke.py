@@ -22,14 +22,7 @@ TIMEOUT = 120.0
 """Seconds; it takes about ten, most of them for importing torch in six processes."""
 
 
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a run with the tiny model and one worker wrote."""
-    folder = tmp_path_factory.mktemp("bench")
-    options = (
-        "--models=tiny --workers=1 --schemes=shared --contenders=aiosync,torchrl --rounds=4 "
-        f"--deadline=60 --json={folder}/bench.json --png={folder}/bench.png"
-    )
+def _run(options: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.bench", *options.split()],
         cwd=ROOT,
@@ -39,6 +32,17 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run with the tiny model and one worker wrote."""
+    folder = tmp_path_factory.mktemp("bench")
+    options = (
+        "--models=tiny --workers=1 --schemes=shared --contenders=aiosync,torchrl --rounds=4 "
+        f"--deadline=60 --json={folder}/bench.json --png={folder}/bench.png"
+    )
+    _run(options)
     assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
     found: dict[str, Any] = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
     return found
@@ -178,15 +182,7 @@ def test_collectors_beside_each_other(tmp_path: Path) -> None:
     options = (
         f"--collecting --models=cartpole --schemes=async --rounds=1 --total=1000 --json={tmp_path}/c.json"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.bench", *options.split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    _run(options)
     (case,) = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))["collecting"]
     (ours,), (theirs,) = case["aiosync"], case["torchrl"]
     assert ours["wrong"] == 0

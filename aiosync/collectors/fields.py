@@ -111,7 +111,7 @@ class Slot:
         in_a_row = places == list(range(first, first + len(places)))
         for key, view in self.views.items():
             values = [frame[key] for frame in frames]
-            if in_a_row and all(value.device == view.device for value in values):
+            if in_a_row and values[0].device == view.device:
                 torch.stack(values, out=view[first : first + len(places)])
             else:
                 for place, value in zip(places, values, strict=True):

@@ -16,7 +16,7 @@ from aiosync._deadline import Deadline
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.pool import Pool
 from aiosync.collectors.proxy import WorkerProxy
-from aiosync.collectors.worker import POLICY, policy_version
+from aiosync.collectors.worker import POLICY, schemes_of_policy
 from aiosync.errors import InvalidArgumentError, NotInitializedError, SyncTimeoutError, WorkerLostError
 from aiosync.schemes.atomic import atomic
 from aiosync.schemes.base import WeightSyncScheme
@@ -64,7 +64,8 @@ class Updates:
     @property
     def version(self) -> int:
         """The policy's newest; 0 if it has no weights."""
-        return self.counted + max(0, policy_version(self.schemes))
+        versions = [scheme.version for scheme in schemes_of_policy(self.schemes)]  # -1: not connected yet
+        return self.counted + max([0, *versions])
 
     def begin(self, ctx: BaseContext | None) -> None:
         """Make every scheme that is none yet a sender, before workers get it."""

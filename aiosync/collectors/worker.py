@@ -33,7 +33,7 @@ from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.weights.resolve import resolve_model
 
-__all__ = ["POLICY", "Worker", "WorkerSpec", "policy_version", "serve"]
+__all__ = ["POLICY", "Worker", "WorkerSpec", "schemes_of_policy", "serve"]
 
 POLICY = "policy"
 
@@ -73,9 +73,9 @@ class WorkerSpec:
         return self.workers * self.config.processes.envs_per_worker
 
 
-def policy_version(schemes: Mapping[str, WeightSyncScheme]) -> int:
-    """The policy's version: that of its scheme, or of its parts' whose is newest; 0 if there is none."""
-    return max((s.version for name, s in schemes.items() if f"{name}.".startswith(f"{POLICY}.")), default=0)
+def schemes_of_policy(schemes: Mapping[str, WeightSyncScheme]) -> list[WeightSyncScheme]:
+    """The policy's scheme, or those of its parts. The newest of their versions is the policy's."""
+    return [scheme for name, scheme in schemes.items() if f"{name}.".startswith(f"{POLICY}.")]
 
 
 async def serve(
@@ -136,6 +136,7 @@ class Worker:
         self._config = config
         self._spec = spec
         self._schemes = schemes
+        self._of_policy = schemes_of_policy(schemes)
         self._channel = channel
         self._counted = spec.counted
         places = config.devices.of(spec.index)
@@ -191,7 +192,7 @@ class Worker:
         return self.policy if model_id == POLICY else resolve_model(self, model_id)
 
     def _version(self) -> int:
-        return self._counted + policy_version(self._schemes)
+        return self._counted + max((scheme.version for scheme in self._of_policy), default=0)
 
     async def _connect(self, scheme: WeightSyncScheme) -> None:
         self._stack.push_async_callback(scheme.aclose)
