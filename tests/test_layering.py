@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "aiosync"
 
 # Who lies under whom: a module may import from its own layer and from those before it.
 LAYERS = (
-    {"errors", "_deadline"},
+    {"errors", "_compiler_later", "_deadline", "_imports"},
     {"weights"},
     {"protocol"},
     {"transports"},

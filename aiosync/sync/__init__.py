@@ -6,6 +6,10 @@ running forward pass of its model. A call from a thread that runs an event loop 
 loop: await the class of the same name in :mod:`aiosync` there.
 """
 
+from functools import partial
+from importlib import import_module
+
+from aiosync._imports import when_imported
 from aiosync.sync._generated_schemes import (
     DistributedWeightSyncScheme,
     MemoryWeightSyncScheme,
@@ -19,7 +23,6 @@ from aiosync.sync._generated_schemes import (
     WeightSyncScheme,
 )
 from aiosync.sync._joint import JointUpdate, atomic
-from aiosync.sync._peers import watch
 
 __all__ = [
     "DistributedWeightSyncScheme",
@@ -36,4 +39,5 @@ __all__ = [
     "atomic",
 ]
 
-watch("torchrl.weight_update", "aiosync.compat.torchrl")
+# Its classes are to count the twins as their own.
+when_imported("torchrl.weight_update", partial(import_module, "aiosync.compat.torchrl"))

@@ -1,52 +1,54 @@
-"""Libraries with schemes of their own, which the twins are to count as, as soon as they are there."""
+"""What is to happen once another module has been imported, whoever does that and whenever."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TypeAlias
 
-__all__ = ["watch"]
+__all__ = ["when_imported"]
+
+_Then: TypeAlias = Callable[[], object]
 
 
-def watch(peer: str, compat: str) -> None:
-    """Import ``compat``, which brings the two together, when ``peer`` is imported; now if it has been."""
-    if peer in sys.modules:
-        importlib.import_module(compat)
+def when_imported(name: str, then: _Then) -> None:
+    """Call ``then`` when the module ``name`` has been imported; now if it has been."""
+    if name in sys.modules:
+        then()
     else:
-        sys.meta_path.insert(0, _Watch(peer, compat))
+        sys.meta_path.insert(0, _Watch(name, then))
 
 
 class _Watch(MetaPathFinder):
     """Waits for one import."""
 
-    def __init__(self, peer: str, compat: str) -> None:
-        self._peer = peer
-        self._compat = compat
+    def __init__(self, name: str, then: _Then) -> None:
+        self._name = name
+        self._then = then
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """As the others find it, with a loader that tells us."""
-        if fullname != self._peer:
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Telling(spec.loader, self._compat)
+            spec.loader = _Telling(spec.loader, self._then)
         return spec
 
 
 class _Telling(Loader):
     """Loads as another does, and then says so."""
 
-    def __init__(self, loader: Loader, compat: str) -> None:
+    def __init__(self, loader: Loader, then: _Then) -> None:
         self._loader = loader
-        self._compat = compat
+        self._then = then
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """As the other does."""
@@ -57,4 +59,4 @@ class _Telling(Loader):
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        importlib.import_module(self._compat)
+        self._then()
