@@ -4,7 +4,7 @@ Begin with :class:`SharedMemWeightSyncScheme`; :mod:`aiosync.sync` has the same 
 event loop.
 """
 
-import aiosync._compiler_later  # noqa: F401 - before all that imports tensordict
+from aiosync import _compiler_later  # noqa: F401 - before all that imports tensordict
 from aiosync.errors import (
     AiosyncError,
     AlreadyConnectedError,

@@ -2,7 +2,7 @@
 
 tensordict tells the compiler of some of its functions as it is imported, and that imports the compiler: most
 of the time that it takes, in every worker, though few compile anything. Here what it tells is kept until
-something imports the compiler, as ``torch.compile`` does.
+something imports the compiler, as ``torch.compile`` and the first optimizer do.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def _import_tensordict() -> None:
     def now() -> None:
         for tell, function in told:
             tell(function)
+        told.clear()
 
     when_imported(_COMPILER, now)
     tells = {name: getattr(torch.compiler, name) for name in _TELLS}

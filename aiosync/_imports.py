@@ -29,18 +29,28 @@ class _Watch(MetaPathFinder):
     def __init__(self, name: str, then: _Then) -> None:
         self._name = name
         self._then = then
+        self._looking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """As the others find it, with a loader that tells us."""
-        if fullname != self._name:
+        if fullname != self._name or self._looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._looking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._looking = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Telling(spec.loader, self._then)
+            spec.loader = _Telling(spec.loader, self._imported)
         return spec
+
+    def _imported(self) -> None:
+        # Not when it is looked for: some only ask whether there is such a module, and an import can fail.
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._then()
 
 
 class _Telling(Loader):

@@ -63,5 +63,28 @@ def test_torch_is_as_it_was() -> None:
     assert _prints(gone) == "[]\n"
 
 
+_ASKED = """
+import importlib.util, sys, aiosync
+assert importlib.util.find_spec("torch._dynamo") is not None
+"""
+
+_FAILS_ONCE = """
+import aiosync, sys
+sys.modules["torch._dynamo.config"] = None
+try:
+    import torch._dynamo
+except ImportError:
+    del sys.modules["torch._dynamo.config"]
+else:
+    raise SystemExit("it did not fail")
+"""
+
+
+@pytest.mark.parametrize("before", [_ASKED, _FAILS_ONCE], ids=["only asked for", "failed once"])
+def test_what_was_no_import_changes_nothing(before: str) -> None:
+    plain = _prints(f"import tensordict.nn\n{_ALLOWED}")
+    assert _prints(before + _ALLOWED) == plain
+
+
 def test_what_uses_tensordict_compiles() -> None:
     assert _prints(f"import aiosync\n{_COMPILED}") == _prints(_COMPILED)
