@@ -41,7 +41,7 @@ async def train(mode: str, workers: int, seed: int, updates: int) -> Curve:
         total_frames=ENVS * STEPS * workers * updates,
         cat_results=0,
         max_staleness=None if mode == "sync" else 1,
-        on_stale="wait",
+        on_stale="drop" if mode == "sync" else "wait",
     )
     curve: Curve = []
     async with collector:

@@ -297,12 +297,15 @@ class WeightConfig:
             raise InvalidArgumentError(f"max_staleness={self.max_staleness!r}: expected 0 or more versions")
         if self.on_stale not in ("drop", "wait"):
             raise InvalidArgumentError(f"on_stale={self.on_stale!r}: expected 'drop' or 'wait'")
+        if self.on_stale == "wait" and self.max_staleness is None:
+            raise InvalidArgumentError("on_stale='wait' is of sync=False, with max_staleness=")
 
     @property
     def allowed_updates(self) -> float:
         """How many there may be between asking for a batch and handing it out."""
-        waits = self.on_stale == "wait" and self.max_staleness is not None
-        return self.max_staleness or 0 if waits else math.inf
+        if self.on_stale == "drop" or self.max_staleness is None:
+            return math.inf
+        return self.max_staleness
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -241,6 +241,7 @@ async def test_devices(sync: bool) -> None:
         ({"launcher": "slurm"}, "expected 'process' or 'ray'"),
         ({"ray_options": {}}, "of launcher='ray'"),
         ({"on_stale": "wati"}, "expected 'drop' or 'wait'"),
+        ({"on_stale": "wait", "sync": False}, "with max_staleness="),
         ({"max_staleness": -1, "sync": False}, "expected 0 or more versions"),
         ({"restart_workers": -1}, "expected 0 or more"),
         ({"num_workers": 0}, "expected a positive number"),
