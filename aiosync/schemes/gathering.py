@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -137,14 +137,11 @@ def _in_turn(before: asyncio.Future[None] | None, action: Callable[[], object]) 
         before.add_done_callback(lambda _: action())
 
 
-@asynccontextmanager
-async def leading(leader: Leader | None, call: str, deadline: Deadline) -> AsyncIterator[Gathering | None]:
+def leading(
+    leader: Leader | None, call: str, deadline: Deadline
+) -> AbstractAsyncContextManager[Gathering | None]:
     """Around a call of the sender's. None: the model is whole."""
-    if leader is None:
-        yield None
-        return
-    async with leader.calling(call, deadline) as gathering:
-        yield gathering
+    return nullcontext() if leader is None else leader.calling(call, deadline)
 
 
 class Contributor:

@@ -32,7 +32,7 @@ from aiosync.protocol.stream import BLOCK
 from aiosync.schemes.rounds import JointRound
 from aiosync.transports._offload import Offloader, call_when_done
 from aiosync.weights.arena import Arena, Slot
-from aiosync.weights.copying import INLINE_LIMIT, BlockCopy, Filling, copy_pairs
+from aiosync.weights.copying import INLINE_LIMIT, BlockCopy, Filling, copy_few
 from aiosync.weights.segment import Segment
 from aiosync.weights.sharded import is_sharded
 
@@ -43,6 +43,9 @@ _WORTH_OVERLAPPING = 4 << 20
 
 Streams: TypeAlias = Literal["", "plain", "checked"]
 """Whether versions are sent block after block, while the last are still being copied; and with checksums."""
+
+Parked: TypeAlias = Callable[[], set[Hashable]]
+"""Gives the holders of slots that are not expected to move on."""
 
 LATEST = "latest"
 WRITER = "writer"
@@ -109,6 +112,7 @@ class WeightGroup:
         unspilling: whether somebody is bringing it into a slot.
         addressed: worker -> the newest version that was for it.
         unstoppable: holders that read a slot until somebody else is done.
+        writes_inline: whether a version is so small that no thread is needed to write it.
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class WeightGroup:
         self.unspilling = False
         self.addressed: dict[int, int] = {}
         self.unstoppable: set[Hashable] = set()
+        self.writes_inline = device.type == "cpu" and arena.layout.nbytes <= INLINE_LIMIT
         self._freed = asyncio.Event()
         self._stopped = False
 
@@ -139,11 +144,6 @@ class WeightGroup:
     def stopped(self) -> bool:
         """Whether the sender is being closed."""
         return self._stopped
-
-    @property
-    def writes_inline(self) -> bool:
-        """Whether a version is so small that no thread is needed to write it."""
-        return self.device.type == "cpu" and self.arena.layout.nbytes <= INLINE_LIMIT
 
     async def reserve(self, count: int) -> None:
         """Take memory for this many slots."""
@@ -156,15 +156,14 @@ class WeightGroup:
         self,
         given: Sequence[tuple[str, Tensor]],
         targets: set[int],
-        parked: Callable[[], set[Hashable]],
+        parked: Parked,
         deadline: Deadline,
         *,
         may_spill: bool,
     ) -> Draft:
         """Take a slot and pair its tensors with ``given`` ones (entry name, tensor).
 
-        Entries that are not given keep the newest version's values. ``parked`` gives the holders that are
-        not expected to move on.
+        Entries that are not given keep the newest version's values.
 
         Raises:
             SyncTimeoutError: every slot was in use until the deadline; names the workers that read them.
@@ -182,9 +181,7 @@ class WeightGroup:
             pairs += self._rest(slot, {name for name, _ in given})
         return Draft(self, slot, pairs, names, reclaimed, spilled, sharded=sharded)
 
-    async def draft_to_fill(
-        self, targets: set[int], parked: Callable[[], set[Hashable]], deadline: Deadline
-    ) -> Draft:
+    async def draft_to_fill(self, targets: set[int], parked: Parked, deadline: Deadline) -> Draft:
         """A slot for a version that somebody else writes."""
         slot, reclaimed = await self._slot_for(targets, parked, deadline, may_spill=False)
         return Draft(self, slot, [], None, reclaimed)
@@ -192,7 +189,7 @@ class WeightGroup:
     async def _slot_for(
         self,
         targets: set[int],
-        parked: Callable[[], set[Hashable]],
+        parked: Parked,
         deadline: Deadline,
         *,
         may_spill: bool,
@@ -201,7 +198,7 @@ class WeightGroup:
         while True:
             if self._stopped:
                 raise NotConnectedError("the sender was closed before this version could be written")
-            slot, reclaimed = await self._writable_slot(targets, parked())
+            slot, reclaimed = await self._writable_slot(targets, parked)
             if slot is None and may_spill:
                 slot, reclaimed = await self._spillable_slot(), self.spill is not None
             if slot is not None:
@@ -210,10 +207,10 @@ class WeightGroup:
                 return slot, reclaimed
             await self._until_freed(deadline)
 
-    async def draft_unspilled(self, parked: Iterable[Hashable]) -> Draft | None:
+    async def draft_unspilled(self, parked: Parked) -> Draft | None:
         """A slot for the spilled version, if it is still waiting and a slot is free."""
         try:
-            slot, _ = await self._writable_slot(set(), set(parked))
+            slot, _ = await self._writable_slot(set(), parked)
         except ArenaAllocationError:
             slot = None  # one that is freed will do as well
         spill = self.spill
@@ -228,7 +225,8 @@ class WeightGroup:
         """Copy; returns whether all was copied (not, if cancelled in between)."""
         draft.begun = True
         if self.writes_inline:
-            return copy_pairs(draft.pairs)
+            copy_few(draft.pairs)
+            return True
         return await self._offloader.copy(draft.pairs, cancelled)
 
     def overlaps(self, draft: Draft) -> bool:
@@ -359,10 +357,10 @@ class WeightGroup:
             if entry.name not in given
         ]
 
-    async def _writable_slot(self, targets: set[int], parked: set[Hashable]) -> tuple[Slot | None, bool]:
+    async def _writable_slot(self, targets: set[int], parked: Parked) -> tuple[Slot | None, bool]:
         """A slot to write, and whether it is reclaimed; None if every slot is in use."""
         slot = self.arena.free_slot()
-        if slot is None and self.arena.may_grow(parked):
+        if slot is None and self.arena.may_grow(parked()):
             slot = await self._grow()
         if slot is not None:
             return slot, False

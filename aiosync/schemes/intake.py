@@ -25,7 +25,7 @@ from aiosync.schemes.stager import Stager
 from aiosync.transports._offload import Offloader
 from aiosync.transports.base import Transport
 from aiosync.weights.binding import Binding
-from aiosync.weights.copying import copy_pairs
+from aiosync.weights.copying import copy_few
 from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.target import WeightTarget, receiver_tensors
@@ -318,7 +318,7 @@ class Intake:
                 await self.arrival.arrive(held.update)
             if stager.is_quick(held.update):
                 views, pairs = stager.stage(held.update)
-                copy_pairs(pairs)
+                copy_few(pairs)
             else:
                 views, pairs = await self._offloader.run(lambda _: stager.stage(held.update))
                 await self._offloader.copy(pairs)
@@ -362,7 +362,7 @@ class Intake:
             return False
         started = time.perf_counter()
         views, pairs = stager.stage(held.update)
-        copy_pairs(pairs)
+        copy_few(pairs)
         self._check(views)
         held.views, held.stager = views, stager
         held.seconds["stage"] = time.perf_counter() - started

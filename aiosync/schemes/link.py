@@ -151,13 +151,12 @@ class WorkerLink:
     # -- what the sender tells it ------------------------------------------------------------------
 
     def announce(self, published: Published) -> None:
-        """There is a newer version for this worker."""
+        """There is a newer version for this worker; :meth:`serve` tells it."""
         if self.due is not None and self.due is not published:
             self._forgo(self.due)
         self.due = published
         published.slot.holders.add(("due", self.worker))
         self.session.publish(published.round)
-        self.transport.flush(self.session)
 
     def revoke(self, published: Published) -> None:
         """``published`` is about to be overwritten: it is not due any more."""

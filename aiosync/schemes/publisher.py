@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,6 +25,7 @@ from aiosync.schemes.gathering import Gathering
 from aiosync.schemes.group import Draft, Published, WeightGroup
 from aiosync.schemes.roster import Roster
 from aiosync.schemes.rounds import JointRound, Round
+from aiosync.schemes.turns import Turns
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports.shards import Wanted
 
@@ -75,27 +76,15 @@ class Publisher:
         self._round = -1
         self.stopped = False
         self._stopping: asyncio.Future[None] | None = None
-        self._lock = asyncio.Lock()
+        self._turns = Turns()
 
-    @asynccontextmanager
-    async def exclusive(self, deadline: Deadline) -> AsyncIterator[None]:
+    def exclusive(self, deadline: Deadline) -> AbstractAsyncContextManager[None]:
         """The right to draft and publish, which one ``send`` has at a time.
 
         Raises:
             SyncTimeoutError: another had it until the deadline.
         """
-        if self._lock.locked():
-            try:
-                async with asyncio.timeout(deadline.remaining()):
-                    await self._lock.acquire()
-            except TimeoutError:
-                raise deadline.error("stage", hint="an earlier send was still copying") from None
-        else:
-            await self._lock.acquire()
-        try:
-            yield
-        finally:
-            self._lock.release()
+        return self._turns.turn(deadline)
 
     async def stop(self) -> None:
         """Let nothing more be published, and wait until nobody writes: what is being copied stops at its
@@ -105,7 +94,7 @@ class Publisher:
             self._stopping.set_result(None)
         for group in self._groups:
             group.stop()
-        async with self._lock:
+        async with self._turns.turn():
             return
 
     def check_open(self) -> None:
@@ -250,8 +239,8 @@ class Publisher:
 
     def overlaps(self, draft: Draft) -> bool:
         """Whether the draft can be sent while it is being copied: not to those who map the slots."""
-        members = self._roster.members(draft.group)
-        return draft.group.overlaps(draft) and not any(link.maps for link in members)
+        group = draft.group
+        return group.overlaps(draft) and not any(link.maps for link in self._roster.members(group))
 
     async def _unspill(self, group: WeightGroup) -> None:
         """Bring the spilled version into a slot as soon as there is one."""
@@ -262,8 +251,8 @@ class Publisher:
 
     async def _until_unspilled(self, group: WeightGroup) -> None:
         while group.spill is not None:
-            async with self._lock:
-                draft = await group.draft_unspilled(self._roster.parked(group))
+            async with self._turns.turn():
+                draft = await group.draft_unspilled(partial(self._roster.parked, group))
                 spill = group.spill
                 if draft is not None and spill is not None:
                     await group.write(draft, lambda: False)
@@ -279,10 +268,13 @@ class Publisher:
         if round_ is None:
             return
         self._roster.rounds.remove(round_)
-        withdrawn = round_.withdrawn and round_.version == self.version
-        # Whoever joined meanwhile may have it, or be about to; and what it was written over is gone.
-        withdrawn &= all(link.reaches < round_.version for link in self._roster.links.values())
-        withdrawn &= not any(draft.reclaimed for draft in prepared.drafts)
+        withdrawn = (
+            round_.withdrawn
+            and round_.version == self.version
+            # Whoever joined meanwhile may have it, or be about to; and what it was written over is gone.
+            and all(link.reaches < round_.version for link in self._roster.links.values())
+            and not any(draft.reclaimed for draft in prepared.drafts)
+        )
         if withdrawn:
             self.version -= 1
         for draft, before in zip(prepared.drafts, prepared.before, strict=True):

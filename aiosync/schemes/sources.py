@@ -74,15 +74,17 @@ def _source_for(plan: SenderPlan, given: Any, workers: tuple[int, ...], own: Any
 
 
 async def _extract(source: Any, strategy: WeightStrategy | None) -> Mapping[str, Tensor]:
-    if isinstance(source, nn.Module):
-        reshard(source)
-    if isinstance(source, nn.Module) and callable(getattr(type(source), "merge_and_unload", None)):
-        # Adapters are merged on a copy of the whole model.
-        offloader = Offloader("aiosync-merge")
-        try:
-            return await offloader.run(lambda _: named_tensors(source, strategy=strategy))
-        finally:
-            offloader.close()
-    if strategy is None and isinstance(source, nn.Module) and not isinstance(source, TensorDictBase):
+    if not isinstance(source, nn.Module):
+        return named_tensors(source, strategy=strategy)
+    adapts = callable(getattr(type(source), "merge_and_unload", None))
+    if strategy is None and not adapts and not isinstance(source, TensorDictBase):
         return module_tensors(source)
-    return named_tensors(source, strategy=strategy)
+    reshard(source)
+    if not adapts:
+        return named_tensors(source, strategy=strategy)
+    # Adapters are merged on a copy of the whole model.
+    offloader = Offloader("aiosync-merge")
+    try:
+        return await offloader.run(lambda _: named_tensors(source, strategy=strategy))
+    finally:
+        offloader.close()

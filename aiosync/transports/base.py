@@ -156,7 +156,7 @@ class Transport(ABC):
 
     def write(self, *frames: Frame) -> None:
         """Send frames without waiting; a connection that turns out to be broken is reported lost."""
-        if not frames or not self.check_connection():
+        if not self.check_connection():
             return
         try:
             self._write(b"".join(map(encode, frames)))
@@ -298,7 +298,9 @@ class Transport(ABC):
 
     def flush(self, session: SenderSession | ReceiverSession) -> None:
         """Send what the session has to say."""
-        self.write(*session.frames_to_send())
+        frames = session.frames_to_send()
+        if frames:
+            self.write(*frames)
 
     # -- for subclasses ---------------------------------------------------------------------------
 

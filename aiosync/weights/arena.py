@@ -49,7 +49,7 @@ class Arena:
         layout: what a slot holds.
         allocate: takes a number of bytes and returns a segment of at least that many.
         max_slots: how many slots there may be at a time. Slots that only ``parked`` holders keep (see
-            :meth:`acquire`) do not count.
+            :meth:`may_grow`) do not count.
     """
 
     def __init__(self, layout: Layout, allocate: Callable[[int], Segment], max_slots: int = 3) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "Filling",
     "Lane",
     "Pairs",
+    "copy_few",
     "copy_lanes",
     "copy_pairs",
     "nbytes_of",
@@ -72,16 +73,25 @@ def nbytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(t.nbytes for t in tensors)
 
 
-def copy_pairs(pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> bool:
-    """Copy each second tensor into the first, converting dtype and device; returns whether it finished.
+def copy_pairs(pairs: Pairs) -> None:
+    """Copy each second tensor into the first, converting dtype and device.
 
     Args:
         pairs: (destination, source) of equal shapes.
-        cancelled: asked before each piece of some hundred megabytes; true ends the copy there.
     """
     if nbytes_of(destination for destination, _ in pairs) <= INLINE_LIMIT:
-        return _copy_by_torch(pairs, cancelled)
-    return all(lane(cancelled) for lane in copy_lanes(pairs, 1))
+        copy_few(pairs)
+        return
+    for lane in copy_lanes(pairs, 1):
+        lane(lambda: False)
+
+
+def copy_few(pairs: Pairs) -> None:
+    """The same in one go: for about :data:`INLINE_LIMIT` bytes."""
+    if pairs:
+        with torch.no_grad():
+            torch._foreach_copy_([d for d, _ in pairs], [s for _, s in pairs])
+    _await_devices(pairs)
 
 
 def read_at(fd: int, place: memoryview, offset: int) -> bool:
@@ -302,10 +312,14 @@ def _copy_by_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
             if cancelled():
                 return False
             torch._foreach_copy_([d for d, _ in batch], [s for _, s in batch])
+    _await_devices(pairs)
+    return True
+
+
+def _await_devices(pairs: Pairs) -> None:
     for device in {t.device for pair in pairs for t in pair if t.is_cuda}:
         # A copy on a device is only begun by now; whoever is told next reads from another stream.
         torch.cuda.current_stream(device).synchronize()
-    return True
 
 
 def _batches(pairs: Pairs) -> Iterator[Pairs]:

@@ -6,6 +6,7 @@ Whether it still has the same parts takes a tenth of that.
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from aiosync.weights.dense import check_dense
 from aiosync.weights.flatten import named_tensors
 from aiosync.weights.names import join
+from aiosync.weights.sharded import reshard
 from aiosync.weights.walk import has_extra_state, is_transient, leaves, modules
 
 __all__ = ["module_tensors"]
@@ -26,8 +28,8 @@ class _Index:
     def __init__(self, module: nn.Module) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.reusable = True
-        self._sizes: list[tuple[dict[str, Any], int]] = []
-        self._parts: list[tuple[dict[str, Any], str, Any]] = []
+        self.spread = reshard(module)
+        self._registries: list[tuple[dict[str, Any], list[str], list[Any]]] = []
         own = {id(part) for part in module.modules()}
         for prefix, part in modules(module, merge=True):
             # An adapter's merged copy is none of the module's own parts, and is made anew each time.
@@ -35,8 +37,7 @@ class _Index:
                 self.reusable = False
                 return
             for registry in (part._parameters, part._buffers, part._modules):
-                self._sizes.append((registry, len(registry)))
-                self._parts += [(registry, key, value) for key, value in registry.items()]
+                self._registries.append((registry, list(registry), list(registry.values())))
             for key, tensor in leaves(part):
                 if not is_transient(part, key):
                     name = join(prefix, key)
@@ -45,9 +46,10 @@ class _Index:
 
     def holds(self) -> bool:
         """Whether the module still has these parts and no others."""
-        return all(len(registry) == size for registry, size in self._sizes) and all(
-            registry.get(key) is part for registry, key, part in self._parts
-        )
+        for registry, names, parts in self._registries:
+            if list(registry) != names or not all(map(is_, registry.values(), parts)):
+                return False
+        return True
 
 
 _known: WeakKeyDictionary[nn.Module, _Index] = WeakKeyDictionary()
@@ -59,6 +61,8 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     Raises: as :func:`named_tensors`.
     """
     index = _known.get(module)
+    if index is not None and index.spread:
+        reshard(module)
     if index is None or not index.holds():
         index = _Index(module)
         if not index.reusable:

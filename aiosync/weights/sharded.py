@@ -53,14 +53,16 @@ def local_part(tensor: Any) -> Tensor:
     return part
 
 
-def reshard(module: nn.Module) -> None:
+def reshard(module: nn.Module) -> bool:
     """Have FSDP2 let go of whole parameters: after a forward pass without a backward one some may have been
-    left so, in the dtype that is computed in, and as they were then."""
+    left so, in the dtype that is computed in, and as they were then. Returns whether it has spread any."""
     library: Any = sys.modules.get("torch.distributed.fsdp")
-    if library is not None:
-        for part in module.modules():
-            if isinstance(part, library.FSDPModule):
-                part.reshard()
+    if library is None:
+        return False
+    spread = [part for part in module.modules() if isinstance(part, library.FSDPModule)]
+    for part in spread:
+        part.reshard()
+    return bool(spread)
 
 
 def mesh_of(sources: Iterable[Any]) -> Any:
