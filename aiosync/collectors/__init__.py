@@ -3,12 +3,12 @@
 from aiosync.collectors.config import (
     BatchConfig,
     CollectorConfig,
-    DeviceConfig,
     PolicyConfig,
     ProcessConfig,
     ReplayConfig,
     WeightConfig,
 )
+from aiosync.collectors.devices import DeviceConfig
 from aiosync.collectors.env import Env, adapt
 from aiosync.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from aiosync.collectors.single import Collector

@@ -18,7 +18,8 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 
-from aiosync.collectors.config import Places, PolicyConfig
+from aiosync.collectors.config import PolicyConfig
+from aiosync.collectors.devices import Places
 from aiosync.collectors.fields import Fields
 from aiosync.errors import InvalidArgumentError
 

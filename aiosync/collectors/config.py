@@ -11,18 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self, TypeAlias
 
-import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
 from aiosync._deadline import check_timeout, default_timeout
+from aiosync.collectors.devices import DeviceConfig
 from aiosync.errors import InvalidArgumentError
 
 __all__ = [
     "BatchConfig",
     "CollectorConfig",
-    "DeviceConfig",
-    "Places",
     "PolicyConfig",
     "ProcessConfig",
     "ReplayConfig",
@@ -127,83 +125,6 @@ class PolicyConfig:
         compiling = self.compile_policy if isinstance(self.compile_policy, Mapping) else {}
         captured = compiling.get("mode") in ("reduce-overhead", "max-autotune")
         return captured or self.cudagraph_policy is not False
-
-
-Device: TypeAlias = "torch.device | str | int"
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """The devices of one worker; None: as things are.
-
-    Attributes:
-        env, policy, storing: of each.
-    """
-
-    env: torch.device | None = None
-    policy: torch.device | None = None
-    storing: torch.device | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceConfig:
-    """Where things are. Each is a device, or a sequence of one per worker.
-
-    Attributes:
-        device: of all that is not said otherwise.
-        env_device: of what environments give, and of torchrl's environments themselves.
-        policy_device: of the workers' policies.
-        storing_device: of the batches that are handed out; one for all workers, if ``sync=True``.
-        no_cuda_sync: do not wait for a whole CUDA device after each step, but for each copy.
-    """
-
-    device: Device | Sequence[Device] | None = None
-    env_device: Device | Sequence[Device] | None = None
-    policy_device: Device | Sequence[Device] | None = None
-    storing_device: Device | Sequence[Device] | None = None
-    no_cuda_sync: bool = False
-
-    @property
-    def syncs(self) -> bool:
-        """The contrary of ``no_cuda_sync``."""
-        return not self.no_cuda_sync
-
-    def of(self, worker: int) -> Places:
-        """Those of a worker."""
-        return Places(*(self._of(name, worker) for name in ("env", "policy", "storing")))
-
-    def _of(self, name: str, worker: int) -> torch.device | None:
-        given = getattr(self, f"{name}_device")
-        if given is None:
-            given = self.device
-        if isinstance(given, Sequence) and not isinstance(given, str):
-            given = given[worker]
-        return None if given is None else torch.device(given)
-
-    def check(self, workers: int) -> None:
-        """Check what depends on how many workers there are.
-
-        Raises:
-            InvalidArgumentError: it does not fit, or there is no such device.
-        """
-        for name in ("device", "env_device", "policy_device", "storing_device"):
-            given = getattr(self, name)
-            listed = isinstance(given, Sequence) and not isinstance(given, str)
-            if listed and len(given) != workers:
-                raise InvalidArgumentError(
-                    f"{name}: expected one device, or one per worker, {workers}; got {len(given)}"
-                )
-            for device in given if listed else [given]:
-                _available(name, device)
-
-
-def _available(name: str, given: Device | None) -> None:
-    try:
-        device = torch.device("cpu" if given is None else given)
-    except (RuntimeError, TypeError) as exc:
-        raise InvalidArgumentError(f"{name}={given!r}: expected a device: {exc}") from exc
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidArgumentError(f"{name}={given!r}: there is no CUDA device here")
 
 
 @dataclass(frozen=True, kw_only=True)
