@@ -33,8 +33,11 @@ class Collector(MultiCollector):
 
     Args:
         create_env_fn: an environment, or what makes one.
-        policy, policy_factory, create_env_kwargs, config, options: see :class:`MultiCollector`. What is said
-            of processes there is refused here.
+        policy: see :class:`MultiCollector`.
+        policy_factory: see there.
+        create_env_kwargs: see there.
+        config: see there. What is said of processes is refused here.
+        options: the same as keywords.
 
     Raises:
         InvalidArgumentError: an option that there is not, or that does not go with the others.

@@ -42,11 +42,13 @@ _IN_THE_SOAK = (
     "process-pipes",
     "uvloop-tcp-tls",
     "asyncio-unix",
+    "uvloop-memory",
     "uvloop-rpc",
     "asyncio-distributed",
+    "asyncio-process",
 )
-"""TLS is tested over TCP, Unix sockets without it, pipes are what queues have inside, and what process groups
-and RPC do with a loop is the same."""
+"""TLS is tested over TCP, Unix sockets without it, pipes are what queues have inside, and what process groups,
+RPC, queues and a process by itself do with a loop is the same."""
 
 
 @pytest.hookimpl(tryfirst=True)
