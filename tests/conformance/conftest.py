@@ -47,8 +47,8 @@ _IN_THE_SOAK = (
     "asyncio-distributed",
     "asyncio-process",
 )
-"""TLS is tested over TCP, Unix sockets without it, pipes are what queues have inside, and what queues, process
-groups, RPC and a process by itself do with a loop is the same."""
+"""TLS is tested over TCP, Unix sockets without it, and pipes are what queues have inside. What queues,
+process groups, RPC and a process by itself do with a loop is the same."""
 
 
 @pytest.hookimpl(tryfirst=True)
