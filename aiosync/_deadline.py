@@ -7,7 +7,8 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from aiosync.errors import InvalidArgumentError, Phase, SyncTimeoutError
 
@@ -45,8 +46,7 @@ def check_timeout(seconds: float, origin: str) -> float:
     return seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
+class Deadline(msgspec.Struct, frozen=True):
     """A point in monotonic time, and how long it was away when it was set (both in seconds)."""
 
     at: float

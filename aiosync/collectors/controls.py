@@ -80,7 +80,8 @@ class Controls(ABC):
                 again is no error: it begins with these weights.)
         """
         given = weights_dict if weights_dict is not None else {model_id: policy_or_weights}
-        await self._updates.send(self._live, given, worker_ids, self._deadline(timeout))
+        seconds = self.config.processes.seconds if timeout is None else timeout
+        await self._updates.send(self._live, given, worker_ids, seconds)
 
     @property
     def policy_version(self) -> int:

@@ -98,30 +98,31 @@ class Updates:
         pool: Pool,
         given: Mapping[str, Any],
         worker_ids: int | Sequence[int] | None,
-        deadline: Deadline,
+        timeout: float,
     ) -> None:
         """Bring workers up to date; see :meth:`Controls.update_policy_weights_`."""
         if self._updater is not None:
+            deadline = Deadline.after(timeout)
             await self._push(given, worker_ids, deadline)
             await self.count(pool, deadline)
             return
-        unknown = given.keys() - self.schemes.keys()
-        if unknown:
+        if not given.keys() <= self.schemes.keys():
+            unknown = sorted(given.keys() - self.schemes.keys())
             raise InvalidArgumentError(
-                f"{', '.join(sorted(unknown))}: there is no scheme for such a model here; expected some of "
+                f"{', '.join(unknown)}: there is no scheme for such a model here; expected some of "
                 f"{', '.join(self.schemes) or 'none'}"
             )
         serving = list(pool.workers)
         try:
             if len(given) == 1:
                 ((name, weights),) = given.items()
-                ids = list(worker_ids) if isinstance(worker_ids, Sequence) else worker_ids
-                await self.schemes[name].send(weights, ids, timeout=deadline.remaining())
+                ids = worker_ids if worker_ids is None or isinstance(worker_ids, int) else list(worker_ids)
+                await self.schemes[name].send(weights, ids, timeout=timeout)
             elif worker_ids is not None:
                 raise InvalidArgumentError("weights_dict: several models go to all workers; got worker_ids")
             else:
                 chosen = {self.schemes[name]: weights for name, weights in given.items()}
-                async with atomic(*chosen, timeout=deadline.remaining()) as update:
+                async with atomic(*chosen, timeout=timeout) as update:
                     for scheme, weights in chosen.items():
                         update.send(scheme, weights)
         except WorkerLostError as exc:

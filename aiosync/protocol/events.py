@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
+
+import msgspec
 
 from aiosync.protocol import frames as f
 
@@ -24,15 +25,13 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Greeted:
+class Greeted(msgspec.Struct, frozen=True):
     """A worker proved that it knows the token; answer with ``welcome`` or ``refuse``."""
 
     hello: f.Hello
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
+class Fetched(msgspec.Struct, frozen=True):
     """The worker is ready; answer with ``offer``. It still has the bytes of version ``have`` (-1: none), and
     ``maps``: can read the sender's memory."""
 
@@ -40,16 +39,14 @@ class Fetched:
     maps: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class StageDone:
+class StageDone(msgspec.Struct, frozen=True):
     """The worker waits for its moment to commit; ``copied``: it needs the sender's memory no more."""
 
     round: int
     copied: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
+class Applied(msgspec.Struct, frozen=True):
     """The worker runs on ``version``."""
 
     round: int
@@ -57,15 +54,13 @@ class Applied:
     seconds: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(msgspec.Struct, frozen=True):
     """The worker refused an update."""
 
     nack: f.Nack
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(msgspec.Struct, frozen=True):
     """The peer ended the session in order."""
 
     reason: str
@@ -73,34 +68,29 @@ class Left:
     replaced: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Recalled:
+class Recalled(msgspec.Struct, frozen=True):
     """The update under way was taken back; another has to be fetched."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
+class Verified(msgspec.Struct, frozen=True):
     """The sender proved that it knows the token; its process id is ``pid`` (0: not on this machine)."""
 
     pid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Welcomed:
+class Welcomed(msgspec.Struct, frozen=True):
     """The sender has taken this worker in; updates follow."""
 
     welcome: f.Welcome
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateArrived:
+class UpdateArrived(msgspec.Struct, frozen=True):
     """An update to stage and commit."""
 
     update: f.Update
 
 
-@dataclass(frozen=True, slots=True)
-class Aborted:
+class Aborted(msgspec.Struct, frozen=True):
     """A joint update is off."""
 
     joint: str

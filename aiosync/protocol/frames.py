@@ -17,7 +17,7 @@ Who says what::
             <----------------------------- Update      here it lies; it is yours until you answer
             <----------------------------- Chunk* End  (where the connection carries the bytes) here it is
       Staged ---------------------------->        (only where the commit has to wait) I have it
-      Ack | Nack ------------------------>
+      Ack | Nack ------------------------>        an Ack may bring the next Fetch along
             <----------------------------- Abort       a joint update is off
       Bye  <----------------------------> Bye
 
@@ -30,7 +30,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -125,7 +125,7 @@ class Joint(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="jo
     size: int
 
 
-class Update(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="update"):
+class Update(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="update"):
     """One version of the weights, and where it lies.
 
     ``round`` counts what was sent and is never used twice; ``version`` is what users see. ``names`` are
@@ -166,7 +166,7 @@ class Notify(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="n
     round: int
 
 
-class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="fetch"):
+class Fetch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="fetch"):
     """The worker is ready to take the newest update.
 
     ``have`` is a version whose bytes it still holds, so that what differs from it is enough; -1: none.
@@ -208,12 +208,16 @@ class Staged(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="s
     copied: bool
 
 
-class Ack(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="ack"):
-    """The worker runs on this version now. ``seconds`` per phase as the worker measured them."""
+class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="ack"):
+    """The worker runs on this version now.
+
+    ``seconds`` per phase as the worker measured them; ``fetch`` is its next Fetch, if it is ready for that.
+    """
 
     round: int
     version: int
     seconds: dict[str, float]
+    fetch: Fetch | None = None
 
 
 class Nack(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="nack"):
@@ -272,7 +276,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
-class Header(NamedTuple):
+class Header(msgspec.Struct, frozen=True):
     """What a frame's header says of its body."""
 
     compressed: bool
@@ -312,7 +316,7 @@ def decode(header: Header, body: bytes, limit: int) -> Frame:
         raise FrameError(f"a frame's body cannot be read: {exc}") from exc
 
 
-def read_header(buffer: bytes | bytearray, offset: int, limit: int) -> Header:
+def read_header(buffer: bytes | bytearray | memoryview, offset: int, limit: int) -> Header:
     """The header at ``offset``.
 
     Raises:
@@ -361,3 +365,21 @@ class FrameDecoder:
             body = bytes(memoryview(self._buffer)[HEADER_SIZE:end])
             del self._buffer[:end]
             yield decode(header, body, self.limit)
+
+    def alone(self, data: bytes | bytearray | memoryview) -> Frame | None:
+        """The frame that ``data`` is, if it is just one, as it most often is; else None, and :meth:`feed` is
+        what takes it.
+
+        Raises:
+            FrameError: as :meth:`feed`.
+        """
+        if self._buffer or len(data) < HEADER_SIZE:
+            return None
+        try:
+            header = read_header(data, 0, self.limit)
+            if len(data) != HEADER_SIZE + header.length:
+                return None
+            return decode(header, bytes(data[HEADER_SIZE:]), self.limit)
+        except FrameError:
+            self._buffer += data
+            raise

@@ -12,10 +12,11 @@ The sender's session of one worker::
                                                                   NOTIFIED --Fetch--> READY
 
 and from everywhere to CLOSED. An eager worker sends its Fetch in IDLE already, in advance, which saves a
-round trip per update; a worker that then stops is left holding an update that it never asked for again,
-so this is for small models. ``publish`` in NOTIFIED changes nothing, and in LEASED is told once: a worker
-that has not begun with its update then sends a Fetch in place of an answer and gets the newest. So at
-most three frames are ever under way to a worker, whatever the sender publishes (latest wins).
+round trip per update (and goes with the Ack then, so that LEASED is followed by READY); a worker that then
+stops is left holding an update that it never asked for again, so this is for small models. ``publish`` in
+NOTIFIED changes nothing, and in LEASED is told once: a worker that has not begun with its update then sends
+a Fetch in place of an answer and gets the newest. So at most three frames are ever under way to a worker,
+whatever the sender publishes (latest wins).
 """
 
 from __future__ import annotations
@@ -69,12 +70,18 @@ class SenderState(enum.Enum):
 
 
 class _Session:
+    """What both sides have.
+
+    Attributes:
+        outgoing: the frames to send now, in order.
+    """
+
     def __init__(self) -> None:
-        self._outgoing: list[f.Frame] = []
+        self.outgoing: list[f.Frame] = []
 
     def frames_to_send(self) -> list[f.Frame]:
         """The frames to send now, in order; each is handed out once."""
-        out, self._outgoing = self._outgoing, []
+        out, self.outgoing = self.outgoing, []
         return out
 
 
@@ -127,8 +134,12 @@ class SenderSession(_Session):
                 return [StageDone(frame.round, frame.copied)]
             case SenderState.LEASED, f.Ack() if frame.round == self.leased_round:
                 self.acked_version = frame.version
-                self._settle()
-                return [Applied(frame.round, frame.version, frame.seconds)]
+                applied = Applied(frame.round, frame.version, frame.seconds)
+                if frame.fetch is None:
+                    self._settle()
+                    return [applied]
+                self.state = SenderState.READY
+                return [applied, Fetched(frame.fetch.have, frame.fetch.maps)]
             case SenderState.LEASED, f.Nack() if frame.round == self.leased_round:
                 if frame.kind == "below":
                     self.acked_version = frame.version
@@ -148,11 +159,11 @@ class SenderSession(_Session):
         """Take the worker in; tell it next what there is to fetch, with :meth:`publish`."""
         self._expect(SenderState.WELCOMING)
         self.state = SenderState.IDLE
-        self._outgoing.append(welcome)
+        self.outgoing.append(welcome)
 
     def refuse(self, reason: str) -> None:
         """Turn the worker away."""
-        self._outgoing.append(f.Refused(reason=reason))
+        self.outgoing.append(f.Refused(reason=reason))
         self.state = SenderState.CLOSED
 
     def publish(self, round_: int) -> None:
@@ -162,16 +173,17 @@ class SenderSession(_Session):
             self._notify()
         elif self.state is SenderState.LEASED and not self._told:
             self._told = True
-            self._outgoing.append(f.Notify(round=self._newest))
+            self.outgoing.append(f.Notify(round=self._newest))
 
     def offer(self, update: f.Update) -> None:
         """Answer the worker's fetch."""
-        self._expect(SenderState.READY)
+        if self.state is not SenderState.READY:
+            self._expect(SenderState.READY)
         self.state = SenderState.LEASED
         self.leased_round = update.round
         self._told = False
         self._newest = max(self._newest, update.round)
-        self._outgoing.append(update)
+        self.outgoing.append(update)
 
     def recall(self, *, again: bool) -> None:
         """The offered update is taken back, before all of it was sent; ``again``: it, or a newer one, can be
@@ -185,12 +197,12 @@ class SenderSession(_Session):
     def abort(self, joint: str) -> None:
         """Call a joint update off."""
         if self.authenticated:
-            self._outgoing.append(f.Abort(joint=joint))
+            self.outgoing.append(f.Abort(joint=joint))
 
     def close(self, reason: str = "", *, dropped: bool = False, replaced: bool = False) -> None:
         """Say goodbye."""
         if self.authenticated:
-            self._outgoing.append(f.Bye(reason=reason, dropped=dropped, replaced=replaced))
+            self.outgoing.append(f.Bye(reason=reason, dropped=dropped, replaced=replaced))
         self.state = SenderState.CLOSED
 
     def _challenge(self, hello: f.Hello) -> list[SenderEvent]:
@@ -203,7 +215,7 @@ class SenderSession(_Session):
         self._hello = hello
         self.state = SenderState.PROVING
         proof = _proof(self._token, b"sender", self._nonce, hello.nonce)
-        self._outgoing.append(f.Challenge(nonce=self._nonce, proof=proof, pid=self._pid))
+        self.outgoing.append(f.Challenge(nonce=self._nonce, proof=proof, pid=self._pid))
         return []
 
     def _verify(self, answer: f.Proof) -> list[SenderEvent]:
@@ -226,7 +238,7 @@ class SenderSession(_Session):
 
     def _notify(self) -> None:
         self.state = SenderState.NOTIFIED
-        self._outgoing.append(f.Notify(round=self._newest))
+        self.outgoing.append(f.Notify(round=self._newest))
 
     def _expect(self, state: SenderState) -> None:
         if self.state is not state:
@@ -287,7 +299,7 @@ class ReceiverSession(_Session):
         self._wanting = False
         self._eager = False
         self._dropped = False
-        self._outgoing.append(
+        self.outgoing.append(
             f.Hello(
                 protocol=f.PROTOCOL_VERSION,
                 worker=worker,
@@ -366,39 +378,46 @@ class ReceiverSession(_Session):
     def staged(self, *, copied: bool) -> None:
         """The held update waits for its moment; ``copied``: the sender's memory is not needed any more."""
         if self.state is ReceiverState.HOLDING:
-            self._outgoing.append(f.Staged(round=self._round, copied=copied))
+            self.outgoing.append(f.Staged(round=self._round, copied=copied))
 
-    def applied(self, version: int, seconds: dict[str, float]) -> None:
-        """The held update has been committed (or was no newer than what is in service)."""
+    def applied(self, version: int, seconds: dict[str, float], *, wanting: bool = False) -> None:
+        """The held update has been committed (or was no newer than what is in service); ``wanting``: the next
+        may be asked for with the answer."""
         self.version = max(self.version, version)
-        self._reply(f.Ack(round=self._round, version=self.version, seconds=seconds))
+        self._wanting |= wanting
+        if self._replies():
+            fetch = self._next_fetch()
+            ack = f.Ack(round=self._round, version=self.version, seconds=seconds, fetch=fetch)
+            self.outgoing.append(ack)
 
     def refused(self, nack: f.Nack) -> None:
         """The held update could not be applied; ``nack.round`` is filled in here."""
-        self._reply(msgspec.structs.replace(nack, round=self._round))
+        if self._replies():
+            self.outgoing.append(msgspec.structs.replace(nack, round=self._round))
+            self._fetch_if_wanted()
 
     def declined(self, nack: f.Nack) -> None:
         """The layout that came with the welcome does not do."""
         if self.state is ReceiverState.IDLE:
-            self._outgoing.append(nack)
+            self.outgoing.append(nack)
 
     def close(self, reason: str = "", *, dropped: bool = False) -> None:
         """Say goodbye; ``dropped``: though what was given is still being read."""
         if self.state not in (ReceiverState.GREETING, ReceiverState.CLOSED):
-            self._outgoing.append(f.Bye(reason=reason, dropped=dropped))
+            self.outgoing.append(f.Bye(reason=reason, dropped=dropped))
         self.state = ReceiverState.CLOSED
 
     def let_go(self) -> None:
         """Say, after the sender has let this worker go, that nothing of its is read here any more."""
         if self._dropped:
             self._dropped = False
-            self._outgoing.append(f.Bye(reason="the worker has let go"))
+            self.outgoing.append(f.Bye(reason="the worker has let go"))
 
     def _answer(self, challenge: f.Challenge) -> list[ReceiverEvent]:
         expected = _proof(self._token, b"sender", challenge.nonce, self._nonce)
         if not hmac.compare_digest(expected, challenge.proof):
             self.state = ReceiverState.CLOSED
-            self._outgoing.append(f.Bye(reason="the tokens of the two sides differ"))
+            self.outgoing.append(f.Bye(reason="the tokens of the two sides differ"))
             raise HandshakeError(
                 "whoever answers at the sender's address does not know this worker's token: "
                 "give both sides the same token=, or none to either"
@@ -406,22 +425,27 @@ class ReceiverSession(_Session):
         self.state = ReceiverState.JOINING
         self.sender_pid = challenge.pid
         proof = _proof(self._token, b"worker", self._nonce, challenge.nonce)
-        self._outgoing.append(f.Proof(proof=proof))
+        self.outgoing.append(f.Proof(proof=proof))
         return [Verified(challenge.pid)]
 
-    def _reply(self, frame: f.Ack | f.Nack) -> None:
-        if self.state is not ReceiverState.HOLDING:
-            return  # the sender has gone, or let this worker go, while the update was being applied
-        self._outgoing.append(frame)
-        self.state = ReceiverState.IDLE
-        self._fetch_if_wanted()
+    def _replies(self) -> bool:
+        """Whether there is anybody to answer: the sender may have gone, or let this worker go, while the
+        update was being applied."""
+        held = self.state is ReceiverState.HOLDING
+        if held:
+            self.state = ReceiverState.IDLE
+        return held
 
     def _fetch_if_wanted(self) -> None:
-        due = self._notified or self._eager
-        if due and self._wanting and self.state is ReceiverState.IDLE:
-            self._fetch()
+        fetch = self._next_fetch()
+        if fetch is not None:
+            self.outgoing.append(fetch)
 
-    def _fetch(self) -> None:
+    def _next_fetch(self) -> f.Fetch | None:
+        """What asks for the next update, if that is to be done now; to be sent then."""
+        due = self._notified or self._eager
+        if not (due and self._wanting and self.state is ReceiverState.IDLE):
+            return None
         self._notified = self._wanting = False
         self.state = ReceiverState.FETCHING
-        self._outgoing.append(f.Fetch(have=self.have, maps=self.maps))
+        return f.Fetch(have=self.have, maps=self.maps)

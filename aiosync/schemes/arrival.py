@@ -128,11 +128,22 @@ class Mapped(Arrival):
 
     def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`Arrival.find`."""
-        self.note(update.payload)
-        slot = update.payload["slot"]
+        payload = update.payload
+        slot = payload["slot"]
+        if len(payload) > 1:
+            self.note(payload)
         before = self._attached.get(slot)
         if before is not None and not before[0].renew():
             self._announced[slot] = before[0].handle or {}
+        if self._announced:
+            self._attach_announced()
+        try:
+            segment, views = self._attached[slot]
+        except KeyError as exc:
+            raise ProtocolError(f"an update lies in a slot that was never announced: {exc}") from exc
+        return segment.buffer, views
+
+    def _attach_announced(self) -> None:
         for index, handle in list(self._announced.items()):
             segment = Segment.attach(handle, private=self._private)
             if segment.nbytes < self._layout.nbytes:
@@ -141,11 +152,6 @@ class Mapped(Arrival):
                 )
             self._attached[index] = segment, self._layout.views(segment.buffer)
             del self._announced[index]
-        try:
-            segment, views = self._attached[slot]
-        except KeyError as exc:
-            raise ProtocolError(f"an update lies in a slot that was never announced: {exc}") from exc
-        return segment.buffer, views
 
     def note(self, payload: Mapping[str, Any]) -> None:
         """Which slots the sender has now. It says so once."""

@@ -116,7 +116,7 @@ class JointUpdate:
             # Always in the same order: two joint updates of the same schemes then cannot wait for
             # each other.
             for scheme in sorted(self._parts, key=id):
-                await held.enter_async_context(scheme.get_sender().publisher.exclusive(deadline))
+                await held.enter_async_context(scheme.get_sender().publisher.turns.turn(deadline))
             under_way = await self._prepare_all(JointRound(mark, call_off), deadline)
             items = [(item.sender.publisher, item.prepared) for item in under_way]
             rounds = await publish_together(items, fallback=True)

@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from aiosync._deadline import Deadline
 from aiosync.errors import (
@@ -21,13 +21,14 @@ from aiosync.errors import (
 )
 from aiosync.schemes.cascade import in_format, weakly
 from aiosync.schemes.endpoints import SchemeEndpoints
-from aiosync.schemes.gathering import leading
+from aiosync.schemes.gathering import Gathering, leading
 from aiosync.schemes.peers import follower_of
 from aiosync.schemes.plan import SenderPlan, model_of
 from aiosync.schemes.report import SendReport
 from aiosync.schemes.sources import gather_sources, is_per_worker
 from aiosync.schemes.startup import watching
 from aiosync.weights.flatten import optional_names
+from aiosync.weights.index import known_tensors
 from aiosync.weights.strategy import WeightStrategy
 
 __all__ = ["WeightSyncBackend", "WeightSyncScheme"]
@@ -212,30 +213,39 @@ class WeightSyncScheme(SchemeEndpoints):
             WorkerLostError: workers are gone.
             SyncTimeoutError: workers did not answer in time.
         """
-        deadline = self._deadline(timeout)
+        deadline = Deadline.after(self._spec.seconds(timeout))
         if self._contributor is not None:
             if self._contributor.version < 0:
                 raise NotConnectedError("call connect() before send()")
             given = partial(self._lent, weights)
             return await self._contributor.take_part("send", given, deadline)
-        async with leading(self._leader, "send", deadline) as gathering:
-            sender = self.get_sender()
-            if weights is None and self._plan is not None and self._plan.made_here:
-                raise InvalidArgumentError(
-                    "no weights were given, and the context has only a policy_factory: say which to send"
-                )
-            targets = sender.roster.resolve(worker_ids)
-            if worker_ids is None and is_per_worker(weights):
-                targets = sender.roster.resolve(list(weights))
-            sources = await self._sources(weights, targets)
-            return await sender.send(
-                sources,
-                targets,
-                wait=self._spec.sync if wait is None else wait,
-                strict=strict,
-                deadline=deadline,
-                gathering=gathering,
+        waits = self._spec.sync if wait is None else wait
+        if self._leader is None:
+            return await self._lead(weights, worker_ids, waits, strict, deadline, None)
+        async with self._leader.calling("send", deadline) as gathering:
+            return await self._lead(weights, worker_ids, waits, strict, deadline, gathering)
+
+    async def _lead(
+        self,
+        weights: Any,
+        worker_ids: int | list[int] | None,
+        wait: bool,
+        strict: bool,
+        deadline: Deadline,
+        gathering: Gathering | None,
+    ) -> SendReport:
+        sender = self.get_sender()
+        if weights is None and self._plan is not None and self._plan.made_here:
+            raise InvalidArgumentError(
+                "no weights were given, and the context has only a policy_factory: say which to send"
             )
+        targets = sender.roster.resolve(worker_ids)
+        if worker_ids is None and is_per_worker(weights):
+            targets = sender.roster.resolve(list(weights))
+        sources = await self._sources(weights, targets)
+        return await sender.send(
+            sources, targets, wait=wait, strict=strict, deadline=deadline, gathering=gathering
+        )
 
     async def _lent(self, weights: Any) -> dict[int, Mapping[str, Tensor]]:
         """All that rank 0 may ask for."""
@@ -280,9 +290,15 @@ class WeightSyncScheme(SchemeEndpoints):
     async def _sources(self, weights: Any, targets: Iterable[int]) -> dict[int, Mapping[str, Tensor]]:
         plan = self._plan
         assert plan is not None
-        given = None if weights is None else weights if is_per_worker(weights) else self._resolve(weights)
-        if given is None and plan.weights is None and all(g.weights is None for g in plan.groups):
+        given = weights
+        if weights is None and not plan.has_weights:
             given = self._resolve(None)
+        elif isinstance(weights, str):
+            given = self._resolve(weights)
+        if plan.plain and isinstance(given, nn.Module) and type(self._strategy) is WeightStrategy:
+            tensors = known_tensors(given)
+            if tensors is not None:
+                return {0: tensors}  # as almost always
         return await gather_sources(plan, given, set(targets), self._strategy)
 
     def _optional(self, weights: Any) -> frozenset[str]:

@@ -32,11 +32,13 @@ class Delivery(ABC):
 
     Attributes:
         maps: whether the worker reads the sender's own memory.
+        carries: whether anything has to be moved or kept for it besides the update frame.
         holds: whether it goes on reading a slot while that version is in service (it views the memory), or
             only until it has answered (it copied).
     """
 
     maps: ClassVar[bool]
+    carries: ClassVar[bool] = True
     holds = False
 
     @abstractmethod
@@ -105,11 +107,12 @@ class ByReference(Delivery):
     """
 
     maps = True
+    carries = False
 
     def __init__(self, group: WeightGroup, *, holds: bool) -> None:
         self.holds = holds
         self._group = group
-        self._told: dict[int, dict[str, Any]] = {}
+        self._told: list[int] = []
 
     def may_begin(self, published: Published) -> bool:
         """Only of a version that is whole."""
@@ -117,11 +120,15 @@ class ByReference(Delivery):
 
     def payload(self, published: Published, fetched: Fetched) -> dict[str, Any]:
         """Where the version lies."""
-        slots = {slot.index: slot.segment.handle or {} for slot in self._group.arena.slots}
-        new = [[index, handle] for index, handle in slots.items() if index not in self._told]
-        gone = [index for index in self._told if index not in slots]
-        self._told = slots
-        return {"slot": published.slot.index, "new": new, "gone": gone}
+        slots, told = self._group.arena.slots, self._told
+        there = [slot.index for slot in slots]
+        payload: dict[str, Any] = {"slot": published.slot.index}
+        if there != told:
+            new = [slot for slot in slots if slot.index not in told]
+            payload["new"] = [[slot.index, slot.segment.handle or {}] for slot in new]
+            payload["gone"] = [index for index in told if index not in there]
+            self._told = there
+        return payload
 
 
 @dataclass(frozen=True)

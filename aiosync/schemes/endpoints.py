@@ -93,7 +93,8 @@ class SchemeEndpoints(SchemeRecipe):
         Raises:
             NotConnectedError: there is none in this process.
         """
-        self._check_process()
+        if self._pid != os.getpid():
+            self._check_process()
         if self._sender is None or not self._synchronized:
             what = "connect()" if self._plan is not None else "init_on_sender() and connect()"
             raise NotConnectedError(f"this scheme is not a connected sender: call {what} first")

@@ -20,9 +20,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -33,6 +33,7 @@ from aiosync.schemes.rounds import JointRound
 from aiosync.transports._offload import Offloader, call_when_done
 from aiosync.weights.arena import Arena, Slot
 from aiosync.weights.copying import INLINE_LIMIT, BlockCopy, Filling, copy_few
+from aiosync.weights.fit import Fit
 from aiosync.weights.segment import Segment
 from aiosync.weights.sharded import is_sharded
 
@@ -51,8 +52,7 @@ LATEST = "latest"
 WRITER = "writer"
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(msgspec.Struct, eq=False):
     """One version in its slot.
 
     Attributes:
@@ -70,8 +70,7 @@ class Published:
     copying: Filling | None = None
 
 
-@dataclass(slots=True)
-class Draft:
+class Draft(msgspec.Struct, eq=False):
     """A slot about to be written, and what goes in.
 
     Attributes:
@@ -154,14 +153,14 @@ class WeightGroup:
 
     async def draft(
         self,
-        given: Sequence[tuple[str, Tensor]],
+        given: Fit,
         targets: set[int],
         parked: Parked,
         deadline: Deadline,
         *,
         may_spill: bool,
     ) -> Draft:
-        """Take a slot and pair its tensors with ``given`` ones (entry name, tensor).
+        """Take a slot and pair its tensors with the ``given`` ones.
 
         Entries that are not given keep the newest version's values.
 
@@ -172,13 +171,18 @@ class WeightGroup:
         """
         slot, reclaimed = await self._slot_for(targets, parked, deadline, may_spill=may_spill)
         spilled = slot is self._spill_slot
-        pairs = [(slot.views[name], tensor) for name, tensor in given if not is_sharded(tensor)]
-        sharded = [(name, slot.views[name], tensor) for name, tensor in given if is_sharded(tensor)]
-        names = None
-        if len(given) < len(self.arena.layout.entries):
+        views, dense, names = slot.views, given.pairs, None
+        sharded: list[tuple[str, Tensor, Tensor]] = []
+        if given.sharded:
+            dense = [(name, tensor) for name, tensor in given.pairs if not is_sharded(tensor)]
+            sharded = [(name, views[name], tensor) for name, tensor in given.pairs if is_sharded(tensor)]
+        pairs = []
+        for name, tensor in dense:
+            pairs.append((views[name], tensor))
+        if not given.whole:
             # After a spill the workers have not seen what this builds on, so all has changed for them.
-            names = None if self.spill is not None else tuple(name for name, _ in given)
-            pairs += self._rest(slot, {name for name, _ in given})
+            names = None if self.spill is not None else tuple(name for name, _ in given.pairs)
+            pairs += self._rest(slot, {name for name, _ in given.pairs})
         return Draft(self, slot, pairs, names, reclaimed, spilled, sharded=sharded)
 
     async def draft_to_fill(self, targets: set[int], parked: Parked, deadline: Deadline) -> Draft:
@@ -198,7 +202,9 @@ class WeightGroup:
         while True:
             if self._stopped:
                 raise NotConnectedError("the sender was closed before this version could be written")
-            slot, reclaimed = await self._writable_slot(targets, parked)
+            slot, reclaimed = self.arena.free_slot(), False
+            if slot is None:
+                slot, reclaimed = await self._another_slot(targets, parked)
             if slot is None and may_spill:
                 slot, reclaimed = await self._spillable_slot(), self.spill is not None
             if slot is not None:
@@ -210,7 +216,7 @@ class WeightGroup:
     async def draft_unspilled(self, parked: Parked) -> Draft | None:
         """A slot for the spilled version, if it is still waiting and a slot is free."""
         try:
-            slot, _ = await self._writable_slot(set(), parked)
+            slot = self.arena.free_slot() or (await self._another_slot(set(), parked))[0]
         except ArenaAllocationError:
             slot = None  # one that is freed will do as well
         spill = self.spill
@@ -223,11 +229,16 @@ class WeightGroup:
 
     async def write(self, draft: Draft, cancelled: Callable[[], bool]) -> bool:
         """Copy; returns whether all was copied (not, if cancelled in between)."""
-        draft.begun = True
         if self.writes_inline:
-            copy_few(draft.pairs)
+            self.write_inline(draft)
             return True
+        draft.begun = True
         return await self._offloader.copy(draft.pairs, cancelled)
+
+    def write_inline(self, draft: Draft) -> None:
+        """Copy here and now."""
+        draft.begun = True
+        copy_few(draft.pairs)
 
     def overlaps(self, draft: Draft) -> bool:
         """Whether the draft can be sent while it is being copied."""
@@ -334,7 +345,9 @@ class WeightGroup:
 
     def wake(self) -> None:
         """A slot may have become free."""
-        self.arena.trim()
+        arena = self.arena
+        if len(arena.slots) > arena.max_slots:
+            arena.trim()
         self._freed.set()
 
     def stop(self) -> None:
@@ -357,13 +370,10 @@ class WeightGroup:
             if entry.name not in given
         ]
 
-    async def _writable_slot(self, targets: set[int], parked: Parked) -> tuple[Slot | None, bool]:
-        """A slot to write, and whether it is reclaimed; None if every slot is in use."""
-        slot = self.arena.free_slot()
-        if slot is None and self.arena.may_grow(parked()):
-            slot = await self._grow()
-        if slot is not None:
-            return slot, False
+    async def _another_slot(self, targets: set[int], parked: Parked) -> tuple[Slot | None, bool]:
+        """A slot to write where none is free, and whether it is reclaimed; None if every slot is in use."""
+        if self.arena.may_grow(parked()):
+            return await self._grow(), False
         slot = self._superseded(targets) if targets else None
         return slot, slot is not None
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -171,6 +172,11 @@ class Intake:
         return
 
     @property
+    def borrows(self) -> bool:
+        """Whether updates come to lie in the sender's memory, so that nothing of them stays here."""
+        return self.arrival is not None and self.arrival.borrowed
+
+    @property
     def have(self) -> int:
         """The version whose bytes, as they came, are still here; -1 for none."""
         return self.version if self.arrival is not None and not self.arrival.borrowed else -1
@@ -310,7 +316,7 @@ class Intake:
         started = time.perf_counter()
         async with self._staging:
             stager = self._stager
-            if stager is None or self.arrival is None:
+            if stager is None or self.arrival is None or self._binding is None:
                 raise NotConnectedError("this receiver was closed before it had staged an update")
             if self._leftover:
                 await self._offloader.run(lambda _: self._forget_leftover())
@@ -322,7 +328,7 @@ class Intake:
             else:
                 views, pairs = await self._offloader.run(lambda _: stager.stage(held.update))
                 await self._offloader.copy(pairs)
-            self._check(views)
+            self._binding.check(views)
             if self._follower.cascades:
                 await self._cascade(views)
             held.views, held.stager = views, stager
@@ -355,28 +361,26 @@ class Intake:
             Exception: as :meth:`stage` and :meth:`commit`.
         """
         stager = self._stager
-        assert stager is not None and self.arrival is not None
+        assert stager is not None and self.arrival is not None and self._binding is not None
         quick = self.arrival.is_here(held.update) and stager.is_quick(held.update)
         held_up = self._leftover or self._staging.locked()
         if held.update.joint is not None or self._follower.cascades or held_up or not quick:
             return False
         started = time.perf_counter()
         views, pairs = stager.stage(held.update)
-        copy_few(pairs)
-        self._check(views)
+        if pairs:
+            copy_few(pairs)
+        self._binding.check(views)
         held.views, held.stager = views, stager
         held.seconds["stage"] = time.perf_counter() - started
         return self._commit_now(held)
 
-    def _check(self, views: Mapping[str, Tensor]) -> None:
-        assert self._binding is not None
-        self._binding.check(views)
-
     def _commit_now(self, held: Held) -> bool:
-        if not commit_now(self.gate, lambda: self._commit_alone(held)):
+        if not commit_now(self.gate, partial(self._commit_alone, held)):
             return False
         held.seconds["wait"] = 0.0
-        self._committed()
+        if self._stager is not None and self._stager.takes_turns:
+            self._stager.committed()
         return True
 
     async def commit(self, held: Held, on_wait: Callable[[], None]) -> None:
@@ -472,8 +476,9 @@ class Intake:
     def _in_service(self, held: Held, started: float) -> None:
         assert held.views is not None
         self.version, self.weights = held.update.version, held.views
-        self._leftover |= self.views_sender and not self._viewing
-        self._viewing = self.views_sender
+        views_sender = self.views_sender
+        self._leftover |= views_sender and not self._viewing
+        self._viewing = views_sender
         held.committed = True
         self._follower.committed(self.version)
         held.seconds["commit"] = time.perf_counter() - started

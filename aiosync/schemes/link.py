@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable
-from typing import Any
 
 from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.events import Fetched, SenderEvent
@@ -138,7 +137,8 @@ class WorkerLink:
             raise
         for event in events:
             self._on_event(self, event)
-        self.transport.flush(self.session)
+        if self.session.outgoing:
+            self.transport.flush(self.session)
 
     def connection_lost(self, reason: str) -> None:
         """The worker is gone."""
@@ -165,23 +165,29 @@ class WorkerLink:
 
     def serve(self) -> None:
         """Give the worker what it is waiting for, if it is waiting and there is something to give."""
-        group, state = self.group, self.session.state
-        if state is SenderState.WELCOMING and group.offerable(group.latest):
+        group, state, due = self.group, self.session.state, self.due
+        if state is SenderState.READY:
+            if due is not None and group.offerable(due) and self._delivery.may_begin(due):
+                self._offer(self._delivery.instead(due))
+        elif state is SenderState.WELCOMING and group.offerable(group.latest):
             assert group.latest is not None
             self.session.welcome(self._welcome(group.latest))
             group.addressed[self.worker] = group.latest.version
             self.announce(group.latest)
-        elif self.ready and self.due is not None and self._delivery.may_begin(self.due):
-            published = self._delivery.instead(self.due)
-            joint = published.joint
-            if joint is not None and self._in_service is None:
-                # A worker takes its first by itself: its other models' receivers may not run yet.
-                joint.call_off(self.worker)
-                joint = None
-            self.session.offer(self._lease(published, joint))
             self.transport.flush(self.session)
+        else:
+            self.transport.flush(self.session)
+
+    def _offer(self, published: Published) -> None:
+        joint = published.joint
+        if joint is not None and self._in_service is None:
+            # A worker takes its first by itself: its other models' receivers may not run yet.
+            joint.call_off(self.worker)
+            joint = None
+        self.session.offer(self._lease(published, joint))
+        self.transport.write(*self.session.frames_to_send())
+        if self._delivery.carries:
             self._delivery.begin(published, lambda: self._sent(published))
-        self.transport.flush(self.session)
 
     def _welcome(self, latest: Published) -> Welcome:
         layout, hello = self.group.arena.layout, self.session.hello
@@ -200,7 +206,8 @@ class WorkerLink:
         """It runs on the leased version now; returns whether that is its first."""
         first = self._in_service is None
         self._in_service = self._leased
-        self._clear_due()
+        if self.due is not None:
+            self._clear_due()
         self._answered()
         return first
 
@@ -306,7 +313,8 @@ class WorkerLink:
     def _answered(self) -> None:
         self.late = False
         self._leased = None
-        self._delivery.answered()
+        if self._delivery.carries:
+            self._delivery.answered()
         keep = self._in_service.slot if self._delivery.holds and self._in_service else None
         self.group.release(self.worker, keep=keep)
 
@@ -317,26 +325,27 @@ class WorkerLink:
         published.slot.holders.add(self.worker)
         self._leased = published
         self._copied = False
-        self._moved = self._delivery.moved, self._loop.time()
+        delivery = self._delivery
+        payload = delivery.payload(published, self._fetched)
+        moved: Hashable = None
+        if delivery.carries:
+            moved, base = delivery.moved, delivery.base()
+            if base is not None:
+                base.holders.add(self.worker)
+        self._moved = moved, self._loop.time()
         if self._timer is None:  # one goes on for many leases: making one takes longer than a small send may
             self._timer = self._loop.call_later(min(SAMPLE, LATE_AFTER), self._look)
-        partial = published.names is not None and self.session.acked_version == published.base
-        names = list(published.names) if partial and published.names is not None else None
+        names = published.names
+        if names is not None and self.session.acked_version != published.base:
+            names = None
         return Update(
             round=published.round,
             version=published.version,
             base=published.base,
-            names=names,
+            names=None if names is None else list(names),
             joint=joint.mark if joint else None,
-            payload=self._payload(published),
+            payload=payload,
         )
-
-    def _payload(self, published: Published) -> dict[str, Any]:
-        payload = self._delivery.payload(published, self._fetched)
-        base = self._delivery.base()
-        if base is not None:
-            base.holders.add(self.worker)
-        return payload
 
     def _look(self) -> None:
         """It may hang: what it holds must not be what the others wait for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,6 +52,16 @@ class SenderPlan:
     per_worker: bool = False
     elastic: bool = False
     made_here: bool = False
+
+    @cached_property
+    def has_weights(self) -> bool:
+        """Whether it says what to send."""
+        return self.weights is not None or any(group.weights is not None for group in self.groups)
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether all workers get the same, as it is."""
+        return len(self.groups) == 1 and self.device_map_fn is None
 
     @property
     def workers(self) -> tuple[int, ...]:

@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 from torch import Tensor
 
 from aiosync._deadline import Deadline
@@ -28,6 +27,7 @@ from aiosync.schemes.rounds import JointRound, Round
 from aiosync.schemes.turns import Turns
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports.shards import Wanted
+from aiosync.weights.fit import Fit, fit
 
 __all__ = ["Prepared", "Publisher", "Sources", "publish_together"]
 
@@ -35,11 +35,11 @@ Sources = Mapping[int, Mapping[str, Tensor]]
 """Number of the group -> entry name -> tensor."""
 
 
-@dataclass(slots=True)
-class Prepared:
+class Prepared(msgspec.Struct, eq=False):
     """A version on its way.
 
     Attributes:
+        sharded: whether any of it is spread over ranks.
         before: for each draft, what was the newest until this version was published.
         round: set when it has been published.
     """
@@ -49,10 +49,11 @@ class Prepared:
     joint: JointRound | None
     deadline: Deadline
     nbytes: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-    before: list[Published | None] = field(default_factory=list)
+    sharded: bool = False
+    seconds: dict[str, float] = {}
+    before: list[Published | None] = []
     round: Round | None = None
-    started: float = field(default_factory=time.perf_counter)
+    started: float = msgspec.field(default_factory=time.perf_counter)
 
 
 class Publisher:
@@ -65,6 +66,7 @@ class Publisher:
 
     Attributes:
         version: the version last published, -1 before the first.
+        turns: at drafting and publishing, which one ``send`` does at a time.
         stopped: whether nothing more may be published.
     """
 
@@ -76,15 +78,7 @@ class Publisher:
         self._round = -1
         self.stopped = False
         self._stopping: asyncio.Future[None] | None = None
-        self._turns = Turns()
-
-    def exclusive(self, deadline: Deadline) -> AbstractAsyncContextManager[None]:
-        """The right to draft and publish, which one ``send`` has at a time.
-
-        Raises:
-            SyncTimeoutError: another had it until the deadline.
-        """
-        return self._turns.turn(deadline)
+        self.turns = Turns()
 
     async def stop(self) -> None:
         """Let nothing more be published, and wait until nobody writes: what is being copied stops at its
@@ -94,7 +88,7 @@ class Publisher:
             self._stopping.set_result(None)
         for group in self._groups:
             group.stop()
-        async with self._turns.turn():
+        async with self.turns.turn():
             return
 
     def check_open(self) -> None:
@@ -116,25 +110,24 @@ class Publisher:
 
         ``may_spill``: nobody waits for it, so where no slot is free it need not be in one yet.
         """
-        self.check_open()
+        if self.stopped:
+            self.check_open()
         prepared = Prepared([], targets, joint, deadline)
-        numbers = [n for n, group in enumerate(self._groups) if not targets or group.workers & targets]
-        wanted = [self._groups[n] for n in numbers]
-        fitted = [self._groups[n].arena.layout.fit(sources[n], strict=strict) for n in numbers]
+        fitted: list[tuple[WeightGroup, Fit]] = []
+        for n, group in enumerate(self._groups):
+            if not targets or group.workers & targets:
+                fitted.append((group, fit(group.arena.layout, sources[n], strict=strict)))
         try:
-            for group, pairs in zip(wanted, fitted, strict=True):
-                if len(pairs) < len(group.arena.layout) and group.latest is None:
-                    raise InvalidArgumentError(
-                        "strict=False builds on the version before, and that one was lost: "
-                        "send all entries once"
-                    )
-                if len(pairs) < len(group.arena.layout):
+            for group, given in fitted:
+                if not given.whole:
                     self._check_base(group, targets)
-                self._roster.make_room(group)
+                if group.arena.free_slot() is None:
+                    self._roster.make_room(group)
                 parked = partial(self._roster.parked, group)
-                draft = await group.draft(pairs, targets, parked, deadline, may_spill=may_spill)
+                draft = await group.draft(given, targets, parked, deadline, may_spill=may_spill)
                 prepared.drafts.append(draft)
-                prepared.nbytes += sum(group.arena.layout[name].nbytes for name, _ in pairs)
+                prepared.nbytes += given.nbytes
+                prepared.sharded |= given.sharded
                 if draft.reclaimed and not draft.spilled and group.latest is not None:
                     for link in self._roster.members(group):
                         link.revoke(group.latest)
@@ -144,16 +137,18 @@ class Publisher:
         return prepared
 
     def _check_base(self, group: WeightGroup, targets: set[int]) -> None:
-        """A part builds on the version before, so that has to have been for the same workers."""
-        newest = group.spill or group.latest
-        left_out = sorted(
-            w for w in targets & group.workers if newest is None or group.addressed.get(w) != newest.version
-        )
-        if left_out:
-            version = newest.version if newest else -1
+        """A part builds on the version before, so that has to be there, and to have been for the same
+        workers."""
+        if group.latest is None:
             raise InvalidArgumentError(
-                f"strict=False builds on version {version}, which was not for workers {left_out}: send those "
-                "all entries once, or use per_worker_weights=True, where workers do not share a copy"
+                "strict=False builds on the version before, and that one was lost: send all entries once"
+            )
+        newest = group.spill or group.latest
+        left_out = sorted(w for w in targets & group.workers if group.addressed.get(w) != newest.version)
+        if left_out:
+            raise InvalidArgumentError(
+                f"strict=False builds on version {newest.version}, which was not for workers {left_out}: "
+                "send those all entries once, or use per_worker_weights=True: they share no copy then"
             )
 
     async def fill(self, prepared: Prepared, gathering: Gathering | None) -> None:
@@ -166,6 +161,9 @@ class Publisher:
         drafts = [draft for draft in prepared.drafts if draft.sharded]
         if gathering is None and not drafts:
             return
+        await self._gather(prepared, drafts, gathering)
+
+    async def _gather(self, prepared: Prepared, drafts: Sequence[Draft], gathering: Gathering | None) -> None:
         try:
             if gathering is None:
                 raise InvalidArgumentError(
@@ -195,10 +193,6 @@ class Publisher:
                 if draft.reclaimed and latest is not None and link.reaches < latest.version:
                     link.announce(latest)
                 link.serve()
-
-    async def publish(self, prepared: Prepared, *, fallback: bool) -> Round:
-        """Copy, and tell the workers; see :func:`publish_together`."""
-        return (await publish_together([(self, prepared)], fallback=fallback))[0]
 
     def announce(self, prepared: Prepared, *, fallback: bool) -> Round:
         """What has been written is the next version: tell the workers."""
@@ -230,7 +224,8 @@ class Publisher:
         group.spill_targets = set()
         self._roster.tell(round_, targets)
         group.wake()
-        self.serve(group)  # whoever was to be welcomed while the slot was being written
+        if self._roster.links.keys() - targets:
+            self.serve(group)  # whoever was to be welcomed while the slot was being written
 
     def serve(self, group: WeightGroup) -> None:
         """Give the workers of a group what they have come for."""
@@ -251,7 +246,7 @@ class Publisher:
 
     async def _until_unspilled(self, group: WeightGroup) -> None:
         while group.spill is not None:
-            async with self._turns.turn():
+            async with self.turns.turn():
                 draft = await group.draft_unspilled(partial(self._roster.parked, group))
                 spill = group.spill
                 if draft is not None and spill is not None:
@@ -298,9 +293,32 @@ async def publish_together(items: Sequence[tuple[Publisher, Prepared]], *, fallb
     Args:
         fallback: keep what is replaced until the round is settled, in case all workers refuse.
     """
-    if all(draft.group.writes_inline for _, prepared in items for draft in prepared.drafts):
-        # Nothing is awaited in there, so nothing can be cancelled.
-        return await _write_and_announce(items, lambda: False, fallback)
+    for _, prepared in items:
+        for draft in prepared.drafts:
+            if not draft.group.writes_inline:
+                return await _publish_from_threads(items, fallback)
+    return _publish_at_once(items, fallback)
+
+
+def _publish_at_once(items: Sequence[tuple[Publisher, Prepared]], fallback: bool) -> list[Round]:
+    """Nothing is awaited in here, so nothing can be cancelled."""
+    try:
+        for publisher, prepared in items:
+            for draft in prepared.drafts:
+                draft.group.write_inline(draft)
+            if publisher.stopped:
+                publisher.check_open()
+    except BaseException:
+        for publisher, prepared in items:
+            publisher.discard(prepared)
+        raise
+    rounds = []
+    for publisher, prepared in items:
+        rounds.append(publisher.announce(prepared, fallback=fallback))
+    return rounds
+
+
+async def _publish_from_threads(items: Sequence[tuple[Publisher, Prepared]], fallback: bool) -> list[Round]:
     try:
         return await uninterrupted(lambda gone: _write_and_announce(items, gone, fallback))
     except asyncio.CancelledError:

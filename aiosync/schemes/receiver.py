@@ -72,7 +72,7 @@ class WeightReceiver:
         events: EventSource,
     ) -> None:
         self.model_id = model_id
-        self.stats = SchemeStats()
+        self._stats = SchemeStats()
         self.intake = intake
         self.ended: str | None = None
         self.lost = False
@@ -94,6 +94,12 @@ class WeightReceiver:
     def version(self) -> int:
         """The version in service, -1 before ``connect``."""
         return self.intake.version
+
+    @property
+    def stats(self) -> SchemeStats:
+        """Figures so far."""
+        self._stats.memory = self.intake.memory
+        return self._stats
 
     @property
     def worker_idx(self) -> int:
@@ -126,7 +132,7 @@ class WeightReceiver:
                 welcome, _ = await self._link.meet(deadline)
                 self.intake.worker = welcome.worker
                 await self._settle_in(welcome)
-            self._returned = self.stats.updates
+            self._returned = self._stats.updates
         except TimeoutError as exc:
             await self.aclose()
             hint = self.transport.trouble or "the sender did not answer"
@@ -232,7 +238,8 @@ class WeightReceiver:
                     self._end(reason or "the sender has closed", lost=False)
                 case _:
                     pass
-        self._link.flush()
+        if self._link.session.outgoing:
+            self._link.flush()
         if self._link.session.superseded:
             self.intake.overtake()
         if not (self._idle and self._take_at_once()):
@@ -349,7 +356,7 @@ class WeightReceiver:
         """While the loop waits: take the held update to its end without waking it, if nothing has to be
         awaited for that; returns whether it is done."""
         held = self._held
-        if held is None or held.update.version <= self.version:
+        if held is None or held.update.version <= self.intake.version:
             return False
         try:
             if not self.intake.take_at_once(held):
@@ -377,7 +384,7 @@ class WeightReceiver:
         try:
             await asyncio.sleep(0)  # what has arrived already is found even with a timeout of zero
             async with asyncio.timeout(deadline.remaining()):
-                while self.stats.updates == before:
+                while self._stats.updates == before:
                     if self._closed or (self.ended is not None and self._held is None):
                         raise WorkerLostError((), self.ended or "this side has closed the connection")
                     if self._looping:
@@ -386,7 +393,7 @@ class WeightReceiver:
                         await self._take_one(before)
         except TimeoutError:
             pass
-        self._returned = self.stats.updates
+        self._returned = self._stats.updates
         return self.weights if self._returned != before else None
 
     async def _await_commit(self) -> None:
@@ -395,7 +402,7 @@ class WeightReceiver:
 
     async def _take_one(self, before: int) -> None:
         async with self._taker:
-            if self.stats.updates != before or self._looping:
+            if self._stats.updates != before or self._looping:
                 return
             if await self._await_held():
                 await self._advance()
@@ -471,8 +478,11 @@ class WeightReceiver:
 
     def _say_what_is_here(self) -> None:
         """What the next update can build on."""
-        session = self._link.session
-        session.have, session.maps = self.intake.have, self.intake.peeks
+        session, intake = self._link.session, self.intake
+        if intake.borrows:
+            session.have, session.maps = -1, False
+        else:
+            session.have, session.maps = intake.have, intake.peeks
 
     def _held_up(self) -> None:
         """What is staged waits for readers."""
@@ -485,19 +495,18 @@ class WeightReceiver:
         """The held update, or a newer version, is in service: say so."""
         self._held = None
         if held.committed:
-            stats = self.stats
+            stats = self._stats
             stats.updates += 1
             stats.nbytes += self.intake.nbytes
             stats.skipped += max(0, held.update.version - self._link.session.version - 1)
-            stats.memory = self.intake.memory
             stats.add_phases(held.seconds)
         self._say_what_is_here()
-        # So that what goes out asks for the next one as well.
-        self._link.session.wanting = self._looping and self.intake.may_fetch
-        self._link.session.applied(self.version, held.seconds)
+        wanting = self._looping and self.intake.may_fetch
+        self._link.session.applied(self.intake.version, held.seconds, wanting=wanting)
         self._link.flush()
         self._committed.set()
-        self._emit("committed", seconds=held.seconds)
+        if self._events.hooks:
+            self._emit("committed", seconds=held.seconds)
 
     def _refuse(self, error: Exception) -> None:
         """The held update cannot be put in service: say why."""
@@ -510,7 +519,7 @@ class WeightReceiver:
         self._tell_failure(error)
 
     def _tell_failure(self, error: Exception) -> None:
-        self.stats.failures += 1
+        self._stats.failures += 1
         self._link.flush()
         self._committed.set()
         self._emit("failed", message=str(error))

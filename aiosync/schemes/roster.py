@@ -99,7 +99,7 @@ class Roster:
         """Say goodbye to everybody and close the connections; whoever waits for answers is told."""
         self._host = None
         for round_ in self.rounds:
-            for worker in round_.pending:
+            for worker in list(round_.pending):
                 error = NotConnectedError(f"{reason} before worker {worker} had answered")
                 round_.settle(WorkerReport(worker, "lost", self.version_of(worker), error=error))
         links, self.links = list(self.links.values()), {}
@@ -158,10 +158,9 @@ class Roster:
         return [link for link in self.links.values() if link.group is group]
 
     def make_room(self, group: WeightGroup) -> None:
-        """Where every slot is in use: take back what is being sent to workers that do not take it."""
-        if group.arena.free_slot() is None:
-            for link in self.members(group):
-                link.cut()
+        """Every slot is in use: take back what is being sent to workers that do not take it."""
+        for link in self.members(group):
+            link.cut()
 
     def parked(self, group: WeightGroup) -> set[Any]:
         """The holders of a group's slots that are not expected to move on."""
@@ -373,6 +372,8 @@ class Roster:
 
     def _on_event(self, link: WorkerLink, event: SenderEvent) -> None:
         match event:
+            case Applied():
+                self._on_applied(link, event)
             case Fetched():
                 link.fetched(event)
                 link.serve()
@@ -382,8 +383,6 @@ class Roster:
                         round_.phases[link.worker] = "commit"
                 if copied:
                     link.copied()
-            case Applied():
-                self._on_applied(link, event)
             case Rejected():
                 self._on_rejected(link, event)
             case Left(reason=reason, dropped=dropped):
@@ -399,7 +398,8 @@ class Roster:
         for round_ in self.rounds:
             if event.version >= round_.wanted.get(link.worker, event.version + 1):
                 round_.settle(report)
-        self._emit(kind, event.version, link.worker, seconds=event.seconds)
+        if self._events.hooks:
+            self._emit(kind, event.version, link.worker, seconds=event.seconds)
 
     def _on_rejected(self, link: WorkerLink, event: Rejected) -> None:
         nack, worker = event.nack, link.worker

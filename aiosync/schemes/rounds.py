@@ -43,6 +43,8 @@ class Round:
         version: the version that workers have to reach.
         reports: the answers so far.
         phases: how far each worker got that has not answered.
+        pending: the workers that have not.
+        troubled: whether one has answered anything but that it has the version.
         wanted: the version that each worker has to reach.
         joint: set if this is one part of a joint update.
     """
@@ -62,22 +64,24 @@ class Round:
         self.joint = joint
         self.phases: dict[int, Phase] = dict.fromkeys(workers, phase)
         self.wanted: dict[int, int] = dict.fromkeys(self.phases, version)
+        self.pending = set(self.phases)
+        self.troubled = False
+        self._refused = 0
         self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def pending(self) -> set[int]:
-        """Workers that have not answered."""
-        return self.phases.keys() - self.reports.keys()
 
     @property
     def withdrawn(self) -> bool:
         """Whether every worker answered that it did not take this version. One that was lost may have it."""
-        return not self.pending and {report.status for report in self.reports.values()} == {"failed"}
+        return 0 < self._refused == len(self.phases)
 
     def settle(self, report: WorkerReport) -> None:
         """Take a worker's answer; only its first counts."""
-        if report.worker in self.phases and report.worker not in self.reports:
+        if report.worker in self.pending:
+            self.pending.discard(report.worker)
             self.reports[report.worker] = report
+            if report.status != "applied":
+                self.troubled = True
+                self._refused += report.status == "failed"
             if self._waiter is not None and not self._waiter.done() and not self.pending:
                 self._waiter.set_result(None)
 

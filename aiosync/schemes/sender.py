@@ -22,7 +22,7 @@ from aiosync.schemes._host import TaskHost
 from aiosync.schemes.gathering import Gathering
 from aiosync.schemes.group import Streams, WeightGroup
 from aiosync.schemes.plan import SenderPlan
-from aiosync.schemes.publisher import Prepared, Publisher, Sources
+from aiosync.schemes.publisher import Prepared, Publisher, Sources, publish_together
 from aiosync.schemes.report import SendReport, WorkerReport
 from aiosync.schemes.roster import Deliver, Roster
 from aiosync.schemes.rounds import Round, first_failure
@@ -214,12 +214,12 @@ class WeightSender:
                 self._groups.append(group)
                 # Two at once: the first send after this one then runs into warm pages too.
                 await group.reserve(2)
-            async with self.publisher.exclusive(deadline):
+            async with self.publisher.turns.turn(deadline):
                 prepared = await self.publisher.prepare(
                     sources, set(), strict=True, joint=None, deadline=deadline
                 )
                 await self.publisher.fill(prepared, gathering)
-                await self.publisher.publish(prepared, fallback=False)
+                await publish_together([(self.publisher, prepared)], fallback=False)
             self.roster.rounds.clear()
             await self.roster.open(self._host, self._groups)
         except BaseException:
@@ -261,7 +261,9 @@ class WeightSender:
         """
         self.check_open()
         publisher = self.publisher
-        async with publisher.exclusive(deadline):
+        if not publisher.turns.take():
+            await publisher.turns.wait(deadline)
+        try:
             prepared = await publisher.prepare(
                 sources,
                 targets,
@@ -270,14 +272,18 @@ class WeightSender:
                 deadline=deadline,
                 may_spill=not wait and gathering is None,
             )
-            await publisher.fill(prepared, gathering)
+            if gathering is not None or prepared.sharded:
+                await publisher.fill(prepared, gathering)
             try:
-                round_ = await publisher.publish(prepared, fallback=wait)
+                (round_,) = await publish_together([(publisher, prepared)], fallback=wait)
             finally:
                 if gathering is not None and prepared.round is not None:  # also if this was cancelled since
                     gathering.published(self.version)
+        finally:
+            publisher.turns.pass_on()
         report = await self.finish(prepared, round_, wait=wait)
-        self._raise_failure(report, deadline)
+        if not wait or round_.troubled or round_.pending:
+            self._raise_failure(report, deadline)
         return report
 
     async def finish(self, prepared: Prepared, round_: Round, *, wait: bool) -> SendReport:
@@ -366,7 +372,10 @@ class WeightSender:
             raise error
 
     def _tell_world(self, report: SendReport) -> None:
-        self._events.tell("sent", self.model_id, report.version, nbytes=report.nbytes, seconds=report.seconds)
+        if self._events.hooks:
+            self._events.tell(
+                "sent", self.model_id, report.version, nbytes=report.nbytes, seconds=report.seconds
+            )
         if logger.isEnabledFor(logging.INFO):
             applied = sum(r.status in ("applied", "published") for r in report.workers.values())
             logger.info(

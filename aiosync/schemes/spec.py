@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -58,6 +59,8 @@ class SchemeSpec:
         """
         if timeout is None:
             return self.timeout if self.timeout is not None else default_timeout()
+        if type(timeout) is float and 0.0 < timeout < math.inf:
+            return timeout
         # Zero asks for what is there already, without waiting.
         return timeout if timeout == 0 else check_timeout(timeout, f"timeout={timeout!r}")
 

@@ -31,6 +31,9 @@ class Stager:
         arrival: where updates are.
         device: where that is.
         copies: whether to copy everything.
+
+    Attributes:
+        takes_turns: whether slots of this process do, so that it has to hear what was :meth:`committed`.
     """
 
     def __init__(self, binding: Binding, arrival: Arrival, device: torch.device, *, copies: bool) -> None:
@@ -39,6 +42,7 @@ class Stager:
         self._arrival = arrival
         self._arenas = _own_arenas(binding, device, copies)
         self._back: dict[torch.device, Slot] = {}
+        self.takes_turns = bool(self._arenas) or not arrival.borrowed
         # Own slots that look just like the sender's are copied in one piece.
         self._alike = {d for d, arena in self._arenas.items() if arena.layout.entries == self._layout.entries}
 

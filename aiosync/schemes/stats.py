@@ -70,7 +70,8 @@ class PhaseStats:
         self.count += 1
         self.total += seconds
         self.last = seconds
-        self.max = max(self.max, seconds)
+        if seconds > self.max:
+            self.max = seconds
 
 
 @dataclass(slots=True)
@@ -103,25 +104,32 @@ class SchemeStats:
     def add_phases(self, seconds: Mapping[str, float]) -> None:
         """Count one update's phases."""
         for phase, spent in seconds.items():
-            self.phases.setdefault(phase, PhaseStats()).add(spent)
+            known = self.phases.get(phase)
+            if known is None:
+                known = self.phases[phase] = PhaseStats()
+            known.add(spent)
 
 
 class EventSource:
-    """Hands events to the hooks that were registered."""
+    """Hands events to the hooks that were registered.
+
+    Attributes:
+        hooks: those.
+    """
 
     def __init__(self) -> None:
-        self._hooks: list[EventHook] = []
+        self.hooks: list[EventHook] = []
 
     def register(self, hook: EventHook) -> Callable[[], None]:
         """Call ``hook`` for every event from now on; returns what ends that.
 
         Hooks are called on the event loop and should return at once. What a hook raises is logged.
         """
-        self._hooks.append(hook)
+        self.hooks.append(hook)
 
         def remove() -> None:
-            if hook in self._hooks:
-                self._hooks.remove(hook)
+            if hook in self.hooks:
+                self.hooks.remove(hook)
 
         return remove
 
@@ -137,10 +145,10 @@ class EventSource:
         message: str = "",
     ) -> None:
         """Tell the hooks; without one this costs nothing."""
-        if not self._hooks:
+        if not self.hooks:
             return
         event = SyncEvent(kind, model_id, version, worker, nbytes, seconds or {}, message)
-        for hook in list(self._hooks):
+        for hook in list(self.hooks):
             try:
                 hook(event)
             except Exception:  # an observer's fault must not fail the update observed

@@ -159,7 +159,7 @@ class Transport(ABC):
         if not self.check_connection():
             return
         try:
-            self._write(b"".join(map(encode, frames)))
+            self._write(encode(frames[0]) if len(frames) == 1 else b"".join(map(encode, frames)))
         except OSError as exc:
             self._lost(f"writing failed: {exc.strerror or exc}")
 
@@ -298,15 +298,18 @@ class Transport(ABC):
 
     def flush(self, session: SenderSession | ReceiverSession) -> None:
         """Send what the session has to say."""
-        frames = session.frames_to_send()
-        if frames:
-            self.write(*frames)
+        if session.outgoing:
+            self.write(*session.frames_to_send())
 
     # -- for subclasses ---------------------------------------------------------------------------
 
     def _feed(self, data: bytes) -> None:
         """Bytes have arrived."""
         try:
+            alone = self._decoder.alone(data)
+            if alone is not None:
+                self._deliver(alone)
+                return
             for frame in self._decoder.feed(data):
                 self._deliver(frame)
                 if not self.check_connection():

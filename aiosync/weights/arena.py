@@ -66,7 +66,10 @@ class Arena:
 
     def free_slot(self) -> Slot | None:
         """A slot without holders, or None."""
-        return next((slot for slot in self.slots if not slot.holders), None)
+        for slot in self.slots:
+            if not slot.holders:
+                return slot
+        return None
 
     def may_grow(self, parked: Iterable[Hashable] = ()) -> bool:
         """Whether a slot may be added.

@@ -88,10 +88,20 @@ def copy_pairs(pairs: Pairs) -> None:
 
 def copy_few(pairs: Pairs) -> None:
     """The same in one go: for about :data:`INLINE_LIMIT` bytes."""
-    if pairs:
-        with torch.no_grad():
-            torch._foreach_copy_([d for d, _ in pairs], [s for _, s in pairs])
-    _await_devices(pairs)
+    if not pairs:
+        return
+    # By hand, and not by torch.no_grad: a small model's send is mostly such things.
+    records = torch.is_grad_enabled()
+    destinations, sources = zip(*pairs, strict=True)
+    try:
+        torch._C._set_grad_enabled(False)
+        torch._foreach_copy_(destinations, sources)
+    finally:
+        torch._C._set_grad_enabled(records)
+    for destination, source in pairs:
+        if destination.is_cuda or source.is_cuda:
+            _await_devices(pairs)
+            return
 
 
 def read_at(fd: int, place: memoryview, offset: int) -> bool:

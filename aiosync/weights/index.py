@@ -14,22 +14,24 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from aiosync.weights.dense import check_dense
+from aiosync.weights.fit import KnownTensors
 from aiosync.weights.flatten import named_tensors
 from aiosync.weights.names import join
 from aiosync.weights.sharded import reshard
 from aiosync.weights.walk import has_extra_state, is_transient, leaves, modules
 
-__all__ = ["module_tensors"]
+__all__ = ["known_tensors", "module_tensors"]
 
 
 class _Index:
     """What a walk found, and what has to be the same for it to be found again."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors = KnownTensors()
         self.reusable = True
         self.spread = reshard(module)
         self._registries: list[tuple[dict[str, Any], list[str], list[Any]]] = []
+        self._empty: list[dict[str, Any]] = []
         own = {id(part) for part in module.modules()}
         for prefix, part in modules(module, merge=True):
             # An adapter's merged copy is none of the module's own parts, and is made anew each time.
@@ -37,7 +39,10 @@ class _Index:
                 self.reusable = False
                 return
             for registry in (part._parameters, part._buffers, part._modules):
-                self._registries.append((registry, list(registry), list(registry.values())))
+                if registry:
+                    self._registries.append((registry, list(registry), list(registry.values())))
+                else:
+                    self._empty.append(registry)
             for key, tensor in leaves(part):
                 if not is_transient(part, key):
                     name = join(prefix, key)
@@ -49,10 +54,20 @@ class _Index:
         for registry, names, parts in self._registries:
             if list(registry) != names or not all(map(is_, registry.values(), parts)):
                 return False
-        return True
+        return not any(self._empty)
 
 
 _known: WeakKeyDictionary[nn.Module, _Index] = WeakKeyDictionary()
+
+
+def known_tensors(module: nn.Module) -> KnownTensors | None:
+    """What :func:`module_tensors` gave before, if it is still that."""
+    index = _known.get(module)
+    if index is None:
+        return None
+    if index.spread:
+        reshard(module)
+    return index.tensors if index.holds() else None
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -60,13 +75,12 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
 
     Raises: as :func:`named_tensors`.
     """
-    index = _known.get(module)
-    if index is not None and index.spread:
-        reshard(module)
-    if index is None or not index.holds():
-        index = _Index(module)
-        if not index.reusable:
-            _known.pop(module, None)
-            return named_tensors(module)
-        _known[module] = index
+    tensors = known_tensors(module)
+    if tensors is not None:
+        return tensors
+    index = _Index(module)
+    if not index.reusable:
+        _known.pop(module, None)
+        return named_tensors(module)
+    _known[module] = index
     return index.tensors

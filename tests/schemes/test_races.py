@@ -65,7 +65,7 @@ def _refuse(worker: LocalWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(views: object) -> None:
         raise ValueError("not this one")
 
-    monkeypatch.setattr(worker.scheme.get_receiver().intake, "_check", check)
+    monkeypatch.setattr(worker.scheme.get_receiver().intake._binding, "check", check)
 
 
 def test_a_joint_commit_and_its_calling_off_take_the_same_lock() -> None:

@@ -21,14 +21,14 @@ async def test_who_comes_between_a_release_and_the_next_ones_waking_has_a_deadli
     async with turns.turn(Deadline.after(5)):
         other = asyncio.create_task(_hold(turns, over))
         await asyncio.sleep(0)
-    # Nobody has it now, but the other one has been woken for it.
-    assert not turns.lock.locked()
+    # The other one has been woken for it, and does not run yet.
+    assert turns.taken
     with pytest.raises(SyncTimeoutError):
         async with asyncio.timeout(30), turns.turn(Deadline.after(0.05)):
             pass
     over.set()
     await other
-    assert not turns.waiting and not turns.lock.locked()
+    assert not turns.taken
 
 
 async def test_one_that_is_cancelled_while_it_waits_leaves_nothing() -> None:
@@ -38,12 +38,30 @@ async def test_one_that_is_cancelled_while_it_waits_leaves_nothing() -> None:
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
         await second
-    assert not turns.waiting and turns.lock.locked()
+    assert turns.taken
     over.set()
     await first
     async with turns.turn(Deadline.after(5)):
         pass
-    assert not turns.lock.locked()
+    assert not turns.taken
+
+
+@pytest.mark.parametrize("woken", [True, False])
+async def test_one_that_is_cancelled_just_when_it_gets_it_hands_it_on(woken: bool) -> None:
+    turns, over = Turns(), asyncio.Event()
+    async with turns.turn():
+        second, third = (asyncio.create_task(_hold(turns, over)) for _ in range(2))
+        await asyncio.sleep(0)
+        if not woken:
+            second.cancel()  # before it is handed to it, and nothing runs in between
+    if woken:
+        second.cancel()
+    over.set()
+    async with asyncio.timeout(30):
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        await third
+    assert not turns.taken
 
 
 async def test_one_after_the_other() -> None:

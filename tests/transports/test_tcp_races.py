@@ -192,13 +192,13 @@ async def test_a_version_that_a_lost_worker_has_is_no_other_version_later() -> N
     async with sender_of(model) as scheme, ChaosProxy(scheme.address) as proxy:
         refusing, behind = make_worker(scheme.address), make_worker(proxy.address)
         await join(scheme, refusing, behind)
-        refuses: Any = refusing.scheme.get_receiver().intake
-        right = refuses._check
+        refuses: Any = refusing.scheme.get_receiver().intake._binding
+        right = refuses.check
 
         def check(views: object) -> None:
             raise ValueError("not this one")
 
-        refuses._check = check
+        refuses.check = check
         fill(model, 1)
         proxy.weather["to_sender"].delay = BRIEF
         sending = asyncio.create_task(scheme.send())
@@ -207,7 +207,7 @@ async def test_a_version_that_a_lost_worker_has_is_no_other_version_later() -> N
         with pytest.raises((RemoteApplyError, WorkerLostError)):
             await sending
         proxy.weather["to_sender"].delay = 0.0
-        refuses._check = right
+        refuses.check = right
         await eventually(lambda: len(scheme.sender_transports) == 2, "it is back")
         fill(model, 2)
         assert (await scheme.send()).ok
@@ -422,7 +422,9 @@ async def test_a_part_that_is_refused_calls_the_other_off() -> None:
         def refuse(views: Any) -> None:
             raise ValueError("not this one")
 
-        refusing.scheme.get_receiver().intake._check = refuse  # type: ignore[method-assign]
+        binding = refusing.scheme.get_receiver().intake._binding
+        assert binding is not None
+        binding.check = refuse  # type: ignore[method-assign]
         fill(policy, 1)
         fill(value, 1)
         with pytest.raises(RemoteApplyError, match="not this one"):
