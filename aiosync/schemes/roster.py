@@ -376,7 +376,8 @@ class Roster:
                 self._on_applied(link, event)
             case Fetched():
                 link.fetched(event)
-                link.serve()
+                if link.due is not None:
+                    link.serve()
             case StageDone(copied=copied):
                 for round_ in self.rounds:
                     if link.worker in round_.phases:

@@ -59,7 +59,7 @@ class SchemeSpec:
         """
         if timeout is None:
             return self.timeout if self.timeout is not None else default_timeout()
-        if type(timeout) is float and 0.0 < timeout < math.inf:
+        if type(timeout) in (int, float) and 0 < timeout < math.inf:
             return timeout
         # Zero asks for what is there already, without waiting.
         return timeout if timeout == 0 else check_timeout(timeout, f"timeout={timeout!r}")
