@@ -8,9 +8,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -37,14 +37,13 @@ __all__ = ["Held", "Intake", "Overtaken"]
 _reader: ContextVar[object] = ContextVar("aiosync_reader")
 
 
-@dataclass(slots=True)
-class Held:
+class Held(msgspec.Struct, eq=False):
     """An update in hand, and how far it has come."""
 
     update: Update
     views: Mapping[str, Tensor] | None = None
     stager: Stager | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = {}
     committed: bool = False
 
 

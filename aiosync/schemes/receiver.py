@@ -478,11 +478,8 @@ class WeightReceiver:
 
     def _say_what_is_here(self) -> None:
         """What the next update can build on."""
-        session, intake = self._link.session, self.intake
-        if intake.borrows:
-            session.have, session.maps = -1, False
-        else:
-            session.have, session.maps = intake.have, intake.peeks
+        session = self._link.session
+        session.have, session.maps = self.intake.have, self.intake.peeks
 
     def _held_up(self) -> None:
         """What is staged waits for readers."""
@@ -500,10 +497,12 @@ class WeightReceiver:
             stats.nbytes += self.intake.nbytes
             stats.skipped += max(0, held.update.version - self._link.session.version - 1)
             stats.add_phases(held.seconds)
-        self._say_what_is_here()
+        if not self.intake.borrows:
+            self._say_what_is_here()
         wanting = self._looping and self.intake.may_fetch
-        self._link.session.applied(self.intake.version, held.seconds, wanting=wanting)
-        self._link.flush()
+        link = self._link
+        link.session.applied(self.intake.version, held.seconds, wanting=wanting)
+        link.transport.flush(link.session)
         self._committed.set()
         if self._events.hooks:
             self._emit("committed", seconds=held.seconds)

@@ -65,14 +65,6 @@ class PhaseStats:
         """Seconds on average, 0.0 before the first."""
         return self.total / self.count if self.count else 0.0
 
-    def add(self, seconds: float) -> None:
-        """Count one."""
-        self.count += 1
-        self.total += seconds
-        self.last = seconds
-        if seconds > self.max:
-            self.max = seconds
-
 
 @dataclass(slots=True)
 class SchemeStats:
@@ -107,7 +99,11 @@ class SchemeStats:
             known = self.phases.get(phase)
             if known is None:
                 known = self.phases[phase] = PhaseStats()
-            known.add(spent)
+            known.count += 1
+            known.total += spent
+            known.last = spent
+            if spent > known.max:
+                known.max = spent
 
 
 class EventSource:
