@@ -58,6 +58,12 @@ frame = st.one_of(
 )
 
 
+def _take(decoder: f.FrameDecoder, data: bytes | bytearray) -> list[f.Frame]:
+    """As a transport does."""
+    alone = decoder.alone(data)
+    return list(decoder.feed(data)) if alone is None else [alone]
+
+
 @given(st.lists(frame, max_size=5), st.lists(st.integers(1, 40), min_size=1, max_size=30))
 def test_a_stream_cut_anywhere(sent: list[f.Frame], cuts: list[int]) -> None:
     stream = b"".join(map(f.encode, sent))
@@ -72,11 +78,24 @@ def test_a_stream_cut_anywhere(sent: list[f.Frame], cuts: list[int]) -> None:
     assert decoder.buffered == 0
 
 
+@given(st.lists(frame, max_size=5), st.data())
+def test_frames_that_come_alone_or_in_pieces(sent: list[f.Frame], drawn: st.DataObject) -> None:
+    decoder = f.FrameDecoder()
+    received: list[f.Frame] = []
+    for each in sent:
+        stream = f.encode(each)
+        cut = drawn.draw(st.integers(0, len(stream)))
+        for piece in (stream[:cut], stream[cut:]):
+            received += _take(decoder, piece)
+    assert received == sent
+    assert decoder.buffered == 0
+
+
 @given(st.binary(max_size=200))
 def test_garbage_is_a_frame_error_or_waits_for_more(garbage: bytes) -> None:
     decoder = f.FrameDecoder()
     try:
-        assert list(decoder.feed(garbage)) == []
+        assert _take(decoder, garbage) == []
     except FrameError:
         pass
 
@@ -88,7 +107,7 @@ def test_a_flipped_bit_never_gives_another_frame(sent: f.Frame, drawn: st.DataOb
     stream[bit // 8] ^= 1 << bit % 8
     decoder = f.FrameDecoder()
     try:
-        received = list(decoder.feed(stream))
+        received = _take(decoder, stream)
     except FrameError:
         return
     # Either the length grew and the rest is waited for, or the bit is one that says nothing.
@@ -112,9 +131,9 @@ def test_a_decoder_that_broke_stays_broken() -> None:
     decoder = f.FrameDecoder()
     for _ in range(2):
         with pytest.raises(FrameError):
-            list(decoder.feed(b"no frame at all"))
+            _take(decoder, b"no frame at all")
         with pytest.raises(FrameError):
-            list(decoder.feed(f.encode(f.Fetch())))
+            _take(decoder, f.encode(f.Fetch()))
 
 
 @pytest.mark.parametrize(

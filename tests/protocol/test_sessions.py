@@ -256,6 +256,51 @@ def test_an_eager_worker_asks_in_advance() -> None:
     assert receiver.receive(update) == [UpdateArrived(_update(1))]
 
 
+@pytest.mark.parametrize("newer", [False, True])
+def test_an_answer_brings_the_next_fetch_along(newer: bool) -> None:
+    sender, receiver = joined(eager=True)
+    receiver.wanting = True
+    (fetch,) = receiver.frames_to_send()
+    sender.receive(fetch)
+    sender.publish(1)
+    sender.offer(_update(1))
+    for frame in sender.frames_to_send():
+        receiver.receive(frame)
+    if newer:
+        sender.publish(2)
+        (notify,) = sender.frames_to_send()
+        receiver.receive(notify)
+    receiver.have = 1
+    receiver.applied(1, {}, wanting=True)
+    (ack,) = receiver.frames_to_send()
+    assert sender.receive(ack) == [Applied(1, 1, {}), Fetched(have=1)]
+    assert sender.frames_to_send() == []  # it is asked for already
+    sender.publish(2)
+    sender.offer(_update(2))
+    (update,) = sender.frames_to_send()
+    assert receiver.receive(update) == [UpdateArrived(_update(2))]
+
+
+def test_who_does_not_want_the_next_only_answers() -> None:
+    sender, receiver = joined(eager=True)
+    receiver.wanting = True
+    for frame in receiver.frames_to_send():
+        sender.receive(frame)
+    sender.publish(1)
+    sender.offer(_update(1))
+    for frame in sender.frames_to_send():
+        receiver.receive(frame)
+    receiver.applied(1, {})
+    (ack,) = receiver.frames_to_send()
+    assert sender.receive(ack) == [Applied(1, 1, {})]
+    sender.publish(2)
+    (notify,) = sender.frames_to_send()
+    assert receiver.receive(notify) == []
+    receiver.wanting = True
+    (fetch,) = receiver.frames_to_send()
+    assert sender.receive(fetch) == [Fetched()]
+
+
 def test_a_layout_that_does_not_do_is_declined() -> None:
     sender, receiver = SenderSession(TOKEN), ReceiverSession(TOKEN, 0)
     for _ in range(2):

@@ -148,7 +148,7 @@ async def test_a_refusal_below_reaches_the_trainer(monkeypatch: pytest.MonkeyPat
             def check(views: object) -> None:
                 raise ValueError("not this one")
 
-            patch.setattr(bad.scheme.get_receiver().intake, "_check", check)
+            patch.setattr(bad.scheme.get_receiver().intake._binding, "check", check)
             fill(model, 1)
             with pytest.raises(RemoteApplyError, match="not this one"):
                 await scheme.send()
