@@ -118,6 +118,14 @@ class SenderSession(_Session):
             ProtocolError: a frame that may not come in this state.
         """
         match self.state, frame:
+            case SenderState.LEASED, f.Ack() if frame.round == self.leased_round:
+                self.acked_version = frame.version
+                applied = Applied(frame.round, frame.version, frame.seconds)
+                if frame.fetch is None:
+                    self._settle()
+                    return [applied]
+                self.state = SenderState.READY
+                return [applied, Fetched(frame.fetch.have, frame.fetch.maps)]
             case SenderState.CLOSED, _:
                 return []
             case SenderState.GREETING, f.Hello():
@@ -132,14 +140,6 @@ class SenderSession(_Session):
                 return [Fetched(frame.have, frame.maps)]
             case SenderState.LEASED, f.Staged() if frame.round == self.leased_round:
                 return [StageDone(frame.round, frame.copied)]
-            case SenderState.LEASED, f.Ack() if frame.round == self.leased_round:
-                self.acked_version = frame.version
-                applied = Applied(frame.round, frame.version, frame.seconds)
-                if frame.fetch is None:
-                    self._settle()
-                    return [applied]
-                self.state = SenderState.READY
-                return [applied, Fetched(frame.fetch.have, frame.fetch.maps)]
             case SenderState.LEASED, f.Nack() if frame.round == self.leased_round:
                 if frame.kind == "below":
                     self.acked_version = frame.version
@@ -320,6 +320,10 @@ class ReceiverSession(_Session):
             ProtocolError: a frame that may not come in this state.
         """
         match self.state, frame:
+            case ReceiverState.FETCHING, f.Update():
+                self.state = ReceiverState.HOLDING
+                self._round = frame.round
+                return [UpdateArrived(frame)]
             case ReceiverState.CLOSED, _:
                 return []
             case ((ReceiverState.GREETING | ReceiverState.JOINING), f.Refused()):
@@ -341,10 +345,6 @@ class ReceiverSession(_Session):
                 self.state = ReceiverState.IDLE
                 self._wanting = False
                 return [Recalled()]
-            case ReceiverState.FETCHING, f.Update():
-                self.state = ReceiverState.HOLDING
-                self._round = frame.round
-                return [UpdateArrived(frame)]
             case _, f.Abort():
                 return [Aborted(frame.joint)]
             case _, f.Bye():

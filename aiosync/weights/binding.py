@@ -131,6 +131,7 @@ class ModuleBinding(Binding):
         self._copies: dict[str, Tensor] = {}
         self._meta = False
         self._replaced: list[tuple[nn.Parameter, Tensor]] = []
+        self._shown: Mapping[str, Tensor] = {}
         self._sort()
         self._extra = tuple(name for name in layout.names if is_extra_state(name))
 
@@ -197,16 +198,20 @@ class ModuleBinding(Binding):
         replaced: list[tuple[nn.Parameter, Tensor]] = []
         try:
             for name, parameter in self._flips.items():
-                replaced.append((parameter, parameter.data))
+                before = self._shown.get(name)
+                if before is None or before.data_ptr() != parameter.data_ptr():
+                    before = parameter.data  # a tensor that has to be made for it
+                replaced.append((parameter, before))
                 parameter.data = views[name]
         except BaseException:
             _point_back(replaced)
             raise
-        self._replaced = replaced
+        self._replaced, self._shown = replaced, views
         return replaced
 
     def detach(self) -> None:
         """Give the parameters memory of their own, with the values that they have."""
+        self._shown = {}
         own: dict[object, Tensor] = {}  # those that are tied stay it
         with torch.no_grad():
             for parameter in self._flips.values():
