@@ -38,7 +38,7 @@ class Fit:
         self._layout = layout
         self._looks = [(tensor.dtype, tensor.shape) for _, tensor in self.pairs]
         # Separate memory for what is one tensor in the layout may differ the next time.
-        self._lasting = self.whole and all(
+        self._lasting = strict and self.whole and all(
             tensors[alias] is tensors.get(name) for alias, name in layout.aliases.items() if alias in tensors
         )
 
