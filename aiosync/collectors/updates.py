@@ -51,9 +51,9 @@ class Updates:
         self.schemes: dict[str, WeightSyncScheme] = dict(config.weights.weight_sync_schemes or {})
         if config.weights.weight_sync_schemes is None and self._updater is None and _weighted(collector):
             self.schemes[POLICY] = default
+        self._default = default
         self._above = dict(config.weights.weight_recv_schemes or {})
         self._worker_idx = config.weights.worker_idx
-        self._begun_here: set[str] = set()
         self._stack = AsyncExitStack()
         self.counted = 0
 
@@ -73,7 +73,6 @@ class Updates:
         for model_id, scheme in self.schemes.items():
             if not scheme.initialized_on_sender:
                 scheme.init_on_sender(model_id=model_id, context=self._collector, ctx=ctx)
-                self._begun_here.add(model_id)
 
     async def join(self, pool: Pool, deadline: Deadline) -> None:
         """Become the worker of another collector, if there are schemes for that.
@@ -118,7 +117,7 @@ class Updates:
         try:
             if len(given) == 1:
                 ((name, weights),) = given.items()
-                if weights is None and name in self._begun_here:
+                if weights is None and self.schemes[name] is self._default:
                     weights = self._collector.get_model(name)  # as the scheme would, by a longer way
                 ids = worker_ids if worker_ids is None or isinstance(worker_ids, int) else list(worker_ids)
                 await self.schemes[name].send(weights, ids, timeout=timeout)

@@ -66,7 +66,7 @@ __all__ = [
     "read_header",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME = 256 * 1024 * 1024
 """Largest body in bytes that is accepted from an authenticated peer (a layout of a million entries)."""
 MAX_GREETING = 4096

@@ -121,8 +121,7 @@ class Publisher:
             for group, given in fitted:
                 if not given.whole:
                     self._check_base(group, targets)
-                if group.arena.free_slot() is None:
-                    self._roster.make_room(group)
+                self._roster.make_room(group)
                 parked = partial(self._roster.parked, group)
                 draft = await group.draft(given, targets, parked, deadline, may_spill=may_spill)
                 prepared.drafts.append(draft)

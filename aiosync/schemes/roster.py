@@ -158,9 +158,10 @@ class Roster:
         return [link for link in self.links.values() if link.group is group]
 
     def make_room(self, group: WeightGroup) -> None:
-        """Every slot is in use: take back what is being sent to workers that do not take it."""
-        for link in self.members(group):
-            link.cut()
+        """Where every slot is in use: take back what is being sent to workers that do not take it."""
+        if group.arena.free_slot() is None:
+            for link in self.members(group):
+                link.cut()
 
     def parked(self, group: WeightGroup) -> set[Any]:
         """The holders of a group's slots that are not expected to move on."""

@@ -38,17 +38,23 @@ class Fit:
         self._layout = layout
         self._looks = [(tensor.dtype, tensor.shape) for _, tensor in self.pairs]
         # Separate memory for what is one tensor in the layout may differ the next time.
-        self._lasting = strict and self.whole and all(
-            tensors[alias] is tensors.get(name) for alias, name in layout.aliases.items() if alias in tensors
+        self._lasting = (
+            strict
+            and self.whole
+            and all(
+                tensors[alias] is tensors.get(name)
+                for alias, name in layout.aliases.items()
+                if alias in tensors
+            )
         )
 
     def holds(self, layout: Layout) -> bool:
-        """Whether the same tensors still fit this layout: what ``.data`` is may have been replaced, by what
-        has another dtype or shape."""
+        """Whether the same tensors still fit this layout: what is in them may have been replaced, by what has
+        another dtype or shape, or no values."""
         if not self._lasting or layout is not self._layout:
             return False
         for (_, tensor), (dtype, shape) in zip(self.pairs, self._looks, strict=True):
-            if tensor.dtype is not dtype or tensor.shape != shape:
+            if tensor.dtype is not dtype or tensor.shape != shape or tensor.is_meta:
                 return False
         return True
 
@@ -67,6 +73,7 @@ def fit(layout: Layout, tensors: Mapping[str, Tensor], *, strict: bool) -> Fit:
     """
     if not isinstance(tensors, KnownTensors):
         return Fit(layout, tensors, strict=strict)
-    if tensors.fitted is None or not tensors.fitted.holds(layout):
-        tensors.fitted = Fit(layout, tensors, strict=strict)
-    return tensors.fitted
+    found = tensors.fitted  # read once: another thread may send the same module by another layout
+    if found is None or not found.holds(layout):
+        found = tensors.fitted = Fit(layout, tensors, strict=strict)
+    return found

@@ -152,6 +152,20 @@ async def test_a_version_that_somebody_has_is_not_taken_back(monkeypatch: pytest
         assert value_of(refusing.model) == value_of(again.model) == 2
 
 
+async def test_nothing_is_taken_back_where_a_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with LocalCluster(SHARED) as cluster:
+        roster = cluster.scheme.get_sender().roster
+        cut: list[int] = []
+        for worker, its in roster.links.items():
+            monkeypatch.setattr(its, "cut", lambda worker=worker: cut.append(worker))
+        group = roster.links[0].group
+        roster.make_room(group)
+        assert cut == []
+        monkeypatch.setattr(group.arena, "free_slot", lambda: None)
+        roster.make_room(group)
+        assert sorted(cut) == [0, 1]
+
+
 async def test_a_dropped_worker_that_is_still_copying(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 1 << 20
     async with LocalCluster(MEMORY, model=lambda: Uniform(size=size), on_failure="drop") as cluster:
