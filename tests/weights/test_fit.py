@@ -78,3 +78,13 @@ def test_a_part_is_not_taken_for_the_whole() -> None:
     assert not fit(layout, module_tensors(part), strict=False).whole
     with pytest.raises(LayoutMismatchError, match="weight"):
         fit(layout, module_tensors(part), strict=True)
+
+
+def test_a_lenient_fit_is_not_taken_for_a_strict_one() -> None:
+    one = torch.ones(2)
+    layout = Layout.of({"first": one, "second": one})
+    model = nn.Module()
+    model.register_parameter("first", nn.Parameter(torch.zeros(2)))
+    assert fit(layout, module_tensors(model), strict=False).whole
+    with pytest.raises(LayoutMismatchError, match="second"):
+        fit(layout, module_tensors(model), strict=True)
