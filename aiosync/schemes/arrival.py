@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,13 +12,16 @@ from torch import Tensor
 from aiosync.errors import ProtocolError
 from aiosync.protocol.frames import Update
 from aiosync.transports.base import Transport
-from aiosync.weights.arena import Arena, Slot
+from aiosync.weights.arena import Arena, LentViews, Slot
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
 __all__ = ["Arrival", "Mapped", "OwnSlots"]
 
 _CPU = torch.device("cpu")
+
+_MOST_SLOTS = 4
+"""Slots that a worker takes at the most, for updates of some entries."""
 
 
 class Arrival(ABC):
@@ -91,8 +94,23 @@ class Arrival(ABC):
         """What an update said, which is not to be missed even if the update is not used."""
         return
 
-    def committed(self) -> None:
-        """What was found last is in service now."""
+    written: Callable[[Collection[str]], Collection[str]] | None = None
+    """See :attr:`~aiosync.weights.binding.Staged.written`."""
+
+    def make_room(self, names: Collection[str] | None) -> Collection[str]:
+        """Have memory for the update after the one that was found last. Blocking.
+
+        Args:
+            names: the entries that the last one is about; None: all.
+
+        Returns:
+            Entries that the last one is not about, and whose tensors have to get memory of their own when it
+            is committed, so that the slots which they view can be used again.
+        """
+        return ()
+
+    def committed(self, names: Collection[str] | None) -> None:
+        """What was found last is in service now, for these entries; None: for all."""
         return
 
     @abstractmethod
@@ -115,7 +133,11 @@ class Mapped(Arrival):
         self.holds = holds
         self._private = private
         self._layout = layout
-        self._attached: dict[int, tuple[Segment, dict[str, Tensor]]] = {}
+        self._attached: dict[int, tuple[Segment, LentViews]] = {}
+        self._found: Segment | None = None
+        self._in_service: Segment | None = None
+        if private:
+            self.written = self._written
         self._announced: dict[int, dict[str, Any]] = {}
 
     def attach(self, transport: Transport) -> None:
@@ -141,7 +163,20 @@ class Mapped(Arrival):
             segment, views = self._attached[slot]
         except KeyError as exc:
             raise ProtocolError(f"an update lies in a slot that was never announced: {exc}") from exc
-        return segment.buffer, views
+        self._found = segment
+        return segment.buffer, views.tensors()
+
+    def committed(self, names: Collection[str] | None) -> None:
+        """See :meth:`Arrival.committed`."""
+        self._in_service = self._found
+
+    def _written(self, names: Collection[str]) -> Collection[str]:
+        """Those of these entries that lie in pages which this process has written into."""
+        if self._in_service is None:
+            return ()
+        layout = self._layout
+        ranges = {name: (layout[name].offset, layout[name].nbytes) for name in names}
+        return self._in_service.written(ranges)
 
     def _attach_announced(self) -> None:
         for index, handle in list(self._announced.items()):
@@ -150,7 +185,7 @@ class Mapped(Arrival):
                 raise ProtocolError(
                     f"slot {index} has {segment.nbytes} bytes, the layout needs {self._layout.nbytes}"
                 )
-            self._attached[index] = segment, self._layout.views(segment.buffer)
+            self._attached[index] = segment, LentViews(self._layout, segment.buffer)
             del self._announced[index]
 
     def note(self, payload: Mapping[str, Any]) -> None:
@@ -164,10 +199,14 @@ class Mapped(Arrival):
         """Unmap."""
         self._attached.clear()
         self._announced.clear()
+        self._found = self._in_service = None
 
 
 class OwnSlots(Arrival):
-    """Two slots of this process: one in service, one that the next update comes into.
+    """Slots of this process: one in service, one that the next update comes into.
+
+    An update of some entries leaves the others in the slot that they view, which is kept for them, so that a
+    third slot takes its turn; and a fourth where such updates are about different entries.
 
     Args:
         layout: what a slot holds.
@@ -178,8 +217,15 @@ class OwnSlots(Arrival):
 
     def __init__(self, layout: Layout, device: torch.device = _CPU) -> None:
         self._layout = layout
+        self._entries = [entry.name for entry in layout]
         self._arena = Arena(layout, lambda nbytes: Segment.private(nbytes, device), max_slots=2)
         self._slot: Slot | None = None
+        # The slot whose bytes are the newest version's, as they came.
+        self._newest: Slot | None = None
+        # Where the model's tensor of each entry is, if it is not in the newest slot.
+        self._elsewhere: dict[str, Slot] = {}
+        # Entries that get memory of their own in the next commit.
+        self._leaving: set[str] = set()
 
     @property
     def nbytes(self) -> int:
@@ -196,6 +242,17 @@ class OwnSlots(Arrival):
         while len(self._arena.slots) < 2:
             self._arena.grow()
 
+    def take_slot(self) -> Slot:
+        """A slot that the model does not view, for the next update.
+
+        Raises:
+            ProtocolError: there is none, so the update was not asked for.
+        """
+        self._slot = self._arena.free_slot()
+        if self._slot is None:
+            raise ProtocolError("an update came that was not asked for")
+        return self._slot
+
     def is_quick(self, update: Update) -> bool:
         """Always: it is here by then."""
         return True
@@ -203,14 +260,38 @@ class OwnSlots(Arrival):
     def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`Arrival.find`."""
         assert self._slot is not None
-        return self._slot.segment.buffer, self._slot.views
+        return self._slot.segment.buffer, self._slot.lent.tensors()
 
-    def committed(self) -> None:
-        """The other slot is free now."""
+    def make_room(self, names: Collection[str] | None) -> Collection[str]:
+        """See :meth:`Arrival.make_room`."""
+        if names is None:
+            return ()
+        elsewhere = self._elsewhere_after(names)
+        viewed = {slot.index for slot in elsewhere.values()}
+        leaving: set[str] = set()
+        if len(viewed) >= _MOST_SLOTS - 1:
+            oldest = min(viewed, key=lambda index: sum(s.index == index for s in elsewhere.values()))
+            leaving = {name for name, slot in elsewhere.items() if slot.index == oldest}
+            viewed.discard(oldest)
+        while len(self._arena.slots) < len(viewed) + 2:
+            self._arena.grow()
+        self._leaving = leaving
+        return leaving
+
+    def _elsewhere_after(self, names: Collection[str]) -> dict[str, Slot]:
+        kept = {} if self._newest is None else dict.fromkeys(self._entries, self._newest)
+        return {name: slot for name, slot in (kept | self._elsewhere).items() if name not in names}
+
+    def committed(self, names: Collection[str] | None) -> None:
+        """See :meth:`Arrival.committed`."""
+        elsewhere = {} if names is None else self._elsewhere_after(names)
+        self._elsewhere = {name: slot for name, slot in elsewhere.items() if name not in self._leaving}
+        self._newest, self._leaving = self._slot, set()
+        viewed = {slot.index for slot in self._elsewhere.values()}
         for slot in self._arena.slots:
             slot.holders.clear()
-        if self._slot is not None:
-            self._slot.holders.add("front")
+            if slot is self._newest or slot.index in viewed:
+                slot.holders.add("viewed")
 
     def close(self) -> None:
         """Let go of the slots; tensors in service keep theirs."""

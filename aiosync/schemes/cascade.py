@@ -14,8 +14,11 @@ __all__ = ["Cascade", "Follower", "in_format", "weakly"]
 
 
 def in_format(strategy: WeightStrategy, views: Mapping[str, Tensor]) -> Any:
-    """The weights in the form that ``strategy`` extracts: a TensorDict or a flat dict."""
-    return to_tensordict(dict(views)) if strategy.extract_as == "tensordict" else to_state_dict(dict(views))
+    """The weights in the form that ``strategy`` extracts: a TensorDict or a flat dict. The tensors are new
+    ones over the same memory, so that the caller may re-point or reshape them in place."""
+    made: dict[int, Tensor] = {}  # tied entries stay one
+    new = {name: made.setdefault(id(view), view.detach()) for name, view in views.items()}
+    return to_tensordict(new) if strategy.extract_as == "tensordict" else to_state_dict(new)
 
 
 class Follower:

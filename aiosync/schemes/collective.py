@@ -175,10 +175,7 @@ class Collected(OwnSlots):
         self._arriving = update, future
 
     def _next_buffer(self) -> Tensor:
-        self._slot = self._arena.free_slot()
-        if self._slot is None:
-            raise ProtocolError("an update came that was not asked for")
-        return self._slot.segment.buffer[: self._layout.nbytes]
+        return self.take_slot().segment.buffer[: self._layout.nbytes]
 
     def _take(self, update: Update, data: bytes) -> None:
         buffer, here = self._next_buffer(), Future[None]()

@@ -255,7 +255,8 @@ class ByStream(Delivery):
         where it lies, if the worker can look."""
         have = fetched.have
         same = have == published.version
-        of_use = self._codec == "delta" or same or (published.names is not None and have == published.base)
+        partial = self._group.changes.between(have, published.version) is not None
+        of_use = self._codec == "delta" or same or partial
         based = of_use and have >= 0 and self._group.slot_of(have) is not None
         base = have if based else -1
         handle = published.slot.segment.handle  # only of slots that were made to be read by others

@@ -29,6 +29,7 @@ from torch import Tensor
 from aiosync._deadline import Deadline
 from aiosync.errors import ArenaAllocationError, NotConnectedError, SyncTimeoutError
 from aiosync.protocol.stream import BLOCK
+from aiosync.schemes.changes import ChangeLog
 from aiosync.schemes.rounds import JointRound
 from aiosync.transports._offload import Offloader, call_when_done
 from aiosync.weights.arena import Arena, Slot
@@ -56,7 +57,6 @@ class Published(msgspec.Struct, eq=False):
     """One version in its slot.
 
     Attributes:
-        names: what changed against ``base``, None for everything.
         joint: what it is a part of.
         copying: set if it may not have been copied to its end yet.
     """
@@ -64,8 +64,6 @@ class Published(msgspec.Struct, eq=False):
     slot: Slot
     round: int
     version: int
-    base: int
-    names: tuple[str, ...] | None
     joint: JointRound | None = None
     copying: Filling | None = None
 
@@ -112,6 +110,7 @@ class WeightGroup:
         addressed: worker -> the newest version that was for it.
         unstoppable: holders that read a slot until somebody else is done.
         writes_inline: whether a version is so small that no thread is needed to write it.
+        changes: which entries each version is about.
     """
 
     def __init__(
@@ -136,6 +135,7 @@ class WeightGroup:
         self.addressed: dict[int, int] = {}
         self.unstoppable: set[Hashable] = set()
         self.writes_inline = device.type == "cpu" and arena.layout.nbytes <= INLINE_LIMIT
+        self.changes = ChangeLog()
         self._freed = asyncio.Event()
         self._stopped = False
 
@@ -180,8 +180,7 @@ class WeightGroup:
         for name, tensor in dense:
             pairs.append((views[name], tensor))
         if not given.whole:
-            # After a spill the workers have not seen what this builds on, so all has changed for them.
-            names = None if self.spill is not None else tuple(name for name, _ in given.pairs)
+            names = tuple(name for name, _ in given.pairs)
             pairs += self._rest(slot, {name for name, _ in given.pairs})
         return Draft(self, slot, pairs, names, reclaimed, spilled, sharded=sharded)
 
@@ -266,13 +265,15 @@ class WeightGroup:
         """Make what was drafted the newest."""
         draft.slot.version = version
         draft.slot.holders.discard(WRITER)
+        unspilled = self.spill is not None and self.spill.version == version
+        if not unspilled:
+            self.changes.add(version, draft.names)
         if draft.spilled:
-            self.spill = Published(draft.slot, round_, version, -1, None)
+            self.spill = Published(draft.slot, round_, version)
             return self.spill
         self.spill = None
         before = self.latest
-        base = before.version if before else -1
-        published = Published(draft.slot, round_, version, base, draft.names, joint, draft.copying)
+        published = Published(draft.slot, round_, version, joint, draft.copying)
         if before is not None:
             before.slot.holders.discard(LATEST)
             if fallback and before.slot is not draft.slot:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -25,7 +25,7 @@ from aiosync.schemes.spec import SchemeSpec
 from aiosync.schemes.stager import Stager
 from aiosync.transports._offload import Offloader
 from aiosync.transports.base import Transport
-from aiosync.weights.binding import Binding
+from aiosync.weights.binding import Binding, Staged
 from aiosync.weights.copying import copy_few
 from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import WeightStrategy
@@ -38,10 +38,17 @@ _reader: ContextVar[object] = ContextVar("aiosync_reader")
 
 
 class Held(msgspec.Struct, eq=False):
-    """An update in hand, and how far it has come."""
+    """An update in hand, and how far it has come.
+
+    Attributes:
+        staged: its tensors, once they can be committed.
+        names: the entries that it is about, aliases included; None: all.
+        stager: what staged it.
+    """
 
     update: Update
-    views: Mapping[str, Tensor] | None = None
+    staged: Staged | None = None
+    names: Collection[str] | None = None
     stager: Stager | None = None
     seconds: dict[str, float] = {}
     committed: bool = False
@@ -292,14 +299,12 @@ class Intake:
             views = self.weights or (receiver_tensors(self.model) if self.model is not None else {})
             own = await self._offloader.run(lambda _: _own_copies(views, model))
             with LOCK:
-                another.commit(own)
+                another.commit(Staged(own, own=frozenset(own)))
             if model is not self.model:  # nobody keeps what it views from being written to any more
                 await self._offloader.run(lambda _: binding.detach())
-            before, self._stager = self._stager, None
             self._binding, self.model, self._may_view, self.weights = another, model, may_view, own
             self._viewing, self._leftover = False, True
             self._stager = self._stager_for(another, arrival)
-            before.leave()
             if self._patience is not None:
                 self._remove_guard()
                 self.guard_forwards(self._patience)
@@ -319,23 +324,28 @@ class Intake:
                 raise NotConnectedError("this receiver was closed before it had staged an update")
             if self._leftover:
                 await self._offloader.run(lambda _: self._forget_leftover())
+            self._binding.refresh()
+            if stager.generation != self._binding.generation:
+                # The worker has given the model another dtype, another device or other layers.
+                stager = self._stager = self._stager_for(self._binding, self.arrival)
             if not self.arrival.is_here(held.update):
                 await self.arrival.arrive(held.update)
+            names = held.names = self._names_of(held.update)
             if stager.is_quick(held.update):
-                views, pairs = stager.stage(held.update)
+                staged, pairs = stager.stage(held.update, names)
                 copy_few(pairs)
             else:
-                views, pairs = await self._offloader.run(lambda _: stager.stage(held.update))
+                staged, pairs = await self._offloader.run(lambda _: stager.stage(held.update, names))
                 await self._offloader.copy(pairs)
-            self._binding.check(views)
+            self._binding.check(staged.views)
             if self._follower.cascades:
-                await self._cascade(views)
-            held.views, held.stager = views, stager
+                await self._cascade(staged.views)
+            held.staged, held.stager = staged, stager
         held.seconds["stage"] = time.perf_counter() - started
 
     def has_staged(self, held: Held) -> bool:
         """Whether an update is ready to be committed into the model that is bound, and goes on to be."""
-        return held.views is not None and held.stager is self._stager and not self._staging.locked()
+        return held.staged is not None and held.stager is self._stager and not self._staging.locked()
 
     async def _cascade(self, views: Mapping[str, Tensor]) -> None:
         follower, model_id = self._follower, self._model_id or "policy"
@@ -362,15 +372,17 @@ class Intake:
         stager = self._stager
         assert stager is not None and self.arrival is not None and self._binding is not None
         quick = self.arrival.is_here(held.update) and stager.is_quick(held.update)
-        held_up = self._leftover or self._staging.locked()
+        rebound = stager.generation != self._binding.generation
+        held_up = self._leftover or rebound or self._staging.locked()
         if held.update.joint is not None or self._follower.cascades or held_up or not quick:
             return False
         started = time.perf_counter()
-        views, pairs = stager.stage(held.update)
+        held.names = self._names_of(held.update)
+        staged, pairs = stager.stage(held.update, held.names)
         if pairs:
             copy_few(pairs)
-        self._binding.check(views)
-        held.views, held.stager = views, stager
+        self._binding.check(staged.views)
+        held.staged, held.stager = staged, stager
         held.seconds["stage"] = time.perf_counter() - started
         return self._commit_now(held)
 
@@ -378,8 +390,7 @@ class Intake:
         if not commit_now(self.gate, partial(self._commit_alone, held)):
             return False
         held.seconds["wait"] = 0.0
-        if self._stager is not None and self._stager.takes_turns:
-            self._stager.committed()
+        self._committed(held)
         return True
 
     async def commit(self, held: Held, on_wait: Callable[[], None]) -> None:
@@ -413,7 +424,7 @@ class Intake:
                 elif joint is not None:
                     leave(joint, self.worker, job)
                 if held.committed:
-                    self._committed()
+                    self._committed(held)
                 raise
             finally:
                 self._waiting = None
@@ -425,11 +436,11 @@ class Intake:
         if error is not None:
             raise error
         held.seconds["wait"] = time.perf_counter() - started - held.seconds.get("commit", 0.0)
-        self._committed()
+        self._committed(held)
 
-    def _committed(self) -> None:
-        if self._stager is not None:
-            self._stager.committed()
+    def _committed(self, held: Held) -> None:
+        if held.stager is not None:
+            held.stager.committed(held.names)
 
     def note(self, held: Held) -> None:
         """An update is given back unused: take in what it said besides."""
@@ -447,20 +458,19 @@ class Intake:
 
     def _commit_alone(self, held: Held) -> None:
         """The commit itself. Runs in whatever thread freed the gate, nobody reading meanwhile."""
-        assert self._binding is not None and held.views is not None
+        assert self._binding is not None and held.staged is not None
         started = time.perf_counter()
-        self._binding.commit(held.views, self._changed_names(held))
+        self._binding.commit(held.staged, held.names)
         self._in_service(held, started)
 
     @contextmanager
     def _committing(self, held: Held) -> Iterator[None]:
         """The same as one part of a joint commit: taken back if the body raises."""
-        assert self._binding is not None and held.views is not None
+        assert self._binding is not None and held.staged is not None
         started = time.perf_counter()
         before = self.version, self.weights, self._viewing
         try:
-            names = self._changed_names(held)
-            with self._binding.committing(held.views, names, reversible=True):
+            with self._binding.committing(held.staged, held.names, reversible=True):
                 self._in_service(held, started)
                 yield
         except BaseException:
@@ -468,13 +478,25 @@ class Intake:
             held.committed = False
             raise
 
-    def _changed_names(self, held: Held) -> list[str] | None:
+    def _names_of(self, update: Update) -> Collection[str] | None:
+        """The names that an update is about; None: all."""
         # What changed against a version that this model never had is not all that changed for it.
-        return held.update.names if held.update.base == self.version else None
+        if update.names is None or update.base != self.version:
+            return None
+        assert self._binding is not None
+        names = set(update.names)
+        aliases = self._binding.layout.aliases
+        return names.union(alias for alias, name in aliases.items() if name in names)
 
     def _in_service(self, held: Held, started: float) -> None:
-        assert held.views is not None
-        self.version, self.weights = held.update.version, held.views
+        staged = held.staged
+        assert staged is not None
+        if held.names is None or not self.weights:
+            self.weights = staged.views
+        else:  # what was not sent is where it was, unless that is memory which the sender will write again
+            kept = (name for name in self.weights if name in staged.own and name not in held.names)
+            self.weights = {**staged.views, **{name: self.weights[name] for name in kept}}
+        self.version = held.update.version
         views_sender = self.views_sender
         self._leftover |= views_sender and not self._viewing
         self._viewing = views_sender
@@ -500,19 +522,15 @@ class Intake:
             with suppress(ValueError):  # an abandoned generator is closed in another context than its own
                 _reader.reset(reset)
 
-    async def close(self, *, detach: bool) -> None:
-        """Let go of everything; the model keeps its version. Nothing is committed after this has begun.
-
-        Args:
-            detach: the sender goes on, and will write into what the parameters view: give them memory
-                of their own.
-        """
+    async def close(self) -> None:
+        """Let go of everything; the model keeps its version, in memory of its own. Nothing is committed
+        after this has begun."""
         self._remove_guard()
         stager, self._stager = self._stager, None
         self.overtake()
         async with self._staging:  # what is being staged is brought to its end first
             try:
-                if detach and self._viewing:
+                if self._viewing:
                     await self._offloader.run(lambda _: self._take_over(keep=False))
             finally:
                 if stager is not None:

@@ -109,8 +109,7 @@ class Landing(OwnSlots):
 
     def _slots(self) -> tuple[Slot | None, Slot | None]:
         """Where to put the next update, and the version in service."""
-        front = next((slot for slot in self._arena.slots if slot.holders), None)
-        return self._arena.free_slot(), front
+        return self._arena.free_slot(), self._newest
 
     def place(self, chunk: Chunk) -> memoryview:
         """Where a block's bytes belong."""

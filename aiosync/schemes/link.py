@@ -335,14 +335,12 @@ class WorkerLink:
         self._moved = moved, self._loop.time()
         if self._timer is None:  # one goes on for many leases: making one takes longer than a small send may
             self._timer = self._loop.call_later(min(SAMPLE, LATE_AFTER), self._look)
-        names = published.names
-        if names is not None and self.session.acked_version != published.base:
-            names = None
+        have = self.session.acked_version
         return Update(
             round=published.round,
             version=published.version,
-            base=published.base,
-            names=None if names is None else list(names),
+            base=have,
+            names=self.group.changes.between(have, published.version),
             joint=joint.mark if joint else None,
             payload=payload,
         )

@@ -439,12 +439,12 @@ class WeightReceiver:
             self.intake.note(held)
             self._answer(held)
             return None
-        if held.views is None and held.update.joint is None and self._link.session.superseded:
+        if held.staged is None and held.update.joint is None and self._link.session.superseded:
             self._skip()
             return None
         try:
             if not self.intake.has_staged(held):
-                held.views = None
+                held.staged = None
                 await self.intake.stage(held)
                 if self.lost or self._link.down:
                     self._held = None
@@ -454,7 +454,7 @@ class WeightReceiver:
             self._skip(whole=isinstance(exc, BaseLostError))
             return None
         except Exception as exc:  # noqa: BLE001 - travels to the sender as a refusal
-            if held.views is None and (self.lost or self._link.down):
+            if held.staged is None and (self.lost or self._link.down):
                 self._held = None
                 return None
             self._refuse(exc)
@@ -465,7 +465,7 @@ class WeightReceiver:
     def _skip(self, *, whole: bool = False) -> None:
         """Give the held update back for a newer one; or for the ``whole`` of what it is a part of."""
         held, self._held = self._held, None
-        if held is not None and held.views is None:
+        if held is not None and held.staged is None:
             self.intake.note(held)
         if not self._closed:
             self._say_what_is_here()
@@ -541,7 +541,7 @@ class WeightReceiver:
     async def _close(self) -> None:
         self._link.unwatch()
         held = self._held
-        await self.intake.close(detach=self.ended is None or self.lost)
+        await self.intake.close()
         if held is not None and held.committed and self._held is held:
             self._answer(held)  # cancelled between the commit and the answer: the sender waits for it
         elif held is not None and held.update.joint is not None:

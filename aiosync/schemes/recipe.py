@@ -31,8 +31,9 @@ from aiosync.schemes.spec import OnFailure, SchemeSpec, StrategyName
 from aiosync.schemes.stats import EventHook, EventSource
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.shards import Shards
-from aiosync.weights.binding import Binding, CommitMode, bind
+from aiosync.weights.binding import Binding, CommitMode
 from aiosync.weights.layout import Layout
+from aiosync.weights.module_binding import bind
 from aiosync.weights.segment import Segment
 from aiosync.weights.sharded import mesh_of
 from aiosync.weights.strategy import WeightStrategy

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -134,7 +134,11 @@ class _RelayLanding(Landing):
         super().forsake()
         self._owner.post(self._owner.aborted)
 
-    def committed(self) -> None:
+    def make_room(self, names: Collection[str] | None) -> Collection[str]:
+        """Nothing: the downstream side has taken a slot."""
+        return ()
+
+    def committed(self, names: Collection[str] | None) -> None:
         """The newest is what the next may build on."""
         self.front = self._slot
 
@@ -236,6 +240,8 @@ class RelayIntake(Intake):
         assert draft is not None and publisher is not None and group is not None
         self._draft = None
         draft.begun, draft.copying = True, arriving
+        if update.names is not None and update.base == self.version:
+            draft.names = tuple(update.names)
         joint = update.joint
         mark = None if joint is None else JointRound(joint, lambda w: self.roster.abort(joint, w))
         deadline = Deadline.after(self._spec.seconds(None))
@@ -283,8 +289,8 @@ class RelayIntake(Intake):
         prepared, publisher = self._prepared, self._publisher
         if prepared is None or prepared.round is None or publisher is None or self._landing is None:
             raise NotConnectedError("this relay was closed, or lost the update, before its workers had it")
-        self.version, self.weights = held.update.version, held.views or {}
-        self._landing.committed()
+        self.version, self.weights = held.update.version, held.staged.views if held.staged else {}
+        self._landing.committed(None)
         round_ = prepared.round
         await round_.wait(prepared.deadline)
         failure = first_failure(round_.reports.values(), prepared.deadline)
@@ -306,7 +312,7 @@ class RelayIntake(Intake):
             self._group.forget_latest()
             self._landing.front = None
 
-    async def close(self, *, detach: bool) -> None:
+    async def close(self) -> None:
         """Say goodbye downstream."""
         self._listener.stop()
         if self._publisher is not None:
@@ -314,7 +320,7 @@ class RelayIntake(Intake):
         await self.roster.close("the relay has closed")
         await self._host.aclose()
         self._listener.close()
-        await super().close(detach=False)
+        await super().close()
         if self._group is not None:
             self._group.close()
         self._copier.close()

@@ -107,9 +107,10 @@ class WeightSender:
         return stats
 
     def published(self) -> Mapping[str, Tensor] | None:
-        """The newest version's tensors, in the memory that workers read; of the first group."""
+        """The newest version's tensors, in the memory that workers read; of the first group. They are new
+        tensors: a caller that shares one with another process has torch move that one alone."""
         latest = self._groups[0].latest if self._groups else None
-        return latest.slot.views if latest is not None else None
+        return latest.slot.fresh_views() if latest is not None else None
 
     # -- connect ----------------------------------------------------------------------------------
 

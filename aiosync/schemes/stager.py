@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from aiosync.protocol.frames import Update
 from aiosync.schemes.arrival import Arrival
-from aiosync.weights.arena import Arena, Slot
-from aiosync.weights.binding import Binding
+from aiosync.weights.arena import LentViews
+from aiosync.weights.binding import Binding, Staged
 from aiosync.weights.copying import INLINE_LIMIT, Pairs
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
@@ -22,9 +21,10 @@ __all__ = ["Stager"]
 class Stager:
     """Turns an update that has arrived into the tensors to commit.
 
-    What a parameter will view must have its dtype and device, so entries that differ are converted
-    into slots of this process; with ``copies`` so is everything else, and the memory that it arrived in is
-    needed only until the update is staged. Two slots take turns: the front one is in service.
+    A tensor that a parameter will view must have its dtype and device, so entries that differ are converted
+    into memory of this process; with ``copies`` so is everything else, and the memory that the update
+    arrived in is needed only until it is staged. Large buffers are copied too, since a worker writes into
+    its buffers.
 
     Args:
         binding: the model, bound to the sender's layout.
@@ -33,95 +33,143 @@ class Stager:
         copies: whether to copy everything.
 
     Attributes:
-        takes_turns: whether slots of this process do, so that it has to hear what was :meth:`committed`.
+        generation: the binding's when this was made; see :attr:`Binding.generation`.
     """
 
     def __init__(self, binding: Binding, arrival: Arrival, device: torch.device, *, copies: bool) -> None:
         self.copies = copies
+        self.generation = binding.generation
         self._layout = binding.layout
         self._arrival = arrival
-        self._arenas = _own_arenas(binding, device, copies)
-        self._back: dict[torch.device, Slot] = {}
-        self.takes_turns = bool(self._arenas) or not arrival.borrowed
-        # Own slots that look just like the sender's are copied in one piece.
-        self._alike = {d for d, arena in self._arenas.items() if arena.layout.entries == self._layout.entries}
+        self._buffers = _double_buffers(binding, arrival, device, copies)
+        self._own = frozenset(name for buffer in self._buffers for name in buffer.names)
+        if not arrival.borrowed:
+            self._own = frozenset(binding.layout.names)
 
     @property
     def nbytes(self) -> int:
         """Bytes that this process has taken for staging."""
-        return self._arrival.nbytes + sum(arena.nbytes for arena in self._arenas.values())
+        return self._arrival.nbytes + sum(buffer.nbytes for buffer in self._buffers)
 
     def reserve(self) -> None:
-        """Take the memory for both slots now, so that later updates run into warm pages."""
+        """Take all memory now, so that later updates run into warm pages."""
         self._arrival.reserve()
-        for arena in self._arenas.values():
-            while len(arena.slots) < 2:
-                arena.grow()
+        for buffer in self._buffers:
+            buffer.reserve()
 
     def is_quick(self, update: Update) -> bool:
         """Whether staging moves so few bytes that a thread would take longer."""
         if self._layout.nbytes <= INLINE_LIMIT:
             return True
-        return not self._arenas and self._arrival.is_quick(update)
+        return not self._buffers and self._arrival.is_quick(update)
 
-    def stage(self, update: Update) -> tuple[Mapping[str, Tensor], Pairs]:
-        """Every name -> the tensor to commit, and the (destination, source) pairs that have to be copied
-        before. Blocking; may be run in a thread.
+    def stage(self, update: Update, names: Collection[str] | None) -> tuple[Staged, Pairs]:
+        """The tensors to commit, and the (destination, source) pairs that have to be copied before. Blocking;
+        may be run in a thread.
+
+        Args:
+            update: it has arrived.
+            names: the entries that it is about; None: all.
 
         Raises:
             ProtocolError: the update does not say where it lies, cannot be mapped, or arrived damaged.
-            ArenaAllocationError: there is no memory for slots of this process's own.
+            ArenaAllocationError: there is no memory for what is staged in this process.
         """
-        buffer, source = self._arrival.find(update)
-        if not self._arenas:
-            return source, []
+        arrived, source = self._arrival.find(update)
+        leaving = self._arrival.make_room(names)
+        if not self._buffers:
+            return Staged(source, self._own, self.generation, self._arrival.written, leaving), []
         views = dict(source)
         pairs: list[tuple[Tensor, Tensor]] = []
-        for device, arena in self._arenas.items():
-            slot = self._back[device] = arena.free_slot() or arena.grow()
-            if device in self._alike:
-                nbytes = self._layout.nbytes
-                pairs.append((slot.segment.buffer[:nbytes], buffer[:nbytes]))
-            else:
-                pairs += [(own, source[name]) for name, own in slot.views.items()]
-            views |= slot.views
+        for buffer in self._buffers:
+            pairs += buffer.stage(arrived, source, names)
+            views |= buffer.views()
         for alias, name in self._layout.aliases.items():
             views[alias] = views[name]
-        return views, pairs
+        return Staged(views, self._own, self.generation, self._arrival.written, leaving), pairs
 
-    def committed(self) -> None:
-        """What was staged last is in service now: the slots before it are free."""
-        self._arrival.committed()
-        for device, slot in self._back.items():
-            for other in self._arenas[device].slots:
-                other.holders.clear()
-            slot.holders.add("front")
-        self._back.clear()
+    def committed(self, names: Collection[str] | None) -> None:
+        """What was staged last is in service now, for these entries: what they had before is free."""
+        self._arrival.committed(names)
+        for buffer in self._buffers:
+            buffer.committed(names)
 
     def close(self) -> None:
         """Let go of everything; tensors in service stay valid."""
         self._arrival.close()
-        self.leave()
-
-    def leave(self) -> None:
-        """The same, but another takes what arrives."""
-        for arena in self._arenas.values():
-            arena.close()
 
 
-def _own_arenas(binding: Binding, source: torch.device, copies: bool) -> dict[torch.device, Arena]:
-    """Slots of this process, one arena per device, for the entries that cannot be viewed as they are."""
+class _DoubleBuffer:
+    """Two places on a device for each of some entries: one in service, the other for the next update.
+
+    An update of some entries changes the side of those alone, so all others stay where they are.
+
+    Args:
+        layout: the entries, in the dtypes that the model has.
+        device: where.
+        whole: whether this looks just like what arrives, so that it can be copied in one piece.
+        names: the entries and their aliases.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, names: Collection[str], *, whole: bool) -> None:
+        self.names = names
+        self._layout = layout
+        self._device = device
+        self._whole = whole
+        self._sides: list[tuple[Segment, LentViews]] = []
+        # The side that each entry is staged into next.
+        self._back = {entry.name: 0 for entry in layout}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken."""
+        return sum(segment.nbytes for segment, _ in self._sides)
+
+    def reserve(self) -> None:
+        """Take both sides."""
+        while len(self._sides) < 2:
+            segment = Segment.private(self._layout.nbytes, self._device)
+            self._sides.append((segment, LentViews(self._layout, segment.buffer)))
+
+    def stage(self, arrived: Tensor, source: Mapping[str, Tensor], names: Collection[str] | None) -> Pairs:
+        """What has to be copied, given the buffer that an update arrived in and its views."""
+        self.reserve()
+        sides = set(self._back.values())
+        if self._whole and names is None and len(sides) == 1:
+            nbytes = self._layout.nbytes
+            return [(self._sides[sides.pop()][0].buffer[:nbytes], arrived[:nbytes])]
+        views = self.views()
+        return [(views[name], source[name]) for name in self._back if names is None or name in names]
+
+    def views(self) -> dict[str, Tensor]:
+        """Entry -> where it is staged."""
+        both = [views.tensors() for _, views in self._sides]
+        return {name: both[side][name] for name, side in self._back.items()}
+
+    def committed(self, names: Collection[str] | None) -> None:
+        """These entries are in service now: the next update goes to their other side."""
+        for name in self._back:
+            if names is None or name in names:
+                self._back[name] ^= 1
+
+
+def _double_buffers(
+    binding: Binding, arrival: Arrival, source: torch.device, copies: bool
+) -> list[_DoubleBuffer]:
+    """One per device, for the entries that cannot be viewed where they arrive."""
     wanted: dict[torch.device, list[tuple[str, tuple[int, ...], torch.dtype]]] = {}
-    viewed = binding.viewed()
-    targets = {binding.layout[name].name: parameter for name, parameter in viewed.items()}
-    for entry in binding.layout:
+    layout = binding.layout
+    targets = {layout[name].name: target for name, target in binding.needs().items()}
+    own = {layout[name].name for name in binding.needs_own()} if arrival.borrowed else ()
+    for entry in layout:
         target = targets.get(entry.name)
         device = source if target is None or target.is_meta else target.device
         dtype = entry.dtype if target is None else target.dtype
-        if copies or dtype != entry.dtype or device != source:
+        if copies or dtype != entry.dtype or device != source or entry.name in own:
             wanted.setdefault(device, []).append((entry.name, entry.shape, dtype))
-    return {device: Arena(Layout(specs), _allocator(device), max_slots=2) for device, specs in wanted.items()}
-
-
-def _allocator(device: torch.device) -> Any:
-    return lambda nbytes: Segment.private(nbytes, device)
+    found = []
+    for device, specs in wanted.items():
+        mine = Layout(specs)
+        names = {name for name in layout.names if layout[name].name in mine}
+        found.append(_DoubleBuffer(mine, device, names, whole=mine.entries == layout.entries))
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -267,7 +267,7 @@ class Stored(Arrival):
         """It is not used."""
         self._arriving = None
 
-    def committed(self) -> None:
+    def committed(self, names: Collection[str] | None) -> None:
         """The tensors in service keep it alive."""
         self._arriving = None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
-__all__ = ["Arena", "Slot"]
+__all__ = ["Arena", "LentTensors", "LentViews", "Slot"]
 
 
 class Slot:
@@ -24,7 +24,8 @@ class Slot:
     Attributes:
         index: its number, never used twice in one arena.
         segment: its memory.
-        views: entry name -> tensor in that memory (aliases included).
+        views: entry name -> tensor in that memory (aliases included). What is written through them must
+            reach the slot, so they are never handed out: see :meth:`fresh_views` and :class:`LentViews`.
         holders: who may still read it.
         version: the version it holds, -1 while it is empty or being written.
     """
@@ -40,6 +41,51 @@ class Slot:
     def views(self) -> dict[str, Tensor]:
         """Entry name -> tensor, of the layout's shapes and dtypes."""
         return self._layout.views(self.segment.buffer)
+
+    @cached_property
+    def lent(self) -> LentViews:
+        """The same for a model's parameters to view."""
+        return LentViews(self._layout, self.segment.buffer)
+
+    def fresh_views(self) -> dict[str, Tensor]:
+        """The same as new tensors, for the caller to do with as it likes."""
+        return self._layout.views(self.segment.buffer)
+
+
+class LentViews:
+    """The tensors of a piece of memory as a worker's parameters view them.
+
+    A user may call ``share_memory_()`` on a parameter, or put it into a ``torch.multiprocessing`` queue.
+    torch then moves its storage into other memory. A tensor that was moved is made again before it is lent
+    again: otherwise the next version would show the values of this one.
+
+    Args:
+        layout: what lies where.
+        buffer: the memory; see :meth:`Layout.views`.
+    """
+
+    def __init__(self, layout: Layout, buffer: Tensor) -> None:
+        self._layout = layout
+        self._buffer = buffer
+        self._tensors = LentTensors(layout.views(buffer))
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors.values()]
+
+    def tensors(self) -> LentTensors:
+        """Entry name -> tensor (aliases included), each where it belongs. Do not change the dict."""
+        if [tensor.data_ptr() for tensor in self._tensors.values()] != self._addresses:
+            self._tensors = LentTensors(self._layout.views(self._buffer))
+        return self._tensors
+
+
+class LentTensors(dict[str, Tensor]):
+    """Entry name -> tensor.
+
+    Attributes:
+        matched: what a binding found out about these tensors, so that the next commit of the same slot need
+            not look again: (the binding's own mark, tensors in the order of its targets, their addresses).
+    """
+
+    matched: tuple[object, list[Tensor], list[int]] | None = None
 
 
 class Arena:

@@ -26,10 +26,11 @@ from typing import Any, Protocol, TypeAlias
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-from aiosync.errors import InvalidArgumentError
-from aiosync.weights.dense import check_dense
+from aiosync.errors import InvalidArgumentError, UnsupportedTensorError
+from aiosync.weights.dense import check_dense, memory_key
 from aiosync.weights.extra_state import flatten_extra
 from aiosync.weights.names import (
     EXTRA_STATE,
@@ -46,7 +47,7 @@ from aiosync.weights.walk import (
     modules,
 )
 
-__all__ = ["Extracts", "WeightSource", "named_tensors", "optional_names"]
+__all__ = ["Extracts", "WeightSource", "check_sendable", "named_tensors", "optional_names"]
 
 WeightSource: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
 """What weights can be given as."""
@@ -72,7 +73,8 @@ def named_tensors(source: WeightSource, *, strategy: Extracts | None = None) -> 
         Names in the source's order. Tied tensors come under each name and share memory.
 
     Raises:
-        UnsupportedTensorError: an entry that is no tensor, is uninitialised, or is on ``meta``.
+        UnsupportedTensorError: an entry that is no tensor, is uninitialised, or is on ``meta``; or a module
+            with further state (see :func:`check_sendable`).
         InvalidArgumentError: the source is none of the above, a key is not a string, or two keys
             stand for the same name.
     """
@@ -120,12 +122,53 @@ class _Named:
 
 def _add_module(out: _Named, source: nn.Module) -> None:
     for prefix, module in modules(source, merge=True):
+        check_sendable(prefix, module)
         for key, tensor in leaves(module):
             if not is_transient(module, key):
                 out.add(join(prefix, key), tensor)
         if has_extra_state(module):
             root = join(prefix, EXTRA_STATE)
             out.add_all(flatten_extra(root, module.get_extra_state()).items())
+
+
+def check_sendable(name: str, module: nn.Module) -> None:
+    """Check that this module keeps all of its state in parameters, buffers and extra state.
+
+    A module that writes something else into ``state_dict()`` (packed or quantised weights, say) would be
+    sent with a gap.
+
+    Args:
+        name: the module's dotted name.
+        module: the module; its children are not looked at.
+
+    Raises:
+        UnsupportedTensorError: the module's own ``_save_to_state_dict`` or a state-dict hook writes an entry
+            that is none of these.
+    """
+    own_way = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
+    hooks = module._state_dict_hooks
+    if not (own_way or hooks) or isinstance(module, TensorDictBase | ScriptModule):
+        return
+    if type(module).__module__.startswith("torch.distributed"):
+        return  # its hooks gather from other ranks
+    if hooks:
+        state = module.state_dict(keep_vars=True)
+    else:
+        module._save_to_state_dict(state := {}, "", True)
+    tensors = [tensor for part in module.modules() for _, tensor in leaves(part)]
+    known = {id(tensor) if is_lazy(tensor) else memory_key(tensor) for tensor in tensors}
+    for key, value in state.items():
+        if key.rpartition(".")[2] == TORCH_EXTRA_STATE:
+            continue
+        if is_lazy(value) and id(value) in known:
+            continue
+        if not isinstance(value, Tensor) or memory_key(value) not in known:
+            raise UnsupportedTensorError(
+                join(name, key),
+                f"{type(module).__qualname__} writes it into its state_dict() by code of its own, and it is "
+                "neither a parameter nor a buffer; register it as a buffer, or give the module "
+                "get_extra_state() and set_extra_state()",
+            )
 
 
 def _add_mapping(out: _Named, source: Any, prefix: str) -> None:

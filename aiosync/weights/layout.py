@@ -24,7 +24,7 @@ from aiosync.weights.names import extra_state_root, is_extra_state
 from aiosync.weights.ties import untied
 from aiosync.weights.wire import decode_layout
 
-__all__ = ["ALIGNMENT", "Entry", "Layout"]
+__all__ = ["ALIGNMENT", "Entry", "Layout", "tensor_in"]
 
 ALIGNMENT = 64
 """Bytes. Every entry starts at a multiple of this: a cache line, and more than any dtype needs."""
@@ -202,6 +202,10 @@ class Layout:
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Every name, aliases too, as a typed contiguous view of ``buffer``. Copies nothing.
 
+        Each tensor has a storage of its own that covers its own bytes. So a tensor pickles at its own size,
+        ``torch.save`` accepts tensors of several dtypes, and ``share_memory_()`` moves that tensor alone.
+        The storages keep the memory of ``buffer`` alive.
+
         Args:
             buffer: 1-D, contiguous, ``uint8``, at least :attr:`nbytes` long, on any device, and
                 starting at a multiple of :data:`ALIGNMENT` in its storage.
@@ -221,12 +225,10 @@ class Layout:
                 f"expected a contiguous uint8 buffer of {self.nbytes} bytes or more, starting "
                 f"at a multiple of {ALIGNMENT}; got {describe(buffer)} starting at {start}"
             )
-        head = buffer[: self.nbytes]
-        bases = {dtype: head.view(dtype) for dtype in {e.dtype for e in self.entries}}
-        out: dict[str, Tensor] = {}
-        for e in self.entries:
-            at = (start + e.offset) // e.dtype.itemsize
-            out[e.name] = bases[e.dtype].as_strided(e.shape, _strides(e.shape), at)
+        storage = buffer.untyped_storage()
+        # A caller may run in inference mode, where new tensors do not fit parameters made outside of it.
+        with torch.inference_mode(False):
+            out = {e.name: tensor_in(storage, start + e.offset, e.shape, e.dtype) for e in self.entries}
         for alias, name in self.aliases.items():
             out[alias] = out[name]
         return out
@@ -372,6 +374,24 @@ class Layout:
         if decoded.places != places or decoded.nbytes != layout.nbytes:
             raise ProtocolError("malformed layout: its entries are not packed one after another")
         return layout
+
+
+def tensor_in(
+    storage: torch.UntypedStorage, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """A contiguous tensor in a part of ``storage``, with a storage of its own that covers just that part.
+
+    Args:
+        storage: on any device; stays alive as long as the tensor does.
+        offset: where the tensor starts, in bytes; a multiple of the dtype's size.
+        shape: its shape.
+        dtype: its dtype.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    # An empty tensor has no address: torch.save would take the next tensor's bytes for its own.
+    part = storage[offset : offset + nbytes] if nbytes else empty.untyped_storage()
+    return empty.set_(part, 0, shape, _strides(shape))  # type: ignore[call-overload,no-any-return]
 
 
 def _keys(name: str) -> tuple[str, ...]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aiosync.weights.binding import Binding
+from aiosync.weights.binding import Binding, Staged
 from aiosync.weights.extra_state import applying_extra_state
+from aiosync.weights.flatten import optional_names
 from aiosync.weights.layout import Layout
 from aiosync.weights.names import TORCH_EXTRA_STATE, is_extra_state
 from aiosync.weights.strategy import WeightStrategy, nested_tensordict
@@ -50,21 +51,30 @@ class MethodBinding(Binding):
         self._targets = receiver_tensors(model) if model is not None else {}
         self._serving: Mapping[str, Tensor] | None = None
 
-    def viewed(self) -> Mapping[str, nn.Parameter]:
+    def needs(self) -> Mapping[str, Tensor]:
         """The parameters, where what the method is given takes their place."""
         found = {n: t for n, t in self._targets.items() if isinstance(t, nn.Parameter)}
         return {name: found[name] for name in self.layout.names if name in found} if self._nested else {}
 
+    def refresh(self) -> bool:
+        """See :meth:`Binding.refresh`."""
+        if self._module is None:
+            return False
+        looks = [(name, t.dtype, t.device) for name, t in self._targets.items()]
+        targets = receiver_tensors(self._module)
+        self.layout.check_receiver(targets, optional=optional_names(self._module))
+        self._targets = targets
+        changed = looks != [(name, t.dtype, t.device) for name, t in targets.items()]
+        self.generation += changed
+        return changed
+
     @contextmanager
     def committing(
-        self,
-        views: Mapping[str, Tensor],
-        names: Collection[str] | None = None,
-        *,
-        reversible: bool = False,
+        self, staged: Staged, names: Collection[str] | None = None, *, reversible: bool = False
     ) -> Iterator[None]:
         """See :meth:`Binding.committing`."""
-        before = self._serving
+        self.refresh()
+        views, before = staged.views, self._serving
         if before is None:
             before = {name: target.detach().clone() for name, target in self._targets.items()}
         extra: Any = nullcontext()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -56,6 +56,17 @@ class PrivateMapping:
                 start : start + nbytes : _PAGE
             ].sum()  # has the pages mapped here, not in a forward pass
 
+    def written(self, ranges: Mapping[str, tuple[int, int]]) -> list[str]:
+        """The names of those (first byte, number of bytes) in whose pages this process may have written."""
+        own = _own_pages(self.buffer)
+        if own is None:
+            return list(ranges)
+        return [
+            name
+            for name, (start, nbytes) in ranges.items()
+            if own[start // _PAGE : -(-(start + nbytes) // _PAGE)].any()
+        ]
+
     def _written(self) -> Iterator[tuple[int, int]]:
         """(first byte, bytes) of each run of pages that are this process's own."""
         own = _own_pages(self.buffer)
@@ -69,7 +80,8 @@ class PrivateMapping:
         yield 0, self.buffer.numel()
 
 
-_ZERO = torch.zeros(1, dtype=torch.int8)
+# torch.set_default_device() must not decide where this is.
+_ZERO = torch.zeros(1, dtype=torch.int8, device="cpu")
 
 
 def _own_pages(buffer: Tensor) -> Tensor | None:

@@ -17,7 +17,7 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -50,13 +50,12 @@ class Segment:
         buffer: Tensor,
         handle: dict[str, Any] | None = None,
         release: Callable[[], None] | None = None,
-        renew: Callable[[], None] | None = None,
+        mapping: PrivateMapping | None = None,
     ) -> None:
         self.buffer = buffer
         self.handle = handle
         self._release = release
-        self._renew = renew
-        self._address = buffer.data_ptr()
+        self._mapping = mapping
 
     @property
     def nbytes(self) -> int:
@@ -172,16 +171,22 @@ class Segment:
         """Show the owner's bytes again where this process wrote into memory that it attached privately;
         returns whether the buffer shows them. If not it has to be attached anew. Blocking.
         """
-        # Who hands a tensor to multiprocessing (or shares it) has torch move all that lies in the same
-        # storage into other memory.
-        if self.buffer.data_ptr() != self._address:
-            return False
         try:
-            if self._renew is not None:
-                self._renew()
+            if self._mapping is not None:
+                self._mapping.renew()
         except OSError:  # this process has its memory locked
             return False
         return True
+
+    def written(self, ranges: Mapping[str, tuple[int, int]]) -> Collection[str]:
+        """Which parts of memory that was attached privately this process has written into, or may have.
+
+        Args:
+            ranges: name of a part -> (first byte, number of bytes).
+        """
+        if self._mapping is None:
+            return ()
+        return self._mapping.written(ranges)
 
     def close(self) -> None:
         """End the way for others to attach; idempotent. Tensors that view the memory stay valid."""
@@ -234,7 +239,7 @@ def _discard(fd: int, path: str | None) -> None:
 def _map_existing(
     cls: type[Segment], path: str, nbytes: int, inode: int, handle: dict[str, Any], *, private: bool
 ) -> Segment:
-    renew = None
+    mapping = None
     fd = os.open(path, (os.O_RDONLY if private else os.O_RDWR) | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)
@@ -245,7 +250,7 @@ def _map_existing(
             )
         if private:
             mapping = PrivateMapping(fd, nbytes)
-            buffer, renew = mapping.buffer, mapping.renew
+            buffer = mapping.buffer
         else:
             buffer = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
     finally:
@@ -253,7 +258,7 @@ def _map_existing(
     # Reads one byte of each page, with the GIL released: the page tables are filled here, off the
     # loop, and not by the first forward pass.
     buffer[::_PAGE].sum()
-    return cls(buffer, handle, renew=renew)
+    return cls(buffer, handle, mapping=mapping)
 
 
 def _export_cuda(buffer: Tensor) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from aiosync.weights.dense import describe, same_bits
 __all__ = ["check_tied", "untied"]
 
 
+_HINT = " (both names were one tensor when this model was connected; if that was by chance, clone() one before)"
+
+
 def check_tied(tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
     """Check that tied names that come as separate memory hold the same bits.
 
@@ -50,5 +53,5 @@ def untied(
         dtype = dtypes.get(alias, reference.dtype)
         if name != alias and not same_bits(reference, tensors[alias], dtype):
             tied = f"{describe(reference)}, tied to {name!r} here"
-            differing[alias] = (tied, "separate values there")
+            differing[alias] = (tied, "separate values there" + _HINT)
     return differing

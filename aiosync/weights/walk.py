@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 from aiosync.weights.names import COMPILED, EXTRA_STATE, join
 
@@ -79,7 +80,9 @@ def is_transient(module: nn.Module, key: str) -> bool:
 
 def has_extra_state(module: nn.Module) -> bool:
     """Whether the module's class defines ``get_extra_state`` (every module inherits one)."""
-    return type(module).get_extra_state is not nn.Module.get_extra_state
+    # TorchScript puts a method that raises in the place of the inherited one.
+    own = type(module).get_extra_state is not nn.Module.get_extra_state
+    return own and not isinstance(module, ScriptModule)
 
 
 def extra_state_owners(module: nn.Module) -> dict[str, nn.Module]:

@@ -29,7 +29,7 @@ from aiosync.schemes.group import WeightGroup
 from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.ranked import RankedListener
 from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.weights.binding import ModuleBinding
+from aiosync.weights.module_binding import ModuleBinding
 from aiosync.weights.segment import Segment
 from tests.kit import scenarios
 from tests.kit.cases import Recipe, SchemeCase

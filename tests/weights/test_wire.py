@@ -47,7 +47,8 @@ def test_from_wire_survives_mutations(data: st.DataObject) -> None:
         return
     # What it lets through must be usable.
     assert layout.to_wire() == wire
-    layout.views(torch.empty(layout.nbytes, dtype=torch.uint8, device="meta"))
+    if layout.nbytes < 1 << 20:
+        layout.views(torch.empty(layout.nbytes, dtype=torch.uint8))
 
 
 def wire_of(*rows: list[Any], aliases: list[Any] | None = None, nbytes: int = 64) -> dict[str, Any]:

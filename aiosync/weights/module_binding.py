@@ -1,0 +1,357 @@
+"""An ``nn.Module`` bound to a layout.
+
+``flip`` re-points each parameter's ``.data`` at the new memory, which takes microseconds whatever the
+size; the parameter objects stay the same. ``copy`` writes into the memory that the parameters have, for
+CUDA graphs and code that holds raw pointers. Buffers are copied, so that what a worker writes into them
+(BatchNorm statistics, say) stays its own; a large buffer is re-pointed at memory of this process alone
+instead, since copying it would hold up the event loop. Extra state goes through ``set_extra_state``.
+
+A worker may change its model between two updates: replace a layer or a tensor, convert the model to another
+dtype, load a state dict. So each commit compares the model with what it was bound to, and binds it again
+where it differs. A model that does not fit the layout any more refuses the update, unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import NamedTuple, TypeAlias
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from aiosync.weights.arena import LentTensors
+from aiosync.weights.binding import Binding, CommitMode, Staged
+from aiosync.weights.copying import INLINE_LIMIT
+from aiosync.weights.dense import memory_key
+from aiosync.weights.extra_state import applying_extra_state
+from aiosync.weights.flatten import optional_names
+from aiosync.weights.layout import Layout
+from aiosync.weights.names import is_extra_state
+from aiosync.weights.strategy import WeightStrategy
+from aiosync.weights.structure import Structure
+from aiosync.weights.target import (
+    WeightTarget,
+    overlaps_itself,
+    receiver_slots,
+    receiver_tensors,
+    write,
+)
+
+__all__ = ["ModuleBinding", "bind"]
+
+
+def bind(model: WeightTarget | None, layout: Layout, strategy: WeightStrategy, mode: CommitMode) -> Binding:
+    """Bind ``model`` to the sender's ``layout``.
+
+    Raises:
+        LayoutMismatchError: the model has other names, shapes or dtypes.
+    """
+    own_way = type(strategy).apply_weights is not WeightStrategy.apply_weights
+    if isinstance(model, nn.Module) and not isinstance(model, TensorDictBase) and not own_way:
+        return ModuleBinding(model, layout, strategy, mode)
+    if model is not None:
+        layout.check_receiver(receiver_tensors(model), optional=optional_names(model))
+    return Binding(model, layout, strategy)
+
+
+class ModuleBinding(Binding):
+    """How commits reach an ``nn.Module``.
+
+    Args:
+        model: the module; what is on ``meta`` is materialised by the first commit.
+        layout: the sender's layout.
+        strategy: the scheme's strategy.
+        mode: ``flip`` or ``copy``, for the parameters.
+
+    Raises:
+        As :meth:`refresh`.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, strategy: WeightStrategy, mode: CommitMode) -> None:
+        self.model = model
+        self.layout = layout
+        self.generation = 0
+        self._strategy = strategy
+        self._module = model
+        self._mode = mode
+        self._extra = tuple(name for name in layout.names if is_extra_state(name))
+        # The entries that a commit re-points, and those that it copies into; each tensor under one name.
+        self._flips: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
+        # What the last commit pointed each of _flips at, and where that lies (None and 0: nothing yet).
+        self._shown: list[Tensor | None] = []
+        self._addresses: list[int] = []
+        # Those of _flips that view memory which the sender will write again.
+        self._borrowed: frozenset[str] = frozenset()
+        # What has to be the same for the module to be current.
+        self._structure = Structure(model)
+        self._looks: list[_Look] = []
+        self._copied_looks: list[_Look] = []
+        self._meta = False
+        self._inference = False
+        # Keeps what the last commit put out of service alive until forget_replaced().
+        self._replaced: list[Tensor | None] = []
+        self._mark = object()
+        self._bind()
+
+    # -- what the module consists of -----------------------------------------------------------------
+
+    def refresh(self) -> bool:
+        """See :meth:`Binding.refresh`."""
+        if self._is_current():
+            return False
+        self._bind()
+        return True
+
+    def _is_current(self) -> bool:
+        if not self._structure.unchanged():
+            return False
+        # A parameter that is where it was pointed has the dtype and the shape that it had.
+        in_place = [target.data_ptr() for target in self._flips.values()] == self._addresses
+        if not in_place and [_look_of(target) for target in self._flips.values()] != self._looks:
+            return False
+        return [_look_of(target) for target in self._copies.values()] == self._copied_looks
+
+    def _bind(self) -> None:
+        """Find the module's tensors, and what is to be done with each. If it raises nothing has changed."""
+        entries = receiver_tensors(self._module)
+        self.layout.check_receiver(entries, optional=optional_names(self._module))
+        structure = Structure(self._module)
+        flips: dict[str, Tensor] = {}
+        copies: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name in self.layout.names:
+            target = entries.get(name)
+            if target is None or id(target) in seen:
+                continue
+            seen.add(id(target))
+            (flips if self._is_flipped(target) else copies)[name] = target
+        looks = [_look_of(target) for target in flips.values()]
+        if flips.keys() != self._flips.keys() or looks != self._looks:
+            self.generation += 1
+        shown = dict(zip(self._flips, zip(self._shown, self._addresses, strict=True), strict=True))
+        self._part_with(self._flips, flips)
+        self._flips, self._copies, self._looks = flips, copies, looks
+        self._shown = [shown.get(name, (None, 0))[0] for name in flips]
+        self._addresses = [shown.get(name, (None, 0))[1] for name in flips]
+        self._copied_looks = [_look_of(target) for target in copies.values()]
+        self._structure = structure
+        self._ties = Layout.of(entries).aliases
+        tensors = (*flips.values(), *copies.values())
+        self._meta = any(target.is_meta for target in tensors)
+        self._inference = any(target.is_inference() for target in tensors)
+        self._mark = object()
+
+    def _is_flipped(self, target: Tensor) -> bool:
+        if self._mode != "flip":
+            return False
+        # A small buffer is copied in less time than a piece of own memory is managed.
+        return isinstance(target, nn.Parameter) or (target.nbytes > INLINE_LIMIT and not target.is_meta)
+
+    def _part_with(self, before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
+        """Tensors that the module does not have any more may be in use elsewhere. What they view will be
+        written again, so they get memory of their own."""
+        kept = {id(target) for target in now.values()}
+        for (_, target), address in zip(before.items(), self._addresses, strict=True):
+            if id(target) not in kept and target.data_ptr() == address != 0:
+                _repoint(target, target.detach().clone())
+
+    def _materialize(self, views: Mapping[str, Tensor]) -> None:
+        """Give what is on ``meta`` memory; whatever happens after, it does not go back there."""
+        slots = receiver_slots(self._module)
+        write([(s, views[s.name]) for s in slots if s.tensor.is_meta], inplace=False)
+        self._bind()
+
+    def needs(self) -> Mapping[str, Tensor]:
+        """The tensors that flip."""
+        return self._flips
+
+    def needs_own(self) -> Collection[str]:
+        """The buffers among them: a worker writes into its buffers."""
+        return [name for name, target in self._flips.items() if not isinstance(target, nn.Parameter)]
+
+    # -- commits ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def committing(
+        self, staged: Staged, names: Collection[str] | None = None, *, reversible: bool = False
+    ) -> Iterator[None]:
+        """See :meth:`Binding.committing`."""
+        views = staged.views
+        changed = self.refresh()
+        if self._meta:
+            self._materialize(views)
+        if changed:
+            self.check(views)
+        extra = {n: views[n] for n in self._extra if names is None or n in names}
+        with (
+            applying_extra_state(self._module, extra, merge=names is not None),
+            ExitStack() as undo,
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
+            new = self._new(staged, names)  # all that takes memory, before anything is changed
+            for name, target in self._copies.items():
+                if names is None or name in names:
+                    _copy(target, views[name], undo if reversible else None)
+            undo.callback(self._point_back, *self._point_at(new))
+            yield
+            undo.pop_all()
+
+    def commit(self, staged: Staged, names: Collection[str] | None = None) -> None:
+        """See :meth:`Binding.commit`. Where there is nothing but flips this is a plain loop."""
+        if self._extra or self._copies or self._meta or names is not None or not self._is_current():
+            super().commit(staged, names)
+        else:
+            self._point_at(self._new(staged, None))
+
+    def _new(self, staged: Staged, names: Collection[str] | None) -> _Views:
+        """What each of the flipped tensors will view."""
+        if names is not None:
+            return self._new_of(staged, names)
+        matched = staged.views.matched if isinstance(staged.views, LentTensors) else None
+        if matched is not None and matched[0] is self._mark:
+            return _Views(matched[1], matched[2], self._not_in(staged.own))
+        fits = staged.generation == self.generation and not self._inference
+        if fits:
+            new = [staged.views[name] for name in self._flips]
+        else:
+            new = [self._fitting(name, target, staged) for name, target in self._flips.items()]
+        addresses = [view.data_ptr() for view in new]
+        if fits and isinstance(staged.views, LentTensors):
+            staged.views.matched = self._mark, new, addresses
+        return _Views(new, addresses, self._not_in(staged.own))
+
+    def _not_in(self, own: Collection[str]) -> frozenset[str]:
+        return frozenset(self._flips.keys() - own) if own else frozenset(self._flips)
+
+    def _new_of(self, staged: Staged, names: Collection[str]) -> _Views:
+        """The same for an update of some names only; the other entries keep their values.
+
+        An unsent entry that views memory of the sender's goes along to the new version's memory, which has
+        the same value; unless this process has written into it, which is copied. All others are not touched.
+        """
+        here = {
+            name: target.data_ptr() == address != 0
+            for (name, target), address in zip(self._flips.items(), self._addresses, strict=True)
+        }
+        lent = [n for n in self._flips if n not in names and n in self._borrowed and here[n]]
+        moving = {name for name in lent if name not in staged.own}
+        written = set(staged.written(moving)) if moving and staged.written is not None else set()
+        new: list[Tensor] = []
+        for (name, target), shown in zip(self._flips.items(), self._shown, strict=True):
+            if name in names:
+                new.append(self._fitting(name, target, staged))
+            elif name in moving:
+                view = self._fitting(name, target, staged)
+                if name in written:
+                    view.copy_(target.detach())
+                new.append(view)
+            elif (name in lent or name in staged.leaving) and here[name]:
+                new.append(target.detach().clone())
+            else:
+                new.append(shown if shown is not None and here[name] else target.data)
+        addresses = [view.data_ptr() for view in new]
+        kept = self._borrowed.difference(names, moving, lent)
+        return _Views(new, addresses, kept | moving | self._not_in(staged.own).intersection(names))
+
+    def _fitting(self, name: str, target: Tensor, staged: Staged) -> Tensor:
+        """The new value as ``target`` can view it. It was staged so, unless the model has changed since."""
+        view = staged.views[name]
+        apart = view.dtype is not target.dtype or view.device != target.device
+        if apart or (name not in staged.own and not isinstance(target, nn.Parameter)):
+            with torch.inference_mode(False):
+                view = view.to(target.device, target.dtype, copy=True)
+        return _as_inference(view) if target.is_inference() else view
+
+    def _point_at(self, new: _Views) -> tuple[list[Tensor], _Views]:
+        """Re-point the flipped tensors; returns what :meth:`_point_back` needs."""
+        targets = list(self._flips.values())
+        in_place = [target.data_ptr() for target in targets] == self._addresses and None not in self._shown
+        before = list(self._shown) if in_place else [target.data for target in targets]
+        was = _Views(self._shown, self._addresses, self._borrowed)
+        done = 0
+        try:
+            for target, view in zip(targets, new.tensors, strict=True):
+                target.data = view
+                done += 1
+        except BaseException:
+            self._point_back(before[:done], was)
+            raise
+        self._replaced = before
+        self._shown, self._addresses, self._borrowed = new.tensors, new.addresses, new.borrowed
+        return before, was
+
+    def _point_back(self, before: list[Tensor], was: _Views) -> None:
+        for target, view in zip(self._flips.values(), before, strict=False):
+            target.data = view
+        self._shown, self._addresses, self._borrowed = was.tensors, was.addresses, was.borrowed
+
+    def detach(self) -> None:
+        """Give the tensors that view committed memory some of their own, with the values that they have."""
+        own: dict[object, Tensor] = {}  # those that are tied stay it
+        for target, address in zip(self._flips.values(), self._addresses, strict=True):
+            if target.data_ptr() == address != 0:
+                key = memory_key(target.data)
+                if key not in own:
+                    own[key] = target.detach().clone()
+                _repoint(target, own[key])
+        self._shown, self._addresses = [None] * len(self._flips), [0] * len(self._flips)
+        self._borrowed = frozenset()
+
+    def forget_replaced(self) -> None:
+        """See :meth:`Binding.forget_replaced`."""
+        self._replaced = []
+
+
+class _Views(NamedTuple):
+    """What the flipped tensors view, in their order.
+
+    Attributes:
+        tensors: the views.
+        addresses: where they lie.
+        borrowed: the names of those in memory that the sender will write again.
+    """
+
+    tensors: Sequence[Tensor | None]
+    addresses: list[int]
+    borrowed: frozenset[str]
+
+
+_Look: TypeAlias = tuple[torch.dtype, torch.Size, torch.device, bool, bool]
+
+
+def _look_of(tensor: Tensor) -> _Look:
+    parameter = isinstance(tensor, nn.Parameter)
+    return tensor.dtype, tensor.shape, tensor.device, parameter, tensor.is_inference()
+
+
+def _repoint(target: Tensor, view: Tensor) -> None:
+    target.data = _as_inference(view) if target.is_inference() else view
+
+
+def _as_inference(view: Tensor) -> Tensor:
+    """The same memory as a tensor of inference mode. A parameter that was made in that mode has no version
+    counter, and forward passes raise where its data has one."""
+    if view.is_inference():
+        return view
+    with torch.inference_mode():
+        empty = torch.empty(0, dtype=view.dtype, device=view.device)
+        storage, at = view.untyped_storage(), view.storage_offset()
+        return empty.set_(storage, at, view.shape, view.stride())  # type: ignore[call-overload,no-any-return]
+
+
+def _copy(target: Tensor, view: Tensor, undo: ExitStack | None) -> None:
+    # A tensor that was made in inference mode can only be written there.
+    with torch.inference_mode() if target.is_inference() else nullcontext():
+        if overlaps_itself(target):
+            # An expanded tensor cannot be written element by element: it gets memory of its own.
+            if undo is not None:
+                undo.callback(setattr, target, "data", target.data)
+            target.data = target.new_empty(target.shape).copy_(view)
+            return
+        if undo is not None:
+            undo.callback(_copy, target, target.detach().clone(), None)
+        target.detach().copy_(view)
