@@ -90,8 +90,8 @@ class Arrival(ABC):
             ProtocolError: it does not say where it lies, cannot be mapped, or arrived damaged.
         """
 
-    def note(self, payload: Mapping[str, Any]) -> None:
-        """What an update said, which is not to be missed even if the update is not used."""
+    def forget(self) -> None:
+        """The update that has come last will not be used."""
         return
 
     written: Callable[[Collection[str]], Collection[str]] | None = None
@@ -144,16 +144,22 @@ class Mapped(Arrival):
         """Slots that were told of over another connection are none of this one's."""
         self.close()
 
+    def expect(self, update: Update) -> None:
+        """Take in which slots the sender has now. It says so once."""
+        payload = update.payload
+        if len(payload) > 1:
+            for index in payload.get("gone", ()):
+                self._attached.pop(index, None)
+                self._announced.pop(index, None)
+            self._announced.update((index, handle) for index, handle in payload.get("new", ()))
+
     def is_quick(self, update: Update) -> bool:
         """Whether there is no slot to be mapped or looked through first."""
-        return not self._private and not self._announced and not update.payload.get("new")
+        return not self._private and not self._announced
 
     def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`Arrival.find`."""
-        payload = update.payload
-        slot = payload["slot"]
-        if len(payload) > 1:
-            self.note(payload)
+        slot = update.payload["slot"]
         before = self._attached.get(slot)
         if before is not None and not before[0].renew():
             self._announced[slot] = before[0].handle or {}
@@ -187,13 +193,6 @@ class Mapped(Arrival):
                 )
             self._attached[index] = segment, LentViews(self._layout, segment.buffer)
             del self._announced[index]
-
-    def note(self, payload: Mapping[str, Any]) -> None:
-        """Which slots the sender has now. It says so once."""
-        for index in payload.get("gone", ()):
-            self._attached.pop(index, None)
-            self._announced.pop(index, None)
-        self._announced.update((index, handle) for index, handle in payload.get("new", ()))
 
     def close(self) -> None:
         """Unmap."""

@@ -442,10 +442,10 @@ class Intake:
         if held.stager is not None:
             held.stager.committed(held.names)
 
-    def note(self, held: Held) -> None:
-        """An update is given back unused: take in what it said besides."""
+    def forget(self) -> None:
+        """The update in hand is given back unused."""
         if self.arrival is not None:
-            self.arrival.note(held.update.payload)
+            self.arrival.forget()
 
     def overtake(self) -> None:
         """There is something newer: what waits for readers, or for its part in a joint update, is not to be

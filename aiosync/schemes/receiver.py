@@ -436,7 +436,7 @@ class WeightReceiver:
             self._held = None
             return None
         if held.update.version <= self.version:
-            self.intake.note(held)
+            self.intake.forget()
             self._answer(held)
             return None
         if held.staged is None and held.update.joint is None and self._link.session.superseded:
@@ -466,7 +466,7 @@ class WeightReceiver:
         """Give the held update back for a newer one; or for the ``whole`` of what it is a part of."""
         held, self._held = self._held, None
         if held is not None and held.staged is None:
-            self.intake.note(held)
+            self.intake.forget()
         if not self._closed:
             self._say_what_is_here()
             if whole:

@@ -263,8 +263,8 @@ class Stored(Arrival):
             )
         return buffer, self._layout.views(buffer)
 
-    def note(self, payload: Mapping[str, Any]) -> None:
-        """It is not used."""
+    def forget(self) -> None:
+        """See :meth:`Arrival.forget`."""
         self._arriving = None
 
     def committed(self, names: Collection[str] | None) -> None:

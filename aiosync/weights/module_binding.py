@@ -245,17 +245,15 @@ class ModuleBinding(Binding):
             if name in names:
                 new.append(self._fitting(name, target, staged))
             elif name in moving:
-                view = self._fitting(name, target, staged)
                 if name in written:
-                    view.copy_(target.detach())
-                new.append(view)
+                    staged.views[name].copy_(target.detach())
+                new.append(self._fitting(name, target, staged))
             elif (name in lent or name in staged.leaving) and here[name]:
                 new.append(target.detach().clone())
             else:
                 new.append(shown if shown is not None and here[name] else target.data)
         addresses = [view.data_ptr() for view in new]
-        kept = self._borrowed.difference(names, moving, lent)
-        return _Views(new, addresses, kept | moving | self._not_in(staged.own).intersection(names))
+        return _Views(new, addresses, self._not_in(staged.own).intersection(names) | moving)
 
     def _fitting(self, name: str, target: Tensor, staged: Staged) -> Tensor:
         """The new value as ``target`` can view it. It was staged so, unless the model has changed since."""
