@@ -28,6 +28,7 @@ from aiosync.errors import (
     WeightSourceError,
     WorkerError,
     WorkerLostError,
+    WrongEventLoopError,
 )
 from aiosync.schemes.atomic import JointUpdate, atomic
 from aiosync.schemes.base import WeightSyncScheme
@@ -121,6 +122,7 @@ __all__ = [
     "WorkerLostError",
     "WorkerReport",
     "WorkerState",
+    "WrongEventLoopError",
     "__version__",
     "atomic",
     "resolve_model",

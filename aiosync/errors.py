@@ -12,7 +12,8 @@
     ├── ArenaAllocationError (MemoryError)       the memory for the weights could not be taken
     ├── NotInitializedError (RuntimeError)       init_on_sender / init_on_receiver is missing
     ├── NotConnectedError (RuntimeError)         connect is missing, or the endpoint is closed
-    │   └── ForkedEndpointError                  a live endpoint met in a forked child
+    │   ├── ForkedEndpointError                  a live endpoint met in a forked child
+    │   └── WrongEventLoopError                  a live endpoint used from another event loop
     ├── AlreadyConnectedError (RuntimeError)     connect, or an init, where there is a live endpoint
     ├── BlockingCallError (RuntimeError)         a blocking twin called from the loop that serves it
     ├── GatherError (RuntimeError)               the ranks of a sharded trainer are not together
@@ -61,6 +62,7 @@ __all__ = [
     "WeightSourceError",
     "WorkerError",
     "WorkerLostError",
+    "WrongEventLoopError",
 ]
 
 Phase: TypeAlias = Literal["connect", "stage", "commit", "ack", "pin", "receive", "close"]
@@ -203,6 +205,10 @@ class NotConnectedError(AiosyncError, RuntimeError):
 
 class ForkedEndpointError(NotConnectedError):
     """A live endpoint was used in a forked child; it belongs to the process that connected it."""
+
+
+class WrongEventLoopError(NotConnectedError):
+    """A live endpoint was used from another event loop than the one that ``connect`` ran on."""
 
 
 class AlreadyConnectedError(AiosyncError, RuntimeError):

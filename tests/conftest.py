@@ -13,7 +13,7 @@ import uvloop
 from torch._C._distributed_c10d import TCPStore
 
 from aiosync.sync._portal import portal
-from tests.kit.leaks import Snapshot
+from tests.kit.leaks import Snapshot, mark_what_is_ours
 from tests.kit.processes import warm_up
 from tests.kit.rpc import World
 
@@ -49,6 +49,7 @@ def _warm_up_once(config: pytest.Config) -> None:
     """What is made once per process is made before anything is counted."""
     if not config.stash.get(_warm, False):
         config.stash[_warm] = True
+        mark_what_is_ours()
         warm_up()
         portal().call(_listen_once)
         asyncio.run(_nothing())

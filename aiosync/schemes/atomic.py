@@ -85,7 +85,7 @@ class JointUpdate:
 
     async def __aenter__(self) -> Self:
         for scheme in self._parts:
-            scheme.get_sender()
+            scheme.get_sender().check_open()
             if scheme._shards is not None:
                 raise InvalidArgumentError(
                     f"{scheme!r} sends a model that is spread over ranks, which cannot be part of a joint "

@@ -368,6 +368,7 @@ class WeightSyncScheme(SchemeEndpoints):
             SyncTimeoutError: a waiting commit was held up by other bodies until the timeout.
         """
         receiver = self.get_receiver()
+        receiver.check_open()
         async with receiver.intake.pinned(self._deadline(timeout)) as version:
             yield version
 
@@ -384,6 +385,7 @@ class WeightSyncScheme(SchemeEndpoints):
             LayoutMismatchError: the sender's weights do not fit the model; the one before goes on.
         """
         receiver, before = self.get_receiver(), self._model
+        receiver.check_open()
         follower, may_view = self._follower, self._may_view
         if context is not None:
             follower = follower_of(context, self._model_id)
@@ -417,12 +419,22 @@ class WeightSyncScheme(SchemeEndpoints):
 
     async def aclose(self) -> None:
         """Close this process's endpoint; idempotent. Nobody else's: a worker that closes leaves its
-        siblings connected, and a model keeps the version that it has."""
+        siblings connected, and a model keeps the version that it has, in memory of its own.
+
+        Raises:
+            WrongEventLoopError: the endpoint was connected on another event loop. If that loop is closed, the
+                endpoint has been released as far as that is possible without it.
+        """
         sender, receiver, listener = self._sender, self._receiver, self._listener
-        shards, self._shards, self._leader, self._contributor = self._shards, None, None, None
         if self._pid != os.getpid():
             self._forget_runtime()
             return
+        for endpoint in (sender, receiver):
+            if endpoint is not None:
+                endpoint.home.check_alive()
+        version, ended = self.version, self.ended
+        shards, self._shards, self._leader, self._contributor = self._shards, None, None, None
+        self._last_version, self._last_ended = version, ended
         self._synchronized = False
         self._sender = self._receiver = self._listener = None
         self._plan = self._context = None

@@ -130,12 +130,12 @@ class SchemeEndpoints(SchemeRecipe):
 
     @property
     def version(self) -> int:
-        """The version last published (sender) or in service (receiver); -1 before ``connect``."""
-        if self._sender is not None:
-            return self._sender.version
-        if self._contributor is not None:
-            return self._contributor.version
-        return self._receiver.version if self._receiver is not None else -1
+        """The version last published (sender) or in service (receiver), also after :meth:`aclose`; -1 before
+        ``connect``."""
+        for endpoint in (self._sender, self._contributor, self._receiver):
+            if endpoint is not None:
+                return endpoint.version
+        return self._last_version
 
     @property
     def workers(self) -> dict[int, WorkerState]:
@@ -151,8 +151,9 @@ class SchemeEndpoints(SchemeRecipe):
 
     @property
     def ended(self) -> str | None:
-        """On a receiver: why nothing more will come, or None as long as the sender is there."""
-        return self._receiver.ended if self._receiver is not None else None
+        """On a receiver: why nothing more will come, also after :meth:`aclose`; None as long as the sender is
+        there."""
+        return self._receiver.ended if self._receiver is not None else self._last_ended
 
     @property
     def worker_versions(self) -> dict[int, int]:

@@ -15,19 +15,14 @@ the process forks, so that no child gets a model half way through a commit.
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from types import MethodType
-from typing import Any
-
-from torch import nn
 
 from aiosync._deadline import Deadline
 
-__all__ = ["LOCK", "CommitGate", "CommitJob", "ForwardGuard", "commit_now", "submit"]
+__all__ = ["LOCK", "CommitGate", "CommitJob", "commit_now", "submit"]
 
 # The bare lock is entered without running Python code, so that an interrupt (Ctrl-C) cannot come between
 # taking it and the body that gives it back.
@@ -170,69 +165,3 @@ def submit(gates: Sequence[CommitGate], commit: Callable[[], None]) -> CommitJob
         if job._ready():
             job._run()
     return job
-
-
-class ForwardGuard:
-    """Stands in for a module's ``forward`` and makes each forward pass a reader of the module's gate.
-
-    A hook would not do: an interrupt (Ctrl-C) leaves a forward pass without calling its hooks, and the
-    commit would wait for ever for a reader that has gone.
-
-    Methods of the module that do not go through ``forward``, and submodules by themselves, are not seen:
-    put ``with scheme.pinned():`` around those.
-
-    Args:
-        gate: the gate.
-        module: the module; copies of it, pickled or not, have their own ``forward``, and so has it in a
-            forked child.
-        patience: seconds that a forward pass waits for a commit that other readers hold up. It then goes
-            ahead: a commit that comes later is better than a forward pass that never does.
-        on_pass: called at the beginning of each pass, when no commit can come any more.
-    """
-
-    def __init__(
-        self, gate: CommitGate, module: nn.Module, patience: float, on_pass: Callable[[], None]
-    ) -> None:
-        self._gate: CommitGate | None = gate
-        self._on_pass = on_pass
-        self._module = module
-        self._patience = patience
-        self._pid = os.getpid()
-        self._before = module.__dict__.get("forward")
-        self._forward = module.forward
-        functools.update_wrapper(self, self._forward)
-        module.__dict__["forward"] = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward pass."""
-        gate = self._gate
-        if gate is None or self._pid != os.getpid():
-            return self._forward(*args, **kwargs)
-        ticket = object()
-        try:
-            try:
-                reader = threading.get_ident()
-                gate.try_enter(ticket, reader) or gate.enter_blocking(
-                    ticket, reader, self._patience, force=True
-                )
-                self._on_pass()
-                return self._forward(*args, **kwargs)
-            finally:
-                gate.leave(ticket)
-        finally:
-            gate.leave(ticket)  # again, in case an interrupt came in the way of the first
-
-    def remove(self) -> None:
-        """Give the module its ``forward`` back; idempotent."""
-        self._gate = None
-        if self._module.__dict__.get("forward") is self:
-            del self._module.__dict__["forward"]
-            if self._before is not None:
-                self._module.__dict__["forward"] = self._before
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self._module), self._module)
-        return MethodType(type(copied).forward, copied)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (getattr, (self._module, "forward"))  # which has not been replaced where it is made anew

@@ -19,7 +19,8 @@ from aiosync.errors import LayoutMismatchError, NotConnectedError, ProtocolError
 from aiosync.protocol.frames import Update, Welcome
 from aiosync.schemes.arrival import Arrival
 from aiosync.schemes.cascade import Follower, in_format
-from aiosync.schemes.gate import LOCK, CommitGate, CommitJob, ForwardGuard, commit_now, submit
+from aiosync.schemes.forward_guard import ForwardGuard
+from aiosync.schemes.gate import LOCK, CommitGate, CommitJob, commit_now, submit
 from aiosync.schemes.joint import JointPart, drop_out, join, leave
 from aiosync.schemes.spec import SchemeSpec
 from aiosync.schemes.stager import Stager
@@ -536,6 +537,16 @@ class Intake:
                 if stager is not None:
                     stager.close()
                 self._offloader.close()
+
+    def abandon_loop(self) -> None:
+        """Release what can be released without the loop that this endpoint lived on."""
+        self._remove_guard()
+        stager, self._stager = self._stager, None
+        if self._viewing:
+            self._take_over(keep=False)
+        if stager is not None:
+            stager.close()
+        self._offloader.close()
 
 
 def _own_copies(views: Mapping[str, Tensor], model: WeightTarget | None) -> dict[str, Tensor]:

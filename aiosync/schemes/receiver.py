@@ -27,6 +27,7 @@ from aiosync.errors import (
 )
 from aiosync.protocol.events import Aborted, Left, Recalled, UpdateArrived
 from aiosync.protocol.frames import Frame, Welcome
+from aiosync.schemes._home import HomeLoop
 from aiosync.schemes._host import TaskHost
 from aiosync.schemes.intake import Held, Intake, Overtaken
 from aiosync.schemes.joint import give_up
@@ -56,6 +57,7 @@ class WeightReceiver:
         reconnect_for: seconds for which to try, when the connection is lost, to make another.
 
     Attributes:
+        home: the event loop that this lives on.
         ended: why nothing more will come, or None.
         lost: whether the sender ended without a goodbye, or let this worker go.
     """
@@ -89,6 +91,7 @@ class WeightReceiver:
         self._body: asyncio.Timeout | None = None
         self._closed = False
         self._settled = False
+        self.home = HomeLoop("this receiver")
 
     @property
     def version(self) -> int:
@@ -127,6 +130,7 @@ class WeightReceiver:
             LayoutMismatchError: its weights do not fit the model; the sender is told.
             SyncTimeoutError: it did not answer in time.
         """
+        self.home.enter()
         try:
             async with asyncio.timeout(deadline.remaining()):
                 welcome, _ = await self._link.meet(deadline)
@@ -221,6 +225,8 @@ class WeightReceiver:
 
     def frame_received(self, frame: Frame) -> None:
         """A frame from the sender."""
+        if self._closed:
+            return  # too late: nothing is applied any more, and the goodbye says so
         for event in self._link.take(frame):
             match event:
                 case UpdateArrived(update=update):
@@ -330,9 +336,19 @@ class WeightReceiver:
         finally:
             self._looping = False
 
-    def _claim_loop(self) -> None:
+    def check_open(self) -> None:
+        """Check that this endpoint can be used here.
+
+        Raises:
+            NotConnectedError: it is not connected, or has been closed.
+            WrongEventLoopError: it lives on another event loop.
+        """
         if self._closed or not self.intake.ready:
             raise NotConnectedError("connect() first: this receiver is not connected")
+        self.home.check()
+
+    def _claim_loop(self) -> None:
+        self.check_open()
         if self._looping:
             raise NotConnectedError("the receiver loop runs already; one is enough")
         self._looping = True
@@ -378,8 +394,7 @@ class WeightReceiver:
         Raises:
             WorkerLostError: the sender has gone, and nothing more will come.
         """
-        if self._closed or not self.intake.ready:
-            raise NotConnectedError("connect() first: this receiver is not connected")
+        self.check_open()
         before = self._returned
         try:
             await asyncio.sleep(0)  # what has arrived already is found even with a timeout of zero
@@ -454,7 +469,7 @@ class WeightReceiver:
             self._skip(whole=isinstance(exc, BaseLostError))
             return None
         except Exception as exc:  # noqa: BLE001 - travels to the sender as a refusal
-            if held.staged is None and (self.lost or self._link.down):
+            if self._closed or (held.staged is None and (self.lost or self._link.down)):
                 self._held = None
                 return None
             self._refuse(exc)
@@ -527,6 +542,7 @@ class WeightReceiver:
 
     async def wait_closed(self) -> None:
         """Wait until the sender has gone, however long that takes."""
+        self.home.check()
         while self.ended is None and not self._closed:
             self._changed.clear()
             await self._changed.wait()
@@ -534,9 +550,15 @@ class WeightReceiver:
     async def aclose(self) -> None:
         """Leave the sender and let go of everything; idempotent. The model keeps its version, in
         memory of its own."""
-        if not self._closed:
+        if self._closed:
+            return
+        if self.home.closed:
             self._closed = True
-            await uninterrupted(lambda _: self._close())
+            self._link.abandon_loop()
+            self.intake.abandon_loop()
+        self.home.check()
+        self._closed = True
+        await uninterrupted(lambda _: self._close())
 
     async def _close(self) -> None:
         self._link.unwatch()

@@ -95,6 +95,9 @@ class SchemeRecipe(ABC):
         self._receiver: WeightReceiver | None = None
         self._receiver_initialized = False
         self._synchronized = False
+        # What version and ended were when the endpoint was closed.
+        self._last_version = -1
+        self._last_ended: str | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 
 import torch
 from torch import Tensor
 
 from aiosync._deadline import Deadline
 from aiosync.errors import NotConnectedError, SyncTimeoutError
+from aiosync.schemes._home import HomeLoop
 from aiosync.schemes._host import TaskHost
 from aiosync.schemes.gathering import Gathering
 from aiosync.schemes.group import Streams, WeightGroup
@@ -51,6 +52,7 @@ class WeightSender:
         deliver: says how versions of a group get over a connection.
 
     Attributes:
+        home: the event loop that this lives on.
         roster: the workers.
         publisher: drafts and publishes.
     """
@@ -91,6 +93,7 @@ class WeightSender:
         self.publisher = Publisher(self._groups, self.roster, self._host)
         self._live = False
         self._closed = False
+        self.home = HomeLoop("this sender")
 
     @property
     def version(self) -> int:
@@ -134,6 +137,7 @@ class WeightSender:
             SyncTimeoutError: some did not come in time; it names them. Call again to go on waiting.
             RemoteApplyError, LayoutMismatchError: a worker refused; it may connect again.
         """
+        self.home.enter()
         if not self._live:
             await self._open(sources, deadline, optional, gathering)
         if min_workers is not None:
@@ -394,9 +398,23 @@ class WeightSender:
     async def aclose(self) -> None:
         """Say goodbye to the workers and let go of everything; idempotent. Workers keep the version
         that they have."""
-        if not self._closed:
+        if self._closed:
+            return
+        if self.home.closed:
             self._closed = True
-            await uninterrupted(lambda _: self._close())
+            self._abandon_loop()
+        self.home.check()
+        self._closed = True
+        await uninterrupted(lambda _: self._close())
+
+    def _abandon_loop(self) -> None:
+        """Release what can be released without the loop that this endpoint lived on."""
+        with ExitStack() as last:
+            last.callback(self._offloader.close)
+            for group in self._groups:
+                last.callback(group.close)
+            with suppress(RuntimeError):  # parts of it lived on that loop
+                self._listener.close()
 
     async def _close(self) -> None:
         async with AsyncExitStack() as last:  # the last first, whatever raises
@@ -411,6 +429,12 @@ class WeightSender:
             await self.roster.close("the sender has closed")
 
     def check_open(self) -> None:
-        """Raise NotConnectedError if this endpoint has been closed."""
+        """Check that this endpoint can be used here.
+
+        Raises:
+            NotConnectedError: it has been closed.
+            WrongEventLoopError: it lives on another event loop.
+        """
         if self._closed:
             raise NotConnectedError("this sender is closed; make a new scheme to send again")
+        self.home.check()

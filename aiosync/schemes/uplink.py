@@ -117,6 +117,11 @@ class Uplink:
         self.session.let_go()
         self.flush()
 
+    def abandon_loop(self) -> None:
+        """Release what can be released without the loop that this connection lived on."""
+        self.unwatch()
+        self.transport.abandon_loop()
+
     async def aclose(self, reason: str) -> None:
         """Say goodbye and close the connection; nothing of the sender's is read here any more."""
         self.session.let_go()

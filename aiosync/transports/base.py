@@ -203,6 +203,10 @@ class Transport(ABC):
         # Nobody would close the rest if this was cut short: it is bounded by itself.
         await uninterrupted(lambda _: self._close())
 
+    def abandon_loop(self) -> None:
+        """The event loop that this lived on is closed: release what can be released without it."""
+        self._closed = True
+
     # -- the words of the weight-update vocabulary -------------------------------------------------
 
     async def send_weights_async(self, update: Update) -> None:

@@ -17,6 +17,7 @@ import os
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from aiosync._deadline import Deadline
@@ -132,6 +133,12 @@ class MPTransport(Transport):
 
     def _write(self, data: bytes) -> None:
         self._carrier.put(_MAGIC + self.tag + data)
+
+    def abandon_loop(self) -> None:
+        """See :class:`Transport`."""
+        super().abandon_loop()
+        with suppress(RuntimeError):  # parts of it lived on that loop
+            self._carrier.close()
 
     async def _close(self) -> None:
         self._carrier.close()

@@ -32,6 +32,7 @@ from aiosync.errors import HandshakeError, ProtocolError
 from aiosync.protocol.frames import Bye, Frame, encode
 from aiosync.protocol.stream import StreamDecoder
 from aiosync.transports._offload import LoopThread
+from aiosync.transports.forks import close_in_children
 from aiosync.transports.ioctl import ioctl_int
 from aiosync.transports.outbox import Body, Outbox
 from aiosync.transports.tls import TLSLayer
@@ -111,6 +112,7 @@ class Channel:
         self.progress = 0
         self._thread = thread
         self._sock = sock
+        close_in_children(sock)
         self._fd = sock.fileno()
         self._owner = owner
         self._home = asyncio.get_running_loop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from contextlib import suppress
 
 __all__ = ["ProcessWatch"]
 
@@ -48,7 +49,8 @@ class ProcessWatch:
     def close(self) -> None:
         """Stop watching; idempotent."""
         if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.remove_reader(self._fd)
             os.close(self._fd)
             self._fd = -1
 

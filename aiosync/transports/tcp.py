@@ -214,6 +214,13 @@ class DialledTransport(TCPTransport):
         if self._thread is not None:
             self._thread.close()
 
+    def abandon_loop(self) -> None:
+        """See :class:`Transport`."""
+        super().abandon_loop()
+        self.abort()
+        if self._thread is not None:
+            self._thread.close()
+
     def _opened(self) -> None:
         self._settle()
 

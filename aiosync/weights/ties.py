@@ -13,7 +13,7 @@ from aiosync.weights.dense import describe, same_bits
 __all__ = ["check_tied", "untied"]
 
 
-_HINT = " (both names were one tensor when this model was connected; if that was by chance, clone() one before)"
+_HINT = " (both names were one tensor when this model was connected; if by chance, clone() one before)"
 
 
 def check_tied(tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:

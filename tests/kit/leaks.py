@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess, current_process
 from pathlib import Path
 
 import psutil
 
 from tests.kit.clock import SCALE
 
-__all__ = ["Snapshot"]
+__all__ = ["Snapshot", "mark_what_is_ours"]
 
 _SETTLE = 5.0 * SCALE
 
@@ -46,8 +48,6 @@ class Snapshot:
             if left:
                 gc.collect()  # multiprocessing's semaphores go with their last reference
                 left = self._compare()
-            left["shared memory"] = [n for n in left.get("shared memory", ()) if not _foreign(n)]
-            left = {what: names for what, names in left.items() if names}
             if not left or time.monotonic() > until:
                 return left
             # A child that is being reaped tells nobody: there is no event to wait on.
@@ -84,21 +84,48 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
+_PREFIX = f"/mp-aiosync{os.getpid()}"
+"""What the names of multiprocessing's semaphores begin with that this process and its children make."""
+
+_pids: set[int] = set()
+"""The children that this process has started, those that have ended too."""
+
+
+def mark_what_is_ours() -> None:
+    """Have this process tree's shared memory be known by its names. Other programs on the machine make and
+    remove entries of their own at any time, and these are nothing to the tests."""
+    # Every Process copies this to its child, whichever way that is started.
+    current_process()._config["semprefix"] = _PREFIX  # type: ignore[attr-defined]
+    start = BaseProcess.start
+
+    def start_and_note(self: BaseProcess) -> None:
+        start(self)
+        if self.pid is not None:
+            _pids.add(self.pid)
+
+    BaseProcess.start = start_and_note  # type: ignore[method-assign]
+
+
 def _shared_memory() -> list[str]:
     folder = Path("/dev/shm")
-    return [entry.name for entry in folder.iterdir()] if folder.exists() else []
+    names = [entry.name for entry in folder.iterdir()] if folder.exists() else []
+    tree = [psutil.Process(), *psutil.Process().children(recursive=True)] if names else []
+    pids = {process.pid for process in tree} | _pids
+    return [name for name in names if _is_ours(name, pids)]
 
 
-def _foreign(name: str) -> bool:
-    """Whether a process that is none of ours has this entry mapped (a busy machine has others)."""
-    ours = {os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True))}
-    for process in psutil.process_iter():
-        if process.pid in ours:
-            continue
-        try:
-            maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
-        except OSError:
-            continue
-        if f"/dev/shm/{name}" in maps:
-            return True
-    return False
+def _is_ours(name: str, pids: set[int]) -> bool:
+    """Whether a process of this tree has made an entry of /dev/shm."""
+    if name.startswith("sem."):
+        return name.startswith(f"sem.{_PREFIX[1:]}")
+    by_torch = re.match(r"torch_(\d+)_", name)
+    if by_torch is not None:
+        return int(by_torch[1]) in pids
+    return any(f"/dev/shm/{name}" in _maps(pid) for pid in pids)
+
+
+def _maps(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import copy
-import pickle
-import threading
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from aiosync import SyncTimeoutError
 from aiosync._deadline import Deadline
-from aiosync.schemes.gate import CommitGate, ForwardGuard, commit_now, submit
+from aiosync.schemes.gate import CommitGate, commit_now, submit
 from tests.kit.clock import BRIEF, PATIENCE, steps, within
 
 EVENTS = st.tuples(st.sampled_from(["enter", "leave", "commit", "withdraw"]), st.integers(0, 3))
@@ -145,59 +140,3 @@ async def test_readers_and_commits_take_turns_without_end() -> None:
     committing.cancel()
     await asyncio.wait([committing])
     assert commits > 20
-
-
-class _Slow(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-        self.inside = threading.Event()
-        self.go_on = threading.Event()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        before = self.weight * 1
-        self.inside.set()
-        assert self.go_on.wait(PATIENCE)
-        return x + before - self.weight
-
-
-def test_a_guarded_forward_pass_keeps_commits_out() -> None:
-    gate, module = CommitGate(), _Slow()
-    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
-    out: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: out.append(module(torch.zeros(1)).detach()))
-    thread.start()
-    assert module.inside.wait(PATIENCE)
-
-    def commit() -> None:
-        module.weight.data = torch.ones(1)
-
-    assert not commit_now(gate, commit)
-    job = submit([gate], commit)
-    module.go_on.set()
-    thread.join()
-    assert out == [torch.zeros(1)]
-    assert job.done.done()
-    assert module.weight.item() == 1
-    guard.remove()
-    guard.remove()
-    assert "forward" not in module.__dict__
-
-
-def test_a_copy_of_a_guarded_module_is_not_guarded() -> None:
-    module = nn.Linear(2, 2)
-    guard = ForwardGuard(CommitGate(), module, PATIENCE, lambda: None)
-    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert not isinstance(copied.forward, ForwardGuard)
-        assert torch.equal(copied(torch.ones(2)), module(torch.ones(2)))
-        assert getattr(copied.forward, "__self__", None) is copied
-    guard.remove()
-
-
-def test_a_forward_pass_that_raises_leaves_the_gate() -> None:
-    gate, module = CommitGate(), nn.Linear(2, 2)
-    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
-    with pytest.raises(RuntimeError):
-        module(torch.zeros(3))
-    assert commit_now(gate, lambda: None)
-    guard.remove()

@@ -272,8 +272,10 @@ def test_memory_that_could_not_be_mapped_once(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patch:
         patch.setattr(Segment, "attach", too_many)
         with pytest.raises(ProtocolError, match="Too many"):
+            mapped.expect(update)
             mapped.find(update)
     again = Update(round=1, version=1, payload={"slot": 7, "new": [], "gone": []})
+    mapped.expect(again)
     buffer, _ = mapped.find(again)
     assert buffer.data_ptr() == segment.buffer.data_ptr()
     mapped.close()

@@ -1,0 +1,176 @@
+"""The guard of the blocking twins: commits stay out of forward passes, and users find their own module."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from aiosync.schemes.forward_guard import ForwardGuard
+from aiosync.schemes.gate import CommitGate, commit_now, submit
+from tests.kit.clock import PATIENCE
+
+
+class _Slow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.inside = threading.Event()
+        self.go_on = threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.weight * 1
+        self.inside.set()
+        assert self.go_on.wait(PATIENCE)
+        return x + before - self.weight
+
+
+def test_a_guarded_forward_pass_keeps_commits_out() -> None:
+    gate, module = CommitGate(), _Slow()
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
+    out: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: out.append(module(torch.zeros(1)).detach()))
+    thread.start()
+    assert module.inside.wait(PATIENCE)
+
+    def commit() -> None:
+        module.weight.data = torch.ones(1)
+
+    assert not commit_now(gate, commit)
+    job = submit([gate], commit)
+    module.go_on.set()
+    thread.join()
+    assert out == [torch.zeros(1)]
+    assert job.done.done()
+    assert module.weight.item() == 1
+    guard.remove()
+    guard.remove()
+    assert type(module) is _Slow
+
+
+class _Outer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x) + 1
+        return out
+
+
+class _Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x))
+
+
+@pytest.fixture
+def entered() -> list[object]:
+    """Tickets of all readers that have entered the gate of ``guarded``."""
+    return []
+
+
+@pytest.fixture
+def guarded(entered: list[object]) -> Iterator[nn.Module]:
+    class Counting(CommitGate):
+        def try_enter(self, ticket: object, reader: object) -> bool:
+            entered.append(ticket)
+            return super().try_enter(ticket, reader)
+
+    module = _Policy()
+    guard = ForwardGuard(Counting(), module, PATIENCE, lambda: None)
+    yield module
+    guard.remove()
+    assert type(module) is _Policy
+
+
+X = torch.ones(3, 2)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_a_copy_is_not_guarded(guarded: nn.Module, entered: list[object], copied: Any) -> None:
+    other = copied(guarded)
+    assert type(other) is _Policy
+    other.forward = lambda x: x * 7  # its own pass, not the original's
+    assert torch.equal(other(X), X * 7)
+    assert entered == []
+    assert guarded(X).shape == (3, 2)
+    assert len(entered) == 1
+
+
+def test_a_replica_runs_its_own_pass(guarded: Any, entered: list[object]) -> None:
+    replica = guarded._replicate_for_data_parallel()  # as DataParallel makes them
+    replica.linear = nn.Linear(2, 1)
+    assert replica(X).shape == (3, 1)
+    assert entered == []
+
+
+def test_a_patched_forward_is_kept(guarded: nn.Module, entered: list[object]) -> None:
+    guarded.forward = lambda x: x * 7  # type: ignore[method-assign]
+    assert torch.equal(guarded(X), X * 7)
+    assert torch.equal(copy.deepcopy(guarded)(X), X * 7)
+    assert len(entered) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["compile", "compile()", "outer", "script", "trace", "export", "strict"])
+def test_compilers_see_the_users_own_code(guarded: nn.Module, entered: list[object], how: str) -> None:
+    plain = copy.deepcopy(guarded)
+    out: Any
+    if how == "compile":
+        out = torch.compile(guarded, fullgraph=True, backend="eager")(X)
+        assert len(entered) == 1
+    elif how == "compile()":
+        guarded.compile(fullgraph=True, backend="eager")
+        out = guarded(X)
+        assert len(entered) == 1
+        guarded._compiled_call_impl = None
+    elif how == "outer":
+        out = torch.compile(_Outer(guarded), fullgraph=True, backend="eager")(X) - 1
+    elif how == "script":
+        out = torch.jit.script(guarded)(X)
+    elif how == "trace":
+        out = torch.jit.trace(guarded, X)(X)  # type: ignore[no-untyped-call]
+    else:
+        out = torch.export.export(guarded, (X,), strict=how == "strict").module()(X)
+    assert torch.equal(out, plain(X))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["scripted", "compiled", "tensordict"])
+def test_modules_of_other_makes(kind: str) -> None:
+    gate = CommitGate()
+    module: Any = {
+        "scripted": lambda: torch.jit.script(_Policy()),
+        "compiled": lambda: torch.compile(_Policy(), backend="eager"),
+        "tensordict": lambda: TensorDictModule(_Policy(), in_keys=["x"], out_keys=["y"]),
+    }[kind]()
+    seen: list[int] = []
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: seen.append(len(gate._inside)))
+    module(TensorDict({"x": X}, [3]) if kind == "tensordict" else X)
+    assert seen == [1]
+    guard.remove()
+
+
+def test_a_forward_pass_that_raises_leaves_the_gate() -> None:
+    gate, module = CommitGate(), nn.Linear(2, 2)
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
+    with pytest.raises(RuntimeError):
+        module(torch.zeros(3))
+    assert commit_now(gate, lambda: None)
+    guard.remove()
