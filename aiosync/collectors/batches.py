@@ -85,8 +85,8 @@ def _padded(part: TensorDict, length: int) -> TensorDict:
     for key, value in part.items(include_nested=True, leaves_only=True):
         padding = value.new_zeros((*value.shape[:dim], length - steps, *value.shape[dim + 1 :]))
         found.set(key, torch.cat([value, padding], dim))
-    mask = torch.zeros(found.batch_size, dtype=torch.bool)
-    mask[..., :steps] = part.get(MASK, torch.tensor(True))
+    mask = torch.zeros(found.batch_size, dtype=torch.bool, device=part.device or "cpu")
+    mask[..., :steps] = part.get(MASK, True)
     found.set(MASK, mask)
     return found
 

@@ -13,9 +13,15 @@ from typing import Any, Self
 
 import cloudpickle
 
-__all__ = ["Channel", "LocalChannel", "PipeChannel"]
+from aiosync.transports.forks import close_in_children
+
+__all__ = ["Channel", "ChannelClosed", "LocalChannel", "PipeChannel"]
 
 _HEAD = struct.Struct("!Q")
+
+
+class ChannelClosed(Exception):
+    """The other end of a channel is closed. A type of its own: what an environment raises is its own."""
 
 
 class Channel(ABC):
@@ -38,7 +44,7 @@ class Channel(ABC):
         """The next message.
 
         Raises:
-            EOFError: the other end is closed.
+            ChannelClosed: the other end is closed.
         """
 
     @abstractmethod
@@ -63,6 +69,8 @@ class PipeChannel(Channel):
         """Take over one end of a duplex pipe, which is closed here."""
         sock = socket.socket(fileno=os.dup(connection.fileno()))
         connection.close()
+        # An environment's own processes must not hide the end of this one.
+        close_in_children(sock)
         sock.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=sock)
         return cls(reader, writer)
@@ -83,7 +91,7 @@ class PipeChannel(Channel):
             (size,) = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
             data = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError) as exc:
-            raise EOFError("the other end of the pipe is closed") from exc
+            raise ChannelClosed("the other end of the pipe is closed") from exc
         return pickle.loads(data)
 
     def close(self) -> None:
@@ -116,7 +124,7 @@ class LocalChannel(Channel):
         message = await self._incoming.get()
         if message is _END:
             self._incoming.put_nowait(_END)  # for whoever asks again
-            raise EOFError("the other end is closed")
+            raise ChannelClosed("the other end is closed")
         return message
 
     async def drain(self) -> None:
@@ -126,7 +134,7 @@ class LocalChannel(Channel):
         """The next message, and those that are there after it.
 
         Raises:
-            EOFError: the other end is closed.
+            ChannelClosed: the other end is closed.
         """
         found = [await self.receive()]
         while not self._incoming.empty():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -112,10 +112,10 @@ def tensor_of(value: object) -> Tensor:
 
 
 def _column(value: object, dtype: torch.dtype) -> Tensor:
-    return torch.as_tensor(value, dtype=dtype).unsqueeze(-1)
+    return torch.as_tensor(value, dtype=dtype, device="cpu").unsqueeze(-1)
 
 
-_FLAGS = torch.tensor([False]), torch.tensor([True])
+_FLAGS = torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
 
 
 def _ended(terminated: Any, truncated: Any, shape: tuple[int, ...]) -> Fields:
@@ -124,6 +124,27 @@ def _ended(terminated: Any, truncated: Any, shape: tuple[int, ...]) -> Fields:
         return {"done": _FLAGS[over or limited], "terminated": _FLAGS[over], "truncated": _FLAGS[limited]}
     ended, cut = _column(terminated, torch.bool), _column(truncated, torch.bool)
     return {"done": ended | cut, "terminated": ended, "truncated": cut}
+
+
+_NESTED_LOOP = (
+    "asyncio.run() cannot be called from a running event loop",
+    "This event loop is already running",
+    "Cannot run the event loop while another loop is running",
+)
+
+
+def _call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call an environment's own method; an error that says what to do where it runs an event loop."""
+    try:
+        return method(*arguments, **options)
+    except RuntimeError as exc:
+        if not any(text in str(exc) for text in _NESTED_LOOP):
+            raise
+        raise InvalidArgumentError(
+            "the environment runs an event loop of its own in reset() or step(), but a worker's event loop "
+            "calls these: make them `async def` and await there, or run that loop in a thread of the "
+            f"environment's own ({exc})"
+        ) from exc
 
 
 class _Stepping(Env):
@@ -162,7 +183,7 @@ class _Stepping(Env):
 
     def _began(self, found: Any) -> Fields:
         observation = found[0] if isinstance(found, tuple) and len(found) == 2 else found
-        none = torch.zeros((*self.shape, 1), dtype=torch.bool)
+        none = torch.zeros((*self.shape, 1), dtype=torch.bool, device="cpu")
         return self._placed({**_observed(observation), **{name: none.clone() for name in ENDS}})
 
     def _stepped(self, found: Any) -> Fields:
@@ -182,11 +203,11 @@ class GymnasiumEnv(_Stepping):
 
     async def reset(self) -> Fields:
         """See :class:`Env`."""
-        return self._began(self.env.reset(**self._taken_seed()))
+        return self._began(_call(self.env.reset, **self._taken_seed()))
 
     async def step(self, step: Fields) -> Fields:
         """See :class:`Env`."""
-        return self._stepped(self.env.step(self._action(step)))
+        return self._stepped(_call(self.env.step, self._action(step)))
 
 
 class AsyncEnv(_Stepping):
@@ -225,11 +246,11 @@ class VectorEnv(_Stepping):
 
     async def reset(self) -> Fields:
         """See :class:`Env`."""
-        return self._began(self.env.reset(**self._taken_seed()))
+        return self._began(_call(self.env.reset, **self._taken_seed()))
 
     async def step(self, step: Fields) -> Fields:
         """See :class:`Env`."""
-        found = self.env.step(self._action(step))
+        found = _call(self.env.step, self._action(step))
         after = self._stepped(found)
         if self._mode == "SameStep" and after["done"].any():
             self._begun = {key: value.clone() for key, value in after.items() if key in _observed(found[0])}
@@ -248,7 +269,7 @@ class VectorEnv(_Stepping):
         if self._mode == "SameStep":
             return self._begun | none
         mask = ended.view(-1).cpu().numpy()
-        return self._began(self.env.reset(options={"reset_mask": mask}))
+        return self._began(_call(self.env.reset, options={"reset_mask": mask}))
 
 
 class TensorDictEnv(Env):
@@ -261,20 +282,21 @@ class TensorDictEnv(Env):
 
     async def reset(self) -> Fields:
         """See :class:`Env`."""
-        return {key: value.clone() for key, value in flattened(self.env.reset()).items()}
+        found = _call(self.env.reset)
+        return {key: value.clone() for key, value in flattened(found).items()}
 
     async def step(self, step: Fields) -> Fields:
         """See :class:`Env`."""
         # Copies: it may write its next step where this one is.
-        return {
-            key: value.clone() for key, value in flattened(self.env.step(self._given(step))["next"]).items()
-        }
+        found = _call(self.env.step, self._given(step))["next"]
+        return {key: value.clone() for key, value in flattened(found).items()}
 
     async def restart(self, after: Fields) -> Fields:
         """See :class:`Env`."""
         data = self._given({key: value for key, value in after.items() if key != "reward"})
         data.set("_reset", after["done"])
-        return {key: v.clone() for key, v in flattened(self.env.reset(data)).items() if key != "_reset"}
+        found = flattened(_call(self.env.reset, data))
+        return {key: value.clone() for key, value in found.items() if key != "_reset"}
 
     def _given(self, fields: Fields) -> TensorDictBase:
         data = nested(fields, self.shape)

@@ -16,6 +16,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from aiosync.errors import InvalidArgumentError
+from aiosync.weights.dtypes import spelled
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
@@ -106,7 +108,21 @@ class Slot:
         return self.specs == specs and self.steps >= steps
 
     def write(self, places: Sequence[int], frames: Sequence[Mapping[Key, Tensor]]) -> None:
-        """Put frames in their places: several at once, since what a copy costs is mostly its beginning."""
+        """Put frames in their places: several at once, since what a copy costs is mostly its beginning.
+
+        Raises:
+            InvalidArgumentError: a frame consists of other fields than the first one of the batch, or of
+                other shapes or dtypes.
+        """
+        try:
+            self._write(places, frames)
+        except (KeyError, RuntimeError) as exc:
+            self._check(frames)
+            raise RuntimeError(f"a frame could not be put into the batch: {exc}") from exc
+
+    def _write(self, places: Sequence[int], frames: Sequence[Mapping[Key, Tensor]]) -> None:
+        if any(len(frame) != len(self.views) for frame in frames):
+            self._check(frames)
         first = places[0]
         in_a_row = places == list(range(first, first + len(places)))
         for key, view in self.views.items():
@@ -117,9 +133,23 @@ class Slot:
                 for place, value in zip(places, values, strict=True):
                     view[place] = value
 
+    def _check(self, frames: Iterable[Mapping[Key, Tensor]]) -> None:
+        """Raise for the first field that differs from those of the batch."""
+        expected = {key: (dtype, shape) for key, shape, dtype in self.specs}
+        for frame in frames:
+            found = {key: (value.dtype, tuple(value.shape)) for key, value in frame.items()}
+            for key in expected | found:
+                if found.get(key) != expected.get(key):
+                    raise InvalidArgumentError(
+                        f"field {key!r}: the environment or the policy gave {_spelled(found.get(key))} in a "
+                        f"later step, and {_spelled(expected.get(key))} in the batch's first one: every step "
+                        "has to have the same fields, of the same shapes and dtypes"
+                    )
+
     def read(self, steps: int, batch_dims: int, order: list[int] | None) -> TensorDict:
         """The first steps, in this memory unless there is another order; see :func:`steps_of`."""
-        return steps_of(self.views, slice(steps) if order is None else torch.tensor(order), batch_dims)
+        which = slice(steps) if order is None else torch.tensor(order, device="cpu")
+        return steps_of(self.views, which, batch_dims)
 
     def lend(self, given_back: Callable[[], object]) -> Fields:
         """Its tensors; ``given_back`` is called when nothing refers to any of them any more, in whatever
@@ -135,6 +165,10 @@ def steps_of(views: Mapping[Key, Tensor], which: slice | Tensor, batch_dims: int
     """Some of the steps in these tensors; the dimension of time comes after ``batch_dims`` others."""
     found = {key: view[which].movedim(0, batch_dims) for key, view in views.items()}
     return nested(found, next(iter(found.values())).shape[: batch_dims + 1])
+
+
+def _spelled(look: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return "nothing" if look is None else spelled(*look)
 
 
 def _name(key: Key) -> str:

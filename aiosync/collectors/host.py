@@ -10,19 +10,23 @@ import os
 import pickle
 import signal
 import sys
+import threading
+import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
+from multiprocessing.util import Finalize
 from typing import Any, TypeAlias
 
 import cloudpickle
 from torch import Tensor
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.channel import Channel, LocalChannel, PipeChannel
+from aiosync.collectors.channel import Channel, ChannelClosed, LocalChannel, PipeChannel
 from aiosync.collectors.config import StartMethod
 from aiosync.collectors.worker import WorkerSpec, serve
 from aiosync.schemes.base import WeightSyncScheme
@@ -81,6 +85,7 @@ class ProcessHost(Host):
     def __init__(self, ctx: BaseContext) -> None:
         self._ctx: Any = ctx
         self._process: Any = None
+        self._at_exit: Finalize[..., None] | None = None
 
     async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
         """See :class:`Host`."""
@@ -90,7 +95,9 @@ class ProcessHost(Host):
         variables = dict(os.environ)
         arguments = shared, dict(schemes), variables, theirs
         name = f"aiosync-collector-{spec.index}"
-        self._process = self._ctx.Process(target=_run, args=arguments, name=name, daemon=True)
+        # Not a daemon: that could have no children, as environments in processes of their own are.
+        self._process = self._ctx.Process(target=_run, args=arguments, name=name, daemon=False)
+        self._at_exit = Finalize(None, _kill, args=(weakref.ref(self._process),), exitpriority=_EXIT_PRIORITY)
         try:
             await offloaded(lambda: _start(self._process), "aiosync-start")
         except BaseException:
@@ -149,9 +156,43 @@ class ProcessHost(Host):
     def release(self) -> None:
         """See :class:`Host`."""
         process, self._process = self._process, None
+        at_exit, self._at_exit = self._at_exit, None
+        if at_exit is not None:
+            at_exit.cancel()
         if process is not None and process.pid is not None:
             with suppress(ValueError):  # it still runs: nothing more can be done
                 process.close()
+
+
+_EXIT_PRIORITY = 5
+"""After whatever closes collectors at the interpreter's exit; multiprocessing waits for its children then."""
+
+_LAST_WORDS = 2.0
+"""Seconds that a worker whose trainer is gone has to end by itself."""
+
+
+def _kill(process: Callable[[], Any]) -> None:
+    """At the trainer's exit: a collector was not closed, and its worker would be waited for."""
+    found = process()
+    if found is not None and found.is_alive():
+        found.kill()
+
+
+def _end_with_parent() -> None:
+    """Have this process end when the trainer's has, whatever its event loop is busy with."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        # The loop finds its pipe closed, closes the environment and ends. It cannot while a step runs.
+        time.sleep(_LAST_WORDS)
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="aiosync-parent", daemon=True).start()
 
 
 def _run(
@@ -165,10 +206,11 @@ def _run(
     if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.update(variables)
+    _end_with_parent()
 
     async def main() -> None:
         channel = await PipeChannel.open(connection)
-        with suppress(EOFError):  # the collector has closed before this has begun
+        with suppress(ChannelClosed):  # the collector has closed before this has begun
             spec = await channel.receive()
             await serve(lambda: _Unpickler(spec, shared).load(), schemes, channel)
 

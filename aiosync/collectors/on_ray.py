@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.channel import Channel, LocalChannel
+from aiosync.collectors.channel import Channel, ChannelClosed, LocalChannel
 from aiosync.collectors.host import Host, Schemes
 from aiosync.collectors.worker import WorkerSpec, serve
 from aiosync.transports._offload import handover
@@ -108,7 +108,7 @@ class _Actor:
         """The worker's next ones; an empty list: there will be no more."""
         try:
             return await self._ours.receive_all()
-        except EOFError:
+        except ChannelClosed:
             return []
 
 
@@ -135,9 +135,9 @@ class _RayChannel(Channel):
             try:
                 self._received = list(reversed(asked.result()))
             except Exception as exc:
-                raise EOFError("the actor is gone") from exc
+                raise ChannelClosed("the actor is gone") from exc
         if not self._received:
-            raise EOFError("the actor has closed")
+            raise ChannelClosed("the actor has closed")
         return self._received.pop()
 
     async def drain(self) -> None:

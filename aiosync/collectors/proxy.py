@@ -14,7 +14,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.channel import Channel
+from aiosync.collectors.channel import Channel, ChannelClosed
 from aiosync.collectors.fields import Slot, steps_of
 from aiosync.collectors.host import Host, Schemes
 from aiosync.collectors.messages import Answer, Batch, Call, Collect, Cut, Failed, NewSlot, Parcel, Ready
@@ -199,7 +199,7 @@ class WorkerProxy:
         try:
             while True:
                 self._take(await self._channel.receive())
-        except EOFError:
+        except ChannelClosed:
             await self._host.ended(Deadline.after(_DYING))
             self.fail(WorkerLostError([self.index], self._host.cause()))
         except Exception as exc:  # noqa: BLE001 - raised to whoever waits for this worker

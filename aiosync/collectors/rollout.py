@@ -143,8 +143,8 @@ class Player:
         self._stride = stride
         self._version = version
         self._now: Fields = {}
-        self._steps = torch.zeros((*env.shape, 1), dtype=torch.int64, device=env.device)
-        self._ids = torch.zeros(env.shape, dtype=torch.int64, device=env.device)
+        self._steps = torch.zeros((*env.shape, 1), dtype=torch.int64, device=env.device or "cpu")
+        self._ids = torch.zeros(env.shape, dtype=torch.int64, device=env.device or "cpu")
         self._batch: OpenBatch | None = None
         self._playing = asyncio.Lock()
 
@@ -161,7 +161,7 @@ class Player:
 
     async def _reset(self) -> None:
         self._now = await self.env.reset()
-        self._begin(torch.ones(self.env.shape, dtype=torch.bool, device=self.env.device))
+        self._begin(torch.ones(self.env.shape, dtype=torch.bool, device=self.env.device or "cpu"))
 
     def state(self) -> dict[str, Any]:
         """Where it stands; without the environment, if that cannot be pickled."""
@@ -208,7 +208,10 @@ class Player:
         if self.env.skips:
             step[MASK] = ~self._now["done"].view(self.env.shape)
         if self._version is not None:
-            step["policy_version"] = torch.full(self.env.shape, self._version(), dtype=torch.int64)
+            where = self.env.device or "cpu"
+            step["policy_version"] = torch.full(
+                self.env.shape, self._version(), dtype=torch.int64, device=where
+            )
         if at_random or self._actor is None:
             step["action"] = self.env.random_action()
         else:
@@ -237,6 +240,6 @@ class Player:
 
     def _begin(self, where: Tensor) -> None:
         count = int(where.sum())
-        self._ids[where] = torch.arange(count, device=self.env.device) * self._stride + self._next_id
+        self._ids[where] = torch.arange(count, device=self.env.device or "cpu") * self._stride + self._next_id
         self._next_id += count * self._stride
         self._steps = self._steps.masked_fill(where.unsqueeze(-1), 0)

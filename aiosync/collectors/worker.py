@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from aiosync.collectors.actor import actor_of
-from aiosync.collectors.channel import Channel
+from aiosync.collectors.channel import Channel, ChannelClosed
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.env import adapt
 from aiosync.collectors.messages import Answer, Batch, Call, Collect, Cut, Failed, Parcel, Ready
@@ -91,8 +91,8 @@ async def serve(
     try:
         async with Worker(spec(), schemes, channel) as worker:
             await worker.serve()
-    except EOFError:
-        pass  # the collector has closed
+    except ChannelClosed:
+        pass  # by the collector
     except Exception as exc:  # noqa: BLE001 - travels to the collector
         channel.send(failure(exc))
     finally:
@@ -205,7 +205,7 @@ class Worker:
         """Play and listen.
 
         Raises:
-            EOFError: the collector has closed.
+            ChannelClosed: by the collector.
             Exception: what the environment or the policy raises.
         """
         if self._spec.seed is not None:

@@ -169,7 +169,7 @@ def take(office: Any, name: str, number: int) -> Tensor:
 def packed(named: Mapping[str, Tensor]) -> tuple[Layout, Tensor]:
     """Tensors copied into one 1-D uint8 tensor of CPU memory, and where each is in it. Blocking."""
     layout = Layout.of(named)
-    buffer = torch.empty(layout.nbytes, dtype=torch.uint8)
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
     views = layout.views(buffer)
     copy_pairs([(views[entry.name], named[entry.name]) for entry in layout.entries])
     return layout, buffer
@@ -181,6 +181,8 @@ def as_tensor(found: Any) -> Tensor:
         return found
     # The store's memory is marked read-only, of which torch has no notion: parameters that view it are read
     # only by contract.
+    if not found.nbytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = (ctypes.c_uint8 * found.nbytes).from_address(found.ctypes.data)
     memory.owner = found
-    return torch.frombuffer(memory, dtype=torch.uint8) if found.nbytes else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -208,7 +208,7 @@ class Shards:
         elif place.is_contiguous() and place.is_cpu and place.dtype is entry.source.dtype:
             self._take(rank, to_bytes(place))
         else:
-            part = torch.empty(block.shape, dtype=entry.source.dtype)
+            part = torch.empty(block.shape, dtype=entry.source.dtype, device="cpu")
             self._take(rank, to_bytes(part))
             place.copy_(part)
 
@@ -298,13 +298,13 @@ class Shards:
     def _say(self, rank: int, message: dict[str, Any]) -> None:
         data = bytearray(msgspec.msgpack.encode(message))
         group = self._joined()
-        group.send([torch.tensor([len(data)])], rank, 0).wait()
+        group.send([torch.tensor([len(data)], device="cpu")], rank, 0).wait()
         group.send([torch.frombuffer(data, dtype=torch.uint8)], rank, 0).wait()
 
     def _hear(self, rank: int) -> dict[str, Any]:
-        group, length = self._joined(), torch.zeros(1, dtype=torch.int64)
+        group, length = self._joined(), torch.zeros(1, dtype=torch.int64, device="cpu")
         group.recv([length], rank, 0).wait()
-        data = torch.zeros(int(length), dtype=torch.uint8)
+        data = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
         group.recv([data], rank, 0).wait()
         message: dict[str, Any] = msgspec.msgpack.decode(data.numpy().tobytes())
         return message

@@ -55,11 +55,11 @@ def _tensor(root: str, path: _Path, value: object) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, bool):
-        return torch.tensor(value)
+        return torch.tensor(value, device="cpu")
     if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
     if isinstance(value, int) and -(2**63) <= value < 2**63:
-        return torch.tensor(value, dtype=torch.int64)
+        return torch.tensor(value, dtype=torch.int64, device="cpu")
     raise UnsupportedTensorError(
         ".".join((root, *path)),
         f"extra state of type {type(value).__qualname__}; only tensors, bools, 64-bit integers, "

@@ -72,7 +72,8 @@ class Segment:
         try:
             if nbytes >= _WORTH_HUGE_PAGES and (device is None or device.type == "cpu"):
                 return cls(_huge(nbytes).zero_())
-            return cls(torch.empty(nbytes, dtype=torch.uint8, device=device).zero_())
+            where = "cpu" if device is None else device  # and not torch's default device
+            return cls(torch.empty(nbytes, dtype=torch.uint8, device=where).zero_())
         except (RuntimeError, OSError) as exc:  # what torch, and what mmap raises when it is out of memory
             raise ArenaAllocationError(nbytes, str(exc).splitlines()[0]) from exc
 
