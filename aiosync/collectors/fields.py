@@ -116,7 +116,7 @@ class Slot:
         """
         try:
             self._write(places, frames)
-        except (KeyError, RuntimeError) as exc:
+        except (KeyError, RuntimeError, TypeError) as exc:
             self._check(frames)
             raise RuntimeError(f"a frame could not be put into the batch: {exc}") from exc
 

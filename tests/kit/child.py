@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import time
 import traceback
 from collections import defaultdict
 from multiprocessing.connection import Connection
@@ -74,6 +75,13 @@ class Child:
         self.say("blocked")
         while msgspec.msgpack.decode(self._control.recv_bytes()).get("tell") != "go":
             pass
+
+    def outlive(self) -> None:
+        """In a forked child: live on for some seconds, without the control pipe, which is to end with the
+        worker."""
+        self._control.close()
+        time.sleep(5)
+        os._exit(0)
 
     async def main(self) -> None:
         """Do as told until told to exit."""

@@ -17,7 +17,8 @@ from tests.kit.child import Child
 from tests.kit.models import Norm, Other, Uniform, value_of
 
 __all__ = [
-    "aclose", "block", "connect", "count_resources", "cut", "dirty_exit", "pin", "read", "read_pinned",
+    "aclose", "block", "connect", "count_resources", "cut", "dirty_exit", "fork_a_sleeper", "pin", "read",
+    "read_pinned",
     "report", "serve", "stats", "unserve", "wait_closed",
 ]  # fmt: skip
 
@@ -188,6 +189,12 @@ async def count_resources(child: Child) -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "tasks": len(asyncio.all_tasks()),
     }
+
+
+async def fork_a_sleeper(child: Child) -> None:
+    """Fork a child that has this process's descriptors and lives on for some seconds."""
+    if os.fork() == 0:
+        child.outlive()
 
 
 async def dirty_exit(child: Child) -> None:

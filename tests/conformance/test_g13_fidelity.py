@@ -1,0 +1,441 @@
+"""G13: what was applied is what the model computes with, and tensors handed out behave like any others."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aiosync import LayoutMismatchError, RemoteApplyError, UnsupportedTensorError
+from tests.kit.cases import SCHEMES, SchemeCase
+from tests.kit.clock import PATIENCE, SCALE
+from tests.kit.local import LocalCluster
+from tests.kit.models import Uniform, fill, value_of
+from tests.kit.processes import ROOT
+from tests.kit.surgery import LARGE
+
+COMMITS = pytest.mark.parametrize("commit", ["flip", "copy"])
+
+
+class Policy(nn.Module):
+    """Statistics that each forward pass replaces, a body and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.body = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean + x.detach().mean(0).to(self.mean.dtype)
+        self.count = self.count + 1
+        out: Tensor = self.head(self.body(x.to(self.body.weight.dtype)))
+        return out
+
+
+def changed(model: nn.Module, value: float) -> None:
+    """Other values everywhere."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(value)
+
+
+def assert_has(model: nn.Module, sent: Mapping[str, Tensor]) -> None:
+    """Every entry that was sent, in the model's own dtypes."""
+    state = model.state_dict()
+    for name, tensor in sent.items():
+        assert torch.equal(state[name], tensor.to(state[name].dtype)), name
+
+
+SURGERY: dict[str, Callable[[Policy], object]] = {
+    "running statistics": lambda model: model(torch.ones(2, 3)),
+    "another layer": lambda model: setattr(model, "head", nn.Linear(3, 2)),
+    "another parameter": lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(2, 3))),
+    "another buffer": lambda model: model.register_buffer("mean", torch.ones(3)),
+    "assigned": lambda model: model.load_state_dict(copy.deepcopy(Policy().state_dict()), assign=True),
+    "double": lambda model: model.double(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "shared": lambda model: model.share_memory(),
+}
+
+
+@COMMITS
+@pytest.mark.parametrize("surgery", SURGERY)
+async def test_replaced_tensors_are_found(case: SchemeCase, surgery: str, commit: str) -> None:
+    async with LocalCluster(case, model=Policy, commit=commit) as cluster:
+        first, second = (worker.model for worker in cluster.workers)
+        for value in (1.0, 2.0, 3.0):
+            SURGERY[surgery](first)
+            dtypes = {name: tensor.dtype for name, tensor in first.state_dict().items()}
+            changed(cluster.model, value)
+            assert (await cluster.scheme.send()).ok
+            assert_has(first, cluster.model.state_dict())
+            assert_has(second, cluster.model.state_dict())
+            assert {name: tensor.dtype for name, tensor in first.state_dict().items()} == dtypes
+            first(torch.ones(2, 3))
+
+
+MISFITS: dict[str, tuple[str, Callable[[Policy], object]]] = {
+    "head": (r"head\.weight", lambda model: setattr(model, "head", nn.Linear(3, 4))),
+    "gone": (r"head\.bias", lambda model: setattr(model, "head", nn.Identity())),
+    "more": (r"extra\.weight", lambda model: setattr(model, "extra", nn.Linear(1, 1))),
+    "parametrization": (
+        r"parametrizations\.weight",
+        lambda model: nn.utils.parametrizations.weight_norm(model.head),
+    ),
+}
+
+
+@COMMITS
+@pytest.mark.parametrize("misfit", MISFITS)
+async def test_a_model_that_fits_no_more_refuses(case: SchemeCase, misfit: str, commit: str) -> None:
+    async with LocalCluster(case, model=Policy, commit=commit) as cluster:
+        first, second = (worker.model for worker in cluster.workers)
+        name, surgery = MISFITS[misfit]
+        head = first.head
+        surgery(first)
+        before = copy.deepcopy(first.state_dict())
+        changed(cluster.model, 1.0)
+        for _ in range(2):
+            with pytest.raises((LayoutMismatchError, RemoteApplyError), match=name):
+                await cluster.scheme.send()
+            assert all(torch.equal(tensor, before[name]) for name, tensor in first.state_dict().items())
+            assert_has(second, cluster.model.state_dict())
+        if misfit == "parametrization":
+            nn.utils.parametrize.remove_parametrizations(first.head, "weight")
+        elif misfit == "more":
+            del first.extra
+        else:
+            first.head = head
+        assert (await cluster.scheme.send()).ok
+        assert_has(first, cluster.model.state_dict())
+
+
+@COMMITS
+async def test_a_layer_that_was_replaced_keeps_its_values(case: SchemeCase, commit: str) -> None:
+    async with LocalCluster(case, workers=1, model=Policy, commit=commit) as cluster:
+        model = cluster.workers[0].model
+        changed(cluster.model, 1.0)
+        await cluster.scheme.send()
+        old, model.head = model.head, nn.Linear(3, 2)
+        for value in (2.0, 3.0, 4.0):
+            changed(cluster.model, value)
+            await cluster.scheme.send()
+        assert value_of(old) == 1
+
+
+# -- what is not sent --------------------------------------------------------------------------------
+
+
+@COMMITS
+async def test_what_was_not_sent_keeps_its_values(case: SchemeCase, commit: str) -> None:
+    async with LocalCluster(case, model=Policy, commit=commit) as cluster:
+        first, second = (worker.model for worker in cluster.workers)
+
+        def train_the_head(value: float) -> None:
+            if commit == "flip" and case.views:  # what others view is read only: it has one of its own
+                first.head = nn.Linear(3, 2)
+            changed(first.head, value)
+
+        for value in (1.0, 2.0, 3.0, 4.0):
+            train_the_head(100 + value)
+            changed(cluster.model, value)
+            body = {f"body.{name}": tensor for name, tensor in cluster.model.body.named_parameters()}
+            await cluster.scheme.send(body, strict=False)
+            assert value_of(first.body) == value_of(second.body) == value
+            assert value_of(first.head) == 100 + value
+            assert_has(second.head, second.head.state_dict())
+        kept = copy.deepcopy(second.head.state_dict())
+        assert not torch.equal(kept["weight"], cluster.model.head.weight)
+        await cluster.scheme.send()
+        assert value_of(first.head) == value_of(second.head) == 4
+
+
+@COMMITS
+async def test_what_was_not_sent_in_any_of_the_versions_that_were_skipped(
+    case: SchemeCase, commit: str
+) -> None:
+    async with LocalCluster(case, workers=1, model=Policy, commit=commit, serve=False) as cluster:
+        worker = cluster.workers[0]
+        worker.model.head = nn.Linear(3, 2)
+        changed(worker.model.head, 50.0)
+        for value in (1.0, 2.0, 3.0):
+            changed(cluster.model, value)
+            names = ["body.bias"] if value == 1 else ["body.weight"]
+            sent = {name: cluster.model.state_dict()[name].clone() for name in names}
+            await cluster.scheme.send(sent, strict=False, wait=False)
+        await worker.serve()
+        await cluster.scheme.wait_ack()
+        assert value_of([worker.model.body.bias]) == 1
+        assert value_of([worker.model.body.weight]) == 3
+        assert value_of(worker.model.head) == 50
+
+
+async def test_parts_that_take_turns(case: SchemeCase) -> None:
+    async with LocalCluster(case, workers=1, model=lambda: Uniform(tensors=6)) as cluster:
+        model = cluster.workers[0].model
+        expected = [0.0] * 6
+        for step in range(30):
+            part = step % 6
+            expected[part] = step + 1.0
+            sent = {f"values.{part}": torch.full((16,), step + 1.0)}
+            await cluster.scheme.send(sent, strict=False)
+            assert [value_of([value]) for value in model.values] == expected
+        assert cluster.workers[0].scheme.stats.memory <= 5 * 6 * 64 + 4096
+
+
+# -- tensors that users get ----------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Parameters and buffers of many dtypes, one of them empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            name = str(dtype).removeprefix("torch.")
+            setattr(self, f"of_{name}", nn.Parameter(torch.ones(500, dtype=dtype)))
+        self.register_buffer("empty", torch.zeros(0, dtype=torch.int8))
+        self.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+
+
+def assert_own_size(tensors: Mapping[str, Tensor]) -> None:
+    """They can be saved together, and each is pickled at its own size."""
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    file = io.BytesIO()
+    torch.save(dict(tensors), file)
+    assert len(file.getvalue()) < nbytes + 8000
+    for name, tensor in tensors.items():
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
+        assert len(pickle.dumps(tensor)) < tensor.nbytes + 2000, name
+
+
+@COMMITS
+async def test_tensors_cost_their_own_size(case: SchemeCase, commit: str) -> None:
+    async with LocalCluster(case, workers=1, model=Mixed, commit=commit) as cluster:
+        worker = cluster.workers[0]
+        await cluster.scheme.send()
+        await worker.rest()
+        await cluster.scheme.send(wait=False)
+        received = await worker.scheme.receive()
+        for weights in (received, worker.scheme.weights, cluster.scheme.weights):
+            assert_own_size(dict(weights.flatten_keys(".").items()))
+        assert_own_size(worker.model.state_dict())
+    assert_own_size(worker.model.state_dict())
+    assert len(pickle.dumps(worker.model)) < 500 * 14 + 8000
+
+
+async def test_weights_that_were_shared_elsewhere(case: SchemeCase) -> None:
+    """torch moves a tensor that is handed to another process."""
+    async with LocalCluster(case) as cluster:
+        for version in range(1, 8):
+            for scheme in (cluster.scheme, *(worker.scheme for worker in cluster.workers)):
+                scheme.weights.share_memory_()
+            fill(cluster.model, version)
+            await cluster.scheme.send()
+            assert [value_of(worker.model) for worker in cluster.workers] == [version] * 2
+            assert value_of(cluster.scheme.weights.values(True, True)) == version
+
+
+@pytest.mark.parametrize("first", ["sender", "workers"])
+async def test_a_closed_worker_has_memory_of_its_own(case: SchemeCase, first: str) -> None:
+    cluster = LocalCluster(case)
+    async with cluster:
+        fill(cluster.model, 1)
+        await cluster.scheme.send()
+        if first == "sender":
+            await cluster.scheme.aclose()
+        for worker in cluster.workers:
+            await worker.close()
+    one, other = (worker.model for worker in cluster.workers)
+    fill(one, 7)
+    assert value_of(other) == 1
+    assert value_of(cluster.model) == 1
+
+
+@COMMITS
+async def test_a_large_buffer_is_the_workers_own(case: SchemeCase, commit: str) -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(LARGE))
+
+    async with LocalCluster(case, model=Table, commit=commit) as cluster:
+        first, second = (worker.model for worker in cluster.workers)
+        at = [first.table.data_ptr()]
+        for value in (1.0, 2.0, 3.0):
+            changed(cluster.model, value)
+            await cluster.scheme.send()
+            assert value_of([first.table]) == value_of([second.table]) == value
+            at.append(first.table.data_ptr())
+            first.table.fill_(9)
+            assert value_of([second.table]) == value
+        # With "flip" nothing of its size is copied on the event loop.
+        assert (len(set(at)) > 1) == (commit == "flip")
+
+
+@COMMITS
+async def test_a_model_made_in_inference_mode(case: SchemeCase, commit: str) -> None:
+    with torch.inference_mode():
+        model = Policy()
+    models = {0: model}
+    async with LocalCluster(case, workers=1, model=Policy, worker_models=models, commit=commit) as cluster:
+        for value in (1.0, 2.0, 3.0):
+            changed(cluster.model, value)
+            await cluster.scheme.send()
+            assert_has(model, cluster.model.state_dict())
+            with torch.no_grad():
+                model(torch.ones(2, 3))
+            with torch.inference_mode():
+                model(torch.ones(2, 3))
+
+
+# -- what cannot be sent ---------------------------------------------------------------------------------
+
+
+class OwnState(nn.Module):
+    """Writes more into its state dict than it has registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.secret = torch.ones(2)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "secret"] = self.secret
+
+
+class Hooked(nn.Module):
+    """The same by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_state_dict_post_hook(lambda m, state, prefix, _: state.update({prefix + "secret": 1}))
+
+
+def _quantized() -> nn.Module:
+    found: nn.Module = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(2, 2)), {nn.Linear})
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(OwnState, "OwnState"), (Hooked, "Hooked"), (_quantized, r"'0\.")],
+    ids=["own", "hook", "quantized"],
+)
+async def test_state_that_would_not_be_sent(case: SchemeCase, make: Any, name: str) -> None:
+    cluster = LocalCluster(case, workers=1, model=make)
+    try:
+        with pytest.raises(UnsupportedTensorError, match=name):
+            await cluster.scheme.connect(timeout=PATIENCE)
+    finally:
+        await cluster.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+@COMMITS
+async def test_torchscript_on_either_side(case: SchemeCase, commit: str) -> None:
+    def make() -> Any:
+        return torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+
+    async with LocalCluster(case, workers=1, model=make, commit=commit) as cluster:
+        for value in (1.0, 2.0, 3.0):
+            changed(cluster.model, value)
+            await cluster.scheme.send()
+            assert_has(cluster.workers[0].model, cluster.model.state_dict())
+
+
+async def test_buffers_that_were_one_tensor(case: SchemeCase) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            zeros = torch.zeros(2)
+            self.register_buffer("mean", zeros)
+            self.register_buffer("var", zeros)
+
+    async with LocalCluster(case, workers=1, model=Twice) as cluster:
+        cluster.model.mean = torch.ones(2)
+        with pytest.raises(LayoutMismatchError, match=r"'mean'.*were one tensor.*clone\(\)"):
+            await cluster.scheme.send()
+
+
+_ON_ANOTHER_DEVICE = """
+import asyncio, copy, sys
+import torch
+import tensordict.nn  # which itself computes with tensors as it is imported
+torch.set_default_device("meta")
+from aiosync import TCPWeightSyncScheme, WeightSyncScheme
+
+def make(value):
+    with torch.device("cpu"):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    torch.nn.init.constant_(model[0].weight, value)
+    return model
+
+async def main(name):
+    options = {"cast": torch.bfloat16} if name == "cast" else {}
+    scheme = WeightSyncScheme.from_backend("tcp" if name == "cast" else name, timeout=20, **options)
+    trainer, model = make(0.0), make(9.0)
+    scheme.init_on_sender(model_id="policy", model=trainer, num_workers=1)
+    worker = copy.copy(scheme)
+    worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    await asyncio.gather(scheme.connect(), worker.connect())
+    async with worker.receiving():
+        for value in (1.0, 2.0, 3.0):
+            torch.nn.init.constant_(trainer[0].weight, value)
+            await scheme.send()
+            assert model[0].weight.tolist() == [[value] * 3] * 3, model[0].weight
+    await scheme.aclose()
+    await worker.aclose()
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("backend", ["shared", "process", "tcp", "cast", "memory"])
+def test_another_default_device(backend: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _ON_ANOTHER_DEVICE, backend],
+        capture_output=True,
+        text=True,
+        timeout=120 * SCALE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# -- forks -------------------------------------------------------------------------------------------------
+
+LOCAL = [case for case in SCHEMES if case.name in ("shared", "process", "tcp", "memory")]
+
+
+@pytest.mark.parametrize("here", LOCAL, ids=lambda case: case.name)
+async def test_a_forked_child_has_the_model_of_that_moment(here: SchemeCase) -> None:
+    async with LocalCluster(here, workers=1) as cluster:
+        fill(cluster.model, 3)
+        await cluster.scheme.send()
+        model = cluster.workers[0].model
+        pid = os.fork()
+        if pid == 0:
+            found = [parameter.detach().numpy()[0] for parameter in model.parameters()]
+            os._exit(0 if found == [3.0] * 4 else 1)
+        status = await asyncio.to_thread(os.waitpid, pid, 0)
+        assert os.waitstatus_to_exitcode(status[1]) == 0
+        fill(cluster.model, 4)
+        assert (await cluster.scheme.send()).ok
+        assert value_of(model) == 4

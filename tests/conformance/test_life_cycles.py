@@ -1,0 +1,118 @@
+"""Odd orders of calls: closing while the other side sends, other event loops, forked children."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import time
+
+import pytest
+from torch import nn
+
+from aiosync import AiosyncError, WorkerLostError, WrongEventLoopError
+from tests.kit import scenarios
+from tests.kit.cases import SCHEMES, SchemeCase
+from tests.kit.clock import PATIENCE, SCALE, within
+from tests.kit.local import LocalCluster
+from tests.kit.models import Uniform, fill
+from tests.kit.processes import ProcessCluster
+
+LOCAL = [case for case in SCHEMES if case.name in ("shared", "process", "tcp", "memory")]
+
+
+@pytest.mark.parametrize("size", [16, 100_000])
+async def test_a_worker_closes_while_the_trainer_sends(case: SchemeCase, size: int) -> None:
+    for attempt in range(6):
+        async with LocalCluster(case, model=lambda: Uniform(size=size)) as cluster:
+            leaving, staying = cluster.workers
+            fill(cluster.model, 1)
+            send = asyncio.create_task(cluster.scheme.send())
+            for _ in range(attempt * 3):
+                await asyncio.sleep(0)
+            await leaving.close()
+            try:
+                await within(send)
+            except WorkerLostError as exc:
+                assert exc.workers == (0,)
+            fill(cluster.model, 2)
+            try:
+                await within(cluster.scheme.send())
+            except WorkerLostError as exc:
+                assert exc.workers == (0,)
+            assert staying.scheme.version == 2
+
+
+async def test_version_and_reason_stay_after_the_end(case: SchemeCase) -> None:
+    async with LocalCluster(case) as cluster:
+        first, second = cluster.workers
+        await cluster.scheme.send()
+        await cluster.scheme.send()
+        await first.close()
+        await second.rest()
+        await cluster.scheme.aclose()
+        await within(second.scheme.wait_closed())
+        reason = second.scheme.ended
+        await second.close()
+    assert [scheme.version for scheme in (cluster.scheme, first.scheme, second.scheme)] == [2, 2, 2]
+    assert reason is not None
+    assert second.scheme.ended == reason
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # what asyncio says of a loop that ended too early
+@pytest.mark.parametrize("here", LOCAL, ids=lambda case: case.name)
+def test_another_event_loop(here: SchemeCase) -> None:
+    _use_another_event_loop(here)
+    gc.collect()
+
+
+def _use_another_event_loop(here: SchemeCase) -> None:
+    scheme = here.build(1, {"timeout": PATIENCE}).scheme
+    scheme.init_on_sender(model_id="policy", model=nn.Linear(2, 2), num_workers=1)
+    worker = copy.copy(scheme)
+    worker.init_on_receiver(model_id="policy", model=nn.Linear(2, 2), worker_idx=0)
+
+    async def connect() -> None:
+        await asyncio.gather(scheme.connect(), worker.connect())
+
+    async def receiving() -> None:
+        async with worker.receiving():
+            raise AssertionError("the body was entered")
+
+    async def pinned() -> None:
+        async with worker.pinned():
+            raise AssertionError("the body was entered")
+
+    asyncio.run(connect())
+    began = time.monotonic()
+    calls = (scheme.send, scheme.wait_ack, worker.receive, receiving, pinned, worker.aclose, scheme.aclose)
+    for call in calls:
+        with pytest.raises(WrongEventLoopError, match=r"within one asyncio\.run\(\)"):
+            asyncio.run(call())  # type: ignore[arg-type]
+    assert time.monotonic() - began < PATIENCE / 2
+    for closed in (scheme, worker):
+        asyncio.run(closed.aclose())
+        assert closed.version == 0
+
+
+@pytest.mark.parametrize("here", LOCAL, ids=lambda case: case.name)
+async def test_an_event_loop_in_another_thread(here: SchemeCase) -> None:
+    async with LocalCluster(here, workers=1) as cluster:
+        for call in (cluster.scheme.send, cluster.scheme.aclose, cluster.workers[0].scheme.aclose):
+            with pytest.raises(WrongEventLoopError, match="not the one that runs here"):
+                await asyncio.to_thread(asyncio.run, call())  # type: ignore[arg-type]
+        assert (await cluster.scheme.send()).ok  # nothing of it was closed
+
+
+async def test_a_killed_worker_whose_child_lives_on(process_case: SchemeCase) -> None:
+    async with ProcessCluster(process_case) as cluster:
+        victim = cluster.workers[0]
+        await victim.run(scenarios.fork_a_sleeper)
+        gone = asyncio.Event()
+        cluster.scheme.on_event(lambda event: gone.set() if event.kind == "lost" else None)
+        victim.kill()
+        killed = time.monotonic()
+        await within(gone.wait())
+        assert time.monotonic() - killed < 1.0 * max(1.0, SCALE)
+        with pytest.raises(AiosyncError):
+            await cluster.scheme.send()
