@@ -52,7 +52,9 @@ class TCPWeightSyncScheme(WeightSyncScheme):
 
     Memory: two slots of the model's size on the sender, a third while a worker is behind, whatever the number
     of workers (a worker that takes nothing for a second gives way when memory is needed); two slots in
-    each worker, and two more if it converts dtypes.
+    each worker, and two more if it converts dtypes. Updates of some entries (``strict=False``) take a third
+    slot in each worker, and a fourth where they are about different entries: entries that were not sent stay
+    where they are.
 
     Args:
         address: ``tcp://host:port`` (port 0: any free one, chosen in ``init_on_sender``) or
