@@ -97,11 +97,12 @@ class Arrival(ABC):
     written: Callable[[Collection[str]], Collection[str]] | None = None
     """See :attr:`~aiosync.weights.binding.Staged.written`."""
 
-    def make_room(self, names: Collection[str] | None) -> Collection[str]:
-        """Have memory for the update after the one that was found last. Blocking.
+    def make_room(self, names: Collection[str]) -> Collection[str]:
+        """Have memory for the update after the one that was found last, which is not about all entries.
+        Blocking.
 
         Args:
-            names: the entries that the last one is about; None: all.
+            names: the entries that the last one is about.
 
         Returns:
             Entries that the last one is not about, and whose tensors have to get memory of their own when it
@@ -261,10 +262,8 @@ class OwnSlots(Arrival):
         assert self._slot is not None
         return self._slot.segment.buffer, self._slot.lent.tensors()
 
-    def make_room(self, names: Collection[str] | None) -> Collection[str]:
+    def make_room(self, names: Collection[str]) -> Collection[str]:
         """See :meth:`Arrival.make_room`."""
-        if names is None:
-            return ()
         elsewhere = self._elsewhere_after(names)
         viewed = {slot.index for slot in elsewhere.values()}
         leaving: set[str] = set()

@@ -440,7 +440,7 @@ class Intake:
         self._committed(held)
 
     def _committed(self, held: Held) -> None:
-        if held.stager is not None:
+        if held.stager is not None and held.stager.hears_commits:
             held.stager.committed(held.names)
 
     def forget(self) -> None:

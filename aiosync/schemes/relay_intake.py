@@ -134,7 +134,7 @@ class _RelayLanding(Landing):
         super().forsake()
         self._owner.post(self._owner.aborted)
 
-    def make_room(self, names: Collection[str] | None) -> Collection[str]:
+    def make_room(self, names: Collection[str]) -> Collection[str]:
         """Nothing: the downstream side has taken a slot."""
         return ()
 

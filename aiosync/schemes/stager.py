@@ -34,6 +34,7 @@ class Stager:
 
     Attributes:
         generation: the binding's when this was made; see :attr:`Binding.generation`.
+        hears_commits: whether :meth:`committed` has anything to do.
     """
 
     def __init__(self, binding: Binding, arrival: Arrival, device: torch.device, *, copies: bool) -> None:
@@ -41,10 +42,12 @@ class Stager:
         self.generation = binding.generation
         self._layout = binding.layout
         self._arrival = arrival
+        self._written = arrival.written
         self._buffers = _double_buffers(binding, arrival, device, copies)
         self._own = frozenset(name for buffer in self._buffers for name in buffer.names)
         if not arrival.borrowed:
             self._own = frozenset(binding.layout.names)
+        self.hears_commits = bool(self._buffers) or not arrival.borrowed or arrival.written is not None
 
     @property
     def nbytes(self) -> int:
@@ -76,9 +79,9 @@ class Stager:
             ArenaAllocationError: there is no memory for what is staged in this process.
         """
         arrived, source = self._arrival.find(update)
-        leaving = self._arrival.make_room(names)
+        leaving = () if names is None else self._arrival.make_room(names)
         if not self._buffers:
-            return Staged(source, self._own, self.generation, self._arrival.written, leaving), []
+            return Staged(source, self._own, self.generation, self._written, leaving), []
         views = dict(source)
         pairs: list[tuple[Tensor, Tensor]] = []
         for buffer in self._buffers:
@@ -86,7 +89,7 @@ class Stager:
             views |= buffer.views()
         for alias, name in self._layout.aliases.items():
             views[alias] = views[name]
-        return Staged(views, self._own, self.generation, self._arrival.written, leaving), pairs
+        return Staged(views, self._own, self.generation, self._written, leaving), pairs
 
     def committed(self, names: Collection[str] | None) -> None:
         """What was staged last is in service now, for these entries: what they had before is free."""

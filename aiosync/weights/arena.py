@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -82,10 +83,10 @@ class LentTensors(dict[str, Tensor]):
 
     Attributes:
         matched: what a binding found out about these tensors, so that the next commit of the same slot need
-            not look again: (the binding's own mark, tensors in the order of its targets, their addresses).
+            not look again: (the binding's own mark, what it needs).
     """
 
-    matched: tuple[object, list[Tensor], list[int]] | None = None
+    matched: tuple[object, Any] | None = None
 
 
 class Arena:

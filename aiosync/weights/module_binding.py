@@ -80,9 +80,11 @@ class ModuleBinding(Binding):
         # The entries that a commit re-points, and those that it copies into; each tensor under one name.
         self._flips: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
-        # What the last commit pointed each of _flips at, and where that lies (None and 0: nothing yet).
-        self._shown: list[Tensor | None] = []
-        self._addresses: list[int] = []
+        # What the last commit pointed each of _flips at, and where that lies; None: it is not known.
+        self._shown: Sequence[Tensor | None] = []
+        self._addresses: Sequence[int | None] = []
+        # Whether they all lay there when that was looked at last.
+        self._in_place = False
         # Those of _flips that view memory which the sender will write again.
         self._borrowed: frozenset[str] = frozenset()
         # What has to be the same for the module to be current.
@@ -109,9 +111,11 @@ class ModuleBinding(Binding):
         if not self._structure.unchanged():
             return False
         # A parameter that is where it was pointed has the dtype and the shape that it had.
-        in_place = [target.data_ptr() for target in self._flips.values()] == self._addresses
-        if not in_place and [_look_of(target) for target in self._flips.values()] != self._looks:
+        self._in_place = [target.data_ptr() for target in self._flips.values()] == self._addresses
+        if not self._in_place and [_look_of(target) for target in self._flips.values()] != self._looks:
             return False
+        if not self._copies:
+            return True
         return [_look_of(target) for target in self._copies.values()] == self._copied_looks
 
     def _bind(self) -> None:
@@ -134,8 +138,9 @@ class ModuleBinding(Binding):
         shown = dict(zip(self._flips, zip(self._shown, self._addresses, strict=True), strict=True))
         self._part_with(self._flips, flips)
         self._flips, self._copies, self._looks = flips, copies, looks
-        self._shown = [shown.get(name, (None, 0))[0] for name in flips]
-        self._addresses = [shown.get(name, (None, 0))[1] for name in flips]
+        self._shown = [shown.get(name, (None, None))[0] for name in flips]
+        self._addresses = [shown.get(name, (None, None))[1] for name in flips]
+        self._in_place = False
         self._copied_looks = [_look_of(target) for target in copies.values()]
         self._structure = structure
         self._ties = Layout.of(entries).aliases
@@ -155,7 +160,7 @@ class ModuleBinding(Binding):
         written again, so they get memory of their own."""
         kept = {id(target) for target in now.values()}
         for (_, target), address in zip(before.items(), self._addresses, strict=True):
-            if id(target) not in kept and target.data_ptr() == address != 0:
+            if id(target) not in kept and target.data_ptr() == address:
                 _repoint(target, target.detach().clone())
 
     def _materialize(self, views: Mapping[str, Tensor]) -> None:
@@ -211,18 +216,18 @@ class ModuleBinding(Binding):
         """What each of the flipped tensors will view."""
         if names is not None:
             return self._new_of(staged, names)
-        matched = staged.views.matched if isinstance(staged.views, LentTensors) else None
-        if matched is not None and matched[0] is self._mark:
-            return _Views(matched[1], matched[2], self._not_in(staged.own))
+        lent = staged.views if type(staged.views) is LentTensors else None
+        if lent is not None and lent.matched is not None and lent.matched[0] is self._mark:
+            return lent.matched[1]
         fits = staged.generation == self.generation and not self._inference
         if fits:
             new = [staged.views[name] for name in self._flips]
         else:
             new = [self._fitting(name, target, staged) for name, target in self._flips.items()]
-        addresses = [view.data_ptr() for view in new]
-        if fits and isinstance(staged.views, LentTensors):
-            staged.views.matched = self._mark, new, addresses
-        return _Views(new, addresses, self._not_in(staged.own))
+        views = _Views(new, [view.data_ptr() for view in new], self._not_in(staged.own))
+        if fits and lent is not None:
+            lent.matched = self._mark, views
+        return views
 
     def _not_in(self, own: Collection[str]) -> frozenset[str]:
         return frozenset(self._flips.keys() - own) if own else frozenset(self._flips)
@@ -234,7 +239,7 @@ class ModuleBinding(Binding):
         the same value; unless this process has written into it, which is copied. All others are not touched.
         """
         here = {
-            name: target.data_ptr() == address != 0
+            name: target.data_ptr() == address
             for (name, target), address in zip(self._flips.items(), self._addresses, strict=True)
         }
         lent = [n for n in self._flips if n not in names and n in self._borrowed and here[n]]
@@ -266,9 +271,9 @@ class ModuleBinding(Binding):
 
     def _point_at(self, new: _Views) -> tuple[list[Tensor], _Views]:
         """Re-point the flipped tensors; returns what :meth:`_point_back` needs."""
-        targets = list(self._flips.values())
-        in_place = [target.data_ptr() for target in targets] == self._addresses and None not in self._shown
-        before = list(self._shown) if in_place else [target.data for target in targets]
+        targets = self._flips.values()
+        # Where they view what they were pointed at, no tensor has to be made to say what they viewed before.
+        before = self._shown if self._in_place else [target.data for target in targets]
         was = _Views(self._shown, self._addresses, self._borrowed)
         done = 0
         try:
@@ -291,12 +296,12 @@ class ModuleBinding(Binding):
         """Give the tensors that view committed memory some of their own, with the values that they have."""
         own: dict[object, Tensor] = {}  # those that are tied stay it
         for target, address in zip(self._flips.values(), self._addresses, strict=True):
-            if target.data_ptr() == address != 0:
+            if target.data_ptr() == address:
                 key = memory_key(target.data)
                 if key not in own:
                     own[key] = target.detach().clone()
                 _repoint(target, own[key])
-        self._shown, self._addresses = [None] * len(self._flips), [0] * len(self._flips)
+        self._shown, self._addresses = [None] * len(self._flips), [None] * len(self._flips)
         self._borrowed = frozenset()
 
     def forget_replaced(self) -> None:
@@ -314,7 +319,7 @@ class _Views(NamedTuple):
     """
 
     tensors: Sequence[Tensor | None]
-    addresses: list[int]
+    addresses: Sequence[int | None]
     borrowed: frozenset[str]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from operator import is_
 from typing import Any
 
 from tensordict import TensorDictBase
 from torch import nn
+from torch.jit import ScriptModule
 
 __all__ = ["Structure"]
 
@@ -21,32 +23,28 @@ class Structure:
 
     Attributes:
         comparable: whether :meth:`unchanged` can tell. It cannot for a TensorDict of parameters, which has
-            no registries.
+            no registries, nor for TorchScript, whose registries are no dicts.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.comparable = True
-        self._registries: list[tuple[dict[str, Any], list[str], list[Any]]] = []
-        self._empty: list[dict[str, Any]] = []
-        for part in module.modules():
-            if isinstance(part, TensorDictBase):
-                self.comparable = False
-                return
-            # TorchScript's registries have the methods of a dict, but cannot be iterated over.
-            for registry in (part._parameters, part._buffers, part._modules):
-                if len(registry):
-                    self._registries.append((registry, list(registry.keys()), list(registry.values())))
-                else:
-                    self._empty.append(registry)
+        parts = list(module.modules())
+        self.comparable = not any(isinstance(part, TensorDictBase | ScriptModule) for part in parts)
+        self._registries: list[dict[str, Any]] = []
+        if self.comparable:
+            for part in parts:
+                self._registries += (part._parameters, part._buffers, part._modules)
+        self._names = list(chain.from_iterable(self._registries))
+        self._values = list(chain.from_iterable(map(dict.values, self._registries)))
 
     def unchanged(self) -> bool:
         """Whether the module has the same objects under the same names, and no others.
 
         A tensor whose ``.data`` was replaced is the same object.
         """
-        if not self.comparable:
-            return False
-        for registry, names, parts in self._registries:
-            if list(registry.keys()) != names or not all(map(is_, registry.values(), parts)):
-                return False
-        return not any(map(len, self._empty))
+        # All of it in C: this runs twice for each update.
+        registries = self._registries
+        return (
+            self.comparable
+            and all(map(is_, chain.from_iterable(map(dict.values, registries)), self._values))
+            and list(chain.from_iterable(registries)) == self._names
+        )
