@@ -85,7 +85,7 @@ class ProcessHost(Host):
     def __init__(self, ctx: BaseContext) -> None:
         self._ctx: Any = ctx
         self._process: Any = None
-        self._at_exit: Finalize[..., None] | None = None
+        self._at_exit: Finalize[Any] | None = None
 
     async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
         """See :class:`Host`."""

@@ -6,7 +6,7 @@ import copyreg
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -75,7 +75,7 @@ class ForwardGuard:
 
 def _guarded_class(original: type[nn.Module], guard: ForwardGuard) -> type[nn.Module]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        plain = super(guarded, module).__call__  # type: ignore[misc]
+        plain = super(guarded, module).__call__
         # A compiler that traces this call must find nothing else here.
         if torch.compiler.is_compiling() or guard.module is not module:
             return plain(*args, **kwargs)
@@ -90,7 +90,7 @@ def _guarded_class(original: type[nn.Module], guard: ForwardGuard) -> type[nn.Mo
             _untraced(guard.leave, ticket)  # again, in case an interrupt came in the way of the first
 
     def reduce(module: nn.Module, protocol: int) -> Any:
-        found = super(guarded, module).__reduce_ex__(protocol)  # type: ignore[misc]
+        found = super(guarded, module).__reduce_ex__(protocol)
         if not isinstance(found, tuple):
             return found
         make, arguments, *rest = found
@@ -103,8 +103,9 @@ def _guarded_class(original: type[nn.Module], guard: ForwardGuard) -> type[nn.Mo
     _skip(call)
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     body = {**names, "__doc__": original.__doc__, "__slots__": (), "__call__": call, "__reduce_ex__": reduce}
-    guarded: type[nn.Module] = type(original)(original.__name__, (original,), body)
-    return guarded
+    metaclass: Any = type(original)
+    guarded: Any = metaclass(original.__name__, (original,), body)
+    return cast("type[nn.Module]", guarded)
 
 
 def _skip(function: Any) -> None:

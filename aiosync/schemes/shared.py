@@ -29,8 +29,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     With ``commit="flip"`` the parameters of all workers view the same pages, and are read only by
     contract: a worker that writes into its parameters takes ``commit="copy"``. A process that a worker
     forks views these pages too, and reads a mix of versions once the trainer writes: give it a deep copy of
-    the model. Buffers are the worker's own in both. A model that was found on a context that has ``update_policy_weights_``, and so
-    may be written to by that, gets memory of its own instead.
+    the model. Buffers are the worker's own in both. A model that was found on a context that has
+    ``update_policy_weights_``, and so may be written to by that, gets memory of its own instead.
 
     All workers are processes of this user on this machine (Linux; on other POSIX systems a worker's
     death shows by its closed socket only).

@@ -235,7 +235,9 @@ class WeightSyncScheme(BlockingTwin):
 
     @property
     def version(self) -> int:
-        """The version last published (sender) or in service (receiver); -1 before ``connect``."""
+        """The version last published (sender) or in service (receiver), also after :meth:`close`; -1 before
+        ``connect``.
+        """
         return self._async.version
 
     @property
@@ -245,7 +247,9 @@ class WeightSyncScheme(BlockingTwin):
 
     @property
     def ended(self) -> str | None:
-        """On a receiver: why nothing more will come, or None as long as the sender is there."""
+        """On a receiver: why nothing more will come, also after :meth:`close`; None as long as the sender is
+        there.
+        """
         return self._async.ended
 
     @property
@@ -460,9 +464,10 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     to a version of their own.
 
     With ``commit="flip"`` the parameters of all workers view the same pages, and are read only by
-    contract: a worker that writes into its parameters takes ``commit="copy"``. Buffers are the
-    worker's own in both. A model that was found on a context that has ``update_policy_weights_``, and so
-    may be written to by that, gets memory of its own instead.
+    contract: a worker that writes into its parameters takes ``commit="copy"``. A process that a worker
+    forks views these pages too, and reads a mix of versions once the trainer writes: give it a deep copy of
+    the model. Buffers are the worker's own in both. A model that was found on a context that has
+    ``update_policy_weights_``, and so may be written to by that, gets memory of its own instead.
 
     All workers are processes of this user on this machine (Linux; on other POSIX systems a worker's
     death shows by its closed socket only).
@@ -560,7 +565,9 @@ class TCPWeightSyncScheme(WeightSyncScheme):
 
     Memory: two slots of the model's size on the sender, a third while a worker is behind, whatever the number
     of workers (a worker that takes nothing for a second gives way when memory is needed); two slots in
-    each worker, and two more if it converts dtypes.
+    each worker, and two more if it converts dtypes. Updates of some entries (``strict=False``) take a third
+    slot in each worker, and a fourth where they are about different entries: entries that were not sent stay
+    where they are.
 
     Args:
         address: ``tcp://host:port`` (port 0: any free one, chosen in ``init_on_sender``) or

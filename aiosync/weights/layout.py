@@ -213,7 +213,7 @@ class Layout:
         Raises:
             InvalidArgumentError: the buffer is not such a one.
         """
-        start = buffer.storage_offset()
+        start = int(buffer.storage_offset())
         if (
             buffer.dtype is not torch.uint8
             or buffer.dim() != 1
@@ -391,7 +391,7 @@ def tensor_in(
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     # An empty tensor has no address: torch.save would take the next tensor's bytes for its own.
     part = storage[offset : offset + nbytes] if nbytes else empty.untyped_storage()
-    return empty.set_(part, 0, shape, _strides(shape))  # type: ignore[call-overload,no-any-return]
+    return empty.set_(part, 0, shape, _strides(shape))
 
 
 def _keys(name: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -81,7 +81,7 @@ class ModuleBinding(Binding):
         self._flips: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
         # What the last commit pointed each of _flips at, and where that lies; None: it is not known.
-        self._shown: Sequence[Tensor | None] = []
+        self._shown: Sequence[Any] = []
         self._addresses: Sequence[int | None] = []
         # Whether they all lay there when that was looked at last.
         self._in_place = False
@@ -94,7 +94,7 @@ class ModuleBinding(Binding):
         self._meta = False
         self._inference = False
         # Keeps what the last commit put out of service alive until forget_replaced().
-        self._replaced: list[Tensor | None] = []
+        self._replaced: Sequence[Tensor] = []
         self._mark = object()
         self._bind()
 
@@ -218,7 +218,7 @@ class ModuleBinding(Binding):
             return self._new_of(staged, names)
         lent = staged.views if type(staged.views) is LentTensors else None
         if lent is not None and lent.matched is not None and lent.matched[0] is self._mark:
-            return lent.matched[1]
+            return cast(_Views, lent.matched[1])
         fits = staged.generation == self.generation and not self._inference
         if fits:
             new = [staged.views[name] for name in self._flips]
@@ -269,11 +269,11 @@ class ModuleBinding(Binding):
                 view = view.to(target.device, target.dtype, copy=True)
         return _as_inference(view) if target.is_inference() else view
 
-    def _point_at(self, new: _Views) -> tuple[list[Tensor], _Views]:
+    def _point_at(self, new: _Views) -> tuple[Sequence[Tensor], _Views]:
         """Re-point the flipped tensors; returns what :meth:`_point_back` needs."""
         targets = self._flips.values()
         # Where they view what they were pointed at, no tensor has to be made to say what they viewed before.
-        before = self._shown if self._in_place else [target.data for target in targets]
+        before = cast(list[Tensor], self._shown) if self._in_place else [target.data for target in targets]
         was = _Views(self._shown, self._addresses, self._borrowed)
         done = 0
         try:
@@ -287,7 +287,7 @@ class ModuleBinding(Binding):
         self._shown, self._addresses, self._borrowed = new.tensors, new.addresses, new.borrowed
         return before, was
 
-    def _point_back(self, before: list[Tensor], was: _Views) -> None:
+    def _point_back(self, before: Sequence[Tensor], was: _Views) -> None:
         for target, view in zip(self._flips.values(), before, strict=False):
             target.data = view
         self._shown, self._addresses, self._borrowed = was.tensors, was.addresses, was.borrowed
@@ -318,7 +318,7 @@ class _Views(NamedTuple):
         borrowed: the names of those in memory that the sender will write again.
     """
 
-    tensors: Sequence[Tensor | None]
+    tensors: Sequence[Any]
     addresses: Sequence[int | None]
     borrowed: frozenset[str]
 
@@ -343,7 +343,7 @@ def _as_inference(view: Tensor) -> Tensor:
     with torch.inference_mode():
         empty = torch.empty(0, dtype=view.dtype, device=view.device)
         storage, at = view.untyped_storage(), view.storage_offset()
-        return empty.set_(storage, at, view.shape, view.stride())  # type: ignore[call-overload,no-any-return]
+        return empty.set_(storage, at, view.shape, view.stride())
 
 
 def _copy(target: Tensor, view: Tensor, undo: ExitStack | None) -> None:

@@ -221,6 +221,8 @@ async def test_a_running_normaliser_takes_what_is_sent() -> None:
 class Normalising(torch.nn.Module):
     """Replaces its statistics in each forward pass."""
 
+    mean: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(4, 3)

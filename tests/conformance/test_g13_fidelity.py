@@ -30,6 +30,9 @@ COMMITS = pytest.mark.parametrize("commit", ["flip", "copy"])
 class Policy(nn.Module):
     """Statistics that each forward pass replaces, a body and a head."""
 
+    mean: Tensor
+    count: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(3))
@@ -323,7 +326,8 @@ class Hooked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
-        self.register_state_dict_post_hook(lambda m, state, prefix, _: state.update({prefix + "secret": 1}))
+        register: Any = self._register_state_dict_hook
+        register(lambda module, state, prefix, _: state.update({prefix + "secret": 1}))
 
 
 def _quantized() -> nn.Module:

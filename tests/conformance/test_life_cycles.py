@@ -88,7 +88,7 @@ def _use_another_event_loop(here: SchemeCase) -> None:
     calls = (scheme.send, scheme.wait_ack, worker.receive, receiving, pinned, worker.aclose, scheme.aclose)
     for call in calls:
         with pytest.raises(WrongEventLoopError, match=r"within one asyncio\.run\(\)"):
-            asyncio.run(call())  # type: ignore[arg-type]
+            asyncio.run(call())
     assert time.monotonic() - began < PATIENCE / 2
     for closed in (scheme, worker):
         asyncio.run(closed.aclose())
@@ -100,7 +100,7 @@ async def test_an_event_loop_in_another_thread(here: SchemeCase) -> None:
     async with LocalCluster(here, workers=1) as cluster:
         for call in (cluster.scheme.send, cluster.scheme.aclose, cluster.workers[0].scheme.aclose):
             with pytest.raises(WrongEventLoopError, match="not the one that runs here"):
-                await asyncio.to_thread(asyncio.run, call())  # type: ignore[arg-type]
+                await asyncio.to_thread(asyncio.run, call())
         assert (await cluster.scheme.send()).ok  # nothing of it was closed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,9 @@ def one_thread() -> Iterator[None]:
 
 
 def _run(case: SchemeCase, commit: str, sequences: int) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        lambda: Surgery(case, commit),
+    factory: Any = lambda: Surgery(case, commit)  # noqa: E731
+    run_state_machine_as_test(
+        factory,
         settings=settings(
             max_examples=sequences,
             stateful_step_count=15,

@@ -34,6 +34,9 @@ LARGE = 80_000
 class Norm(nn.Module):
     """Running statistics that each forward pass replaces, and others that it writes into."""
 
+    mean: Tensor
+    count: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(4))
