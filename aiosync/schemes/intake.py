@@ -300,7 +300,7 @@ class Intake:
             views = self.weights or (receiver_tensors(self.model) if self.model is not None else {})
             own = await self._offloader.run(lambda _: _own_copies(views, model))
             with LOCK:
-                another.commit(Staged(own, own=frozenset(own)))
+                another.commit(Staged(own, frozenset(own), frozenset(own)))
             if model is not self.model:  # nobody keeps what it views from being written to any more
                 await self._offloader.run(lambda _: binding.detach())
             self._binding, self.model, self._may_view, self.weights = another, model, may_view, own
@@ -495,7 +495,7 @@ class Intake:
         if held.names is None or not self.weights:
             self.weights = staged.views
         else:  # what was not sent is where it was, unless that is memory which the sender will write again
-            kept = (name for name in self.weights if name in staged.own and name not in held.names)
+            kept = (name for name in self.weights if name in staged.lasting and name not in held.names)
             self.weights = {**staged.views, **{name: self.weights[name] for name in kept}}
         self.version = held.update.version
         views_sender = self.views_sender

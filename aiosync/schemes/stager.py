@@ -44,9 +44,10 @@ class Stager:
         self._arrival = arrival
         self._written = arrival.written
         self._buffers = _double_buffers(binding, arrival, device, copies)
-        self._own = frozenset(name for buffer in self._buffers for name in buffer.names)
-        if not arrival.borrowed:
-            self._own = frozenset(binding.layout.names)
+        everything = frozenset(binding.layout.names)
+        staged = frozenset(name for buffer in self._buffers for name in buffer.names)
+        self._own = staged if arrival.borrowed or arrival.holds else everything
+        self._lasting = staged if arrival.borrowed else everything
         self.hears_commits = bool(self._buffers) or not arrival.borrowed or arrival.written is not None
 
     @property
@@ -81,7 +82,7 @@ class Stager:
         arrived, source = self._arrival.find(update)
         leaving = () if names is None else self._arrival.make_room(names)
         if not self._buffers:
-            return Staged(source, self._own, self.generation, self._written, leaving), []
+            return Staged(source, self._own, self._lasting, self.generation, self._written, leaving), []
         views = dict(source)
         pairs: list[tuple[Tensor, Tensor]] = []
         for buffer in self._buffers:
@@ -89,7 +90,7 @@ class Stager:
             views |= buffer.views()
         for alias, name in self._layout.aliases.items():
             views[alias] = views[name]
-        return Staged(views, self._own, self.generation, self._written, leaving), pairs
+        return Staged(views, self._own, self._lasting, self.generation, self._written, leaving), pairs
 
     def committed(self, names: Collection[str] | None) -> None:
         """What was staged last is in service now, for these entries: what they had before is free."""
@@ -163,7 +164,8 @@ def _double_buffers(
     wanted: dict[torch.device, list[tuple[str, tuple[int, ...], torch.dtype]]] = {}
     layout = binding.layout
     targets = {layout[name].name: target for name, target in binding.needs().items()}
-    own = {layout[name].name for name in binding.needs_own()} if arrival.borrowed else ()
+    elsewhere = arrival.borrowed or arrival.holds
+    own = {layout[name].name for name in binding.needs_own()} if elsewhere else ()
     for entry in layout:
         target = targets.get(entry.name)
         device = source if target is None or target.is_meta else target.device

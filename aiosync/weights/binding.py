@@ -24,8 +24,9 @@ class Staged(msgspec.Struct, eq=False):
 
     Attributes:
         views: every name of the layout -> its new value.
-        own: the names whose value lies in memory of this process alone, which stays as it is for as long as
-            the model views it. All other values lie in memory that the sender will write again.
+        own: the names whose value lies in memory of this process alone, so that a worker may write into it.
+        lasting: the names whose value lies in memory that stays as it is for as long as the model views it.
+            All other values lie in memory that the sender will write again.
         generation: the binding's when this was staged; if it has changed since, values may have another
             dtype or device than the model's tensors.
         written: which of the given names this process has written into, in the memory that the version in
@@ -35,6 +36,7 @@ class Staged(msgspec.Struct, eq=False):
 
     views: Mapping[str, Tensor]
     own: Collection[str] = frozenset()
+    lasting: Collection[str] = frozenset()
     generation: int = -1
     written: Callable[[Collection[str]], Collection[str]] | None = None
     leaving: Collection[str] = ()

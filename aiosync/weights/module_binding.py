@@ -224,13 +224,13 @@ class ModuleBinding(Binding):
             new = [staged.views[name] for name in self._flips]
         else:
             new = [self._fitting(name, target, staged) for name, target in self._flips.items()]
-        views = _Views(new, [view.data_ptr() for view in new], self._not_in(staged.own))
+        views = _Views(new, [view.data_ptr() for view in new], self._not_in(staged.lasting))
         if fits and lent is not None:
             lent.matched = self._mark, views
         return views
 
-    def _not_in(self, own: Collection[str]) -> frozenset[str]:
-        return frozenset(self._flips.keys() - own) if own else frozenset(self._flips)
+    def _not_in(self, lasting: Collection[str]) -> frozenset[str]:
+        return frozenset(self._flips.keys() - lasting) if lasting else frozenset(self._flips)
 
     def _new_of(self, staged: Staged, names: Collection[str]) -> _Views:
         """The same for an update of some names only; the other entries keep their values.
@@ -243,7 +243,7 @@ class ModuleBinding(Binding):
             for (name, target), address in zip(self._flips.items(), self._addresses, strict=True)
         }
         lent = [n for n in self._flips if n not in names and n in self._borrowed and here[n]]
-        moving = {name for name in lent if name not in staged.own}
+        moving = {name for name in lent if name not in staged.lasting}
         written = set(staged.written(moving)) if moving and staged.written is not None else set()
         new: list[Tensor] = []
         for (name, target), shown in zip(self._flips.items(), self._shown, strict=True):
@@ -258,7 +258,7 @@ class ModuleBinding(Binding):
             else:
                 new.append(shown if shown is not None and here[name] else target.data)
         addresses = [view.data_ptr() for view in new]
-        return _Views(new, addresses, self._not_in(staged.own).intersection(names) | moving)
+        return _Views(new, addresses, self._not_in(staged.lasting).intersection(names) | moving)
 
     def _fitting(self, name: str, target: Tensor, staged: Staged) -> Tensor:
         """The new value as ``target`` can view it. It was staged so, unless the model has changed since."""

@@ -132,9 +132,11 @@ def test_a_patched_forward_is_kept(guarded: Any, entered: list[object]) -> None:
 def test_compilers_see_the_users_own_code(guarded: Any, entered: list[object], how: str) -> None:
     plain = copy.deepcopy(guarded)
     out: Any
+    compiled: Any
     jit: Any = torch.jit
     if how == "compile":
-        out = torch.compile(guarded, fullgraph=True, backend="eager")(X)
+        compiled = torch.compile(guarded, fullgraph=True, backend="eager")
+        out = compiled(X)
         assert len(entered) == 1
     elif how == "compile()":
         guarded.compile(fullgraph=True, backend="eager")
@@ -142,7 +144,8 @@ def test_compilers_see_the_users_own_code(guarded: Any, entered: list[object], h
         assert len(entered) == 1
         guarded._compiled_call_impl = None
     elif how == "outer":
-        out = torch.compile(_Outer(guarded), fullgraph=True, backend="eager")(X) - 1
+        compiled = torch.compile(_Outer(guarded), fullgraph=True, backend="eager")
+        out = compiled(X) - 1
     elif how == "script":
         out = jit.script(guarded)(X)
     elif how == "trace":
@@ -157,11 +160,13 @@ def test_compilers_see_the_users_own_code(guarded: Any, entered: list[object], h
 def test_modules_of_other_makes(kind: str) -> None:
     gate = CommitGate()
     jit: Any = torch.jit
-    module: Any = {
+    make_tensordict_module: Any = TensorDictModule
+    makers: dict[str, Any] = {
         "scripted": lambda: jit.script(_Policy()),
         "compiled": lambda: torch.compile(_Policy(), backend="eager"),
-        "tensordict": lambda: TensorDictModule(_Policy(), in_keys=["x"], out_keys=["y"]),
-    }[kind]()
+        "tensordict": lambda: make_tensordict_module(_Policy(), in_keys=["x"], out_keys=["y"]),
+    }
+    module = makers[kind]()
     seen: list[int] = []
     guard = ForwardGuard(gate, module, PATIENCE, lambda: seen.append(len(gate._inside)))
     module(TensorDict({"x": X}, [3]) if kind == "tensordict" else X)
