@@ -123,15 +123,16 @@ class ModuleBinding(Binding):
         entries = receiver_tensors(self._module)
         self.layout.check_receiver(entries, optional=optional_names(self._module))
         structure = Structure(self._module)
-        flips: dict[str, Tensor] = {}
-        copies: dict[str, Tensor] = {}
+        targets: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name in self.layout.names:
             target = entries.get(name)
-            if target is None or id(target) in seen:
-                continue
-            seen.add(id(target))
-            (flips if self._is_flipped(target) else copies)[name] = target
+            if target is not None and id(target) not in seen:
+                seen.add(id(target))
+                targets[name] = target
+        flipped = _flipped(targets) if self._mode == "flip" else ()
+        flips = {name: target for name, target in targets.items() if name in flipped}
+        copies = {name: target for name, target in targets.items() if name not in flipped}
         looks = [_look_of(target) for target in flips.values()]
         if flips.keys() != self._flips.keys() or looks != self._looks:
             self.generation += 1
@@ -144,16 +145,9 @@ class ModuleBinding(Binding):
         self._copied_looks = [_look_of(target) for target in copies.values()]
         self._structure = structure
         self._ties = Layout.of(entries).aliases
-        tensors = (*flips.values(), *copies.values())
-        self._meta = any(target.is_meta for target in tensors)
-        self._inference = any(target.is_inference() for target in tensors)
+        self._meta = any(target.is_meta for target in targets.values())
+        self._inference = any(target.is_inference() for target in targets.values())
         self._mark = object()
-
-    def _is_flipped(self, target: Tensor) -> bool:
-        if self._mode != "flip":
-            return False
-        # A small buffer is copied in less time than a piece of own memory is managed.
-        return isinstance(target, nn.Parameter) or (target.nbytes > INLINE_LIMIT and not target.is_meta)
 
     def _part_with(self, before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
         """Tensors that the module does not have any more may be in use elsewhere. What they view will be
@@ -321,6 +315,18 @@ class _Views(NamedTuple):
     tensors: Sequence[Any]
     addresses: Sequence[int | None]
     borrowed: frozenset[str]
+
+
+def _flipped(targets: Mapping[str, Tensor]) -> set[str]:
+    """The names of what a commit re-points: parameters, and the largest of the buffers where all together are
+    too much to be copied on the event loop."""
+    found = {name for name, target in targets.items() if isinstance(target, nn.Parameter)}
+    room = INLINE_LIMIT
+    for name in sorted(targets.keys() - found, key=lambda name: targets[name].nbytes):
+        room -= targets[name].nbytes
+        if room < 0 and not targets[name].is_meta:
+            found.add(name)
+    return found
 
 
 _Look: TypeAlias = tuple[torch.dtype, torch.Size, torch.device, bool, bool]

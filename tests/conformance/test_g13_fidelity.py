@@ -288,6 +288,24 @@ async def test_a_large_buffer_is_the_workers_own(case: SchemeCase, commit: str) 
         assert (len(set(at)) > 1) == (commit == "flip")
 
 
+async def test_many_small_buffers_are_not_all_copied_on_the_loop(case: SchemeCase) -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for number in range(24):
+                self.register_buffer(f"scale_{number}", torch.zeros(LARGE // 4))
+
+    async with LocalCluster(case, workers=1, model=Scales) as cluster:
+        model = cluster.workers[0].model
+        before = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
+        for value in (1.0, 2.0, 3.0):
+            changed(cluster.model, value)
+            await cluster.scheme.send()
+            assert value_of(list(model.buffers())) == value
+        in_place = [name for name, buffer in model.named_buffers() if buffer.data_ptr() == before[name]]
+        assert 4 * (LARGE // 4) * len(in_place) <= 256 * 1024
+
+
 @COMMITS
 async def test_a_model_made_in_inference_mode(case: SchemeCase, commit: str) -> None:
     with torch.inference_mode():
