@@ -94,6 +94,10 @@ class Arrival(ABC):
         """The update that has come last will not be used."""
         return
 
+    def is_lent(self, address: int) -> bool:
+        """Whether an address lies in memory that later updates will be written into."""
+        return False
+
     written: Callable[[Collection[str]], Collection[str]] | None = None
     """See :attr:`~aiosync.weights.binding.Staged.written`."""
 
@@ -176,6 +180,10 @@ class Mapped(Arrival):
     def committed(self, names: Collection[str] | None) -> None:
         """See :meth:`Arrival.committed`."""
         self._in_service = self._found
+
+    def is_lent(self, address: int) -> bool:
+        """See :meth:`Arrival.is_lent`."""
+        return any(segment.has(address) for segment, _ in self._attached.values())
 
     def _written(self, names: Collection[str]) -> Collection[str]:
         """Those of these entries that lie in pages which this process has written into."""
@@ -261,6 +269,10 @@ class OwnSlots(Arrival):
         """See :meth:`Arrival.find`."""
         assert self._slot is not None
         return self._slot.segment.buffer, self._slot.lent.tensors()
+
+    def is_lent(self, address: int) -> bool:
+        """See :meth:`Arrival.is_lent`."""
+        return any(slot.segment.has(address) for slot in self._arena.slots)
 
     def make_room(self, names: Collection[str]) -> Collection[str]:
         """See :meth:`Arrival.make_room`."""

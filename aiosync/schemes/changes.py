@@ -1,11 +1,8 @@
-"""Which entries each of the last versions was about."""
+"""Which version changed each entry last."""
 
 from __future__ import annotations
 
 __all__ = ["ChangeLog"]
-
-_KEPT = 64
-"""Versions. A worker that is further behind gets all entries."""
 
 
 class ChangeLog:
@@ -16,26 +13,18 @@ class ChangeLog:
     """
 
     def __init__(self) -> None:
-        self._names: dict[int, frozenset[str] | None] = {}
-        self._forgotten = -1
+        self._last: dict[str, int] = {}
+        self._whole = -1
 
     def add(self, version: int, names: tuple[str, ...] | None) -> None:
         """``version`` is about these entries; None: all."""
-        # A version that all workers refused is taken back, and its number is used again.
-        self._names.pop(version, None)
-        self._names[version] = None if names is None else frozenset(names)
-        if len(self._names) > _KEPT:
-            self._forgotten = next(iter(self._names))
-            del self._names[self._forgotten]
+        if names is None:
+            self._whole = version
+        else:
+            self._last.update(dict.fromkeys(names, version))
 
-    def between(self, have: int, version: int) -> list[str] | None:
-        """The entries that differ between two versions; None: all, or it is not known."""
-        if self._names.get(version) is None or have <= self._forgotten or have < 0:
+    def since(self, have: int) -> list[str] | None:
+        """The entries that have changed since the version ``have``; None: all, or it is not known."""
+        if have < 0 or self._whole > have:
             return None
-        found: set[str] = set()
-        for known, names in self._names.items():
-            if have < known <= version:
-                if names is None:
-                    return None
-                found |= names
-        return sorted(found) if found else None
+        return sorted(name for name, version in self._last.items() if version > have) or None

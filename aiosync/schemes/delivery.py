@@ -255,7 +255,7 @@ class ByStream(Delivery):
         where it lies, if the worker can look."""
         have = fetched.have
         same = have == published.version
-        partial = self._group.changes.between(have, published.version) is not None
+        partial = self._group.changes.since(have) is not None
         of_use = self._codec == "delta" or same or partial
         based = of_use and have >= 0 and self._group.slot_of(have) is not None
         base = have if based else -1

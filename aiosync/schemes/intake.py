@@ -243,7 +243,8 @@ class Intake:
 
     def _take_over(self, *, keep: bool) -> None:
         assert self._binding is not None
-        self._binding.detach()
+        assert self.arrival is not None
+        self._binding.detach(self.arrival.is_lent)
         self._binding.forget_replaced()
         self.weights = {name: t.clone() for name, t in self.weights.items()} if keep else {}
         self._viewing = False
@@ -302,7 +303,7 @@ class Intake:
             with LOCK:
                 another.commit(Staged(own, frozenset(own), frozenset(own)))
             if model is not self.model:  # nobody keeps what it views from being written to any more
-                await self._offloader.run(lambda _: binding.detach())
+                await self._offloader.run(lambda _: binding.detach(arrival.is_lent))
             self._binding, self.model, self._may_view, self.weights = another, model, may_view, own
             self._viewing, self._leftover = False, True
             self._stager = self._stager_for(another, arrival)
@@ -495,8 +496,10 @@ class Intake:
         if held.names is None or not self.weights:
             self.weights = staged.views
         else:  # what was not sent is where it was, unless that is memory which the sender will write again
-            kept = (name for name in self.weights if name in staged.lasting and name not in held.names)
-            self.weights = {**staged.views, **{name: self.weights[name] for name in kept}}
+            kept = [name for name in self.weights if name in staged.lasting and name not in held.names]
+            before = {name: self.weights[name] for name in kept}
+            before |= {name: before[name].clone() for name in kept if name in staged.leaving}
+            self.weights = {**staged.views, **before}
         self.version = held.update.version
         views_sender = self.views_sender
         self._leftover |= views_sender and not self._viewing

@@ -340,7 +340,7 @@ class WorkerLink:
             round=published.round,
             version=published.version,
             base=have,
-            names=self.group.changes.between(have, published.version),
+            names=self.group.changes.since(have),
             joint=joint.mark if joint else None,
             payload=payload,
         )

@@ -40,6 +40,8 @@ class Stager:
     def __init__(self, binding: Binding, arrival: Arrival, device: torch.device, *, copies: bool) -> None:
         self.copies = copies
         self.generation = binding.generation
+        # What one entry's bytes become may differ between tensors that are tied at the sender.
+        self._staged_for = -1 if _differ(binding) else binding.generation
         self._layout = binding.layout
         self._arrival = arrival
         self._written = arrival.written
@@ -82,15 +84,23 @@ class Stager:
         arrived, source = self._arrival.find(update)
         leaving = () if names is None else self._arrival.make_room(names)
         if not self._buffers:
-            return Staged(source, self._own, self._lasting, self.generation, self._written, leaving), []
+            return self._staged(source, leaving), []
         views = dict(source)
         pairs: list[tuple[Tensor, Tensor]] = []
         for buffer in self._buffers:
             pairs += buffer.stage(arrived, source, names)
-            views |= buffer.views()
+            views |= buffer.views(names)
         for alias, name in self._layout.aliases.items():
             views[alias] = views[name]
-        return Staged(views, self._own, self._lasting, self.generation, self._written, leaving), pairs
+        return self._staged(views, leaving), pairs
+
+    def _staged(self, views: Mapping[str, Tensor], leaving: Collection[str]) -> Staged:
+        return Staged(
+            views, self._own, self._lasting, self._staged_for, self._written, leaving, self._is_lent
+        )
+
+    def _is_lent(self, address: int) -> bool:
+        return self._arrival.is_lent(address) or any(buffer.has(address) for buffer in self._buffers)
 
     def committed(self, names: Collection[str] | None) -> None:
         """What was staged last is in service now, for these entries: what they had before is free."""
@@ -123,11 +133,17 @@ class _DoubleBuffer:
         self._sides: list[tuple[Segment, LentViews]] = []
         # The side that each entry is staged into next.
         self._back = {entry.name: 0 for entry in layout}
+        # Those that have been committed at least once: the other side of these is what the model has.
+        self._in_service: set[str] = set()
 
     @property
     def nbytes(self) -> int:
         """Bytes taken."""
         return sum(segment.nbytes for segment, _ in self._sides)
+
+    def has(self, address: int) -> bool:
+        """Whether an address lies in this memory."""
+        return any(segment.has(address) for segment, _ in self._sides)
 
     def reserve(self) -> None:
         """Take both sides."""
@@ -142,19 +158,36 @@ class _DoubleBuffer:
         if self._whole and names is None and len(sides) == 1:
             nbytes = self._layout.nbytes
             return [(self._sides[sides.pop()][0].buffer[:nbytes], arrived[:nbytes])]
-        views = self.views()
-        return [(views[name], source[name]) for name in self._back if names is None or name in names]
+        views = self.views(names)
+        return [(view, source[name]) for name, view in views.items() if names is None or name in names]
 
-    def views(self) -> dict[str, Tensor]:
-        """Entry -> where it is staged."""
+    def views(self, names: Collection[str] | None) -> dict[str, Tensor]:
+        """Entry -> where it is staged; or where it is in service, if the update is not about it."""
         both = [views.tensors() for _, views in self._sides]
-        return {name: both[side][name] for name, side in self._back.items()}
+        if names is None:
+            return {name: both[side][name] for name, side in self._back.items()}
+        return {
+            name: both[side if name in names else side ^ 1][name]
+            for name, side in self._back.items()
+            if name in names or name in self._in_service
+        }
 
     def committed(self, names: Collection[str] | None) -> None:
         """These entries are in service now: the next update goes to their other side."""
         for name in self._back:
             if names is None or name in names:
                 self._back[name] ^= 1
+                self._in_service.add(name)
+
+
+def _differ(binding: Binding) -> bool:
+    """Whether tensors that are one entry at the sender have several dtypes or devices here."""
+    kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
+    for name, target in binding.needs().items():
+        kind = target.dtype, target.device
+        if kinds.setdefault(binding.layout[name].name, kind) != kind:
+            return True
+    return False
 
 
 def _double_buffers(

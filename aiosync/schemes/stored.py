@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any
@@ -221,6 +222,8 @@ class Stored(Arrival):
         self._thread = DetachedThread("aiosync-ray")
         self._transport: Transport | None = None
         self._arriving: tuple[Update, Future[Tensor]] | None = None
+        # Where the last objects lie: (first address, bytes).
+        self._places: deque[tuple[int, int]] = deque(maxlen=64)
 
     def attach(self, transport: Transport) -> None:
         """See :class:`Arrival`."""
@@ -261,7 +264,12 @@ class Stored(Arrival):
             raise ProtocolError(
                 f"an object has {buffer.numel()} bytes, the layout needs {self._layout.nbytes}"
             )
+        self._places.append((buffer.data_ptr(), buffer.numel()))
         return buffer, self._layout.views(buffer)
+
+    def is_lent(self, address: int) -> bool:
+        """Whether it lies in an object: these are the store's, and go with the connection."""
+        return any(0 <= address - start < nbytes for start, nbytes in self._places)
 
     def forget(self) -> None:
         """See :meth:`Arrival.forget`."""

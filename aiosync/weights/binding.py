@@ -32,6 +32,7 @@ class Staged(msgspec.Struct, eq=False):
         written: which of the given names this process has written into, in the memory that the version in
             service lies in; None: its parameters are read only by contract.
         leaving: names that are to get memory of their own, if the update is not about them.
+        is_lent: whether an address lies in memory that updates arrive in, and which will be written again.
     """
 
     views: Mapping[str, Tensor]
@@ -40,6 +41,7 @@ class Staged(msgspec.Struct, eq=False):
     generation: int = -1
     written: Callable[[Collection[str]], Collection[str]] | None = None
     leaving: Collection[str] = ()
+    is_lent: Callable[[int], bool] | None = None
 
 
 class Binding:
@@ -128,8 +130,9 @@ class Binding:
         with self.committing(staged, names):
             pass
 
-    def detach(self) -> None:
-        """Give the model memory of its own again, with the values that it has."""
+    def detach(self, is_lent: Callable[[int], bool]) -> None:
+        """Give what lies at addresses that ``is_lent`` holds true for memory of the model's own, with the
+        values that it has."""
 
     def forget_replaced(self) -> None:
         """Free what the last commit put out of service. Takes time where that was the model's own

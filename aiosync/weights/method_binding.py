@@ -122,7 +122,7 @@ class MethodBinding(Binding):
         state = self._module.state_dict()
         return {key: value for key, value in state.items() if key.endswith(TORCH_EXTRA_STATE)}
 
-    def detach(self) -> None:
+    def detach(self, is_lent: Callable[[int], bool]) -> None:
         """See :meth:`Binding.detach`. What of the model's views the memory is re-pointed; of one that nobody
         knows, the method is called once more, with copies."""
         serving, self._serving = self._serving, None

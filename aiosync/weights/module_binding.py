@@ -13,14 +13,17 @@ where it differs. A model that does not fit the layout any more refuses the upda
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias, cast
 
+import msgspec
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from aiosync.errors import LayoutMismatchError
 from aiosync.weights.arena import LentTensors
 from aiosync.weights.binding import Binding, CommitMode, Staged
 from aiosync.weights.copying import INLINE_LIMIT
@@ -80,6 +83,8 @@ class ModuleBinding(Binding):
         # The entries that a commit re-points, and those that it copies into; each tensor under one name.
         self._flips: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
+        # The other names of tensors that are the same object: name -> the name above.
+        self._tied: dict[str, str] = {}
         # What the last commit pointed each of _flips at, and where that lies; None: it is not known.
         self._shown: Sequence[Any] = []
         self._addresses: Sequence[int | None] = []
@@ -90,9 +95,11 @@ class ModuleBinding(Binding):
         # What has to be the same for the module to be current.
         self._structure = Structure(model)
         self._looks: list[_Look] = []
-        self._copied_looks: list[_Look] = []
+        self._copied_looks: list[tuple[int, _Look]] = []
         self._meta = False
         self._inference = False
+        # Of _copies, those that share some of their memory with another.
+        self._overlapping: list[str] = []
         # Keeps what the last commit put out of service alive until forget_replaced().
         self._replaced: Sequence[Tensor] = []
         self._mark = object()
@@ -116,7 +123,7 @@ class ModuleBinding(Binding):
             return False
         if not self._copies:
             return True
-        return [_look_of(target) for target in self._copies.values()] == self._copied_looks
+        return [_place_of(target) for target in self._copies.values()] == self._copied_looks
 
     def _bind(self) -> None:
         """Find the module's tensors, and what is to be done with each. If it raises nothing has changed."""
@@ -124,12 +131,16 @@ class ModuleBinding(Binding):
         self.layout.check_receiver(entries, optional=optional_names(self._module))
         structure = Structure(self._module)
         targets: dict[str, Tensor] = {}
-        seen: set[int] = set()
+        first: dict[int, str] = {}
+        tied: dict[str, str] = {}
         for name in self.layout.names:
             target = entries.get(name)
-            if target is not None and id(target) not in seen:
-                seen.add(id(target))
+            if target is None:
+                continue
+            if first.setdefault(id(target), name) == name:
                 targets[name] = target
+            else:
+                tied[name] = first[id(target)]
         flipped = _flipped(targets) if self._mode == "flip" else ()
         flips = {name: target for name, target in targets.items() if name in flipped}
         copies = {name: target for name, target in targets.items() if name not in flipped}
@@ -142,9 +153,11 @@ class ModuleBinding(Binding):
         self._shown = [shown.get(name, (None, None))[0] for name in flips]
         self._addresses = [shown.get(name, (None, None))[1] for name in flips]
         self._in_place = False
-        self._copied_looks = [_look_of(target) for target in copies.values()]
+        self._copied_looks = [_place_of(target) for target in copies.values()]
         self._structure = structure
         self._ties = Layout.of(entries).aliases
+        self._tied = tied
+        self._overlapping = _overlapping(copies)
         self._meta = any(target.is_meta for target in targets.values())
         self._inference = any(target.is_inference() for target in targets.values())
         self._mark = object()
@@ -178,8 +191,10 @@ class ModuleBinding(Binding):
         self, staged: Staged, names: Collection[str] | None = None, *, reversible: bool = False
     ) -> Iterator[None]:
         """See :meth:`Binding.committing`."""
-        views = staged.views
         changed = self.refresh()
+        if names is not None:
+            staged, names = self._by_first_names(staged, names)
+        views = staged.views
         if self._meta:
             self._materialize(views)
         if changed:
@@ -194,7 +209,9 @@ class ModuleBinding(Binding):
             new = self._new(staged, names)  # all that takes memory, before anything is changed
             for name, target in self._copies.items():
                 if names is None or name in names:
-                    _copy(target, views[name], undo if reversible else None)
+                    _copy(target, views[name], undo if reversible or self._overlapping else None)
+            self._check_overlapping(views, names)
+            self._in_place = False  # what is taken back has to be exact, strides and all
             undo.callback(self._point_back, *self._point_at(new))
             yield
             undo.pop_all()
@@ -205,6 +222,24 @@ class ModuleBinding(Binding):
             super().commit(staged, names)
         else:
             self._point_at(self._new(staged, None))
+
+    def _check_overlapping(self, views: Mapping[str, Tensor], names: Collection[str] | None) -> None:
+        """Check tensors that share a part of their memory, and so cannot have any two values."""
+        for name in self._overlapping:
+            target = self._copies[name]
+            sent = names is None or name in names
+            if sent and not torch.equal(target, views[name].to(target.device, target.dtype)):
+                apart = "a value of its own", "memory that it shares with another entry here: clone() it"
+                raise LayoutMismatchError(differing={name: apart})
+
+    def _by_first_names(self, staged: Staged, names: Collection[str]) -> tuple[Staged, Collection[str]]:
+        """The same update in terms of the names that tied tensors are bound under."""
+        others = [(alias, first) for alias, first in self._tied.items() if alias in names]
+        if not others:
+            return staged, names
+        sent = {first: staged.views[alias] for alias, first in others if first not in names}
+        parts = msgspec.structs.replace(staged, views={**staged.views, **sent}, generation=-1)
+        return parts, {*names, *sent}
 
     def _new(self, staged: Staged, names: Collection[str] | None) -> _Views:
         """What each of the flipped tensors will view."""
@@ -233,14 +268,16 @@ class ModuleBinding(Binding):
         the same value; unless this process has written into it, which is copied. All others are not touched.
         """
         here = {
-            name: target.data_ptr() == address
-            for (name, target), address in zip(self._flips.items(), self._addresses, strict=True)
+            name: target.data_ptr() == address and (shown is None or target.stride() == shown.stride())
+            for (name, target), address, shown in zip(
+                self._flips.items(), self._addresses, self._shown, strict=True
+            )
         }
         lent = [n for n in self._flips if n not in names and n in self._borrowed and here[n]]
         moving = {name for name in lent if name not in staged.lasting}
         written = set(staged.written(moving)) if moving and staged.written is not None else set()
         new: list[Tensor] = []
-        for (name, target), shown in zip(self._flips.items(), self._shown, strict=True):
+        for name, target in self._flips.items():
             if name in names:
                 new.append(self._fitting(name, target, staged))
             elif name in moving:
@@ -249,8 +286,10 @@ class ModuleBinding(Binding):
                 new.append(self._fitting(name, target, staged))
             elif (name in lent or name in staged.leaving) and here[name]:
                 new.append(target.detach().clone())
+            elif not here[name] and staged.is_lent is not None and staged.is_lent(target.data_ptr()):
+                new.append(target.detach().clone())  # it views another entry's memory
             else:
-                new.append(shown if shown is not None and here[name] else target.data)
+                new.append(target.data)
         addresses = [view.data_ptr() for view in new]
         return _Views(new, addresses, self._not_in(staged.lasting).intersection(names) | moving)
 
@@ -286,11 +325,12 @@ class ModuleBinding(Binding):
             target.data = view
         self._shown, self._addresses, self._borrowed = was.tensors, was.addresses, was.borrowed
 
-    def detach(self) -> None:
-        """Give the tensors that view committed memory some of their own, with the values that they have."""
+    def detach(self, is_lent: Callable[[int], bool]) -> None:
+        """See :meth:`Binding.detach`."""
         own: dict[object, Tensor] = {}  # those that are tied stay it
-        for target, address in zip(self._flips.values(), self._addresses, strict=True):
-            if target.data_ptr() == address:
+        # The module may have other tensors by now than those that were bound, over the same memory.
+        for target in (*self._flips.values(), *self._module.parameters(), *self._module.buffers()):
+            if not is_lazy(target) and is_lent(target.data_ptr()):
                 key = memory_key(target.data)
                 if key not in own:
                     own[key] = target.detach().clone()
@@ -335,6 +375,26 @@ _Look: TypeAlias = tuple[torch.dtype, torch.Size, torch.device, bool, bool]
 def _look_of(tensor: Tensor) -> _Look:
     parameter = isinstance(tensor, nn.Parameter)
     return tensor.dtype, tensor.shape, tensor.device, parameter, tensor.is_inference()
+
+
+def _place_of(tensor: Tensor) -> tuple[int, _Look]:
+    return tensor.data_ptr(), _look_of(tensor)
+
+
+def _overlapping(targets: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors that share some of their memory, but not all of it: those are tied."""
+    found: list[str] = []
+    end, last, key = 0, "", None
+    memory = {name: target for name, target in targets.items() if target.numel() and not target.is_meta}
+    for name in sorted(memory, key=lambda name: memory[name].data_ptr()):
+        target = memory[name]
+        start, same = target.data_ptr(), memory_key(target)
+        if start < end and same != key:
+            found += [last, name]
+        steps = zip(target.shape, target.stride(), strict=True)
+        end = max(end, start + (1 + sum((size - 1) * step for size, step in steps)) * target.itemsize)
+        last, key = name, same
+    return found
 
 
 def _repoint(target: Tensor, view: Tensor) -> None:

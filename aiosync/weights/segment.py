@@ -62,6 +62,10 @@ class Segment:
         """Size in bytes."""
         return self.buffer.numel()
 
+    def has(self, address: int) -> bool:
+        """Whether an address lies in this memory."""
+        return 0 <= address - self.buffer.data_ptr() < self.buffer.numel()
+
     @classmethod
     def private(cls, nbytes: int, device: torch.device | None = None) -> Segment:
         """Memory of this process alone, its pages touched once so that later copies run warm.

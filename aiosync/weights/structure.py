@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -29,10 +29,8 @@ class Structure:
     def __init__(self, module: nn.Module) -> None:
         parts = list(module.modules())
         self.comparable = not any(isinstance(part, TensorDictBase | ScriptModule) for part in parts)
-        self._registries: list[dict[str, Any]] = []
-        if self.comparable:
-            for part in parts:
-                self._registries += (part._parameters, part._buffers, part._modules)
+        self._owners: list[dict[str, Any]] = [vars(part) for part in parts] if self.comparable else []
+        self._registries: list[dict[str, Any]] = self._found()
         self._names = list(chain.from_iterable(self._registries))
         self._values = list(chain.from_iterable(map(dict.values, self._registries)))
 
@@ -41,10 +39,18 @@ class Structure:
 
         A tensor whose ``.data`` was replaced is the same object.
         """
-        # All of it in C: this runs twice for each update.
+        # Nearly all of it in C: this runs twice for each update.
         registries = self._registries
         return (
             self.comparable
+            # Deleting from a ModuleList, say, gives it another registry.
+            and all(map(is_, self._found(), registries))
             and all(map(is_, chain.from_iterable(map(dict.values, registries)), self._values))
             and list(chain.from_iterable(registries)) == self._names
         )
+
+    def _found(self) -> list[dict[str, Any]]:
+        return [*chain.from_iterable(map(_registries_of, self._owners))]
+
+
+_registries_of = itemgetter("_parameters", "_buffers", "_modules")

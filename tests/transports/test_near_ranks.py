@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -362,9 +362,9 @@ async def test_weights_are_taken_over_once(monkeypatch: pytest.MonkeyPatch) -> N
     taken = []
     detach = ModuleBinding.detach
 
-    def note(self: ModuleBinding) -> None:
+    def note(self: ModuleBinding, is_lent: Callable[[int], bool]) -> None:
         taken.append(self)
-        detach(self)
+        detach(self, is_lent)
 
     monkeypatch.setattr(ModuleBinding, "detach", note)
     store, model = a_store(), Uniform(3.0)
