@@ -143,6 +143,8 @@ class Surgery(RuleBasedStateMachine):
         self.cluster: LocalCluster | None = None
         self.runner = asyncio.Runner()
         self.seed = 0
+        # What each worker has refused: the next version that it applies brings that along.
+        self.missed: list[dict[str, Tensor]] = [{} for _ in range(WORKERS)]
 
     # -- the beginning and the end ---------------------------------------------------------------------
 
@@ -259,7 +261,8 @@ class Surgery(RuleBasedStateMachine):
 
         self.run(send())
         for index in range(WORKERS):
-            self.check(index, sent, before[index])
+            self.check(index, self.missed[index] | sent, before[index])
+            self.missed[index] = {}
 
     def send_and_check(self, weights: dict[str, Tensor] | None, names: set[str]) -> None:
         """Send; then look at both models."""
@@ -273,8 +276,12 @@ class Surgery(RuleBasedStateMachine):
             assert not all(fit)
         else:
             assert all(fit)
+        values = snapshot(self.trainer)
+        sent = {name: values[name] for name in names}
         for index in range(WORKERS):
-            self.check_applied(index, names if fit[index] else set(), before[index])
+            behind = self.missed[index] | sent
+            self.check(index, behind if fit[index] else {}, before[index])
+            self.missed[index] = {} if fit[index] else behind
 
     def check_applied(self, index: int, names: set[str], before: dict[str, Tensor]) -> None:
         """These entries are the trainer's, all others are as before."""
