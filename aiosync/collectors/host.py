@@ -10,7 +10,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -30,7 +29,7 @@ from aiosync.collectors.channel import Channel, ChannelClosed, LocalChannel, Pip
 from aiosync.collectors.config import StartMethod
 from aiosync.collectors.worker import WorkerSpec, serve
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.transports._offload import offloaded
+from aiosync.transports._offload import left_running, offloaded
 
 __all__ = ["Host", "LocalHost", "MakeHost", "ProcessHost", "Schemes", "context_of"]
 
@@ -192,7 +191,7 @@ def _end_with_parent() -> None:
             child.kill()
         os._exit(1)
 
-    threading.Thread(target=watch, name="aiosync-parent", daemon=True).start()
+    left_running(watch, "aiosync-parent")
 
 
 def _run(

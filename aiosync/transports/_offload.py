@@ -36,6 +36,7 @@ __all__ = [
     "call_when_done",
     "detached",
     "handover",
+    "left_running",
     "offloaded",
     "uninterrupted",
 ]
@@ -96,6 +97,11 @@ class Offloader:
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown(wait=True)
+
+
+def left_running(work: Callable[[], object], name: str) -> None:
+    """Run ``work()`` in a thread that lives for as long as the process, and ends with it."""
+    threading.Thread(target=work, name=name, daemon=True).start()
 
 
 async def offloaded(work: Callable[[], T], name: str) -> T:
