@@ -50,9 +50,9 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The tests, without the soak."""
+    """The tests, without the soak, in two processes: `-- -n 0` for one."""
     install(session, "test")
-    python(session, "-m", "pytest", *session.posargs)
+    python(session, "-m", "pytest", "-n", "2", "--dist", "loadgroup", *session.posargs)
 
 
 @nox.session

@@ -73,6 +73,19 @@ class ForwardGuard:
         if type(self.module) is self._guarded:
             object.__setattr__(self.module, "__class__", self._original)
 
+
+class _Unannounced:
+    """Comes before the user's class, whose ``__init_subclass__`` is then not called for the guarded class.
+
+    It may need arguments, or enter each subclass into a table by its name. This class has no ``__slots__``:
+    the instances of the guarded class must have the same layout in memory as those of the user's class.
+    """
+
+    def __init_subclass__(cls, *, unannounced: bool = False, **kwargs: Any) -> None:
+        if not unannounced:  # a subclass that the user makes
+            super().__init_subclass__(**kwargs)
+
+
 def _guarded_class(original: type[nn.Module], guard: ForwardGuard) -> type[nn.Module]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = super(guarded, module).__call__
@@ -103,8 +116,10 @@ def _guarded_class(original: type[nn.Module], guard: ForwardGuard) -> type[nn.Mo
     _skip(call)
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     body = {**names, "__doc__": original.__doc__, "__slots__": (), "__call__": call, "__reduce_ex__": reduce}
-    metaclass: Any = type(original)
-    guarded: Any = metaclass(original.__name__, (original,), body)
+    # By type.__new__, because the metaclass may register its classes too.
+    new: Any = type.__new__
+    bases = _Unannounced, original
+    guarded: Any = new(type(original), original.__name__, bases, body, unannounced=True)
     return cast("type[nn.Module]", guarded)
 
 

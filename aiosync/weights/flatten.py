@@ -142,8 +142,8 @@ def check_sendable(name: str, module: nn.Module) -> None:
         module: the module; its children are not looked at.
 
     Raises:
-        UnsupportedTensorError: the module's own ``_save_to_state_dict`` or a state-dict hook writes an entry
-            that is none of these.
+        UnsupportedTensorError: the module's own ``_save_to_state_dict`` or a state-dict hook writes an
+            entry that is neither a parameter, nor a buffer, nor extra state.
     """
     own_way = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
     hooks = module._state_dict_hooks

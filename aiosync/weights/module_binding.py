@@ -14,8 +14,8 @@ where it differs. A model that does not fit the layout any more refuses the upda
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple, TypeAlias, cast
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -31,16 +31,19 @@ from aiosync.weights.dense import memory_key
 from aiosync.weights.extra_state import applying_extra_state
 from aiosync.weights.flatten import optional_names
 from aiosync.weights.layout import Layout
+from aiosync.weights.module_tensors import (
+    Look,
+    as_inference,
+    look_of,
+    overlapping,
+    place_of,
+    repoint,
+    write_into,
+)
 from aiosync.weights.names import is_extra_state
 from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.structure import Structure
-from aiosync.weights.target import (
-    WeightTarget,
-    overlaps_itself,
-    receiver_slots,
-    receiver_tensors,
-    write,
-)
+from aiosync.weights.target import WeightTarget, receiver_slots, receiver_tensors, write
 
 __all__ = ["ModuleBinding", "bind"]
 
@@ -94,8 +97,8 @@ class ModuleBinding(Binding):
         self._borrowed: frozenset[str] = frozenset()
         # What has to be the same for the module to be current.
         self._structure = Structure(model)
-        self._looks: list[_Look] = []
-        self._copied_looks: list[tuple[int, _Look]] = []
+        self._looks: list[Look] = []
+        self._copied_looks: list[tuple[int, Look]] = []
         self._meta = False
         self._inference = False
         # Of _copies, those that share some of their memory with another.
@@ -119,11 +122,11 @@ class ModuleBinding(Binding):
             return False
         # A parameter that is where it was pointed has the dtype and the shape that it had.
         self._in_place = [target.data_ptr() for target in self._flips.values()] == self._addresses
-        if not self._in_place and [_look_of(target) for target in self._flips.values()] != self._looks:
+        if not self._in_place and [look_of(target) for target in self._flips.values()] != self._looks:
             return False
         if not self._copies:
             return True
-        return [_place_of(target) for target in self._copies.values()] == self._copied_looks
+        return [place_of(target) for target in self._copies.values()] == self._copied_looks
 
     def _bind(self) -> None:
         """Find the module's tensors, and what is to be done with each. If it raises nothing has changed."""
@@ -144,7 +147,7 @@ class ModuleBinding(Binding):
         flipped = _flipped(targets) if self._mode == "flip" else ()
         flips = {name: target for name, target in targets.items() if name in flipped}
         copies = {name: target for name, target in targets.items() if name not in flipped}
-        looks = [_look_of(target) for target in flips.values()]
+        looks = [look_of(target) for target in flips.values()]
         if flips.keys() != self._flips.keys() or looks != self._looks:
             self.generation += 1
         shown = dict(zip(self._flips, zip(self._shown, self._addresses, strict=True), strict=True))
@@ -153,11 +156,11 @@ class ModuleBinding(Binding):
         self._shown = [shown.get(name, (None, None))[0] for name in flips]
         self._addresses = [shown.get(name, (None, None))[1] for name in flips]
         self._in_place = False
-        self._copied_looks = [_place_of(target) for target in copies.values()]
+        self._copied_looks = [place_of(target) for target in copies.values()]
         self._structure = structure
         self._ties = Layout.of(entries).aliases
         self._tied = tied
-        self._overlapping = _overlapping(copies)
+        self._overlapping = overlapping(copies)
         self._meta = any(target.is_meta for target in targets.values())
         self._inference = any(target.is_inference() for target in targets.values())
         self._mark = object()
@@ -168,7 +171,7 @@ class ModuleBinding(Binding):
         kept = {id(target) for target in now.values()}
         for (_, target), address in zip(before.items(), self._addresses, strict=True):
             if id(target) not in kept and target.data_ptr() == address:
-                _repoint(target, target.detach().clone())
+                repoint(target, target.detach().clone())
 
     def _materialize(self, views: Mapping[str, Tensor]) -> None:
         """Give what is on ``meta`` memory; whatever happens after, it does not go back there."""
@@ -209,7 +212,7 @@ class ModuleBinding(Binding):
             new = self._new(staged, names)  # all that takes memory, before anything is changed
             for name, target in self._copies.items():
                 if names is None or name in names:
-                    _copy(target, views[name], undo if reversible or self._overlapping else None)
+                    write_into(target, views[name], undo if reversible or self._overlapping else None)
             self._check_overlapping(views, names)
             self._in_place = False  # what is taken back has to be exact, strides and all
             undo.callback(self._point_back, *self._point_at(new))
@@ -300,7 +303,7 @@ class ModuleBinding(Binding):
         if apart or (name not in staged.own and not isinstance(target, nn.Parameter)):
             with torch.inference_mode(False):
                 view = view.to(target.device, target.dtype, copy=True)
-        return _as_inference(view) if target.is_inference() else view
+        return as_inference(view) if target.is_inference() else view
 
     def _point_at(self, new: _Views) -> tuple[Sequence[Tensor], _Views]:
         """Re-point the flipped tensors; returns what :meth:`_point_back` needs."""
@@ -334,7 +337,7 @@ class ModuleBinding(Binding):
                 key = memory_key(target.data)
                 if key not in own:
                     own[key] = target.detach().clone()
-                _repoint(target, own[key])
+                repoint(target, own[key])
         self._shown, self._addresses = [None] * len(self._flips), [None] * len(self._flips)
         self._borrowed = frozenset()
 
@@ -367,60 +370,3 @@ def _flipped(targets: Mapping[str, Tensor]) -> set[str]:
         if room < 0 and not targets[name].is_meta:
             found.add(name)
     return found
-
-
-_Look: TypeAlias = tuple[torch.dtype, torch.Size, torch.device, bool, bool]
-
-
-def _look_of(tensor: Tensor) -> _Look:
-    parameter = isinstance(tensor, nn.Parameter)
-    return tensor.dtype, tensor.shape, tensor.device, parameter, tensor.is_inference()
-
-
-def _place_of(tensor: Tensor) -> tuple[int, _Look]:
-    return tensor.data_ptr(), _look_of(tensor)
-
-
-def _overlapping(targets: Mapping[str, Tensor]) -> list[str]:
-    """The names of tensors that share some of their memory, but not all of it: those are tied."""
-    found: list[str] = []
-    end, last, key = 0, "", None
-    memory = {name: target for name, target in targets.items() if target.numel() and not target.is_meta}
-    for name in sorted(memory, key=lambda name: memory[name].data_ptr()):
-        target = memory[name]
-        start, same = target.data_ptr(), memory_key(target)
-        if start < end and same != key:
-            found += [last, name]
-        steps = zip(target.shape, target.stride(), strict=True)
-        end = max(end, start + (1 + sum((size - 1) * step for size, step in steps)) * target.itemsize)
-        last, key = name, same
-    return found
-
-
-def _repoint(target: Tensor, view: Tensor) -> None:
-    target.data = _as_inference(view) if target.is_inference() else view
-
-
-def _as_inference(view: Tensor) -> Tensor:
-    """The same memory as a tensor of inference mode. A parameter that was made in that mode has no version
-    counter, and forward passes raise where its data has one."""
-    if view.is_inference():
-        return view
-    with torch.inference_mode():
-        empty = torch.empty(0, dtype=view.dtype, device=view.device)
-        storage, at = view.untyped_storage(), view.storage_offset()
-        return empty.set_(storage, at, view.shape, view.stride())
-
-
-def _copy(target: Tensor, view: Tensor, undo: ExitStack | None) -> None:
-    # A tensor that was made in inference mode can only be written there.
-    with torch.inference_mode() if target.is_inference() else nullcontext():
-        if overlaps_itself(target):
-            # An expanded tensor cannot be written element by element: it gets memory of its own.
-            if undo is not None:
-                undo.callback(setattr, target, "data", target.data)
-            target.data = target.new_empty(target.shape).copy_(view)
-            return
-        if undo is not None:
-            undo.callback(_copy, target, target.detach().clone(), None)
-        target.detach().copy_(view)

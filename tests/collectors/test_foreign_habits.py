@@ -74,7 +74,7 @@ class _Changing(gym.Env[Any, Any]):
 
 
 class _WithChild(Counting):
-    """Has a child that outlives it if nobody ends it."""
+    """Starts a child process that outlives it unless something ends it."""
 
     def __init__(self, name: int = 0) -> None:
         super().__init__(name)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import pickle
 import threading
+import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from torch import nn
 from aiosync.schemes.forward_guard import ForwardGuard
 from aiosync.schemes.gate import CommitGate, commit_now, submit
 from tests.kit.clock import PATIENCE
+
+T = TypeVar("T")
 
 
 class _Slow(nn.Module):
@@ -96,6 +100,70 @@ def guarded(entered: list[object]) -> Iterator[nn.Module]:
 
 
 X = torch.ones(3, 2)
+
+REGISTERED: dict[str, type] = {}
+
+
+class _Registering(_Policy):
+    """Its subclasses need an argument and a name of their own."""
+
+    def __init_subclass__(cls, *, key: str) -> None:
+        super().__init_subclass__()
+        if key in REGISTERED:
+            raise ValueError(key)
+        REGISTERED[key] = cls
+
+
+class _Registered(_Registering, key="policy"):
+    pass
+
+
+class _Meta(abc.ABCMeta):
+    def __init__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> None:
+        super().__init__(name, bases, body)
+        if name in REGISTERED:
+            raise ValueError(name)
+        REGISTERED[name] = cls
+
+
+class _OfMeta(_Policy, metaclass=_Meta):
+    pass
+
+
+class _Slotted(_Policy):
+    __slots__ = ("extra",)
+
+
+class _Generic(_Policy, Generic[T]):
+    pass
+
+
+class _Typed(_Generic[int]):
+    pass
+
+
+@pytest.mark.parametrize("original", [_Registered, _OfMeta, _Slotted, _Generic, _Typed])
+def test_classes_that_look_at_their_subclasses(original: Any) -> None:
+    before = dict(REGISTERED)
+    module = original()
+    seen: list[int] = []
+    guard = ForwardGuard(CommitGate(), module, PATIENCE, lambda: seen.append(1))
+    assert module(X).shape == (3, 2)
+    assert seen == [1]
+    assert isinstance(module, original)
+    assert isinstance(copy.deepcopy(module), _Policy)
+    guard.remove()
+    assert type(module) is original
+    assert before == REGISTERED
+
+
+def test_subclasses_of_a_guarded_class_are_announced() -> None:
+    module = _Registered()
+    guard = ForwardGuard(CommitGate(), module, PATIENCE, lambda: None)
+    guarded: Any = type(module)
+    made = types.new_class("Made", (guarded,), {"key": "made"})
+    assert REGISTERED.pop("made") is made
+    guard.remove()
 
 
 @pytest.mark.parametrize(

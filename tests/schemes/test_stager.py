@@ -48,7 +48,7 @@ class _Tables(nn.Module):
 @pytest.mark.parametrize(
     ("borrowed", "holds", "viewed"),
     [
-        # The sender's slots, an object in a store that nobody may write into, slots of this process.
+        # The sender's slots, a read-only object in a store, slots of this process.
         (True, True, {"weight"}),
         (False, True, {"weight"}),
         (False, False, {"weight", "table"}),
