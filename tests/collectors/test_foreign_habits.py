@@ -231,5 +231,3 @@ class Normalising(torch.nn.Module):
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         self.mean = self.mean + 1
         return torch.as_tensor(self.linear(observation).argmax(-1))
-
-

@@ -207,8 +207,7 @@ class Surgery(RuleBasedStateMachine):
         """Whether a worker's model has the trainer's names, shapes and kinds of dtype."""
         mine, theirs = entries_of(self.model(index)), entries_of(self.trainer)
         return mine.keys() == theirs.keys() and all(
-            mine[name].shape == tensor.shape
-            and mine[name].is_floating_point() == tensor.is_floating_point()
+            mine[name].shape == tensor.shape and mine[name].is_floating_point() == tensor.is_floating_point()
             for name, tensor in theirs.items()
         )
 
