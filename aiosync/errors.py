@@ -25,6 +25,8 @@
     └── ProtocolError (RuntimeError)             bytes on a channel that are not our protocol
         ├── FrameError                           a frame that is truncated, corrupted or too large
         └── HandshakeError                       the peer was refused, or refused us
+            ├── SenderFullError                  for the time being: the sender has no room for the worker
+            └── RelayRingError                   a relay would receive what it has sent itself
 
 Each carries in attributes what its message says in words. An error raised by a ``send`` that reached
 some workers has the :class:`~aiosync.SendReport` of that send as its ``report``.
@@ -55,7 +57,9 @@ __all__ = [
     "NotInitializedError",
     "Phase",
     "ProtocolError",
+    "RelayRingError",
     "RemoteApplyError",
+    "SenderFullError",
     "SyncTimeoutError",
     "UnknownWorkerError",
     "UnsupportedTensorError",
@@ -126,6 +130,7 @@ class LayoutMismatchError(AiosyncError, KeyError):
         unexpected: names given and not expected.
         differing: name -> (expected, got), each as text such as ``float32[4, 2]``.
         worker: the worker that found it, or None where the sender found it itself.
+        omitted: how many more entries there are that the worker did not list.
     """
 
     def __init__(
@@ -135,11 +140,13 @@ class LayoutMismatchError(AiosyncError, KeyError):
         unexpected: Sequence[str] = (),
         differing: Mapping[str, tuple[str, str]] | None = None,
         worker: int | None = None,
+        omitted: int = 0,
     ) -> None:
         self.missing = tuple(missing)
         self.unexpected = tuple(unexpected)
         self.differing = dict(differing or {})
         self.worker = worker
+        self.omitted = omitted
         super().__init__(self._describe())
 
     def _describe(self) -> str:
@@ -156,6 +163,8 @@ class LayoutMismatchError(AiosyncError, KeyError):
         if self.differing:
             rows = [f"{n} expected {want}, got {got}" for n, (want, got) in self.differing.items()]
             parts.append(f"differing: {_shortened(rows)}")
+        if self.omitted:
+            parts.append(f"and {self.omitted} further entries, which the worker did not list")
         return f"{where}; " + "; ".join(parts)
 
     # KeyError shows its argument's repr, which turns a sentence into a quoted string.
@@ -165,7 +174,7 @@ class LayoutMismatchError(AiosyncError, KeyError):
     def __reduce__(self) -> tuple[object, ...]:
         return (
             _rebuild_layout_mismatch,
-            (self.missing, self.unexpected, self.differing, self.worker),
+            (self.missing, self.unexpected, self.differing, self.worker, self.omitted),
         )
 
 
@@ -174,8 +183,11 @@ def _rebuild_layout_mismatch(
     unexpected: Sequence[str],
     differing: Mapping[str, tuple[str, str]],
     worker: int | None,
+    omitted: int,
 ) -> LayoutMismatchError:
-    return LayoutMismatchError(missing=missing, unexpected=unexpected, differing=differing, worker=worker)
+    return LayoutMismatchError(
+        missing=missing, unexpected=unexpected, differing=differing, worker=worker, omitted=omitted
+    )
 
 
 def _shortened(names: Sequence[str], limit: int = 8) -> str:
@@ -328,6 +340,15 @@ class FrameError(ProtocolError):
 
 class HandshakeError(ProtocolError):
     """The peer was refused, or refused us, when the connection was made."""
+
+
+class SenderFullError(HandshakeError):
+    """The sender has no room for this worker now. ``connect`` and a lost worker try again until their
+    deadline."""
+
+
+class RelayRingError(HandshakeError):
+    """A relay was about to follow a sender that, over other relays, follows the relay itself."""
 
 
 def _named(workers: Sequence[int]) -> str:

@@ -37,12 +37,22 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     address: Annotated[str, typer.Option(help="the trainer's")] = "tcp://127.0.0.1:5555",
     timeout: Annotated[float, typer.Option(help="Seconds that one step may take.")] = 120.0,
+    reconnect_for: Annotated[
+        float, typer.Option(min=1, help="Seconds to look for a trainer that is gone.")
+    ] = 60.0,
 ) -> None:
-    """Act with whatever version is the newest, until the trainer closes."""
+    """Act with whatever version is the newest, until no trainer has been there for a while."""
     logging.basicConfig(level=logging.WARNING)
     try:
         token = os.environ.get("AIOSYNC_TOKEN")
-        asyncio.run(act(aiosync.TCPWeightSyncScheme(address, token=token, timeout=timeout)))
+        scheme = aiosync.TCPWeightSyncScheme(
+            address,
+            token=token,
+            timeout=timeout,
+            on_sender_close="wait",  # a trainer that is started again is followed
+            reconnect_for=reconnect_for,
+        )
+        asyncio.run(act(scheme))
     except aiosync.AiosyncError as error:
         raise SystemExit(f"tcp_worker: {error}") from None
 

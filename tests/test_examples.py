@@ -30,14 +30,16 @@ def test_trainer_and_workers_in_terminals_of_their_own(tmp_path: Path) -> None:
     try:
         assert trainer.stdout is not None
         assert "waiting for the first worker" in trainer.stdout.readline()
-        workers = [_start("tcp_worker.py", "--address", address) for _ in range(2)]
+        workers = [_start("tcp_worker.py", "--address", address, "--reconnect-for", "1") for _ in range(2)]
         said, complained = trainer.communicate(timeout=2 * PATIENCE)
         assert trainer.returncode == 0, complained
         assert "version 4 in" in said
         assert "joined 0" in said
         heard = [worker.communicate(timeout=2 * PATIENCE) for worker in workers]
         # One of them may have come too late; whoever was there has the last version.
-        assert any("the end, at version 4: the sender has closed" in out for out, _ in heard), heard
+        assert any("acting with version 4" in out for out, _ in heard), heard
+        # They have looked for another trainer.
+        assert all("the sender lost: the sender has closed" in complained for _, complained in heard), heard
     finally:
         trainer.kill()
         trainer.communicate()

@@ -9,8 +9,10 @@ Who says what::
 
     worker                              sender
       Hello ----------------------------->        who I am, and a nonce
-            <----------------------------- Challenge   proof that I know the token, and a nonce
-      Proof ----------------------------->        so do I
+            <----------------------------- Challenge   a nonce
+      Proof ----------------------------->        proof that I know the token
+            <----------------------------- Accepted | Refused   so do I
+      Join ------------------------------>        then I take longer frames from you
             <----------------------------- Welcome | Refused    the layout of all updates to come
             <----------------------------- Notify      there is something newer than you have
       Fetch ----------------------------->        I am ready to take whatever is newest now
@@ -23,6 +25,9 @@ Who says what::
 
 A worker asks for an update when it can take it, so one that is slow or stopped holds nothing but the
 version that it runs on, and goes straight to the newest when it comes back.
+
+What a peer may send, and how long its frames may be, depends on which side it is and on whether it has
+authenticated: see :class:`Inbound`. So a few bytes never decode into much memory.
 """
 
 from __future__ import annotations
@@ -30,18 +35,26 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from aiosync.errors import FrameError
 
 __all__ = [
+    "FROM_SENDER",
+    "FROM_WORKER",
+    "GREETING",
     "HEADER_SIZE",
+    "MAX_ANSWER",
     "MAX_FRAME",
     "MAX_GREETING",
+    "MAX_NAMES",
+    "MAX_TEXT",
     "PROTOCOL_VERSION",
     "Abort",
+    "Accepted",
     "Ack",
     "Bye",
     "Challenge",
@@ -53,8 +66,11 @@ __all__ = [
     "FrameDecoder",
     "Header",
     "Hello",
+    "Inbound",
+    "Join",
     "Joint",
     "Nack",
+    "NackKind",
     "Notify",
     "Proof",
     "Refused",
@@ -63,20 +79,34 @@ __all__ = [
     "Welcome",
     "decode",
     "encode",
+    "is_frame",
     "read_header",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME = 256 * 1024 * 1024
-"""Largest body in bytes that is accepted from an authenticated peer (a layout of a million entries)."""
+"""Largest body in bytes that is accepted from an authenticated sender (a layout of a million entries)."""
+MAX_ANSWER = 512 * 1024
+"""Largest body in bytes that is accepted from an authenticated worker (a refusal)."""
 MAX_GREETING = 4096
 """Largest body in bytes that is accepted from a peer that has not authenticated."""
+MAX_NAMES = 64
+"""Entries that a refusal lists at most, of each kind."""
+MAX_TEXT = 256
+"""Characters of a name, or of another short text, in a refusal."""
+
+_Name: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
+_Names: TypeAlias = Annotated[list[_Name], Meta(max_length=MAX_NAMES)]
+_Index: TypeAlias = Annotated[int, Meta(ge=-1, lt=2**31)]
+_Count: TypeAlias = Annotated[int, Meta(ge=-1, lt=2**62)]
+NackKind: TypeAlias = Literal["layout", "apply", "joint", "below"]
 
 _LONG = 16 * 1024
 """Bytes from which a body is compressed."""
 
 _HEADER = struct.Struct(">2sBBII")
 _MAGIC = b"AS"
+_TLS_RECORD = b"\x16\x03"
 HEADER_SIZE = _HEADER.size
 
 
@@ -89,33 +119,48 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="he
     """
 
     protocol: int
-    worker: int
-    pid: int
+    worker: _Index
+    pid: _Index
     nonce: bytes
     model_id: str | None = None
-    codecs: list[str] = []
-    before: int = -1
+    codecs: Annotated[list[_Name], Meta(max_length=16)] = []
+    before: _Index = -1
     signature: str = ""
 
 
 class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="challenge"):
-    """The sender's answer: its own nonce, and HMAC-SHA256 over both under the shared token."""
+    """The sender's nonce, 16 random bytes. It proves nothing before the worker has."""
 
     nonce: bytes
+
+
+class Proof(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="proof"):
+    """The worker's HMAC-SHA256 over both nonces under the shared token.
+
+    ``claim``: the same under the ticket that came with the worker's last welcome, if it has one. So it proves
+    that an index is its own without showing the ticket.
+    """
+
+    proof: bytes
+    claim: bytes = b""
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="accepted"):
+    """The worker has proved itself; the sender's HMAC-SHA256 over both nonces, and its process id."""
+
     proof: bytes
     pid: int
 
 
-class Proof(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="proof"):
-    """The worker's HMAC-SHA256 over both nonces."""
-
-    proof: bytes
+class Join(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="join"):
+    """The sender has proved itself too: the worker takes its welcome, which may be long."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="refused"):
-    """The sender will not serve this worker; the connection ends."""
+    """The sender will not serve this worker; the connection ends. ``retry``: it may a little later."""
 
     reason: str
+    retry: bool = False
 
 
 class Joint(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="joint"):
@@ -149,6 +194,9 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     ``worker`` is the worker's index from now on. ``instance`` tells one sender from the next at the same
     address: versions count anew with it.
     ``eager``: the worker is to send its Fetch in advance, without waiting for a Notify.
+    ``ticket`` is a secret of 16 bytes: as long as another connection has the worker's index, only a worker
+    that holds the ticket may take its place. ``via`` are the senders that an update passes on its way, the
+    trainer first and this one last.
     """
 
     layout: dict[str, Any] | None
@@ -158,6 +206,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
     signature: str = ""
     device: str = "cpu"
     eager: bool = False
+    ticket: bytes = b""
+    via: Annotated[list[_Name], Meta(max_length=64)] = []
 
 
 class Notify(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="notify"):
@@ -173,7 +223,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
     ``maps``: it can read the sender's memory, so blocks may be left where they are.
     """
 
-    have: int = -1
+    have: _Count = -1
     maps: bool = False
 
 
@@ -204,19 +254,19 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="cut"
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="staged"):
     """The worker holds the update in a back slot of its own and waits for the moment to commit."""
 
-    round: int
+    round: _Count
     copied: bool
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="ack"):
-    """The worker runs on this version now.
+    """The worker runs on this version now: the one that it was offered.
 
     ``seconds`` per phase as the worker measured them; ``fetch`` is its next Fetch, if it is ready for that.
     """
 
-    round: int
-    version: int
-    seconds: dict[str, float]
+    round: _Count
+    version: _Count
+    seconds: Annotated[dict[_Name, float], Meta(max_length=16)]
     fetch: Fetch | None = None
 
 
@@ -224,17 +274,20 @@ class Nack(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="nac
     """The worker refused an update, or the layout that it was welcomed with, and kept what it had.
 
     ``kind``: layout, apply or joint; or below, from a relay: it has the update, some of its workers have not.
+    ``missing``, ``unexpected`` and ``differing`` name :data:`MAX_NAMES` entries each at most; ``omitted`` is
+    how many more there are.
     """
 
-    round: int
-    version: int
-    kind: str
+    round: _Count
+    version: _Count
+    kind: NackKind
     error_type: str
     message: str
     traceback: str = ""
-    missing: list[str] = []
-    unexpected: list[str] = []
-    differing: dict[str, tuple[str, str]] = {}
+    missing: _Names = []
+    unexpected: _Names = []
+    differing: Annotated[dict[_Name, tuple[_Name, _Name]], Meta(max_length=MAX_NAMES)] = {}
+    omitted: Annotated[int, Meta(ge=0, lt=2**31)] = 0
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="abort"):
@@ -257,6 +310,8 @@ Frame: TypeAlias = (
     Hello
     | Challenge
     | Proof
+    | Accepted
+    | Join
     | Refused
     | Welcome
     | Notify
@@ -273,7 +328,33 @@ Frame: TypeAlias = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+class Inbound(msgspec.Struct, frozen=True):
+    """Which frames may come from a peer.
+
+    Only these are decoded. The other side's have fields that a small body could fill with much memory.
+
+    Attributes:
+        limit: largest body in bytes, also when it is decompressed.
+        decoder: of the kinds of frames.
+    """
+
+    limit: int
+    decoder: msgspec.msgpack.Decoder[Any]
+
+
+GREETING = Inbound(
+    MAX_GREETING, msgspec.msgpack.Decoder(Hello | Challenge | Proof | Accepted | Join | Refused | Bye)
+)
+"""From a peer that has not authenticated."""
+FROM_WORKER = Inbound(MAX_ANSWER, msgspec.msgpack.Decoder(Fetch | Staged | Ack | Nack | Bye))
+"""From an authenticated worker."""
+FROM_SENDER = Inbound(
+    MAX_FRAME,
+    msgspec.msgpack.Decoder(Refused | Welcome | Notify | Update | Chunk | End | Cut | Abort | Bye),
+)
+"""From an authenticated sender."""
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -293,25 +374,26 @@ def encode(frame: Frame) -> bytes:
     return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, compressed, len(body), zlib.crc32(body)) + body
 
 
-def decode(header: Header, body: bytes, limit: int) -> Frame:
+def decode(header: Header, body: bytes, inbound: Inbound) -> Frame:
     """The frame with this header and body.
 
     Raises:
-        FrameError: if it arrived damaged, is over ``limit`` bytes when it is decompressed, is not
-            msgpack, not one of our frames, or has a field of a wrong type.
+        FrameError: if it arrived damaged, is over the limit when it is decompressed, is not msgpack, not one
+            of the frames that may come, or has a field of a wrong type or size.
     """
     if zlib.crc32(body) != header.checksum:
         raise FrameError(f"a frame of {header.length} bytes arrived corrupted (checksum differs)")
     if header.compressed:
         unpacker = zlib.decompressobj()
         try:
-            body = unpacker.decompress(body, limit)
+            body = unpacker.decompress(body, inbound.limit)
         except zlib.error as exc:
             raise FrameError(f"a frame's body cannot be decompressed: {exc}") from exc
         if not unpacker.eof:
-            raise FrameError(f"a compressed frame is cut off, or over the limit of {limit} bytes")
+            raise FrameError(f"a compressed frame is cut off, or over the limit of {inbound.limit} bytes")
     try:
-        return _decoder.decode(body)
+        frame: Frame = inbound.decoder.decode(body)
+        return frame
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise FrameError(f"a frame's body cannot be read: {exc}") from exc
 
@@ -324,7 +406,8 @@ def read_header(buffer: bytes | bytearray | memoryview, offset: int, limit: int)
     """
     magic, version, flags, length, checksum = _HEADER.unpack_from(buffer, offset)
     if magic != _MAGIC:
-        raise FrameError(f"expected a frame that starts with {_MAGIC!r}, got {bytes(magic)!r}")
+        tls = "; that is TLS: give tls= to both sides or to neither" if magic == _TLS_RECORD else ""
+        raise FrameError(f"expected a frame that starts with {_MAGIC!r}, got {bytes(magic)!r}{tls}")
     if version != PROTOCOL_VERSION:
         raise FrameError(f"expected protocol version {PROTOCOL_VERSION}, got {version}")
     if length > limit:
@@ -334,14 +417,22 @@ def read_header(buffer: bytes | bytearray | memoryview, offset: int, limit: int)
     return Header(bool(flags), length, checksum)
 
 
+def is_frame(start: bytes | memoryview) -> bool:
+    """Whether a stream that starts so is one of frames, and not of TLS records."""
+    return bytes(start[: len(_MAGIC)]) == _MAGIC
+
+
 class FrameDecoder:
     """Turns a stream of bytes, cut anywhere, into frames.
 
     Once it has raised it stays broken: a stream that lost its framing has no next frame.
+
+    Attributes:
+        inbound: what may come.
     """
 
-    def __init__(self, limit: int = MAX_FRAME) -> None:
-        self.limit = limit
+    def __init__(self, inbound: Inbound = GREETING) -> None:
+        self.inbound = inbound
         self._buffer = bytearray()
 
     @property
@@ -358,13 +449,13 @@ class FrameDecoder:
         """
         self._buffer += data
         while len(self._buffer) >= HEADER_SIZE:
-            header = read_header(self._buffer, 0, self.limit)
+            header = read_header(self._buffer, 0, self.inbound.limit)
             end = HEADER_SIZE + header.length
             if len(self._buffer) < end:
                 return
             body = bytes(memoryview(self._buffer)[HEADER_SIZE:end])
             del self._buffer[:end]
-            yield decode(header, body, self.limit)
+            yield decode(header, body, self.inbound)
 
     def alone(self, data: bytes | bytearray | memoryview) -> Frame | None:
         """The frame that ``data`` is, if it is just one, as it most often is; else None, and :meth:`feed` is
@@ -376,10 +467,10 @@ class FrameDecoder:
         if self._buffer or len(data) < HEADER_SIZE:
             return None
         try:
-            header = read_header(data, 0, self.limit)
+            header = read_header(data, 0, self.inbound.limit)
             if len(data) != HEADER_SIZE + header.length:
                 return None
-            return decode(header, bytes(data[HEADER_SIZE:]), self.limit)
+            return decode(header, bytes(data[HEADER_SIZE:]), self.inbound)
         except FrameError:
             self._buffer += data
             raise

@@ -5,11 +5,14 @@ happened here (the other methods); take what has to be sent from :meth:`frames_t
 
 The sender's session of one worker::
 
-    GREETING --Hello--> PROVING --Proof--> WELCOMING --welcome()--> IDLE <--Ack|Nack-- LEASED
-                                                                     |                   ^
-                                                                 publish()            offer()
-                                                                     v                   |
-                                                                  NOTIFIED --Fetch--> READY
+    GREETING --Hello--> PROVING --Proof--> ACCEPTED --Join--> WELCOMING
+                                                                  | welcome()
+                                                                  v
+                                            LEASED --Ack|Nack--> IDLE
+                                               ^                  |
+                                            offer()           publish()
+                                               |                  v
+                                             READY <--Fetch-- NOTIFIED
 
 and from everywhere to CLOSED. An eager worker sends its Fetch in IDLE already, in advance, which saves a
 round trip per update (and goes with the Ack then, so that LEASED is followed by READY); a worker that then
@@ -25,11 +28,12 @@ import enum
 import hashlib
 import hmac
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import msgspec
 
-from aiosync.errors import HandshakeError, ProtocolError
+from aiosync.errors import HandshakeError, ProtocolError, SenderFullError
 from aiosync.protocol import frames as f
 from aiosync.protocol.events import (
     Aborted,
@@ -46,14 +50,24 @@ from aiosync.protocol.events import (
     Verified,
     Welcomed,
 )
+from aiosync.protocol.text import clean
 
 __all__ = ["ReceiverSession", "ReceiverState", "SenderSession", "SenderState"]
 
 _NONCE_SIZE = 16
 
+_REASON = 512
+_MESSAGE = 8 * 1024
+_TRACEBACK = 32 * 1024
+"""Characters of a peer's text that are kept."""
 
-def _proof(token: bytes, role: bytes, mine: bytes, theirs: bytes) -> bytes:
-    return hmac.new(token, b"aiosync/1 " + role + mine + theirs, hashlib.sha256).digest()
+_PHASES = frozenset(("stage", "wait", "commit"))
+_LONGEST = 1e9
+"""Seconds that a phase may be said to have taken."""
+
+
+def _proof(key: bytes, role: bytes, mine: bytes, theirs: bytes) -> bytes:
+    return hmac.new(key, b"aiosync/3 " + role + mine + theirs, hashlib.sha256).digest()
 
 
 class SenderState(enum.Enum):
@@ -61,6 +75,7 @@ class SenderState(enum.Enum):
 
     GREETING = "greeting"
     PROVING = "proving"
+    ACCEPTED = "accepted"
     WELCOMING = "welcoming"
     IDLE = "idle"
     NOTIFIED = "notified"
@@ -74,7 +89,10 @@ class _Session:
 
     Attributes:
         outgoing: the frames to send now, in order.
+        inbound: what the peer may send once it has authenticated.
     """
+
+    inbound: ClassVar[f.Inbound]
 
     def __init__(self) -> None:
         self.outgoing: list[f.Frame] = []
@@ -91,24 +109,34 @@ class SenderSession(_Session):
     Args:
         token: the secret that both sides hold.
         pid: this process, for the worker to watch; 0 where the worker is on another machine.
+
+    Attributes:
+        state: see :mod:`aiosync.protocol.session`.
+        acked_version: the newest that the worker runs on; -1: none.
+        leased_round: of the update that was offered last; -1: none.
     """
+
+    inbound = f.FROM_WORKER
 
     def __init__(self, token: bytes, pid: int = 0) -> None:
         super().__init__()
         self.state = SenderState.GREETING
         self.acked_version = -1
         self.leased_round = -1
+        self._leased_version = -1
         self._token = token
         self._pid = pid
         self._hello: f.Hello | None = None
         self._nonce = os.urandom(_NONCE_SIZE)
+        self._claim = b""
         self._newest = -1
         self._told = False
 
     @property
     def authenticated(self) -> bool:
         """Whether the worker has proved that it knows the token."""
-        return self.state not in (SenderState.GREETING, SenderState.PROVING, SenderState.CLOSED)
+        strangers = SenderState.GREETING, SenderState.PROVING, SenderState.CLOSED
+        return self.state not in strangers
 
     def receive(self, frame: f.Frame) -> list[SenderEvent]:
         """Take one frame from the worker.
@@ -119,8 +147,9 @@ class SenderSession(_Session):
         """
         match self.state, frame:
             case SenderState.LEASED, f.Ack() if frame.round == self.leased_round:
+                self._check_offered(frame)
+                applied = Applied(frame.round, frame.version, _phases(frame.seconds))
                 self.acked_version = frame.version
-                applied = Applied(frame.round, frame.version, frame.seconds)
                 if frame.fetch is None:
                     self._settle()
                     return [applied]
@@ -132,21 +161,24 @@ class SenderSession(_Session):
                 return self._challenge(frame)
             case SenderState.PROVING, f.Proof():
                 return self._verify(frame)
+            case SenderState.ACCEPTED, f.Join():
+                return self._greeted()
             case _, f.Bye():
                 self.state = SenderState.CLOSED
-                return [Left(frame.reason, frame.dropped)]
+                return [Left(clean(frame.reason, _REASON), frame.dropped)]
             case ((SenderState.NOTIFIED | SenderState.IDLE | SenderState.LEASED), f.Fetch()):
                 self.state = SenderState.READY
                 return [Fetched(frame.have, frame.maps)]
             case SenderState.LEASED, f.Staged() if frame.round == self.leased_round:
                 return [StageDone(frame.round, frame.copied)]
             case SenderState.LEASED, f.Nack() if frame.round == self.leased_round:
+                self._check_offered(frame)
                 if frame.kind == "below":
                     self.acked_version = frame.version
                 self._settle()
-                return [Rejected(frame)]
+                return [Rejected(_cleaned(frame))]
             case ((SenderState.IDLE | SenderState.NOTIFIED), f.Nack()) if self.leased_round < 0:
-                return [Rejected(frame)]  # of the layout
+                return [Rejected(_cleaned(frame))]  # of the layout
             case _:
                 raise ProtocolError(f"no {type(frame).__name__} frame may come in state {self.state.value}")
 
@@ -155,15 +187,22 @@ class SenderSession(_Session):
         """How the worker introduced itself; None before it has."""
         return self._hello
 
+    def claims(self, ticket: bytes) -> bool:
+        """Whether the worker has proved that it holds ``ticket``."""
+        hello = self._hello
+        if hello is None or not ticket:
+            return False
+        return hmac.compare_digest(_proof(ticket, b"ticket", hello.nonce, self._nonce), self._claim)
+
     def welcome(self, welcome: f.Welcome) -> None:
         """Take the worker in; tell it next what there is to fetch, with :meth:`publish`."""
         self._expect(SenderState.WELCOMING)
         self.state = SenderState.IDLE
         self.outgoing.append(welcome)
 
-    def refuse(self, reason: str) -> None:
-        """Turn the worker away."""
-        self.outgoing.append(f.Refused(reason=reason))
+    def refuse(self, reason: str, *, retry: bool = False) -> None:
+        """Turn the worker away; ``retry``: it may try again a little later."""
+        self.outgoing.append(f.Refused(reason=reason, retry=retry))
         self.state = SenderState.CLOSED
 
     def publish(self, round_: int) -> None:
@@ -181,6 +220,7 @@ class SenderSession(_Session):
             self._expect(SenderState.READY)
         self.state = SenderState.LEASED
         self.leased_round = update.round
+        self._leased_version = update.version
         self._told = False
         self._newest = max(self._newest, update.round)
         self.outgoing.append(update)
@@ -214,8 +254,8 @@ class SenderSession(_Session):
             raise HandshakeError(f"a nonce has {_NONCE_SIZE} bytes, not {len(hello.nonce)}")
         self._hello = hello
         self.state = SenderState.PROVING
-        proof = _proof(self._token, b"sender", self._nonce, hello.nonce)
-        self.outgoing.append(f.Challenge(nonce=self._nonce, proof=proof, pid=self._pid))
+        # No proof yet: a stranger could try passwords on it, one after another, at home.
+        self.outgoing.append(f.Challenge(nonce=self._nonce))
         return []
 
     def _verify(self, answer: f.Proof) -> list[SenderEvent]:
@@ -223,11 +263,28 @@ class SenderSession(_Session):
         assert hello is not None
         expected = _proof(self._token, b"worker", hello.nonce, self._nonce)
         if not hmac.compare_digest(expected, answer.proof):
+            self.refuse(
+                "it does not know the sender's token: give both sides the same token=, or none to either"
+            )
             raise HandshakeError(
                 f"worker {hello.worker} does not know this scheme's token: is its token= another?"
             )
+        self.state = SenderState.ACCEPTED
+        self._claim = answer.claim
+        proof = _proof(self._token, b"sender", self._nonce, hello.nonce)
+        self.outgoing.append(f.Accepted(proof=proof, pid=self._pid))
+        return []
+
+    def _greeted(self) -> list[SenderEvent]:
+        assert self._hello is not None
         self.state = SenderState.WELCOMING
-        return [Greeted(hello)]
+        return [Greeted(self._hello)]
+
+    def _check_offered(self, answer: f.Ack | f.Nack) -> None:
+        if answer.version != self._leased_version:
+            raise ProtocolError(
+                f"expected an answer for version {self._leased_version}, got one for version {answer.version}"
+            )
 
     def _settle(self) -> None:
         self.state = SenderState.IDLE
@@ -245,10 +302,40 @@ class SenderSession(_Session):
             raise ProtocolError(f"not possible in state {self.state.value}, only in {state.value}")
 
 
+def _phases(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Check what a worker has measured: it goes into reports and metrics."""
+    for phase, value in seconds.items():
+        if phase not in _PHASES or not 0 <= value <= _LONGEST:
+            expected = f"seconds of {', '.join(sorted(_PHASES))} from 0 to {_LONGEST:g}"
+            raise ProtocolError(f"expected {expected}, got {value} for {clean(phase, _REASON)!r}")
+    return dict(seconds)
+
+
+def _cleaned(nack: f.Nack) -> f.Nack:
+    """The refusal as it can be printed."""
+
+    def short(text: str) -> str:
+        return clean(text, f.MAX_TEXT)
+
+    return f.Nack(
+        round=nack.round,
+        version=nack.version,
+        kind=nack.kind,
+        error_type=short(nack.error_type),
+        message=clean(nack.message, _MESSAGE, lines=True),
+        traceback=clean(nack.traceback, _TRACEBACK, lines=True, keep_end=True),
+        missing=[short(name) for name in nack.missing],
+        unexpected=[short(name) for name in nack.unexpected],
+        differing={short(n): (short(a), short(b)) for n, (a, b) in nack.differing.items()},
+        omitted=nack.omitted,
+    )
+
+
 class ReceiverState(enum.Enum):
     """Where the session stands, seen from the worker."""
 
     GREETING = "greeting"
+    PROVING = "proving"
     JOINING = "joining"
     IDLE = "idle"
     FETCHING = "fetching"
@@ -268,11 +355,14 @@ class ReceiverSession(_Session):
         codecs: the encodings that it knows.
         before: the index that the sender chose the last time; -1: none.
         signature: of the layout that it has; "": none.
+        ticket: what came with the last welcome; b"": none.
 
     Attributes:
         have: the version whose bytes it still holds.
         maps: whether it can read the sender's memory.
     """
+
+    inbound = f.FROM_SENDER
 
     def __init__(
         self,
@@ -284,6 +374,7 @@ class ReceiverSession(_Session):
         codecs: Sequence[str] = (),
         before: int = -1,
         signature: str = "",
+        ticket: bytes = b"",
     ) -> None:
         super().__init__()
         self.have = -1
@@ -292,8 +383,10 @@ class ReceiverSession(_Session):
         self.version = -1
         self.sender_pid = 0
         self._token = token
+        self._ticket = ticket
         self._worker = worker
         self._nonce = os.urandom(_NONCE_SIZE)
+        self._sender_nonce = b""
         self._round = -1
         self._notified = False
         self._wanting = False
@@ -326,11 +419,18 @@ class ReceiverSession(_Session):
                 return [UpdateArrived(frame)]
             case ReceiverState.CLOSED, _:
                 return []
-            case ((ReceiverState.GREETING | ReceiverState.JOINING), f.Refused()):
+            case (
+                (ReceiverState.GREETING | ReceiverState.PROVING | ReceiverState.JOINING),
+                f.Refused(),
+            ):
                 self.state = ReceiverState.CLOSED
-                raise HandshakeError(f"the sender refused worker {self._worker}: {frame.reason}")
+                kind = SenderFullError if frame.retry else HandshakeError
+                reason = clean(frame.reason, _REASON)
+                raise kind(f"the sender refused worker {self._worker}: {reason}")
             case ReceiverState.GREETING, f.Challenge():
                 return self._answer(frame)
+            case ReceiverState.PROVING, f.Accepted():
+                return self._verify(frame)
             case ReceiverState.JOINING, f.Welcome():
                 self.state = ReceiverState.IDLE
                 self._eager = frame.eager
@@ -350,7 +450,7 @@ class ReceiverSession(_Session):
             case _, f.Bye():
                 self.state = ReceiverState.CLOSED
                 self._dropped = frame.dropped
-                return [Left(frame.reason, frame.dropped, frame.replaced)]
+                return [Left(clean(frame.reason, _REASON), frame.dropped, frame.replaced)]
             case _:
                 raise ProtocolError(f"no {type(frame).__name__} frame may come in state {self.state.value}")
 
@@ -403,7 +503,7 @@ class ReceiverSession(_Session):
 
     def close(self, reason: str = "", *, dropped: bool = False) -> None:
         """Say goodbye; ``dropped``: though what was given is still being read."""
-        if self.state not in (ReceiverState.GREETING, ReceiverState.CLOSED):
+        if self.state not in (ReceiverState.GREETING, ReceiverState.PROVING, ReceiverState.CLOSED):
             self.outgoing.append(f.Bye(reason=reason, dropped=dropped))
         self.state = ReceiverState.CLOSED
 
@@ -414,19 +514,28 @@ class ReceiverSession(_Session):
             self.outgoing.append(f.Bye(reason="the worker has let go"))
 
     def _answer(self, challenge: f.Challenge) -> list[ReceiverEvent]:
-        expected = _proof(self._token, b"sender", challenge.nonce, self._nonce)
-        if not hmac.compare_digest(expected, challenge.proof):
+        if len(challenge.nonce) != _NONCE_SIZE:
+            raise HandshakeError(f"a nonce has {_NONCE_SIZE} bytes, not {len(challenge.nonce)}")
+        self._sender_nonce = challenge.nonce
+        self.state = ReceiverState.PROVING
+        proof = _proof(self._token, b"worker", self._nonce, challenge.nonce)
+        claim = _proof(self._ticket, b"ticket", self._nonce, challenge.nonce) if self._ticket else b""
+        self.outgoing.append(f.Proof(proof=proof, claim=claim))
+        return []
+
+    def _verify(self, accepted: f.Accepted) -> list[ReceiverEvent]:
+        expected = _proof(self._token, b"sender", self._sender_nonce, self._nonce)
+        if not hmac.compare_digest(expected, accepted.proof):
             self.state = ReceiverState.CLOSED
             self.outgoing.append(f.Bye(reason="the tokens of the two sides differ"))
             raise HandshakeError(
-                "whoever answers at the sender's address does not know this worker's token: "
+                "the process at the sender's address does not know this worker's token: "
                 "give both sides the same token=, or none to either"
             )
         self.state = ReceiverState.JOINING
-        self.sender_pid = challenge.pid
-        proof = _proof(self._token, b"worker", self._nonce, challenge.nonce)
-        self.outgoing.append(f.Proof(proof=proof))
-        return [Verified(challenge.pid)]
+        self.sender_pid = accepted.pid
+        self.outgoing.append(f.Join())
+        return [Verified(accepted.pid)]
 
     def _replies(self) -> bool:
         """Whether there is anybody to answer: the sender may have gone, or let this worker go, while the

@@ -58,13 +58,15 @@ class StreamDecoder:
     complete, or the Cut that ends it, and what came behind it after it. Once it has raised it stays broken.
 
     Attributes:
-        limit: largest body of a frame, in bytes.
+        inbound: what may come.
+        framed: bytes of the frames that have been handed out so far.
         sink: where bodies go; None as long as no update may come.
         bare: whether updates come without bodies.
     """
 
-    def __init__(self, limit: int = f.MAX_GREETING) -> None:
-        self.limit = limit
+    def __init__(self, inbound: f.Inbound = f.GREETING) -> None:
+        self.inbound = inbound
+        self.framed = 0
         self.sink: BodySink | None = None
         self.bare = False
         self._scratch = bytearray(f.HEADER_SIZE + f.MAX_GREETING)
@@ -74,10 +76,6 @@ class StreamDecoder:
         self._chunk: f.Chunk | None = None
         self._update: f.Update | None = None
         self._behind: list[f.Frame] = []
-
-    def trust(self) -> None:
-        """The peer has authenticated: accept frames of any sensible size."""
-        self.limit = f.MAX_FRAME
 
     @property
     def missing(self) -> int:
@@ -142,13 +140,14 @@ class StreamDecoder:
         available = self._end - self._start
         if available < f.HEADER_SIZE:
             return False
-        header = f.read_header(self._scratch, self._start, self.limit)
+        header = f.read_header(self._scratch, self._start, self.inbound.limit)
         end = self._start + f.HEADER_SIZE + header.length
         if self._end < end:
             return False
         body = bytes(memoryview(self._scratch)[self._start + f.HEADER_SIZE : end])
         self._start = end
-        self._take(f.decode(header, body, self.limit), out)
+        self.framed += f.HEADER_SIZE + header.length
+        self._take(f.decode(header, body, self.inbound), out)
         return True
 
     def _fill(self) -> bool:
@@ -207,10 +206,10 @@ class StreamDecoder:
         self._behind = []
 
     def _make_room(self) -> None:
-        """Room for more of the frame that has begun: twice what is there, so that nobody gets us to take
-        much memory by announcing much."""
+        """Make room for more of the frame that has begun: twice what is there. A peer that announces a long
+        frame gets no memory for what it has not sent."""
         have = self._end - self._start
-        wanted = max(2 * have, _SCRATCH if self.limit > f.MAX_GREETING else len(self._scratch))
+        wanted = max(2 * have, _SCRATCH if self.inbound is not f.GREETING else len(self._scratch))
         if self._end < len(self._scratch) and len(self._scratch) <= wanted:
             return
         scratch = bytearray(wanted)

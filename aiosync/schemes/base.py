@@ -75,6 +75,11 @@ class WeightSyncScheme(SchemeEndpoints):
             (``send({0: w0, 1: w1})``).
         max_slots: how many versions the shared memory may hold, at least 2. A worker that hangs, or
             that later sends are not addressed to, does not count.
+        first_version: the number of the first version that a sender publishes, an integer >= 0. A trainer
+            that goes on from a checkpoint gives the number after the one that it saved.
+        min_workers: on the sender, how many workers :meth:`connect` waits for: an integer >= 0; None: all of
+            ``num_workers``, or 1 where they are taken as they come. With 0 ``async with scheme`` starts with
+            no worker there.
     """
 
     @classmethod
@@ -114,8 +119,8 @@ class WeightSyncScheme(SchemeEndpoints):
         Args:
             worker_idx: on a worker, its index, if ``init_on_receiver`` was not told.
             weights: on the sender, what to send as version 0 instead of what ``init_on_sender`` said.
-            min_workers: on the sender, how many workers are enough; None: all of ``num_workers``, or 1 where
-                they are taken as they come. The others may come later.
+            min_workers: on the sender, how many workers are enough; None: the scheme's ``min_workers``. The
+                others may come later.
             timeout: seconds; None: the scheme's.
 
         Raises:
@@ -158,7 +163,9 @@ class WeightSyncScheme(SchemeEndpoints):
                 await self._contributor.take_part("connect", lambda: self._sources(weights, set()), deadline)
             return
         sender = self.create_sender()
-        enough = 1 if min_workers is None and plan.elastic else min_workers
+        enough = self._spec.min_workers if min_workers is None else min_workers
+        if enough is None and plan.elastic:
+            enough = 1
         if sender.version >= 0:
             await self._before_connect({}, deadline)  # those that have given up meanwhile are asked again
             with watching(self.context, sender.roster):

@@ -9,6 +9,7 @@ from typing import Any
 
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.ranked import Collective, RankedWeightSyncScheme
+from aiosync.schemes.spec import OnSenderClose, check_reconnecting
 from aiosync.transports.base import Listener
 from aiosync.transports.distributed import DistributedListener, DistributedTransport
 from aiosync.transports.rendezvous import Meeting
@@ -49,6 +50,9 @@ class DistributedWeightSyncScheme(RankedWeightSyncScheme):
             parameters are read only by contract then: one that writes into its own takes
             ``commit="copy"``. Without it, or where one side is without it, they are sent everything.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
+        on_sender_close: ``"stop"``: when the sender closes in order a worker stops receiving, and the version
+            that it has stays in service. ``"wait"``: it looks for a sender in the store for ``reconnect_for``
+            seconds.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
@@ -67,9 +71,12 @@ class DistributedWeightSyncScheme(RankedWeightSyncScheme):
         init_method: str | None = None,
         share_memory: bool = True,
         reconnect_for: float = 60.0,
+        on_sender_close: OnSenderClose = "stop",
         **options: Any,
     ) -> None:
         super().__init__(backend, sync, collective, share_memory, reconnect_for, **options)
+        check_reconnecting(reconnect_for, on_sender_close)
+        self._on_sender_close = on_sender_close
         self._meeting = Meeting.at(store, init_method)
 
     def _usual_index(self) -> int | None:
@@ -90,8 +97,10 @@ class DistributedWeightSyncScheme(RankedWeightSyncScheme):
             raise InvalidArgumentError(
                 "a scheme with store= cannot be pickled: make one in each process, with a store of its own"
             )
-        return {**super()._recipe(inherit=inherit), "meeting": self._meeting}
+        mine = {"meeting": self._meeting, "on_sender_close": self._on_sender_close}
+        return {**super()._recipe(inherit=inherit), **mine}
 
     def _restore(self, recipe: Mapping[str, Any]) -> None:
         super()._restore(recipe)
         self._meeting = recipe["meeting"]
+        self._on_sender_close = recipe["on_sender_close"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -197,6 +197,9 @@ class Intake:
     def peeks(self) -> bool:
         """Whether blocks of the next update may be left in the sender's memory."""
         return self.arrival is not None and self.arrival.peeks
+
+    def follow(self, via: Sequence[str]) -> None:
+        """The updates of this connection pass these senders, by their ids. May raise."""
 
     def follow_another(self) -> None:
         """Another sender's versions say nothing about the one in service, so it counts as older than all."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.events import Fetched, SenderEvent
@@ -15,7 +16,7 @@ from aiosync.schemes.rounds import JointRound
 from aiosync.transports.base import Transport
 from aiosync.transports.liveness import ProcessWatch
 
-__all__ = ["Lingering", "WorkerLink"]
+__all__ = ["Introduction", "Lingering", "WorkerLink"]
 
 EAGER_LIMIT = 1 << 20
 """Bytes up to which a worker is handed an update without having been told of it first: saves a round trip,
@@ -31,6 +32,20 @@ PATIENCE = 1.0
 """Seconds without a byte moved after which a worker's memory may be taken from it."""
 
 
+class Introduction(NamedTuple):
+    """What a worker is told of its sender.
+
+    Attributes:
+        instance: tells the sender from the next one at the same address.
+        ticket: proves that the worker's index is its own.
+        via: the senders that an update passes on its way.
+    """
+
+    instance: str
+    ticket: bytes
+    via: Sequence[str]
+
+
 class WorkerLink:
     """A connected worker.
 
@@ -38,7 +53,7 @@ class WorkerLink:
         worker: its index.
         pid: its process, for noticing its end; 0 if unknown.
         delivery: how versions get there.
-        instance: the sender's.
+        introduction: what it is told of the sender.
         on_event, on_lost: told what happens.
 
     Attributes:
@@ -55,7 +70,7 @@ class WorkerLink:
         session: SenderSession,
         group: WeightGroup,
         delivery: Delivery,
-        instance: str,
+        introduction: Introduction,
         *,
         on_event: Callable[[WorkerLink, SenderEvent], None],
         on_lost: Callable[[WorkerLink, str], None],
@@ -71,7 +86,7 @@ class WorkerLink:
         self._leased: Published | None = None
         self._in_service: Published | None = None
         self._delivery = delivery
-        self._instance = instance
+        self._introduction = introduction
         self._fetched = Fetched()
         self._moved: tuple[Hashable, float] = (None, 0.0)
         self._loop = asyncio.get_running_loop()
@@ -197,9 +212,11 @@ class WorkerLink:
             signature=layout.identity,
             version=latest.version,
             worker=self.worker,
-            instance=self._instance,
+            instance=self._introduction.instance,
             device=str(latest.slot.segment.buffer.device),
             eager=layout.nbytes <= EAGER_LIMIT,
+            ticket=self._introduction.ticket,
+            via=list(self._introduction.via),
         )
 
     def applied(self) -> bool:

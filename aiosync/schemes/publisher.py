@@ -63,6 +63,7 @@ class Publisher:
         groups: the copies of the weights; filled by the sender when it opens.
         roster: the workers.
         host: runs what goes on in the background.
+        first_version: the number of the first version.
 
     Attributes:
         version: the version last published, -1 before the first.
@@ -70,8 +71,11 @@ class Publisher:
         stopped: whether nothing more may be published.
     """
 
-    def __init__(self, groups: Sequence[WeightGroup], roster: Roster, host: TaskHost) -> None:
+    def __init__(
+        self, groups: Sequence[WeightGroup], roster: Roster, host: TaskHost, first_version: int = 0
+    ) -> None:
         self.version = -1
+        self._first = first_version
         self._groups = groups
         self._roster = roster
         self._host = host
@@ -195,7 +199,7 @@ class Publisher:
 
     def announce(self, prepared: Prepared, *, fallback: bool) -> Round:
         """What has been written is the next version: tell the workers."""
-        self.version += 1
+        self.version = self._first if self.version < 0 else self.version + 1
         round_ = Round(self._round + 1, self.version, prepared.targets, prepared.joint)
         self._roster.rounds.append(round_)
         prepared.round = round_

@@ -23,6 +23,7 @@ from aiosync.errors import (
     LayoutMismatchError,
     NotConnectedError,
     ProtocolError,
+    SenderFullError,
     WorkerLostError,
 )
 from aiosync.protocol.events import Aborted, Left, Recalled, UpdateArrived
@@ -55,6 +56,7 @@ class WeightReceiver:
         make_transport: makes a way to the sender, not open yet.
         token: the secret that the sender must know.
         reconnect_for: seconds for which to try, when the connection is lost, to make another.
+        waits: whether to look for a sender, as when the connection is lost, after one has closed in order.
 
     Attributes:
         home: the event loop that this lives on.
@@ -71,6 +73,7 @@ class WeightReceiver:
         token: bytes,
         *,
         reconnect_for: float = 0.0,
+        waits: bool = False,
         events: EventSource,
     ) -> None:
         self.model_id = model_id
@@ -80,6 +83,7 @@ class WeightReceiver:
         self.lost = False
         self._events = events
         self._reconnect_for = reconnect_for
+        self._waits = waits
         self._link = Uplink(make_transport, token, model_id, worker_idx)
         self._held: Held | None = None
         self._returned = 0  # how many updates there were when receive() last returned
@@ -133,7 +137,7 @@ class WeightReceiver:
         self.home.enter()
         try:
             async with asyncio.timeout(deadline.remaining()):
-                welcome, _ = await self._link.meet(deadline)
+                welcome = await self._join(deadline)
                 self.intake.worker = welcome.worker
                 await self._settle_in(welcome)
             self._returned = self._stats.updates
@@ -145,8 +149,27 @@ class WeightReceiver:
             await self.aclose()
             raise
 
+    async def _join(self, deadline: Deadline) -> Welcome:
+        """Be welcomed by the sender, again and again as long as it has no room.
+
+        Raises:
+            TimeoutError: it had none until the deadline.
+        """
+        for pause in pauses(deadline):
+            try:
+                welcome, _ = await self._link.meet(deadline)
+            except SenderFullError as exc:
+                trouble = str(exc)
+            else:
+                return welcome
+            await asyncio.sleep(pause)
+            await self._link.renew("")
+            self._link.transport.trouble = trouble
+        raise TimeoutError
+
     async def _settle_in(self, welcome: Welcome) -> None:
         link = self._link
+        self.intake.follow(welcome.via)
         try:
             self.intake.open(welcome.layout, welcome.device)
         except (LayoutMismatchError, ProtocolError, TypeError) as exc:
@@ -182,6 +205,8 @@ class WeightReceiver:
             await asyncio.sleep(pause)
             try:
                 await self._meet_again(Deadline.after(max(_ATTEMPT, deadline.remaining())))
+            except SenderFullError as exc:
+                last = f"; tried to connect again for {self._reconnect_for:g} s: {exc}"
             except (HandshakeError, LayoutMismatchError) as exc:
                 reason = str(exc)
                 break
@@ -209,6 +234,7 @@ class WeightReceiver:
         link = self._link
         welcome, another = await link.meet(deadline)
         self.intake.worker = welcome.worker
+        self.intake.follow(welcome.via)
         try:
             self.intake.check_layout(welcome)
         except LayoutMismatchError as exc:
@@ -216,10 +242,17 @@ class WeightReceiver:
             raise
         # Versions are one sender's own: another at the same address begins anew, and is the one to follow.
         if another:
-            self.intake.follow_another()
+            self._follow_another(welcome.version)
         await self.intake.prepare(link.transport)
         self._say_what_is_here()
         link.start(self, self._sender_ended)
+
+    def _follow_another(self, version: int) -> None:
+        before = self.version
+        self.intake.follow_another()
+        words = f"followed another sender: {before} → {version}"
+        logger.warning("worker %d %s", self.worker_idx, words)
+        self._events.tell("followed", self.model_id, version, self.worker_idx, message=words, previous=before)
 
     # -- the transport's sink -----------------------------------------------------------------------
 
@@ -241,7 +274,7 @@ class WeightReceiver:
                 case Left(reason=reason, dropped=True):
                     self._lose(reason)
                 case Left(reason=reason):
-                    self._end(reason or "the sender has closed", lost=False)
+                    self._sender_closed(reason or "the sender has closed")
                 case _:
                     pass
         if self._link.session.outgoing:
@@ -257,6 +290,19 @@ class WeightReceiver:
 
     def _sender_ended(self) -> None:
         self._lose("its process has ended")
+
+    def _sender_closed(self, reason: str) -> None:
+        if self._waits:
+            self._lose(reason)
+            return
+        if self._looping and self.ended is None:
+            logger.warning(
+                "the sender of worker %d has closed (%s): version %d stays in service",
+                self.worker_idx,
+                reason,
+                self.version,
+            )
+        self._end(reason, lost=False)
 
     def _lose(self, reason: str) -> None:
         """The connection is gone; whether the sender is, the receiver loop finds out."""

@@ -27,7 +27,7 @@ from aiosync.schemes.peers import first_worker, follower_of
 from aiosync.schemes.plan import SenderArguments, SenderPlan, make_plan, model_of
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.sender import WeightSender
-from aiosync.schemes.spec import OnFailure, SchemeSpec, StrategyName
+from aiosync.schemes.spec import OnFailure, OnSenderClose, SchemeSpec, StrategyName
 from aiosync.schemes.stats import EventHook, EventSource
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.shards import Shards
@@ -52,6 +52,7 @@ class SchemeRecipe(ABC):
     _elastic: ClassVar[bool] = False
     _streams: Streams = ""
     _reconnect_for: float = 0.0
+    _on_sender_close: OnSenderClose = "stop"
     _first_worker: int = 0
 
     def __init__(
@@ -65,8 +66,21 @@ class SchemeRecipe(ABC):
         on_failure: OnFailure = "raise",
         per_worker_weights: bool = False,
         max_slots: int = 3,
+        first_version: int = 0,
+        min_workers: int | None = None,
     ) -> None:
-        spec = SchemeSpec(strategy, sync, timeout, cast, commit, on_failure, per_worker_weights, max_slots)
+        spec = SchemeSpec(
+            strategy,
+            sync,
+            timeout,
+            cast,
+            commit,
+            on_failure,
+            per_worker_weights,
+            max_slots,
+            first_version,
+            min_workers,
+        )
         self._start(spec, None, secrets.token_bytes(32), None)
 
     def _start(

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
 from aiosync._deadline import Deadline
-from aiosync.errors import NotConnectedError
+from aiosync.errors import NotConnectedError, RelayRingError
 from aiosync.protocol.frames import Chunk, End, Update
 from aiosync.schemes._host import TaskHost
 from aiosync.schemes.cascade import Follower
@@ -24,7 +24,7 @@ from aiosync.schemes.landing import Landing
 from aiosync.schemes.plan import CPU
 from aiosync.schemes.publisher import Prepared, Publisher
 from aiosync.schemes.refusal import BelowError
-from aiosync.schemes.roster import Roster
+from aiosync.schemes.roster import AwayWorkers, Roster
 from aiosync.schemes.rounds import JointRound, first_failure
 from aiosync.schemes.stats import SchemeStats
 from aiosync.schemes.tcp import TCPWeightSyncScheme
@@ -183,6 +183,8 @@ class RelayIntake(Intake):
             events=scheme._events,
             stats=SchemeStats(),
         )
+        self._id = self.roster.via[-1]
+        self.roster.away = AwayWorkers(scheme._reconnect_for)
         self._publisher: Publisher | None = None
 
     def _landing_for(self, layout: Layout, transport: Transport, source: torch.device) -> Landing:
@@ -297,10 +299,28 @@ class RelayIntake(Intake):
         silent = sorted(round_.pending)
         self._prepared = None
         publisher.settle(prepared)
-        if failure is not None or silent:
-            words = f"workers {silent} did not answer" if failure is None else str(failure)
-            raise BelowError(f"below this relay: {words}")
+        words = [str(failure)] if failure is not None else []
+        if failure is None and silent:
+            words.append(f"workers {silent} did not answer")
+        away = self.roster.away.now() if self.roster.away is not None else []
+        if away:
+            words.append(f"workers {away} have lost this relay and may still act on an older version")
+        if words:
+            raise BelowError(f"below this relay: {'; '.join(words)}")
         held.committed = True
+
+    def follow(self, via: Sequence[str]) -> None:
+        """See :meth:`Intake.follow`.
+
+        Raises:
+            RelayRingError: the sender follows this relay.
+        """
+        if self._id in via:
+            raise RelayRingError(
+                "this relay was to follow a sender that follows this relay, over "
+                f"{len(via) - list(via).index(self._id) - 1} others: give one of them the trainer's address"
+            )
+        self.roster.via = (*via, self._id)
 
     def follow_another(self) -> None:
         """Another trainer: its versions begin anew, and workers must know that."""

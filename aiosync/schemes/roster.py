@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -22,19 +23,46 @@ from aiosync.protocol.session import SenderSession
 from aiosync.schemes._host import TaskHost
 from aiosync.schemes.delivery import Delivery
 from aiosync.schemes.group import WeightGroup
-from aiosync.schemes.link import Lingering, WorkerLink
+from aiosync.schemes.link import Introduction, Lingering, WorkerLink
 from aiosync.schemes.orphans import Orphans
-from aiosync.schemes.reception import Reception
+from aiosync.schemes.reception import Reception, Refusal
 from aiosync.schemes.refusal import remote_error
 from aiosync.schemes.report import WorkerReport
 from aiosync.schemes.rounds import Round
 from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, logger
+from aiosync.schemes.tickets import Tickets
 from aiosync.transports.base import Listener, Transport
 
-__all__ = ["Deliver", "Roster"]
+__all__ = ["AwayWorkers", "Deliver", "Roster"]
 
 Deliver: TypeAlias = Callable[[Transport, WeightGroup], Delivery]
 """Says how a group's versions get over a connection."""
+
+
+class AwayWorkers:
+    """Workers that have lost their relay without a goodbye, and may still act on what they have.
+
+    Args:
+        patience: seconds after which a worker that has not come back has given its relay up.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._until: dict[int, float] = {}
+
+    def leaves(self, worker: int) -> None:
+        """The connection of this worker broke."""
+        self._until[worker] = time.monotonic() + self._patience
+
+    def returns(self, worker: int) -> bool:
+        """The worker that had this index is here again; whether it was away."""
+        return self._until.pop(worker, None) is not None
+
+    def now(self) -> list[int]:
+        """The indices of those that are away."""
+        now = time.monotonic()
+        self._until = {worker: until for worker, until in self._until.items() if until > now}
+        return sorted(self._until)
 
 
 class Roster:
@@ -54,6 +82,8 @@ class Roster:
         reception: lets them in.
         rounds: what is being waited for.
         stats: the sender's figures.
+        via: the ids of the senders that an update passes before it gets to a worker, this one last.
+        away: of a relay, the workers whose connection broke and that may still act on an older version.
     """
 
     def __init__(
@@ -77,6 +107,8 @@ class Roster:
         self._elastic = elastic
         self._deliver = deliver
         self._instance = secrets.token_hex(8)
+        self.via: Sequence[str] = (self._instance,)
+        self.away: AwayWorkers | None = None
         self._joined = asyncio.Event()
         self._wire_nbytes = 0
         self._events = events
@@ -88,6 +120,7 @@ class Roster:
         self._last: dict[int, int] = {}
         self._unreported: dict[int, AiosyncError] = {}
         self._orphans = Orphans()
+        self._tickets = Tickets()
         self._lingering: dict[Transport, Lingering] = {}
 
     async def open(self, host: TaskHost, groups: Sequence[WeightGroup]) -> None:
@@ -111,6 +144,7 @@ class Roster:
         await asyncio.gather(*(transport.aclose() for transport in leaving))
         self._lingering.clear()
         self._orphans.close()
+        self.reception.close()
 
     # -- asked by the sender ------------------------------------------------------------------------
 
@@ -253,6 +287,7 @@ class Roster:
         self.workers.discard(worker)
         link = self.links.pop(worker, None)
         if link is not None:
+            self._tickets.leave(worker, reserve=False)
             link.session.close(reason, dropped=True)
             link.transport.flush(link.session)
             # It may be computing with a slot until it hears of this: the slot is its own until it says that
@@ -316,18 +351,23 @@ class Roster:
             for round_ in self.rounds:
                 round_.settle(self._absent(worker))
 
-    def _admit(self, hello: Hello, transport: Transport, session: SenderSession) -> str:
+    def _admit(self, hello: Hello, transport: Transport, session: SenderSession) -> Refusal | None:
         """Take a worker in, or say why not."""
-        worker = self._index_for(hello)
+        worker = self._index_for(hello, session)
         group = next((g for g in self._groups if self._elastic or worker in g.workers), None)
         group = group or self._expected.get(worker)
         if group is None:
             known = sorted(w for g in self._groups for w in g.workers)
-            return f"there is no worker {worker} here, only {known}"
+            return Refusal(f"there is no worker {worker} here, only {known}")
         if hello.model_id != self._model_id:
-            return f"this is about model {self._model_id!r}, not {hello.model_id!r}"
+            return Refusal(f"this is about model {self._model_id!r}, not {hello.model_id!r}")
+        ticket = self._tickets.holder(worker)
+        if ticket is not None and not session.claims(ticket):
+            return Refusal(f"worker {worker} is connected: is its worker_idx given twice?", retry=True)
         if worker in self.links:
             self._replace(self.links[worker])
+        elif self._listener.full:
+            return Refusal("the sender serves as many connections as its max_connections= allows", retry=True)
         self._lost.pop(worker, None)
         self.workers.add(worker)
         group.workers.add(worker)
@@ -340,25 +380,36 @@ class Roster:
             session,
             group,
             delivery,
-            self._instance,
+            Introduction(self._instance, self._tickets.issue(worker), self.via),
             on_event=self._on_event,
             on_lost=self._on_lost,
         )
         if hello.signature:  # it has been connected before
             self._orphans.let_go(worker, link.pid)
+            self._is_back(worker, hello.before)
         link.serve()
         transport.start(link)
-        return ""
+        return None
 
-    def _index_for(self, hello: Hello) -> int:
+    def _is_back(self, worker: int, before: int) -> None:
+        """A worker that was away has the index ``worker``, which was ``before``: what is being sent is only
+        acknowledged when it has it."""
+        if self.away is not None and self.away.returns(before):
+            for round_ in self.rounds:
+                round_.include(worker)
+
+    def _index_for(self, hello: Hello, session: SenderSession) -> int:
         """The index of a worker: the one that it asks for, or one that is free."""
         if hello.worker >= 0:
             return hello.worker
-        known = set(range(len(self.links) + 1)) if self._elastic else self.workers
-        free = known - self.links.keys()
-        wanted = hello.before >= 0 and hello.before not in self.links
-        if wanted and (self._elastic or hello.before in free):
-            return hello.before
+        taken = self._tickets.taken()
+        known = set(range(len(taken) + 1)) if self._elastic else self.workers
+        free = known - taken
+        before = hello.before
+        ticket = self._tickets.holder(before)
+        mine = before not in taken or (ticket is not None and session.claims(ticket))
+        if before >= 0 and mine and (self._elastic or before in self.workers):
+            return before
         return min(free, default=hello.worker)
 
     def _replace(self, link: WorkerLink) -> None:
@@ -423,6 +474,8 @@ class Roster:
         if self.links.get(worker) is not link:
             return
         del self.links[worker]
+        # A local process that has ended cannot come back; one on another machine may have lost the link only.
+        self._tickets.leave(worker, reserve=not orderly and link.pid == 0)
         self._last[worker] = link.session.acked_version
         self._wire_nbytes += link.wire_nbytes
         orphan = self._orphans.adopt(link) if not orderly else None
@@ -430,9 +483,14 @@ class Roster:
         self.stats.lost += 1
         for round_ in self.rounds:
             round_.settle(WorkerReport(worker, "lost", link.session.acked_version, error=error))
+        if self.away is not None and not orderly and not link.died:
+            self.away.leaves(worker)
         if self._elastic:
             self.workers.discard(worker)
             link.group.workers.discard(worker)
+            # Any number of them may come and go: nothing is kept of one that is gone.
+            for kept in (self._last, self._lost, self._unreported):
+                kept.pop(worker, None)
         if self._host is not None:
             self._host.spawn(self._hang_up, link.transport, link.died)
             if not orderly:

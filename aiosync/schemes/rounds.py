@@ -74,6 +74,12 @@ class Round:
         """Whether every worker answered that it did not take this version. One that was lost may have it."""
         return 0 < self._refused == len(self.phases)
 
+    def include(self, worker: int, phase: Phase = "stage") -> None:
+        """Wait for this worker too."""
+        if worker not in self.phases:
+            self.phases[worker], self.wanted[worker] = phase, self.version
+            self.pending.add(worker)
+
     def settle(self, report: WorkerReport) -> None:
         """Take a worker's answer; only its first counts."""
         if report.worker in self.pending:

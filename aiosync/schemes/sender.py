@@ -90,7 +90,7 @@ class WeightSender:
         self._host = TaskHost("aiosync-sender")
         self._offloader = Offloader("aiosync-sender")
         self._groups: list[WeightGroup] = []
-        self.publisher = Publisher(self._groups, self.roster, self._host)
+        self.publisher = Publisher(self._groups, self.roster, self._host, spec.first_version)
         self._live = False
         self._closed = False
         self.home = HomeLoop("this sender")
@@ -240,7 +240,7 @@ class WeightSender:
             group.close()
         self._groups.clear()
         self._host = TaskHost("aiosync-sender")
-        self.publisher = Publisher(self._groups, self.roster, self._host)
+        self.publisher = Publisher(self._groups, self.roster, self._host, self.spec.first_version)
 
     def _allocator(self, device: torch.device) -> Callable[[int], Segment]:
         return lambda nbytes: self._allocate(nbytes, device)

@@ -13,9 +13,10 @@ from aiosync.errors import InvalidArgumentError
 from aiosync.weights.binding import CommitMode
 from aiosync.weights.strategy import WeightStrategy, get_strategy
 
-__all__ = ["OnFailure", "SchemeSpec", "StrategyName"]
+__all__ = ["OnFailure", "OnSenderClose", "SchemeSpec", "StrategyName", "check_reconnecting"]
 
 OnFailure = Literal["raise", "drop"]
+OnSenderClose = Literal["stop", "wait"]
 StrategyName = Literal["tensordict", "state_dict"]
 
 
@@ -31,6 +32,8 @@ class SchemeSpec:
     on_failure: OnFailure = "raise"
     per_worker_weights: bool = False
     max_slots: int = 3
+    first_version: int = 0
+    min_workers: int | None = None
 
     def __post_init__(self) -> None:
         get_strategy(self.strategy)
@@ -46,6 +49,10 @@ class SchemeSpec:
             raise InvalidArgumentError(
                 f"max_slots={self.max_slots}: expected at least 2, one in service and one to write"
             )
+
+        _check_count("first_version", self.first_version)
+        if self.min_workers is not None:
+            _check_count("min_workers", self.min_workers)
 
     def make_strategy(self) -> WeightStrategy:
         """The strategy by its name."""
@@ -63,6 +70,26 @@ class SchemeSpec:
             return timeout
         # Zero asks for what is there already, without waiting.
         return timeout if timeout == 0 else check_timeout(timeout, f"timeout={timeout!r}")
+
+
+def check_reconnecting(reconnect_for: object, on_sender_close: object) -> None:
+    """Check what a worker is to do when its sender is gone.
+
+    Raises:
+        InvalidArgumentError: not a number of seconds >= 0, or neither ``"stop"`` nor ``"wait"``.
+    """
+    number = isinstance(reconnect_for, int | float) and not isinstance(reconnect_for, bool)
+    if not number or not 0 <= reconnect_for < math.inf:  # type: ignore[operator]
+        raise InvalidArgumentError(f"reconnect_for: expected seconds >= 0, got {reconnect_for!r}")
+    if on_sender_close not in get_args(OnSenderClose):
+        raise InvalidArgumentError(f"on_sender_close: expected 'stop' or 'wait', got {on_sender_close!r}")
+    if on_sender_close == "wait" and not reconnect_for:
+        raise InvalidArgumentError("on_sender_close='wait' needs reconnect_for= > 0 seconds")
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**62:
+        raise InvalidArgumentError(f"{name}: expected an integer >= 0, got {value!r}")
 
 
 def _choose(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ __all__ = [
 logger = logging.getLogger("aiosync")
 
 EventKind: TypeAlias = Literal[
-    "connected", "sent", "applied", "failed", "lost", "joined", "dropped", "committed", "closed"
+    "connected", "sent", "applied", "failed", "lost", "joined", "dropped", "committed", "followed", "closed"
 ]
 
 
@@ -30,13 +30,16 @@ class SyncEvent:
 
     Attributes:
         kind: on the sender ``connected``, ``sent``, ``applied``, ``failed``, ``lost``, ``joined``,
-            ``dropped``; on a receiver ``connected``, ``committed``, ``failed``, ``lost``; ``closed`` on both.
+            ``dropped``; on a receiver ``connected``, ``committed``, ``failed``, ``lost``, ``followed``;
+            ``closed`` on both.
         model_id: the scheme's.
         version: the version in question, or -1.
         worker: the worker in question, or None.
         nbytes: bytes moved, or 0.
         seconds: per phase.
         message: an error's text, or "".
+        previous: of ``followed``, which says that a receiver follows another sender from now on, the version
+            of the sender before; ``version`` is the new sender's newest. Else -1.
     """
 
     kind: EventKind
@@ -46,6 +49,7 @@ class SyncEvent:
     nbytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     message: str = ""
+    previous: int = -1
 
 
 EventHook: TypeAlias = Callable[[SyncEvent], None]
@@ -139,11 +143,12 @@ class EventSource:
         nbytes: int = 0,
         seconds: Mapping[str, float] | None = None,
         message: str = "",
+        previous: int = -1,
     ) -> None:
         """Tell the hooks; without one this costs nothing."""
         if not self.hooks:
             return
-        event = SyncEvent(kind, model_id, version, worker, nbytes, seconds or {}, message)
+        event = SyncEvent(kind, model_id, version, worker, nbytes, seconds or {}, message, previous)
         for hook in list(self.hooks):
             try:
                 hook(event)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -22,6 +22,7 @@ from aiosync.schemes.intake import Intake
 from aiosync.schemes.landing import Landing
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.recipe import Secret
+from aiosync.schemes.spec import OnSenderClose, check_reconnecting
 from aiosync.transports.address import Address
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.tcp import DialledTransport, TCPTransport
@@ -35,6 +36,8 @@ from aiosync.weights.segment import Segment
 __all__ = ["TCPWeightSyncScheme"]
 
 _SHORTEST_TOKEN = 16
+_FEWEST_CHARACTERS = 8
+"""What a token has to have at least: characters, and different ones."""
 
 
 class TCPWeightSyncScheme(WeightSyncScheme):
@@ -69,9 +72,14 @@ class TCPWeightSyncScheme(WeightSyncScheme):
             updates change few elements.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again, beside
             acting with the version that it has; 0: not at all. A sender that was started anew counts its
-            versions from 0, and so does the worker then.
+            versions from its ``first_version``, and so does the worker then, which says so.
+        on_sender_close: what a worker does when the sender closes in order. ``"stop"``: it stops receiving,
+            and the version that it has stays in service. ``"wait"``: it looks for a sender for
+            ``reconnect_for`` seconds, as if the connection had been lost; so it follows a trainer that is
+            started again.
         insecure: listen to other machines with neither a token nor mutual TLS.
-        max_connections: how many a sender takes.
+        max_connections: how many workers a sender takes at a time. A further one tries again until its
+            timeout.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
@@ -90,6 +98,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         tls: TLSConfig | None = None,
         codec: Codec = "full",
         reconnect_for: float = 60.0,
+        on_sender_close: OnSenderClose = "stop",
         insecure: bool = False,
         max_connections: int = 1024,
         **options: Any,
@@ -101,13 +110,13 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         self._tls = tls
         if tls is not None and not isinstance(tls, TLSConfig):
             raise InvalidArgumentError(f"tls: expected a TLSConfig, got {type(tls).__name__}")
-        if not _is_number(reconnect_for, int | float) or not 0 <= reconnect_for < math.inf:
-            raise InvalidArgumentError(f"reconnect_for: expected seconds >= 0, got {reconnect_for!r}")
-        if not _is_number(max_connections, int) or max_connections < 1:
+        check_reconnecting(reconnect_for, on_sender_close)
+        if not isinstance(max_connections, int) or isinstance(max_connections, bool) or max_connections < 1:
             raise InvalidArgumentError(f"max_connections: expected an integer >= 1, got {max_connections!r}")
         if not isinstance(insecure, bool):
             raise InvalidArgumentError(f"insecure: expected True or False, got {insecure!r}")
         self._reconnect_for = reconnect_for
+        self._on_sender_close = on_sender_close
         self._insecure = insecure
         self._max_connections = max_connections
         check_available()
@@ -136,6 +145,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
             lambda: self.create_transport(worker_idx=-1),
             self._token,
             reconnect_for=self._reconnect_for,
+            waits=self._on_sender_close == "wait",
             events=self._events,
         )
 
@@ -161,7 +171,8 @@ class TCPWeightSyncScheme(WeightSyncScheme):
             raise InvalidArgumentError(
                 f"{self._address} has no port yet: give the worker the sender's scheme.address"
             )
-        return DialledTransport(self._address, self._tls)
+        known = self._secured or self._tls is not None
+        return DialledTransport(self._address, self._tls, any_user=known)
 
     def _allocate(self, nbytes: int, device: torch.device) -> Segment:
         plain = self._tls is None and self._codec == "full"
@@ -188,6 +199,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
             "tls": self._tls,
             "codec": self._codec,
             "reconnect_for": self._reconnect_for,
+            "on_sender_close": self._on_sender_close,
             "insecure": self._insecure,
             "max_connections": self._max_connections,
         }
@@ -198,13 +210,10 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         self._tls = recipe["tls"]
         self._codec = recipe["codec"]
         self._reconnect_for = recipe["reconnect_for"]
+        self._on_sender_close = recipe["on_sender_close"]
         self._insecure = recipe["insecure"]
         self._max_connections = recipe["max_connections"]
         self._ready = {}
-
-
-def _is_number(value: object, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _key_of(token: str | bytes | None) -> bytes:
@@ -214,9 +223,17 @@ def _key_of(token: str | bytes | None) -> bytes:
     if not isinstance(token, str | bytes):
         raise InvalidArgumentError(f"token: expected str or bytes, got {type(token).__name__}")
     secret = token.encode() if isinstance(token, str) else token
-    if len(secret) < _SHORTEST_TOKEN:
+    if len(secret) < _SHORTEST_TOKEN or len(set(secret)) < _FEWEST_CHARACTERS:
         raise InvalidArgumentError(
-            f"token: expected {_SHORTEST_TOKEN} characters or more, got {len(secret)}; "
-            "secrets.token_hex(16) makes one"
+            f"token: expected {_SHORTEST_TOKEN} characters or more, {_FEWEST_CHARACTERS} of them different, "
+            f"got {len(secret)} with {len(set(secret))} different; this makes a good one: "
+            'python -c "import secrets; print(secrets.token_hex(16))"'
         )
-    return hashlib.sha256(b"aiosync token\0" + secret).digest()
+    return _derived(secret)
+
+
+@lru_cache(maxsize=16)
+def _derived(secret: bytes) -> bytes:
+    """The key of a token. An impostor who is shown a proof can try tokens on it: each try takes as long as
+    this, some 50 ms and 16 MiB."""
+    return hashlib.scrypt(secret, salt=b"aiosync token 3", n=1 << 14, r=8, p=1, dklen=32)

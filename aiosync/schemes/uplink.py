@@ -46,6 +46,7 @@ class Uplink:
         self._watch: ProcessWatch | None = None
         self._asked = worker
         self._signature = ""
+        self._ticket = b""
         self.transport = make_transport()
         self.session = self._new_session()
 
@@ -58,6 +59,7 @@ class Uplink:
             codecs=self._encodings,
             before=self.worker,
             signature=self._signature,
+            ticket=self._ticket,
         )
 
     async def meet(self, deadline: Deadline) -> tuple[Welcome, bool]:
@@ -68,7 +70,7 @@ class Uplink:
             self.session = self._new_session()
         welcomed = await self.transport.setup_connection_and_weights_on_receiver(self.session, deadline)
         welcome, before = welcomed.welcome, self.instance
-        self.worker, self.instance = welcome.worker, welcome.instance
+        self.worker, self.instance, self._ticket = welcome.worker, welcome.instance, welcome.ticket
         return welcome, before not in ("", welcome.instance)
 
     def start(self, sink: Sink, on_sender_end: Callable[[], None]) -> None:

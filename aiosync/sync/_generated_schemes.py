@@ -75,12 +75,17 @@ class WeightSyncScheme(BlockingTwin):
             (``send({0: w0, 1: w1})``).
         max_slots: how many versions the shared memory may hold, at least 2. A worker that hangs, or
             that later sends are not addressed to, does not count.
+        first_version: the number of the first version that a sender publishes, an integer >= 0. A trainer
+            that goes on from a checkpoint gives the number after the one that it saved.
+        min_workers: on the sender, how many workers :meth:`connect` waits for: an integer >= 0; None: all of
+            ``num_workers``, or 1 where they are taken as they come. With 0 ``with scheme`` starts with
+            no worker there.
     """
 
     _async: aiosync.WeightSyncScheme
 
-    def __init__(self, strategy: StrategyName='tensordict', sync: bool=True, *, timeout: float | None=None, cast: torch.dtype | None=None, commit: CommitMode='flip', on_failure: OnFailure='raise', per_worker_weights: bool=False, max_slots: int=3) -> None:
-        self._async = self._make_async(strategy, sync, timeout=timeout, cast=cast, commit=commit, on_failure=on_failure, per_worker_weights=per_worker_weights, max_slots=max_slots)
+    def __init__(self, strategy: StrategyName='tensordict', sync: bool=True, *, timeout: float | None=None, cast: torch.dtype | None=None, commit: CommitMode='flip', on_failure: OnFailure='raise', per_worker_weights: bool=False, max_slots: int=3, first_version: int=0, min_workers: int | None=None) -> None:
+        self._async = self._make_async(strategy, sync, timeout=timeout, cast=cast, commit=commit, on_failure=on_failure, per_worker_weights=per_worker_weights, max_slots=max_slots, first_version=first_version, min_workers=min_workers)
 
     def create_transport(self, *, worker_idx: int) -> Transport:
         """A worker's way to the sender, not open yet."""
@@ -320,8 +325,8 @@ class WeightSyncScheme(BlockingTwin):
         Args:
             worker_idx: on a worker, its index, if ``init_on_receiver`` was not told.
             weights: on the sender, what to send as version 0 instead of what ``init_on_sender`` said.
-            min_workers: on the sender, how many workers are enough; None: all of ``num_workers``, or 1 where
-                they are taken as they come. The others may come later.
+            min_workers: on the sender, how many workers are enough; None: the scheme's ``min_workers``. The
+                others may come later.
             timeout: seconds; None: the scheme's.
 
         Raises:
@@ -479,8 +484,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.SharedMemWeightSyncScheme
     _async: aiosync.SharedMemWeightSyncScheme
 
-    def __init__(self, strategy: StrategyName='tensordict', sync: bool=True, *, timeout: float | None=None, cast: torch.dtype | None=None, commit: CommitMode='flip', on_failure: OnFailure='raise', per_worker_weights: bool=False, max_slots: int=3) -> None:
-        self._async = aiosync.SharedMemWeightSyncScheme(strategy, sync, timeout=timeout, cast=cast, commit=commit, on_failure=on_failure, per_worker_weights=per_worker_weights, max_slots=max_slots)
+    def __init__(self, strategy: StrategyName='tensordict', sync: bool=True, *, timeout: float | None=None, cast: torch.dtype | None=None, commit: CommitMode='flip', on_failure: OnFailure='raise', per_worker_weights: bool=False, max_slots: int=3, first_version: int=0, min_workers: int | None=None) -> None:
+        self._async = aiosync.SharedMemWeightSyncScheme(strategy, sync, timeout=timeout, cast=cast, commit=commit, on_failure=on_failure, per_worker_weights=per_worker_weights, max_slots=max_slots, first_version=first_version, min_workers=min_workers)
 
     def create_transport(self, *, worker_idx: int) -> SharedMemTransport:
         """A worker's doorbell, not open yet.
@@ -582,9 +587,14 @@ class TCPWeightSyncScheme(WeightSyncScheme):
             updates change few elements.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again, beside
             acting with the version that it has; 0: not at all. A sender that was started anew counts its
-            versions from 0, and so does the worker then.
+            versions from its ``first_version``, and so does the worker then, which says so.
+        on_sender_close: what a worker does when the sender closes in order. ``"stop"``: it stops receiving,
+            and the version that it has stays in service. ``"wait"``: it looks for a sender for
+            ``reconnect_for`` seconds, as if the connection had been lost; so it follows a trainer that is
+            started again.
         insecure: listen to other machines with neither a token nor mutual TLS.
-        max_connections: how many a sender takes.
+        max_connections: how many workers a sender takes at a time. A further one tries again until its
+            timeout.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
@@ -594,8 +604,8 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.TCPWeightSyncScheme
     _async: aiosync.TCPWeightSyncScheme
 
-    def __init__(self, address: str='tcp://127.0.0.1:0', *, token: str | bytes | None=None, tls: TLSConfig | None=None, codec: Codec='full', reconnect_for: float=60.0, insecure: bool=False, max_connections: int=1024, **options: Any) -> None:
-        self._async = aiosync.TCPWeightSyncScheme(address, token=token, tls=tls, codec=codec, reconnect_for=reconnect_for, insecure=insecure, max_connections=max_connections, **options)
+    def __init__(self, address: str='tcp://127.0.0.1:0', *, token: str | bytes | None=None, tls: TLSConfig | None=None, codec: Codec='full', reconnect_for: float=60.0, on_sender_close: OnSenderClose='stop', insecure: bool=False, max_connections: int=1024, **options: Any) -> None:
+        self._async = aiosync.TCPWeightSyncScheme(address, token=token, tls=tls, codec=codec, reconnect_for=reconnect_for, on_sender_close=on_sender_close, insecure=insecure, max_connections=max_connections, **options)
 
     @property
     def address(self) -> str:
@@ -646,6 +656,9 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             parameters are read only by contract then: one that writes into its own takes
             ``commit="copy"``. Without it, or where one side is without it, they are sent everything.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
+        on_sender_close: ``"stop"``: when the sender closes in order a worker stops receiving, and the version
+            that it has stays in service. ``"wait"``: it looks for a sender in the store for ``reconnect_for``
+            seconds.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
@@ -655,8 +668,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.DistributedWeightSyncScheme
     _async: aiosync.DistributedWeightSyncScheme
 
-    def __init__(self, backend: str='gloo', sync: bool=True, *, collective: Collective='p2p', store: Any=None, init_method: str | None=None, share_memory: bool=True, reconnect_for: float=60.0, **options: Any) -> None:
-        self._async = aiosync.DistributedWeightSyncScheme(backend, sync, collective=collective, store=store, init_method=init_method, share_memory=share_memory, reconnect_for=reconnect_for, **options)
+    def __init__(self, backend: str='gloo', sync: bool=True, *, collective: Collective='p2p', store: Any=None, init_method: str | None=None, share_memory: bool=True, reconnect_for: float=60.0, on_sender_close: OnSenderClose='stop', **options: Any) -> None:
+        self._async = aiosync.DistributedWeightSyncScheme(backend, sync, collective=collective, store=store, init_method=init_method, share_memory=share_memory, reconnect_for=reconnect_for, on_sender_close=on_sender_close, **options)
 
     def reconnect(self, *, timeout: float | None=None) -> None:
         """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
@@ -991,8 +1004,8 @@ class NoWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.NoWeightSyncScheme
     _async: aiosync.NoWeightSyncScheme
 
-    def __init__(self, strategy: StrategyName='tensordict', sync: bool=True, *, timeout: float | None=None, cast: torch.dtype | None=None, commit: CommitMode='flip', on_failure: OnFailure='raise', per_worker_weights: bool=False, max_slots: int=3) -> None:
-        self._async = aiosync.NoWeightSyncScheme(strategy, sync, timeout=timeout, cast=cast, commit=commit, on_failure=on_failure, per_worker_weights=per_worker_weights, max_slots=max_slots)
+    def __init__(self, strategy: StrategyName='tensordict', sync: bool=True, *, timeout: float | None=None, cast: torch.dtype | None=None, commit: CommitMode='flip', on_failure: OnFailure='raise', per_worker_weights: bool=False, max_slots: int=3, first_version: int=0, min_workers: int | None=None) -> None:
+        self._async = aiosync.NoWeightSyncScheme(strategy, sync, timeout=timeout, cast=cast, commit=commit, on_failure=on_failure, per_worker_weights=per_worker_weights, max_slots=max_slots, first_version=first_version, min_workers=min_workers)
 
     def init_on_sender(self, *, model_id: str | None=None, **arguments: Any) -> None:
         """Takes anything that another scheme would take."""

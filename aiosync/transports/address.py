@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from aiosync.errors import InvalidArgumentError
 
 __all__ = ["Address", "is_loopback"]
 
-_TCP = re.compile(r"tcp://(\[[^\]/]+\]|[^:/\[\]]+):(\d{1,5})")
+_TCP = re.compile(r"tcp://(\[[^\]/]+\]|[^:/\[\]]+):([0-9]{1,5})")
 _EXPECTED = "expected tcp://host:port (port 0: any free one) or unix:///absolute/path"
 _PATH_LIMIT = 107  # bytes that the kernel takes
 
@@ -39,14 +40,11 @@ class Address:
         if not isinstance(text, str):
             raise InvalidArgumentError(f"address: {_EXPECTED}, got {text!r}")
         found = _TCP.fullmatch(text)
-        if found is not None and int(found[2]) <= 65535:
+        if found is not None and int(found[2]) <= 65535 and _is_host(found[1]):
             return cls(host=found[1].strip("[]"), port=int(found[2]))
         path = text.removeprefix("unix://")
         if path != text and path.startswith("/"):
-            if len(path.encode()) > _PATH_LIMIT:
-                raise InvalidArgumentError(
-                    f"address: a socket's path takes {_PATH_LIMIT} bytes, got {len(path.encode())}: {path!r}"
-                )
+            _check_path(path)
             return cls(path=path)
         raise InvalidArgumentError(f"address: {_EXPECTED}, got {text!r}")
 
@@ -55,6 +53,32 @@ class Address:
             return f"unix://{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.port}"
+
+
+def _check_path(path: str) -> None:
+    try:
+        length = len(os.fsencode(path))
+    except UnicodeEncodeError:
+        length = 0
+    if not length or "\0" in path:
+        raise InvalidArgumentError(f"address: expected the path of a socket, got {path!r}")
+    if length > _PATH_LIMIT:
+        raise InvalidArgumentError(
+            f"address: a socket's path takes {_PATH_LIMIT} bytes, got {length}: {path!r}"
+        )
+
+
+def _is_host(text: str) -> bool:
+    """Whether this can be looked up: a number, or a name that a resolver would take."""
+    if text.startswith("["):
+        try:
+            return ipaddress.ip_address(text.strip("[]").partition("%")[0]).version == 6
+        except ValueError:
+            return False
+    try:
+        return text.isprintable() and " " not in text and bool(text.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def is_loopback(host: str) -> bool:

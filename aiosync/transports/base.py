@@ -12,11 +12,10 @@ from aiosync._deadline import Deadline
 from aiosync.errors import FrameError, ProtocolError, SyncTimeoutError, WorkerLostError
 from aiosync.protocol.events import Greeted, Left, Verified, Welcomed
 from aiosync.protocol.frames import (
-    MAX_FRAME,
-    MAX_GREETING,
     Ack,
     Frame,
     FrameDecoder,
+    Inbound,
     Nack,
     Update,
     encode,
@@ -35,6 +34,11 @@ class Listener(ABC):
     """
 
     patience = 10.0
+
+    @property
+    def full(self) -> bool:
+        """Whether there are more connections that have authenticated than there may be."""
+        return False
 
     @abstractmethod
     async def listen(
@@ -83,6 +87,8 @@ class Transport(ABC):
         same_machine: whether process ids mean the same on both sides.
         maps: whether the receiver can map the sender's memory.
         secret: the token that goes with the peer, where it is found out how to get to it; else None.
+        greeting: when a connection that was accepted has to have authenticated; None: the listener's patience
+            counts from when it is greeted.
 
     It begins in inbox mode, in which frames are awaited one by one (the handshake is written so); with
     :meth:`start` it changes over to delivering them to a sink. Until :meth:`trust` is called no more
@@ -95,13 +101,14 @@ class Transport(ABC):
     maps: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._decoder = FrameDecoder(MAX_GREETING)
+        self._decoder = FrameDecoder()
         self._inbox: deque[Frame] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
         self.peer_name = "a local process"
         self.trouble = ""
         self.secret: bytes | None = None
+        self.greeting: Deadline | None = None
         self._end: str | None = None
         self._breach: ProtocolError | None = None
         self._closed = False
@@ -150,9 +157,9 @@ class Transport(ABC):
         """Whether frames can still be moved, as far as is known without asking the peer."""
         return not self._closed and self._end is None
 
-    def trust(self) -> None:
-        """The peer has authenticated: accept frames of any sensible size."""
-        self._decoder.limit = MAX_FRAME
+    def trust(self, inbound: Inbound) -> None:
+        """The peer has authenticated: accept ``inbound`` from it."""
+        self._decoder.inbound = inbound
 
     def write(self, *frames: Frame) -> None:
         """Send frames without waiting; a connection that turns out to be broken is reported lost."""
@@ -261,13 +268,16 @@ class Transport(ABC):
             SyncTimeoutError: it took too long.
         """
         while True:
-            events = session.receive(await self.receive(deadline))
-            self.flush(session)
+            frame = await self.receive(deadline)
+            try:
+                events = session.receive(frame)
+            finally:
+                self.flush(session)  # a worker that is refused hears why
             for event in events:
                 if isinstance(event, Left):
                     raise WorkerLostError((), event.reason)
                 if isinstance(event, Greeted):
-                    self.trust()
+                    self.trust(session.inbound)
                     return event
 
     async def setup_connection_and_weights_on_receiver(
@@ -292,7 +302,7 @@ class Transport(ABC):
             events = session.receive(frame)
             for event in events:
                 if isinstance(event, Verified):
-                    self.trust()  # before it hears of us: its welcome may be long
+                    self.trust(session.inbound)  # its welcome may be long
             self.flush(session)
             for event in events:
                 if isinstance(event, Welcomed):

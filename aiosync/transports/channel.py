@@ -26,11 +26,13 @@ import struct
 import termios
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
-from aiosync.errors import HandshakeError, ProtocolError
-from aiosync.protocol.frames import Bye, Frame, encode
+from aiosync.errors import HandshakeError, ProtocolError, SenderFullError
+from aiosync.protocol.frames import Bye, Frame, FrameDecoder, Refused, encode, is_frame
 from aiosync.protocol.stream import StreamDecoder
+from aiosync.protocol.text import clean
 from aiosync.transports._offload import LoopThread
 from aiosync.transports.forks import close_in_children
 from aiosync.transports.ioctl import ioctl_int
@@ -66,8 +68,17 @@ _LONGEST_READ = struct.pack("@ll", 0, 50_000)
 _GRACE = 1.0
 """Seconds that the other side has to close after our half-close."""
 
-_MAX_UNREAD = 64
-"""Frames that may wait for the caller's loop before no more are read."""
+_MAX_UNREAD = 1 << 19
+"""Bytes of frames that may wait for the caller's loop before no more are read."""
+
+_FRAME_COST = 1 << 9
+"""Bytes that a frame takes while it waits, besides those of its text."""
+
+_WORDS = 200
+"""Characters of a peer's answer that are quoted."""
+
+_MAX_UNSENT = 16
+"""Frames that may wait for a peer that does not read: more than the protocol ever has under way."""
 
 
 class _State(enum.Enum):
@@ -124,7 +135,9 @@ class Channel:
         self._outbox = Outbox(self._fed, self._post)
         self._armed = False
         self._mute = False
+        self._silent = True
         self._unread = 0
+        self._framed = 0
         self._paused = False
         self._closed: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -149,6 +162,10 @@ class Channel:
                 return
             self._outbox.put(data)
             self._send_or_arm()
+            if self._outbox.length > _MAX_UNSENT:
+                self._mute = True
+                self._forget_unsent()
+                self._thread.call(self._end, f"it does not read: {_MAX_UNSENT} frames wait for it")
 
     def stream(self, body: Body, on_sent: Callable[[], None]) -> None:
         """Send a body; ``on_sent`` is called on the owner's loop when its memory is not needed any more."""
@@ -175,6 +192,15 @@ class Channel:
         closed = self._closed = self._home.create_future()
         if self._thread.call(self._begin_close):
             await closed
+
+    def refuse(self, refused: Refused) -> None:
+        """Send this without waiting, in plain before TLS is agreed on, and end the connection at once."""
+        with self._lock, suppress(OSError):
+            if self._tls is not None and self._state in (_State.NEW, _State.HANDSHAKE):
+                self._sock.send(encode(refused), socket.MSG_DONTWAIT)
+            else:
+                self.write(encode(refused))
+        self.abort()
 
     def abort(self) -> None:
         """End the connection at once, without a word."""
@@ -344,11 +370,29 @@ class Channel:
         # A record that has come in part is in the TLS layer already, and will not come again.
         more = self.decoder.missing > len(self._raw) + 2 * _RECORD
         count = self._sock.recv_into(self._raw, 0, socket.MSG_WAITALL if more else socket.MSG_DONTWAIT)
+        if count and self._silent:
+            self._silent = False
+            if is_frame(self._raw[:count]):
+                self._meet_plain_peer(tls, bytes(self._raw[:count]))
+                return count
         if count:
             with self._lock:
                 tls.feed(self._raw[:count])
             self._unseal(tls)
         return count
+
+    def _meet_plain_peer(self, tls: TLSLayer, data: bytes) -> None:
+        """End a connection whose other side does not speak TLS, after telling it so in frames of its own."""
+        if tls.listens:
+            error = HandshakeError("the worker does not speak TLS: give it tls=")
+            told = encode(Refused(reason="the sender speaks TLS: give this worker tls="))
+            with suppress(OSError):
+                self._sock.send(told, socket.MSG_DONTWAIT)
+        else:
+            error = _plain_answer(data)
+        with self._lock:
+            self._mute = True
+        self._end(str(error), error)
 
     def _unseal(self, tls: TLSLayer) -> None:
         """Make the most of what has come."""
@@ -374,12 +418,14 @@ class Channel:
             self._end(str(exc), exc)
             return
         if frames:
+            cost = self.decoder.framed - self._framed + _FRAME_COST * len(frames)
+            self._framed = self.decoder.framed
             with self._lock:
-                self._unread += len(frames)
+                self._unread += cost
                 if self._unread > _MAX_UNREAD:
                     self._paused = True
                     self._thread.loop.remove_reader(self._fd)
-            self._post(self._deliver, frames)
+            self._post(self._deliver, frames, cost)
 
     def _resume(self) -> None:
         self._paused = False
@@ -460,10 +506,10 @@ class Channel:
         except RuntimeError:
             return  # the loop is closed: nobody is left to tell
 
-    def _deliver(self, frames: list[Frame]) -> None:
+    def _deliver(self, frames: list[Frame], cost: int) -> None:
         self._owner.channel_frames(frames)
         with self._lock:
-            self._unread -= len(frames)
+            self._unread -= cost
             resume = self._paused and self._unread <= _MAX_UNREAD // 2
         if resume:
             self._thread.call(self._resume)
@@ -472,6 +518,18 @@ class Channel:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def _plain_answer(data: bytes) -> HandshakeError:
+    """What it means that a sender answers TLS with a frame."""
+    hint = "the sender does not speak TLS: take tls= away here, or give it to the sender"
+    with suppress(ProtocolError):
+        for frame in FrameDecoder().feed(data):
+            if isinstance(frame, Refused) and frame.retry:
+                return SenderFullError(f"the sender refused the connection: {clean(frame.reason, _WORDS)}")
+            if isinstance(frame, Refused | Bye):
+                return HandshakeError(f"{hint} (it said: {clean(frame.reason, _WORDS)})")
+    return HandshakeError(hint)
 
 
 def _words(exc: Exception) -> str:

@@ -9,14 +9,23 @@ from __future__ import annotations
 import os
 import socket
 import weakref
+from typing import Protocol
 
 __all__ = ["close_in_children"]
 
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+class HasDescriptor(Protocol):
+    """Something with a descriptor."""
+
+    def fileno(self) -> int:
+        """The descriptor; -1 once it is closed."""
 
 
-def close_in_children(sock: socket.socket) -> None:
-    """Close this socket in every process that this one forks, as long as it is open here."""
+_sockets: weakref.WeakSet[socket.socket | HasDescriptor] = weakref.WeakSet()
+
+
+def close_in_children(sock: socket.socket | HasDescriptor) -> None:
+    """Close this socket, or locked file, in every process that this one forks, as long as it is open here."""
     _sockets.add(sock)
 
 

@@ -65,6 +65,11 @@ class Outbox:
         self._starved = False
 
     @property
+    def length(self) -> int:
+        """How many frames and bodies wait behind what is being sent."""
+        return len(self._queue)
+
+    @property
     def ready(self) -> bool:
         """Whether there may be something to send now."""
         return bool(self._pieces) or (bool(self._queue) and not self._starved)

@@ -18,6 +18,7 @@ import msgspec
 
 from aiosync._deadline import Deadline
 from aiosync.errors import ArenaAllocationError, ProtocolError, WorkerLostError
+from aiosync.protocol.frames import Inbound
 from aiosync.transports.address import Address
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.rendezvous import Meeting
@@ -126,9 +127,9 @@ class RankedTransport(DialledTransport):
     def connection(self) -> Any:
         """A connection to the store for whoever blocks in it. Blocking."""
 
-    def trust(self) -> None:
+    def trust(self, inbound: Inbound) -> None:
         """The sender has authenticated: its updates may come, and what they bring comes another way."""
-        super().trust()
+        super().trust(inbound)
         if self._channel is not None:
             self._channel.decoder.bare = True
 

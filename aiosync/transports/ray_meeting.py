@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiosync._deadline import Deadline
+from aiosync.protocol.frames import Inbound
 from aiosync.transports.ranked import Place, RankedListener, RankedTransport
 from aiosync.transports.ray_calls import ray_here
 from aiosync.transports.ray_objects import open_office
@@ -52,12 +53,12 @@ class RayWorkerTransport(RankedTransport):
             self._store = self._known.meeting.connect()
         return self._store.clone()
 
-    def trust(self) -> None:
+    def trust(self, inbound: Inbound) -> None:
         """See :class:`RankedTransport`."""
         if self._carries:
-            DialledTransport.trust(self)
+            DialledTransport.trust(self, inbound)
         else:
-            super().trust()
+            super().trust(inbound)
 
     async def _find(self, deadline: Deadline) -> Place:
         return self._known.place

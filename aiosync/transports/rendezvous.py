@@ -14,6 +14,8 @@ A blocking call keeps its connection to the store busy, so each thread has one o
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import secrets
 import socket
@@ -30,9 +32,12 @@ from aiosync.transports.address import is_loopback
 
 __all__ = ["Meeting", "Reception", "Search", "first_line"]
 
+logger = logging.getLogger("aiosync")
+
 _c10d: Any = dist  # which exports its stores by no name that a type checker knows
 _FOR_EVER = timedelta(days=365)
 _CONNECT = timedelta(seconds=60)
+_BACKLOG = 4096
 
 
 @dataclass(frozen=True)
@@ -93,11 +98,40 @@ class Meeting:
             return self, self.store.clone()
         if self.serves:
             with suppress(RuntimeError):  # somebody else serves it: another group of the same job
-                store = _c10d.TCPStore(
-                    self.host, self.port, is_master=True, wait_for_workers=False, multi_tenant=True
-                )
+                store = self._serve()
                 return Meeting(None, self.host, store.port, serves=False), store
         return self, self.connect()
+
+    def _serve(self) -> Any:
+        """A store that listens at the host's address alone. By itself a TCPStore listens at all addresses of
+        the machine, and answers any client (pytorch issue 173909)."""
+        port, descriptor = self.port, None
+        try:
+            sock = _listening(self.host, port)
+        except OSError as exc:
+            # In use: by a store of this process, which torch then shares, or by another one.
+            if exc.errno != errno.EADDRINUSE:
+                logger.warning(
+                    "the store of this job listens at all addresses of this machine: %s is none of them (%s)",
+                    self.host,
+                    exc.strerror or exc,
+                )
+        else:
+            port, descriptor = sock.getsockname()[1], sock.detach()
+        try:
+            return _c10d.TCPStore(
+                self.host,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=descriptor,
+            )
+        except RuntimeError:
+            if descriptor is not None:
+                with suppress(OSError):
+                    os.close(descriptor)
+            raise
 
     def by_address(self) -> Meeting:
         """The way to a TCPStore that was given."""
@@ -152,6 +186,20 @@ class Meeting:
         if isinstance(store, _c10d.TCPStore):
             host = store.host
         return socket.gethostbyname(host)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket that listens at the first address of ``host``."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def prefixed(store: Any, model_id: str | None, *more: str) -> Any:

@@ -28,6 +28,10 @@ from aiosync.transports.rpc_calls import Call, agent_here, is_member, store_here
 __all__ = ["Known", "RPCListener", "RPCWorkerTransport"]
 
 
+_REMEMBERED = 256
+"""Tickets that were given up and may still be asked for."""
+
+
 def _sender_name(given: str | None) -> str:
     """The name that the sender has in torch RPC: the one that is given, or that of rank 0.
 
@@ -51,6 +55,8 @@ class _Desk:
         self._lock = threading.Lock()
         self._places: dict[str, list[Place]] = {}
         self._asked: dict[str, dict[str, str]] = {}
+        # Tickets that were given up before their question came: torch RPC runs calls in several threads.
+        self._given_up: dict[str, None] = {}
 
     def open(self, names: tuple[str, ...], place: Place) -> None:
         """A sender is here."""
@@ -77,6 +83,9 @@ class _Desk:
         with self._lock:
             if name in self._places:
                 return self._places[name][-1]
+            if ticket in self._given_up:
+                del self._given_up[ticket]
+                return None
             self._asked.setdefault(name, {})[ticket] = worker
             return None
 
@@ -84,7 +93,10 @@ class _Desk:
         """Who asked has given up."""
         with self._lock:
             asked = self._asked.get(name, {})
-            asked.pop(ticket, None)
+            if asked.pop(ticket, None) is None:
+                self._given_up[ticket] = None
+                if len(self._given_up) > _REMEMBERED:
+                    del self._given_up[next(iter(self._given_up))]
             if not asked:
                 self._asked.pop(name, None)
 

@@ -27,6 +27,9 @@ from aiosync.transports.sockets import credentials
 __all__ = ["SharedMemTransport", "UnixListener"]
 
 _BACKLOG = 4096
+_MAX_UNSENT = 16
+"""Writes that may wait for a peer that does not read: more than the protocol ever has under way."""
+
 _GRACE = 1.0
 """Seconds that the peer has, when a connection is closed, to take what was said last."""
 
@@ -65,6 +68,8 @@ class SharedMemTransport(Transport):
         self._stream: asyncio.Transport | None = None
         self._gone: asyncio.Future[None] | None = None
         self._peer_pid = 0
+        # Writes since the kernel last had taken everything.
+        self._unsent = 0
 
     @property
     def peer_pid(self) -> int:
@@ -91,6 +96,12 @@ class SharedMemTransport(Transport):
     def _write(self, data: bytes) -> None:
         if self._stream is None:
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        if self._stream.get_write_buffer_size():
+            self._unsent += 1
+            if self._unsent > _MAX_UNSENT:
+                raise OSError(errno.ENOBUFS, f"it does not read: {_MAX_UNSENT} frames wait for it")
+        else:
+            self._unsent = 0
         self._stream.write(data)
 
     async def _close(self) -> None:

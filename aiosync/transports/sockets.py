@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import struct
 import sys
 from typing import Any
 
-__all__ = ["credentials", "name_of", "tune"]
+__all__ = ["credentials", "name_of", "origin_of", "tune"]
 
 _UNIX_BUFFER = 2 << 20
 
@@ -28,6 +29,21 @@ def name_of(sock: socket.socket) -> str:
     except OSError:
         return "a peer that has gone"
     return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "a local process"
+
+
+def origin_of(sock: socket.socket) -> str:
+    """The machine that a connected socket's peer is on, as one that can have many addresses is told apart: by
+    the first 64 bits of an IPv6 address."""
+    try:
+        peer = sock.getpeername()
+    except OSError:
+        return ""
+    if not isinstance(peer, tuple):
+        return "this machine"
+    host = peer[0].partition("%")[0]
+    if sock.family != socket.AF_INET6 or host.startswith("::ffff:"):
+        return str(host)
+    return str(ipaddress.ip_network((host, 64), strict=False).network_address)
 
 
 def tune(sock: socket.socket) -> None:

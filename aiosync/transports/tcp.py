@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from aiosync._deadline import Deadline, pauses
-from aiosync.errors import ProtocolError, WorkerLostError
-from aiosync.protocol.frames import Frame
+from aiosync.errors import HandshakeError, ProtocolError, WorkerLostError
+from aiosync.protocol.frames import Frame, Inbound
 from aiosync.protocol.stream import BodySink
 from aiosync.transports._offload import LoopThread, abandonable
 from aiosync.transports.address import Address
@@ -66,10 +66,10 @@ class TCPTransport(Transport):
 
     # -- frames and bodies ----------------------------------------------------------------------------
 
-    def trust(self) -> None:
+    def trust(self, inbound: Inbound) -> None:
         """The peer has authenticated."""
         if self._channel is not None:
-            self._channel.decoder.trust()
+            self._channel.decoder.inbound = inbound
 
     def land(self, sink: BodySink) -> None:
         """Put the bodies of updates into ``sink``. To be called before one is fetched."""
@@ -147,10 +147,13 @@ class DialledTransport(TCPTransport):
     Args:
         address: the sender's.
         tls: how to speak TLS; None: not at all.
+        any_user: whether the sender may be another user's process: then a token or a certificate has to say
+            who it is.
     """
 
-    def __init__(self, address: Address, tls: TLSConfig | None = None) -> None:
+    def __init__(self, address: Address, tls: TLSConfig | None = None, *, any_user: bool = False) -> None:
         super().__init__()
+        self._any_user = any_user
         self.peer_name = str(address)
         self._address = address
         self._tls = tls
@@ -163,7 +166,7 @@ class DialledTransport(TCPTransport):
 
         Raises:
             WorkerLostError: there is no such host, or it hung up.
-            HandshakeError: the sender's certificate does not do.
+            HandshakeError: the sender's certificate does not do, or its Unix socket is another user's.
             SyncTimeoutError: nobody listened there, or answered, in time.
         """
         address, tls = self._address, None
@@ -173,6 +176,11 @@ class DialledTransport(TCPTransport):
         try:
             async with asyncio.timeout(deadline.remaining()):
                 sock = await self._dial(deadline)
+                try:
+                    self._check_user(sock)
+                except BaseException:
+                    sock.close()
+                    raise
                 self._thread = LoopThread("aiosync-tcp")
                 self._done = asyncio.get_running_loop().create_future()
                 self._run(self._thread, sock, tls, None)
@@ -191,6 +199,15 @@ class DialledTransport(TCPTransport):
         # Who may list the files that a process has open may most likely open them too.
         may = self._tls is None and os.access(f"/proc/{self.peer_pid}/fd", os.R_OK | os.X_OK)
         return self.peer_pid if may else 0
+
+    def _check_user(self, sock: socket.socket) -> None:
+        """Another user can put a socket at a path that anyone may write to, before the sender does."""
+        _, uid = credentials(sock)
+        if not self._any_user and uid not in (-1, 0, os.geteuid()):
+            raise HandshakeError(
+                f"the process that listens at {self._address} is of user {uid}, this worker of user "
+                f"{os.geteuid()}: give both sides a token=, or take a path that only this user can write to"
+            )
 
     async def _dial(self, deadline: Deadline) -> socket.socket:
         """A connected socket."""

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
 import stat
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, ProtocolError
+from aiosync.protocol.frames import Frame, Inbound, Refused
 from aiosync.transports._offload import LoopThread
 from aiosync.transports.address import Address, is_loopback
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.sockets import name_of, tune
+from aiosync.transports.forks import close_in_children
+from aiosync.transports.log_limit import LogLimit
+from aiosync.transports.path_lock import PathLock
+from aiosync.transports.sockets import name_of, origin_of, tune
 from aiosync.transports.tcp import TCPTransport
 from aiosync.transports.tls import TLSConfig, TLSLayer
 
@@ -24,8 +30,11 @@ __all__ = ["TCPListener"]
 logger = logging.getLogger("aiosync")
 
 _BACKLOG = 1024
-_MAX_UNKNOWN = 64
-"""Connections that have not authenticated yet, at most; others wait in the kernel's queue."""
+_MAX_STRANGERS = 256
+"""Connections that have not authenticated, at most. A further one takes the place of the oldest."""
+
+_AT_ONCE = 16
+"""Connections that are accepted in one turn of the event loop; what they say is read in between."""
 
 _BREATH = 1.0
 """Seconds until the next attempt where no connection could be accepted."""
@@ -37,11 +46,18 @@ class AcceptedTransport(TCPTransport):
     Args:
         listener: told what becomes of it.
         peer_name: where the worker is.
+        origin: the machine that it comes from.
+
+    Attributes:
+        silent: whether nothing has come from it yet.
     """
 
-    def __init__(self, listener: TCPListener, peer_name: str) -> None:
+    def __init__(self, listener: TCPListener, peer_name: str, origin: str) -> None:
         super().__init__()
         self.peer_name = peer_name
+        self.origin = origin
+        self.silent = True
+        self.greeting = Deadline.after(listener.patience)
         self._listener = listener
 
     async def open(self, deadline: Deadline) -> None:
@@ -52,9 +68,21 @@ class AcceptedTransport(TCPTransport):
         """Have ``thread`` take over ``sock``."""
         self._run(thread, sock, tls, self._listener.patience)
 
-    def trust(self) -> None:
+    def channel_frames(self, frames: list[Frame]) -> None:
+        """See :class:`Owner`."""
+        self.silent = False
+        super().channel_frames(frames)
+
+    def make_way(self) -> None:
+        """Have this connection, which has not authenticated, give its place to another."""
+        reason = "more connections are being made than the sender can greet"
+        self._lost(reason)
+        if self._channel is not None:
+            self._channel.refuse(Refused(reason=reason, retry=True))
+
+    def trust(self, inbound: Inbound) -> None:
         """The peer has authenticated."""
-        super().trust()
+        super().trust(inbound)
         self._listener.trusted(self)
 
     def _opened(self) -> None:
@@ -70,7 +98,7 @@ class TCPListener(Listener):
     Args:
         address: where to listen; port 0 takes a free one.
         tls: how to speak TLS.
-        max_connections: how many there may be at a time.
+        max_connections: how many that have authenticated there may be at a time.
 
     Attributes:
         address: the real address.
@@ -83,14 +111,22 @@ class TCPListener(Listener):
         self, address: Address, tls: TLSConfig | None = None, *, max_connections: int = 1024
     ) -> None:
         self._context = tls.for_sender() if tls is not None else None
-        self._socket, self.address = _bind(address)
-        self._max = max_connections
-        self._inode = _inode(address.path)
         self._owner = os.getpid()
+        self._lock = _lock(address)
+        try:
+            self._socket, self.address = _bind(address)
+        except BaseException:
+            self._unlock()
+            raise
+        self._max = max_connections
+        close_in_children(self._socket)
+        self._inode = _inode(address.path)
         self._thread: LoopThread | None = None
         self._accepting = False
+        self._log = LogLimit(logger)
         self._alive: set[AcceptedTransport] = set()
-        self._unknown: set[AcceptedTransport] = set()
+        # Those that have not authenticated, the oldest first.
+        self._strangers: dict[AcceptedTransport, None] = {}
         self._shaking: set[AcceptedTransport] = set()
         self._home: asyncio.AbstractEventLoop | None = None
         self._on_connection: Callable[[Transport], None] | None = None
@@ -110,27 +146,41 @@ class TCPListener(Listener):
         self._resume()
 
     def _accept(self) -> None:
-        for _ in range(_MAX_UNKNOWN):  # in one turn of the caller's loop
-            if len(self._unknown) >= _MAX_UNKNOWN:
-                self._pause()
-                return
+        for _ in range(_AT_ONCE):
             try:
                 sock, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as exc:  # no descriptors left, most likely
-                logger.warning("a connection could not be accepted: %s", exc.strerror or exc)
+                if exc.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
+                    self._expel_one()
+                    return  # its descriptor is free when its thread has closed it
+                self._log.warning("a connection could not be accepted: %s", exc.strerror or exc)
                 self._pause()
                 assert self._home is not None
                 self._home.call_later(_BREATH, self._resume)
                 return
-            if len(self._alive) < self._max:
-                self._adopt(sock)
-            else:
-                sock.close()
-                logger.warning(
-                    "a connection was refused: there are max_connections=%d already", len(self._alive)
-                )
+            self._adopt(sock)
+            if len(self._strangers) > _MAX_STRANGERS:
+                self._expel_one()
+
+    def _expel_one(self) -> None:
+        """End one of the connections that have not authenticated: of the machine that has the most of them,
+        the oldest that has said nothing, or the oldest."""
+        counts = Counter(stranger.origin for stranger in self._strangers)
+        origin, _ = counts.most_common(1)[0]
+        theirs = [stranger for stranger in self._strangers if stranger.origin == origin]
+        victim = next((stranger for stranger in theirs if stranger.silent), theirs[0])
+        self._log.warning(
+            "a connection from %s was closed before it had authenticated: there are too many", origin
+        )
+        del self._strangers[victim]
+        victim.make_way()
+
+    @property
+    def full(self) -> bool:
+        """See :class:`Listener`."""
+        return len(self._alive) - len(self._strangers) > self._max
 
     def _pause(self) -> None:
         """Leave who comes now to the kernel, which has them wait."""
@@ -143,19 +193,14 @@ class TCPListener(Listener):
             self._accepting = True
             self._home.add_reader(self._socket.fileno(), self._accept)
 
-    def _is_known(self, transport: AcceptedTransport) -> None:
-        self._unknown.discard(transport)
-        if len(self._unknown) < _MAX_UNKNOWN:
-            self._resume()
-
     def _adopt(self, sock: socket.socket) -> None:
         assert self._thread is not None and self._home is not None
         sock.setblocking(False)
         tune(sock)
         tls = TLSLayer(self._context) if self._context is not None else None
-        transport = AcceptedTransport(self, name_of(sock))
+        transport = AcceptedTransport(self, name_of(sock), origin_of(sock))
         self._alive.add(transport)
-        self._unknown.add(transport)
+        self._strangers[transport] = None
         self._shaking.add(transport)
         transport.adopt(self._thread, sock, tls)
 
@@ -166,8 +211,8 @@ class TCPListener(Listener):
             self._on_connection(transport)
 
     def trusted(self, transport: AcceptedTransport) -> None:
-        """It is one of ours."""
-        self._is_known(transport)
+        """It has authenticated."""
+        self._strangers.pop(transport, None)
 
     def ended(self, transport: AcceptedTransport, error: ProtocolError | None) -> None:
         """It is no more."""
@@ -175,21 +220,28 @@ class TCPListener(Listener):
             self._on_connection(transport)  # whoever greets it finds out, and says so
         self._shaking.discard(transport)
         self._alive.discard(transport)
-        self._is_known(transport)
+        self._strangers.pop(transport, None)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def forget(self) -> None:
         """In a forked child: let go of the parent's socket without ending it."""
         self._socket.close()
+        self._unlock()
 
     def stop(self) -> None:
         """Let nobody in any more."""
         self._pause()
+        self._log.flush()
         self._on_connection = None
         self._socket.close()
         path, self._inode = self.address.path, (self._inode if os.getpid() == self._owner else None)
         if path and self._inode is not None and _inode(path) == self._inode:
             os.unlink(path)
         self._inode = None
+        self._unlock()
 
     def close(self) -> None:
         """Let go of everything; idempotent."""
@@ -200,6 +252,19 @@ class TCPListener(Listener):
                 transport.abort()
             self._alive.clear()
             thread.close()
+
+
+def _lock(address: Address) -> PathLock | None:
+    """The right to listen at a Unix socket's path; None for TCP."""
+    if not address.path:
+        return None
+    try:
+        return PathLock(address.path)
+    except BlockingIOError:
+        reason = "another sender listens there"
+    except OSError as exc:
+        reason = exc.strerror or str(exc)
+    raise InvalidArgumentError(f"address: cannot listen at {address}: {reason}")
 
 
 def _bind(address: Address) -> tuple[socket.socket, Address]:

@@ -100,9 +100,13 @@ class TLSLayer:
     Args:
         context: of :class:`TLSConfig`.
         server_hostname: the name that the other side must prove to have; None on the listening side.
+
+    Attributes:
+        listens: whether this is the listening side.
     """
 
     def __init__(self, context: ssl.SSLContext, server_hostname: str | None = None) -> None:
+        self.listens = server_hostname is None
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(
             self._incoming,

@@ -18,6 +18,7 @@ from aiosync.protocol.events import (
     Greeted,
     Left,
     Rejected,
+    SenderEvent,
     StageDone,
     UpdateArrived,
     Welcomed,
@@ -35,14 +36,21 @@ def _nack(version: int) -> f.Nack:
     return f.Nack(round=-1, version=version, kind="apply", error_type="OSError", message="no")
 
 
+def greet(sender: SenderSession, receiver: ReceiverSession) -> list[SenderEvent]:
+    """Take both through the handshake, up to the welcome; what the sender's side heard."""
+    events: list[SenderEvent] = []
+    for _ in range(3):
+        for frame in receiver.frames_to_send():
+            events += sender.receive(frame)
+        for answer in sender.frames_to_send():
+            receiver.receive(answer)
+    return events
+
+
 def joined(*, eager: bool = False) -> tuple[SenderSession, ReceiverSession]:
     """A pair that has been through the handshake; version 0 is in service."""
     sender, receiver = SenderSession(TOKEN, 1), ReceiverSession(TOKEN, 0, pid=2)
-    for _ in range(2):
-        for frame in receiver.frames_to_send():
-            sender.receive(frame)
-        for answer in sender.frames_to_send():
-            receiver.receive(answer)
+    greet(sender, receiver)
     welcome = f.Welcome(layout={}, version=0, worker=0, instance="i", eager=eager)
     sender.welcome(welcome)
     sender.publish(0)
@@ -186,24 +194,44 @@ TestExchange = Exchange.TestCase
 def test_neither_side_takes_a_stranger() -> None:
     receiver = ReceiverSession(b"other", 0)
     sender = SenderSession(TOKEN)
-    (hello,) = receiver.frames_to_send()
-    sender.receive(hello)
-    (challenge,) = sender.frames_to_send()
     with pytest.raises(HandshakeError, match="token"):
-        receiver.receive(challenge)
+        greet(sender, receiver)
+    (refused,) = sender.frames_to_send()
+    with pytest.raises(HandshakeError, match="token"):
+        receiver.receive(refused)
     assert receiver.state is ReceiverState.CLOSED
+
+
+def test_an_impostor_of_the_sender_is_found_out() -> None:
+    receiver = ReceiverSession(TOKEN, 0)
+    receiver.frames_to_send()
+    assert receiver.receive(f.Challenge(nonce=b"n" * 16)) == []
     with pytest.raises(HandshakeError, match="token"):
-        sender.receive(f.Proof(proof=b"p" * 32))
+        receiver.receive(f.Accepted(proof=b"p" * 32, pid=0))
+    assert receiver.state is ReceiverState.CLOSED
+
+
+def test_a_stranger_is_told_nothing_that_a_token_can_be_tried_on() -> None:
+    """The sender's first word depends on nothing but chance."""
+    senders = [SenderSession(token) for token in (TOKEN, TOKEN, b"other")]
+    for sender in senders:
+        sender._nonce = b"n" * 16
+        sender.receive(f.Hello(protocol=f.PROTOCOL_VERSION, worker=0, pid=0, nonce=b"m" * 16))
+    said = [sender.frames_to_send() for sender in senders]
+    assert said == [[f.Challenge(nonce=b"n" * 16)]] * 3
+
+
+def test_only_who_holds_a_ticket_can_claim_it() -> None:
+    for mine, claimed in [(b"t" * 16, True), (b"u" * 16, False), (b"", False)]:
+        sender, receiver = SenderSession(TOKEN), ReceiverSession(TOKEN, 0, ticket=mine)
+        greet(sender, receiver)
+        assert sender.claims(b"t" * 16) is claimed
+        assert not sender.claims(b"")
 
 
 def test_a_worker_that_is_turned_away_hears_why() -> None:
     sender, receiver = SenderSession(TOKEN), ReceiverSession(TOKEN, 7)
-    (hello,) = receiver.frames_to_send()
-    sender.receive(hello)
-    (challenge,) = sender.frames_to_send()
-    receiver.receive(challenge)
-    (proof,) = receiver.frames_to_send()
-    (event,) = sender.receive(proof)
+    (event,) = greet(sender, receiver)
     assert isinstance(event, Greeted)
     assert event.hello.worker == 7
     sender.refuse("there is no worker 7")
@@ -242,6 +270,45 @@ def test_an_answer_to_another_round(round_: int) -> None:
     for frame in (f.Ack(round=round_, version=5, seconds={}), f.Staged(round=round_, copied=True)):
         with pytest.raises(ProtocolError):
             sender.receive(frame)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        f.Ack(round=5, version=6, seconds={}),
+        f.Ack(round=5, version=2**61, seconds={}),
+        f.Ack(round=5, version=-1, seconds={}),
+        f.Ack(round=5, version=5, seconds={"stage": float("nan")}),
+        f.Ack(round=5, version=5, seconds={"stage": float("inf")}),
+        f.Ack(round=5, version=5, seconds={"stage": -1.0}),
+        f.Ack(round=5, version=5, seconds={"x" * 200: 1.0}),
+        f.Nack(round=5, version=6, kind="apply", error_type="E", message=""),
+        f.Nack(round=5, version=4, kind="below", error_type="E", message=""),
+    ],
+    ids=repr,
+)
+def test_what_no_worker_can_answer_is_not_believed(answer: f.Frame) -> None:
+    sender, receiver = joined()
+    sender.publish(1)
+    receiver.wanting = True
+    (notify,) = sender.frames_to_send()
+    receiver.receive(notify)
+    (fetch,) = receiver.frames_to_send()
+    sender.receive(fetch)
+    sender.offer(_update(5))
+    with pytest.raises(ProtocolError):
+        sender.receive(answer)
+    assert sender.acked_version == 0
+
+
+def test_text_from_a_peer_can_be_printed() -> None:
+    sender, receiver = joined()
+    (left,) = sender.receive(f.Bye(reason="gone\n2026 CRITICAL root: \x1b[31mowned" + "y" * 9000))
+    assert isinstance(left, Left)
+    assert left.reason.isprintable() and len(left.reason) < 1100
+    (left,) = receiver.receive(f.Bye(reason="\r\x00\u202e"))  # type: ignore[assignment]
+    assert isinstance(left, Left)
+    assert left.reason == r"\r\x00\u202e"
 
 
 def test_an_eager_worker_asks_in_advance() -> None:
@@ -303,11 +370,7 @@ def test_who_does_not_want_the_next_only_answers() -> None:
 
 def test_a_layout_that_does_not_do_is_declined() -> None:
     sender, receiver = SenderSession(TOKEN), ReceiverSession(TOKEN, 0)
-    for _ in range(2):
-        for frame in receiver.frames_to_send():
-            sender.receive(frame)
-        for answer in sender.frames_to_send():
-            receiver.receive(answer)
+    greet(sender, receiver)
     sender.welcome(f.Welcome(layout={}, version=0, worker=0, instance="i"))
     sender.publish(0)
     for frame in sender.frames_to_send():

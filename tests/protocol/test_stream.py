@@ -13,7 +13,7 @@ from aiosync.errors import AiosyncError, FrameError, ProtocolError
 from aiosync.protocol import frames as f
 from aiosync.protocol.session import ReceiverSession, SenderSession
 from aiosync.protocol.stream import BLOCK, StreamDecoder, block_count
-from tests.protocol.test_frames import frame
+from tests.protocol.test_frames import ANY, frame
 
 FUZZ = int(os.environ.get("AIOSYNC_FUZZ", "500"))
 """Examples for each property; `AIOSYNC_FUZZ=50000` is a night's work."""
@@ -81,8 +81,7 @@ def _feed(decoder: StreamDecoder, stream: bytes, steps: list[int]) -> list[f.Fra
 @given(blocks, cuts)
 def test_a_body_cut_anywhere(sent: list[bytes], steps: list[int]) -> None:
     sink = Sink([len(block) for block in sent])
-    decoder = StreamDecoder()
-    decoder.trust()
+    decoder = StreamDecoder(ANY)
     decoder.sink = sink
     stream = f.encode(f.Notify(round=1)) + _body(sent) + f.encode(f.Bye(reason="done"))
     got = _feed(decoder, stream, steps)
@@ -99,8 +98,7 @@ def test_a_damaged_stream_never_breaks_the_rules(
     for _ in range(drawn.draw(st.integers(1, 4))):
         stream[drawn.draw(st.integers(0, len(stream) - 1))] ^= 1 << drawn.draw(st.integers(0, 7))
     sink = Sink([len(block) for block in sent])
-    decoder = StreamDecoder()
-    decoder.trust()
+    decoder = StreamDecoder(ANY)
     decoder.sink = sink
     try:
         _feed(decoder, bytes(stream), steps)
@@ -123,8 +121,7 @@ def test_noise_is_refused_and_takes_no_memory(noise: list[bytes]) -> None:
 
 
 def test_a_length_that_is_only_announced_takes_no_memory() -> None:
-    decoder = StreamDecoder()
-    decoder.trust()
+    decoder = StreamDecoder(ANY)
     head = bytearray(f.encode(f.Fetch())[: f.HEADER_SIZE])
     head[4:8] = (200 << 20).to_bytes(4, "big")
     decoder.feed(bytes(head) + bytes(100_000))
@@ -136,8 +133,7 @@ def test_frames_between_two_chunks_come_behind_the_update() -> None:
     stream = _body(sent)
     second = stream.index(b"a" * 10) + 10
     between = f.encode(f.Notify(round=7)) + f.encode(f.Abort(joint="j"))
-    decoder = StreamDecoder()
-    decoder.trust()
+    decoder = StreamDecoder(ANY)
     decoder.sink = Sink([10, 10])
     got = decoder.feed(stream[:second] + between + stream[second:])
     assert [type(one) for one in got] == [f.Update, f.Notify, f.Abort]
@@ -147,8 +143,7 @@ def test_an_update_that_is_taken_back() -> None:
     stream = _body([b"a" * 10, b"b" * 10])
     first = stream.index(b"a" * 10) + 10
     sink = Sink([10, 10])
-    decoder = StreamDecoder()
-    decoder.trust()
+    decoder = StreamDecoder(ANY)
     decoder.sink = sink
     notify = f.encode(f.Notify(round=1))
     assert decoder.feed(stream[:first] + notify + f.encode(f.Cut())) == [f.Cut(), f.Notify(round=1)]
@@ -172,16 +167,14 @@ def test_an_update_that_is_taken_back() -> None:
     ids=["a chunk", "an end", "a cut", "two updates", "empty", "too large", "no such block", "chatter"],
 )
 def test_frames_out_of_place(frames: list[f.Frame]) -> None:
-    decoder = StreamDecoder()
-    decoder.trust()
+    decoder = StreamDecoder(ANY)
     decoder.sink = Sink([10])
     with pytest.raises(ProtocolError):
         decoder.feed(b"".join(map(f.encode, frames)))
 
 
 def test_nobody_is_sent_weights_who_did_not_ask() -> None:
-    decoder = StreamDecoder()
-    decoder.trust()
+    decoder = StreamDecoder(ANY)
     with pytest.raises(ProtocolError, match="may not come here"):
         decoder.feed(_body([b"a"]))
 

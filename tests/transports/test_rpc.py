@@ -429,6 +429,14 @@ async def test_nobody_has_that_name() -> None:
         await worker.close()
 
 
+def test_a_question_that_comes_after_it_was_given_up() -> None:
+    desk = rpc_meeting._Desk()
+    desk.forget("model policy", "ticket")
+    assert desk.ask("model policy", "ticket", "worker") is None
+    assert not desk._asked
+    assert not desk._given_up
+
+
 async def test_two_senders_of_one_model() -> None:
     async with here():
         schemes = [RPCWeightSyncScheme(timeout=PATIENCE) for _ in range(2)]

@@ -98,7 +98,7 @@ async def test_a_proof_that_was_overheard(caplog: pytest.LogCaptureFixture) -> N
             assert isinstance(challenge, f.Challenge)
             if not proof:
                 proof = _proof(scheme._token, b"worker", hello.nonce, challenge.nonce)
-            writer.write(f.encode(f.Proof(proof=proof)))
+            writer.write(f.encode(f.Proof(proof=proof)) + f.encode(f.Join()))
             if attempt == 0:
                 await eventually(lambda: len(scheme.workers) == 2, "the first time it is good")
             else:
@@ -116,11 +116,21 @@ async def test_a_proof_that_was_overheard(caplog: pytest.LogCaptureFixture) -> N
         (f.encode(_hello())[:2] + b"\x00" + f.encode(_hello())[3:], "protocol version"),
         (f.encode(f.Refused(reason="x" * 9000)), "over the limit"),
         (b"GET / HTTP/1.1\r\nHost: trainer\r\n\r\n", "expected a frame"),
-        (f.encode(f.Fetch()), "may come"),
-        (f.encode(f.Chunk(block=0, size=1 << 30, checksum=0)) + bytes(100), "may not come"),
+        (f.encode(f.Fetch()), "cannot be read"),
+        (f.encode(f.Chunk(block=0, size=1 << 30, checksum=0)) + bytes(100), "cannot be read"),
+        (f.encode(f.Join()), "may come"),
         (f.encode(_hello())[:-1] + b"\xff", "corrupted"),
     ],
-    ids=["an older protocol", "another version", "too large", "a browser", "too early", "a chunk", "damaged"],
+    ids=[
+        "an older protocol",
+        "another version",
+        "too large",
+        "a browser",
+        "a fetch",
+        "a chunk",
+        "too early",
+        "damaged",
+    ],
 )
 async def test_what_is_no_greeting(sent: bytes, word: str, caplog: pytest.LogCaptureFixture) -> None:
     model = Uniform()
@@ -157,13 +167,18 @@ async def test_only_so_many_strangers_at_a_time() -> None:
     async with sender_of(model) as scheme:
         worker = make_worker(scheme.address)
         await join(scheme, worker)
-        silent = [await _dial(scheme) for _ in range(100)]
+        silent = [await _dial(scheme) for _ in range(400)]
         listener: Any = scheme.shared_transport
-        await eventually(lambda: len(listener._unknown) == 64, "as many as are let in")
-        assert len(listener._alive) <= 65
+        oldest, _ = silent[0]
+        decoder, seen = f.FrameDecoder(), list[f.Frame]()
+        while not seen:
+            seen += decoder.feed(await within(oldest.read(4096)))
+        assert isinstance(seen[0], f.Refused) and seen[0].retry
+        await eventually(lambda: len(listener._alive) <= 258, "as many as are let in")
+        assert len(listener._strangers) <= 257
         for _, writer in silent:
             writer.close()
-        await eventually(lambda: not listener._unknown, "they are gone")
+        await eventually(lambda: not listener._strangers, "they are gone")
         await _still_updating(scheme, model, worker)
 
 
@@ -196,7 +211,7 @@ async def test_garbage_beside_good_workers(count: int, caplog: pytest.LogCapture
             if number == count // 2:
                 first, _ = tracemalloc.get_traced_memory()
         listener: Any = scheme.shared_transport
-        await eventually(lambda: not listener._unknown, "all of them have been sent away")
+        await eventually(lambda: not listener._strangers, "all of them have been sent away")
         last, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert last - first < 2_000_000
@@ -244,9 +259,23 @@ async def test_plain_words_to_a_tls_port(caplog: pytest.LogCaptureFixture) -> No
     await asyncio.sleep(0)
     plain = TCPWeightSyncScheme(scheme.address, timeout=10 * BRIEF)
     plain.init_on_receiver(model_id="policy", model=Uniform())
-    with pytest.raises(WorkerLostError):
+    with pytest.raises(HandshakeError, match="give this worker tls="):
         await plain.connect()
     await _refused(caplog, "TLS")
+    connecting.cancel()
+    await scheme.aclose()
+
+
+async def test_tls_to_a_plain_port(caplog: pytest.LogCaptureFixture) -> None:
+    scheme = TCPWeightSyncScheme(timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=Uniform())
+    connecting = asyncio.create_task(scheme.connect())
+    await asyncio.sleep(0)
+    secret = TCPWeightSyncScheme(scheme.address, tls=certificates().config, timeout=PATIENCE)
+    secret.init_on_receiver(model_id="policy", model=Uniform())
+    with pytest.raises(HandshakeError, match="the sender does not speak TLS: take tls= away"):
+        await secret.connect()
+    await _refused(caplog, "that is TLS")
     connecting.cancel()
     await scheme.aclose()
 

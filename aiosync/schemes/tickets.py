@@ -1,0 +1,54 @@
+"""Which worker an index belongs to: each has a secret ticket from its welcome."""
+
+from __future__ import annotations
+
+import os
+import time
+
+__all__ = ["Tickets"]
+
+_SIZE = 16
+
+_RESERVED = 2.0
+"""Seconds for which an index is kept for a worker whose connection broke."""
+
+
+class Tickets:
+    """The tickets of the workers that are connected, or whose connection broke a moment ago.
+
+    A peer that knows the scheme's token but not the ticket cannot take such an index.
+    """
+
+    def __init__(self) -> None:
+        self._tickets: dict[int, bytes] = {}
+        # Those whose connection broke -> until when their index is reserved, in monotonic seconds.
+        self._until: dict[int, float] = {}
+
+    def issue(self, worker: int) -> bytes:
+        """A new ticket for the worker that has this index from now on."""
+        self._until.pop(worker, None)
+        ticket = self._tickets[worker] = os.urandom(_SIZE)
+        return ticket
+
+    def leave(self, worker: int, *, reserve: bool) -> None:
+        """The worker's connection has ended; ``reserve``: it may come back."""
+        if reserve:
+            self._until[worker] = time.monotonic() + _RESERVED
+        else:
+            self._tickets.pop(worker, None)
+
+    def holder(self, worker: int) -> bytes | None:
+        """The ticket that is needed to take this index; None: it is free."""
+        self._expire()
+        return self._tickets.get(worker)
+
+    def taken(self) -> set[int]:
+        """The indices that need a ticket."""
+        self._expire()
+        return set(self._tickets)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for worker in [worker for worker, until in self._until.items() if until <= now]:
+            del self._until[worker]
+            self._tickets.pop(worker, None)
