@@ -45,6 +45,9 @@ __all__ = ["WeightReceiver"]
 _ATTEMPT = 1.0
 """Seconds that an attempt to connect again has at least."""
 
+_LONGEST_ATTEMPT = 15.0
+"""Seconds that it has at most: one that meets a dead end is not the last."""
+
 
 class WeightReceiver:
     """The live receiving endpoint. Made by a scheme; see :class:`~aiosync.WeightSyncScheme` for its use.
@@ -204,7 +207,8 @@ class WeightReceiver:
         for pause in pauses(deadline):
             await asyncio.sleep(pause)
             try:
-                await self._meet_again(Deadline.after(max(_ATTEMPT, deadline.remaining())))
+                seconds = max(_ATTEMPT, min(_LONGEST_ATTEMPT, deadline.remaining()))
+                await self._meet_again(Deadline.after(seconds))
             except SenderFullError as exc:
                 last = f"; tried to connect again for {self._reconnect_for:g} s: {exc}"
             except (HandshakeError, LayoutMismatchError) as exc:

@@ -294,7 +294,9 @@ class RelayIntake(Intake):
         self.version, self.weights = held.update.version, held.staged.views if held.staged else {}
         self._landing.committed(None)
         round_ = prepared.round
-        await round_.wait(prepared.deadline)
+        while await round_.wait(prepared.deadline):
+            if self.roster.away is None or not await self.roster.away.one_returns(prepared.deadline):
+                break
         failure = first_failure(round_.reports.values(), prepared.deadline)
         silent = sorted(round_.pending)
         self._prepared = None

@@ -39,6 +39,10 @@ Deliver: TypeAlias = Callable[[Transport, WeightGroup], Delivery]
 """Says how a group's versions get over a connection."""
 
 
+_MOMENT = 2.0
+"""Seconds that a worker whose connection broke has to come back before its absence is told to the trainer."""
+
+
 class AwayWorkers:
     """Workers that have lost their relay without a goodbye, and may still act on what they have.
 
@@ -48,21 +52,38 @@ class AwayWorkers:
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._until: dict[int, float] = {}
+        # Worker -> when its connection broke, in monotonic seconds.
+        self._since: dict[int, float] = {}
+        self._returned = asyncio.Event()
 
     def leaves(self, worker: int) -> None:
         """The connection of this worker broke."""
-        self._until[worker] = time.monotonic() + self._patience
+        self._since[worker] = time.monotonic()
 
     def returns(self, worker: int) -> bool:
         """The worker that had this index is here again; whether it was away."""
-        return self._until.pop(worker, None) is not None
+        self._returned.set()
+        return self._since.pop(worker, None) is not None
 
     def now(self) -> list[int]:
         """The indices of those that are away."""
         now = time.monotonic()
-        self._until = {worker: until for worker, until in self._until.items() if until > now}
-        return sorted(self._until)
+        self._since = {w: since for w, since in self._since.items() if since + self._patience > now}
+        return sorted(self._since)
+
+    async def one_returns(self, deadline: Deadline) -> bool:
+        """Wait for a worker that left a moment ago to come back, as most do. Returns whether one has."""
+        left = [self._since[worker] + _MOMENT - time.monotonic() for worker in self.now()]
+        seconds = min(max(left, default=0.0), deadline.remaining())
+        if seconds <= 0:
+            return False
+        self._returned.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._returned.wait()
+        except TimeoutError:
+            return False
+        return True
 
 
 class Roster:
@@ -461,6 +482,7 @@ class Roster:
             self.reception.note(link.transport, str(error))
         link.rejected(nack)
         self.stats.failures += 1
+        self._joined.set()  # a relay that has the version may say so
         report = WorkerReport(worker, "failed", link.session.acked_version, error=error)
         waiting = [r for r in self.rounds if worker in r.pending and nack.version >= r.wanted[worker]]
         for round_ in waiting:

@@ -16,7 +16,7 @@ from aiosync.schemes.ray import DataPlane, TensorTransport
 from aiosync.schemes.receiver import WeightReceiver
 from aiosync.schemes.report import SendReport, WorkerState
 from aiosync.schemes.sender import WeightSender
-from aiosync.schemes.spec import OnFailure, StrategyName
+from aiosync.schemes.spec import OnFailure, OnSenderClose, StrategyName
 from aiosync.schemes.stats import EventHook, SchemeStats
 from aiosync.sync._portal import portal
 from aiosync.sync._twin import BlockingTwin

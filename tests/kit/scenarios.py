@@ -14,12 +14,12 @@ from torch import nn
 from aiosync import WorkerLostError
 from aiosync.transports.shared_memory import SharedMemTransport
 from tests.kit.child import Child
-from tests.kit.models import Norm, Other, Uniform, value_of
+from tests.kit.models import Norm, Other, Uniform, fill, value_of
 
 __all__ = [
     "aclose", "block", "connect", "count_resources", "cut", "dirty_exit", "fork_a_sleeper", "pin", "read",
     "read_pinned",
-    "report", "serve", "stats", "unserve", "wait_closed",
+    "report", "serve", "stats", "train", "unserve", "wait_closed",
 ]  # fmt: skip
 
 
@@ -53,6 +53,17 @@ async def connect(
         **child.arguments,
     )
     await child.scheme.connect()
+    return child.scheme.version
+
+
+async def train(child: Child, values: list[float]) -> int:
+    """Be the trainer: publish a version with each of these values; returns the last version."""
+    model = child.model = Uniform(values[0])
+    child.scheme.init_on_sender(model_id="policy", model=model)
+    await child.scheme.connect()
+    for value in values[1:]:
+        fill(model, value)
+        await child.scheme.send()
     return child.scheme.version
 
 

@@ -86,8 +86,12 @@ async def test_nothing_is_kept_of_workers_that_have_left(
         async def come_and_go(first: int) -> None:
             for number in range(first, first + 20):
                 peer = await RawWorker.join(scheme, number)
-                texts = {"message": "m" * 8000, "traceback": "t" * 32_000}
-                peer.say(f.Nack(round=-1, version=0, kind="apply", error_type="E", **texts))
+                message, trace = "m" * 8000, "t" * 32_000
+                peer.say(
+                    f.Nack(
+                        round=-1, version=0, kind="apply", error_type="E", message=message, traceback=trace
+                    )
+                )
                 await asyncio.sleep(0.01)
                 await peer.close()
             await eventually(lambda: len(scheme.workers) == 1, "they have left")

@@ -236,3 +236,53 @@ async def test_a_relay_needs_the_token() -> None:
             await relay.connect()
         await relay.aclose()
         await worker.close()
+
+
+# -- rings and workers that are away ------------------------------------------------------------------
+
+
+async def test_relays_that_would_form_a_ring() -> None:
+    """The trainer dies, and a relay that follows its relays takes its place."""
+    model = Uniform()
+    async with sender_of(model) as scheme, relay_below(scheme.address) as first:
+        await connect(scheme, first)
+        async with relay_below(first.address) as second:
+            await second.connect()
+            worker = make_worker(second.address)
+            await serve(worker)
+            address = scheme.address
+            for transport in scheme.sender_transports.values():
+                transport.abort()  # type: ignore[attr-defined]
+            await within(scheme.aclose())
+            async with relay_below(second.address, address) as third:
+                await third.connect()
+                await eventually(lambda: first.ended is not None, "the ring is found out")
+                assert "follows this relay" in str(first.ended)
+                assert value_of(worker.model) == 0
+            await worker.close()
+
+
+async def test_a_relay_answers_for_a_worker_that_is_away() -> None:
+    model = Uniform()
+    async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
+        await connect(scheme, relay)
+        async with ChaosProxy(relay.address) as proxy:
+            worker = make_worker(proxy.address)
+            await serve(worker)
+            fill(model, 1)
+            assert (await scheme.send()).ok
+            proxy.hold.clear()
+            proxy.cut()
+            await eventually(lambda: not relay.workers, "the relay has noticed")
+            fill(model, 2)
+            with pytest.raises(RemoteApplyError, match=r"workers \[0\] have lost this relay"):
+                await scheme.send()
+            assert value_of(worker.model) == 1
+            proxy.release()
+            await eventually(lambda: value_of(worker.model) == 2, "it is back")
+            fill(model, 3)
+            assert (await scheme.send()).ok
+            assert value_of(worker.model) == 3
+            await worker.close()
+        fill(model, 4)
+        assert (await scheme.send()).ok  # it has said goodbye

@@ -1,0 +1,196 @@
+"""Trainers that are started again under their workers: the newest version is everywhere, and no version goes
+back without a word."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from aiosync import InvalidArgumentError, SyncEvent, TCPWeightSyncScheme, WorkerLostError
+from tests.kit import scenarios
+from tests.kit.clock import BRIEF, PATIENCE, eventually, within
+from tests.kit.local import LocalWorker
+from tests.kit.models import Uniform, fill, value_of
+from tests.kit.processes import Worker
+
+TOKEN = "a token of the tests"
+FORGETFUL = 5
+"""Each so many-th trainer begins to count at 0 again."""
+
+
+def _address(kind: str, folder: Path) -> str:
+    if kind == "unix":
+        return f"unix://{folder}/socket"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+class Follower(LocalWorker):
+    """A worker that follows one trainer after another, and remembers what its endpoint has said."""
+
+    def __init__(self, address: str, index: int, **options: Any) -> None:
+        given = {"on_sender_close": "wait", "reconnect_for": PATIENCE, "timeout": PATIENCE, **options}
+        super().__init__(TCPWeightSyncScheme(address, token=TOKEN, **given), index, Uniform(-1.0), {})
+        self.init()
+        self.events: list[SyncEvent] = []
+        self.scheme.on_event(self.events.append)
+
+    def check(self) -> None:
+        """A version goes back only where an event has said so, with both numbers."""
+        newest = -1
+        for event in self.events:
+            if event.kind == "followed":
+                assert event.previous == newest
+                assert event.message == f"followed another sender: {event.previous} → {event.version}"
+                newest = -1
+            elif event.kind == "committed":
+                assert event.version > newest
+                newest = event.version
+
+
+def _cycles(kind: str) -> int:
+    """Fifty each: over TCP with asyncio's loop, over Unix sockets with uvloop's."""
+    on_uvloop = isinstance(asyncio.get_running_loop(), uvloop.Loop)
+    return 50 if on_uvloop == (kind == "unix") else 5
+
+
+@pytest.mark.parametrize("end", ["closed", "killed"])
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+async def test_one_trainer_after_another(
+    kind: str, end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    address, version = _address(kind, tmp_path), -1
+    workers = [Follower(address, index) for index in range(2)]
+    for cycle in range(_cycles(kind)):
+        first = 0 if cycle % FORGETFUL == FORGETFUL - 1 else version + 1
+        scheme = TCPWeightSyncScheme(
+            address, token=TOKEN, timeout=PATIENCE, first_version=first, min_workers=2
+        )
+        trainer = Worker(scheme, 0)
+        training = trainer.begin(scenarios.train, values=[10.0 * cycle, 10.0 * cycle + 1, 10.0 * cycle + 2])
+        if cycle == 0:
+            for worker in workers:
+                await worker.connect()
+                await worker.serve()
+        before, version = version, await within(training)
+        assert version == first + 2
+        for worker in workers:
+            assert worker.scheme.version == version
+            assert value_of(worker.model) == 10 * cycle + 2
+            assert worker.scheme.ended is None
+        if first == 0 and before > 0:
+            said = f"followed another sender: {before} → "
+            assert any(r.levelno == logging.WARNING and said in r.getMessage() for r in caplog.records)
+        caplog.clear()
+        if end == "killed":
+            trainer.kill()
+            await trainer.ended()
+        await trainer.close()
+    for worker in workers:
+        worker.check()
+        await worker.close()
+
+
+async def test_a_trainer_closes_and_comes_back_at_once(tmp_path: Path) -> None:
+    """In one process, without a pause: fifty times."""
+    address, version = _address("unix", tmp_path), -1
+    workers = [Follower(address, index) for index in range(2)]
+    for cycle in range(50):
+        model = Uniform(float(cycle))
+        scheme = TCPWeightSyncScheme(
+            address, token=TOKEN, timeout=PATIENCE, first_version=version + 1, min_workers=2
+        )
+        scheme.init_on_sender(model_id="policy", model=model)
+        connecting = asyncio.create_task(scheme.connect())
+        if cycle == 0:
+            for worker in workers:
+                await worker.connect()
+                await worker.serve()
+        await within(connecting)
+        fill(model, cycle + 0.5)
+        version = (await within(scheme.send())).version
+        assert [value_of(worker.model) for worker in workers] == [cycle + 0.5] * 2
+        assert [worker.scheme.version for worker in workers] == [version] * 2
+        await within(scheme.aclose())
+    assert version == 99
+    for worker in workers:
+        worker.check()
+        await worker.close()
+
+
+async def test_by_default_a_worker_stops_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    scheme = TCPWeightSyncScheme(token=TOKEN, timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=Uniform(3.0))
+    connecting = asyncio.create_task(scheme.connect())
+    worker = Follower(scheme.address, 0, on_sender_close="stop")
+    await worker.connect()
+    await worker.serve()
+    await within(connecting)
+    await within(scheme.aclose())
+    await within(worker.scheme.wait_closed())
+    assert any(
+        r.levelno == logging.WARNING and re.search("closed.*version 0 stays in service", r.getMessage())
+        for r in caplog.records
+    )
+    await worker.rest()
+    assert worker.lost is None
+    assert value_of(worker.model) == 3
+    await worker.close()
+
+
+async def test_no_trainer_comes_back() -> None:
+    scheme = TCPWeightSyncScheme(token=TOKEN, timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=Uniform(3.0))
+    connecting = asyncio.create_task(scheme.connect())
+    worker = Follower(scheme.address, 0, reconnect_for=BRIEF)
+    await worker.connect()
+    await worker.serve()
+    await within(connecting)
+    await within(scheme.aclose())
+    await within(worker.scheme.wait_closed())
+    await eventually(lambda: worker.lost is not None, "the body of receiving() is cancelled")
+    assert isinstance(worker.lost, WorkerLostError)
+    assert "tried to connect again" in str(worker.lost)
+    assert value_of(worker.model) == 3
+    await worker.close()
+
+
+async def test_a_sender_starts_without_workers() -> None:
+    scheme = TCPWeightSyncScheme(token=TOKEN, timeout=PATIENCE, min_workers=0, first_version=7)
+    model = Uniform()
+    scheme.init_on_sender(model_id="policy", model=model)
+    async with scheme:
+        assert scheme.version == 7
+        fill(model, 1)
+        assert (await scheme.send()).version == 8
+        late = Follower(scheme.address, 0)
+        await late.connect()
+        assert late.scheme.version == 8
+        assert value_of(late.model) == 1
+        await late.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"first_version": -1},
+        {"first_version": 1.5},
+        {"first_version": True},
+        {"min_workers": -1},
+        {"min_workers": "2"},
+        {"on_sender_close": "go on"},
+        {"on_sender_close": "wait", "reconnect_for": 0},
+    ],
+    ids=str,
+)
+def test_options_that_are_wrong(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(options))):
+        TCPWeightSyncScheme("tcp://127.0.0.1:0", **options)
