@@ -83,7 +83,7 @@ class SchemeEndpoints(SchemeRecipe):
                 partial(self.create_transport, worker_idx=asked),
                 self._token,
                 reconnect_for=self._reconnect_for,
-                waits=self._on_sender_close == "wait",
+                on_sender_close=self._on_sender_close,
                 events=self._events,
             )
         return self._receiver

@@ -11,6 +11,7 @@ The loop takes a held update through three steps, and a cancellation leaves behi
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
@@ -34,6 +35,7 @@ from aiosync.schemes.intake import Held, Intake, Overtaken
 from aiosync.schemes.joint import give_up
 from aiosync.schemes.landing import BaseLostError
 from aiosync.schemes.refusal import nack_of
+from aiosync.schemes.spec import OnSenderClose
 from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, logger
 from aiosync.schemes.uplink import Uplink
 from aiosync.transports._offload import uninterrupted
@@ -59,7 +61,8 @@ class WeightReceiver:
         make_transport: makes a way to the sender, not open yet.
         token: the secret that the sender must know.
         reconnect_for: seconds for which to try, when the connection is lost, to make another.
-        waits: whether to look for a sender, as when the connection is lost, after one has closed in order.
+        on_sender_close: ``"wait"``: look for a sender, as when the connection is lost, after one has closed in
+            order. ``"stop"``: say that nothing more will come. None: the same, but nobody could expect more.
 
     Attributes:
         home: the event loop that this lives on.
@@ -76,7 +79,7 @@ class WeightReceiver:
         token: bytes,
         *,
         reconnect_for: float = 0.0,
-        waits: bool = False,
+        on_sender_close: OnSenderClose | None = None,
         events: EventSource,
     ) -> None:
         self.model_id = model_id
@@ -86,7 +89,7 @@ class WeightReceiver:
         self.lost = False
         self._events = events
         self._reconnect_for = reconnect_for
-        self._waits = waits
+        self._on_sender_close = on_sender_close
         self._link = Uplink(make_transport, token, model_id, worker_idx)
         self._held: Held | None = None
         self._returned = 0  # how many updates there were when receive() last returned
@@ -296,11 +299,12 @@ class WeightReceiver:
         self._lose("its process has ended")
 
     def _sender_closed(self, reason: str) -> None:
-        if self._waits:
+        if self._on_sender_close == "wait":
             self._lose(reason)
             return
         if self._looping and self.ended is None:
-            logger.warning(
+            logger.log(
+                logging.WARNING if self._on_sender_close == "stop" else logging.INFO,
                 "the sender of worker %d has closed (%s): version %d stays in service",
                 self.worker_idx,
                 reason,

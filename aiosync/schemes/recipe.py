@@ -52,7 +52,8 @@ class SchemeRecipe(ABC):
     _elastic: ClassVar[bool] = False
     _streams: Streams = ""
     _reconnect_for: float = 0.0
-    _on_sender_close: OnSenderClose = "stop"
+    # None: there is no address at which another sender could be found.
+    _on_sender_close: OnSenderClose | None = None
     _first_worker: int = 0
 
     def __init__(

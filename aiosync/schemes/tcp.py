@@ -116,7 +116,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         if not isinstance(insecure, bool):
             raise InvalidArgumentError(f"insecure: expected True or False, got {insecure!r}")
         self._reconnect_for = reconnect_for
-        self._on_sender_close = on_sender_close
+        self._on_sender_close: OnSenderClose = on_sender_close
         self._insecure = insecure
         self._max_connections = max_connections
         check_available()
@@ -145,7 +145,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
             lambda: self.create_transport(worker_idx=-1),
             self._token,
             reconnect_for=self._reconnect_for,
-            waits=self._on_sender_close == "wait",
+            on_sender_close=self._on_sender_close,
             events=self._events,
         )
 
