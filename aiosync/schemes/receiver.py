@@ -61,8 +61,8 @@ class WeightReceiver:
         make_transport: makes a way to the sender, not open yet.
         token: the secret that the sender must know.
         reconnect_for: seconds for which to try, when the connection is lost, to make another.
-        on_sender_close: ``"wait"``: look for a sender, as when the connection is lost, after one has closed in
-            order. ``"stop"``: say that nothing more will come. None: the same, but nobody could expect more.
+        on_sender_close: ``"wait"``: when the sender closes in order, look for one as when the connection is
+            lost. ``"stop"``: end, with a WARNING. None: end.
 
     Attributes:
         home: the event loop that this lives on.
