@@ -52,7 +52,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The tests, without the soak, in two processes: `-- -n 0` for one."""
     install(session, "test")
-    python(session, "-m", "pytest", "-n", "2", "--dist", "loadgroup", *session.posargs)
+    python(session, "-m", "pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
 
 
 @nox.session

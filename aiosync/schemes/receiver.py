@@ -163,7 +163,7 @@ class WeightReceiver:
         """
         for pause in pauses(deadline):
             try:
-                welcome, _ = await self._link.meet(deadline)
+                welcome = await self._link.meet(deadline)
             except SenderFullError as exc:
                 trouble = str(exc)
             else:
@@ -176,6 +176,7 @@ class WeightReceiver:
     async def _settle_in(self, welcome: Welcome) -> None:
         link = self._link
         self.intake.follow(welcome.via)
+        link.adopt(welcome)
         try:
             self.intake.open(welcome.layout, welcome.device)
         except (LayoutMismatchError, ProtocolError, TypeError) as exc:
@@ -239,7 +240,7 @@ class WeightReceiver:
 
     async def _settle_in_again(self, deadline: Deadline) -> None:
         link = self._link
-        welcome, another = await link.meet(deadline)
+        welcome = await link.meet(deadline)
         self.intake.worker = welcome.worker
         self.intake.follow(welcome.via)
         try:
@@ -248,7 +249,7 @@ class WeightReceiver:
             link.session.declined(nack_of(welcome.version, exc))
             raise
         # Versions are one sender's own: another at the same address begins anew, and is the one to follow.
-        if another:
+        if link.adopt(welcome):
             self._follow_another(welcome.version)
         await self.intake.prepare(link.transport)
         self._say_what_is_here()
@@ -573,7 +574,7 @@ class WeightReceiver:
         link.session.applied(self.intake.version, held.seconds, wanting=wanting)
         link.transport.flush(link.session)
         self._committed.set()
-        if self._events.hooks:
+        if held.committed and self._events.hooks:
             self._emit("committed", seconds=held.seconds)
 
     def _refuse(self, error: Exception) -> None:

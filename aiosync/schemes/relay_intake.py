@@ -21,11 +21,12 @@ from aiosync.schemes.cascade import Follower
 from aiosync.schemes.group import Draft, Published, WeightGroup
 from aiosync.schemes.intake import Held, Intake
 from aiosync.schemes.landing import Landing
+from aiosync.schemes.link import LATE_AFTER
 from aiosync.schemes.plan import CPU
 from aiosync.schemes.publisher import Prepared, Publisher
 from aiosync.schemes.refusal import BelowError
 from aiosync.schemes.roster import AwayWorkers, Roster
-from aiosync.schemes.rounds import JointRound, first_failure
+from aiosync.schemes.rounds import JointRound, Round, first_failure
 from aiosync.schemes.stats import SchemeStats
 from aiosync.schemes.tcp import TCPWeightSyncScheme
 from aiosync.transports._offload import Offloader
@@ -184,6 +185,9 @@ class RelayIntake(Intake):
             stats=SchemeStats(),
         )
         self._id = self.roster.via[-1]
+        # What commit() waits for, and since when.
+        self._round: Round | None = None
+        self._since = 0.0
         self.roster.away = AwayWorkers(scheme._reconnect_for)
         self._publisher: Publisher | None = None
 
@@ -240,6 +244,7 @@ class RelayIntake(Intake):
         """The first bytes of an update are about to come: tell the workers."""
         draft, publisher, group = self._draft, self._publisher, self._group
         assert draft is not None and publisher is not None and group is not None
+        self._settle()  # the one before, which came whole just when the link broke
         self._draft = None
         draft.begun, draft.copying = True, arriving
         if update.names is not None and update.base == self.version:
@@ -250,6 +255,17 @@ class RelayIntake(Intake):
         self._prepared = Prepared([draft], set(self.roster.workers), mark, deadline)
         publisher.version = update.version - 1
         publisher.announce(self._prepared, fallback=True)
+
+    def forget(self) -> None:
+        """See :meth:`Intake.forget`: this version was here before, and has been sent again."""
+        super().forget()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Nobody waits for the workers' answers any more: what the version replaced can be written again."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and self._publisher is not None:
+            self._publisher.settle(prepared)
 
     def aborted(self) -> None:
         """What was arriving will not come whole."""
@@ -293,14 +309,15 @@ class RelayIntake(Intake):
             raise NotConnectedError("this relay was closed, or lost the update, before its workers had it")
         self.version, self.weights = held.update.version, held.staged.views if held.staged else {}
         self._landing.committed(None)
-        round_ = prepared.round
+        round_ = self._round = prepared.round
+        self._since = self._home.time()
         while await round_.wait(prepared.deadline):
             if self.roster.away is None or not await self.roster.away.one_returns(prepared.deadline):
                 break
         failure = first_failure(round_.reports.values(), prepared.deadline)
         silent = sorted(round_.pending)
-        self._prepared = None
-        publisher.settle(prepared)
+        self._round = None
+        self._settle()
         words = [str(failure)] if failure is not None else []
         if failure is None and silent:
             words.append(f"workers {silent} did not answer")
@@ -310,6 +327,13 @@ class RelayIntake(Intake):
         if words:
             raise BelowError(f"below this relay: {'; '.join(words)}")
         held.committed = True
+
+    def overtake(self) -> None:
+        """The sender has a newer version: workers that do not answer hold the others up no longer than they
+        would at the sender itself."""
+        super().overtake()
+        if self._round is not None:
+            self._home.call_at(self._since + LATE_AFTER, self._round.give_up)
 
     def follow(self, via: Sequence[str]) -> None:
         """See :meth:`Intake.follow`.

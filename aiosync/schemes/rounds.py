@@ -91,6 +91,11 @@ class Round:
             if self._waiter is not None and not self._waiter.done() and not self.pending:
                 self._waiter.set_result(None)
 
+    def give_up(self) -> None:
+        """End a :meth:`wait` for those that are pending."""
+        if self._waiter is not None:
+            _give_up(self._waiter)
+
     async def wait(self, deadline: Deadline) -> bool:
         """Wait until all have answered, or the deadline; returns whether they have."""
         if not self.pending:

@@ -62,16 +62,20 @@ class Uplink:
             ticket=self._ticket,
         )
 
-    async def meet(self, deadline: Deadline) -> tuple[Welcome, bool]:
-        """Connect, and hear what there is; also whether it is another sender than before."""
+    async def meet(self, deadline: Deadline) -> Welcome:
+        """Connect, and hear what there is. :meth:`adopt` it when it is followed."""
         self.transport = await self.transport.reach(deadline)
         if self.transport.secret is not None:
             self._token = self.transport.secret
             self.session = self._new_session()
         welcomed = await self.transport.setup_connection_and_weights_on_receiver(self.session, deadline)
-        welcome, before = welcomed.welcome, self.instance
+        return welcomed.welcome
+
+    def adopt(self, welcome: Welcome) -> bool:
+        """This sender is the one to follow from now on; returns whether it is another than before."""
+        before = self.instance
         self.worker, self.instance, self._ticket = welcome.worker, welcome.instance, welcome.ticket
-        return welcome, before not in ("", welcome.instance)
+        return before not in ("", welcome.instance)
 
     def start(self, sink: Sink, on_sender_end: Callable[[], None]) -> None:
         """Let updates in."""

@@ -37,10 +37,9 @@ _IN_THE_SOAK = {
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The first scheme on one loop; the rest in the soak: what they do with a loop is the same, and modules
-    have tests of their own. All of them run in one process, which starts Ray once."""
+    have tests of their own."""
     ours = (item for item in items if item.path.parent.name == "ray" and isinstance(item, pytest.Function))
     for item in ours:
-        item.add_marker(pytest.mark.xdist_group("ray"))
         late = item.originalname in _IN_THE_SOAK
         if item.path.stem == "test_conformance":
             late = late or "uvloop" in item.name or "ray-modules" in item.name

@@ -15,6 +15,7 @@ from aiosync import HandshakeError, RemoteApplyError, TCPWeightSyncScheme, Weigh
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.proxy import ChaosProxy
+from tests.kit.raw_peer import RawWorker
 from tests.transports.test_tcp import TOKEN, break_off, join, make_worker, sender_of
 
 LARGE = 1 << 19  # four tensors of 2 MiB: the update is longer than what sockets take at once
@@ -286,3 +287,36 @@ async def test_a_relay_answers_for_a_worker_that_is_away() -> None:
             await worker.close()
         fill(model, 4)
         assert (await scheme.send()).ok  # it has said goodbye
+
+
+async def test_a_worker_that_says_nothing_does_not_keep_newer_versions_from_the_others() -> None:
+    model = Uniform()
+    async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
+        await connect(scheme, relay)
+        worker = make_worker(relay.address)
+        await serve(worker)
+        silent = await RawWorker.join(relay._downstream)
+        await silent.hear()
+        for version in range(1, 4):
+            fill(model, version)
+            await scheme.send(wait=False)
+        await eventually(lambda: value_of(worker.model) == 3, "the newest", PATIENCE / 2)
+        await silent.close()
+        await worker.close()
+
+
+async def test_a_link_that_breaks_when_an_update_is_whole_costs_no_slot() -> None:
+    """The same version comes again and again; a worker that joins then is served all the same."""
+    model = Uniform()
+    async with sender_of(model) as scheme, ChaosProxy(scheme.address) as proxy:
+        async with relay_below(proxy.address) as relay:
+            await connect(scheme, relay)
+            for _ in range(8):
+                links = proxy.accepted
+                proxy.cut()
+                await eventually(lambda: proxy.accepted > links, "it connects again")  # noqa: B023
+                await eventually(lambda: set(scheme.worker_versions.values()) == {0}, "it has answered")
+                late = make_worker(relay.address)
+                await late.connect()
+                assert value_of(late.model) == 0
+                await late.close()
