@@ -106,6 +106,9 @@ def relay(
     codec: Annotated[Literal["full", "zstd", "delta"], typer.Option(help="From here on.")] = "full",
     timeout: Annotated[float, typer.Option(help="Seconds that one step may take.")] = 120.0,
     reconnect_for: Annotated[float, typer.Option(help="Seconds to look for a lost trainer.")] = 60.0,
+    on_sender_close: Annotated[
+        Literal["stop", "wait"], typer.Option(help="When the trainer closes: stop, or wait for the next one.")
+    ] = "stop",
     insecure: Annotated[bool, typer.Option("--insecure", help="Let everybody in.")] = False,
 ) -> None:
     """Hand a trainer's updates on to workers here, as they arrive, until the trainer closes."""
@@ -124,7 +127,9 @@ def relay(
         wants_tls = any((certfile, keyfile, cafile))
         tls = aiosync.TLSConfig(certfile, keyfile, cafile) if wants_tls else None
         common: dict[str, Any] = {"token": token, "tls": tls, "timeout": timeout}
-        above = aiosync.TCPWeightSyncScheme(upstream, reconnect_for=reconnect_for, **common)
+        above = aiosync.TCPWeightSyncScheme(
+            upstream, reconnect_for=reconnect_for, on_sender_close=on_sender_close, **common
+        )
         below = aiosync.TCPWeightSyncScheme(listen, codec=codec, insecure=insecure, **common)
         async with aiosync.WeightRelay(above, below, model_id=model_id) as node:
             typer.echo(f"workers may connect to {node.address}")

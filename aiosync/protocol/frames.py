@@ -41,6 +41,7 @@ import msgspec
 from msgspec import Meta
 
 from aiosync.errors import FrameError
+from aiosync.protocol.text import clean
 
 __all__ = [
     "FROM_SENDER",
@@ -100,6 +101,9 @@ _Names: TypeAlias = Annotated[list[_Name], Meta(max_length=MAX_NAMES)]
 _Index: TypeAlias = Annotated[int, Meta(ge=-1, lt=2**31)]
 _Count: TypeAlias = Annotated[int, Meta(ge=-1, lt=2**62)]
 NackKind: TypeAlias = Literal["layout", "apply", "joint", "below"]
+
+_QUOTED = 300
+"""Characters of a peer's text that an error quotes."""
 
 _LONG = 16 * 1024
 """Bytes from which a body is compressed."""
@@ -395,7 +399,8 @@ def decode(header: Header, body: bytes, inbound: Inbound) -> Frame:
         frame: Frame = inbound.decoder.decode(body)
         return frame
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise FrameError(f"a frame's body cannot be read: {exc}") from exc
+        # The text quotes the peer.
+        raise FrameError(f"a frame's body cannot be read: {clean(str(exc), _QUOTED)}") from exc
 
 
 def read_header(buffer: bytes | bytearray | memoryview, offset: int, limit: int) -> Header:

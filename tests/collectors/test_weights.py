@@ -35,7 +35,7 @@ BOTH = pytest.mark.parametrize("sync", [True, False])
 SCHEMES: dict[str, Callable[[], WeightSyncScheme]] = {
     "shared": lambda: SharedMemWeightSyncScheme(timeout=PATIENCE),
     "process": lambda: MultiProcessWeightSyncScheme(timeout=PATIENCE),
-    "tcp": lambda: TCPWeightSyncScheme("tcp://127.0.0.1:0", token="a" * 32, timeout=PATIENCE),
+    "tcp": lambda: TCPWeightSyncScheme("tcp://127.0.0.1:0", token="a token of the tests", timeout=PATIENCE),
 }
 
 

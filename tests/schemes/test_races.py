@@ -302,6 +302,7 @@ async def test_no_memory_for_a_slot_in_the_background(monkeypatch: pytest.Monkey
                 await cluster.scheme.wait_ack(timeout=3 * BRIEF)
         _wake(hung)
         await eventually(lambda: well.scheme.version == hung.scheme.version == 5, "both have the newest")
+        await well.close()
         again = cluster.add(1)
         await again.connect()
         assert value_of(again.model) == 5

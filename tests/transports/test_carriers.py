@@ -43,6 +43,11 @@ class Lane:
         return await within(self.accepted.get())
 
 
+def _word(number: int) -> f.Frame:
+    """One of the frames that may come before anybody has authenticated."""
+    return f.Bye(reason=str(number))
+
+
 @asynccontextmanager
 async def _queues() -> AsyncIterator[Lane]:
     listener = QueueListener([0], multiprocessing.get_context("spawn"))
@@ -77,49 +82,49 @@ async def test_a_connection_begins_with_its_first_message(lane: Any) -> None:
     async with lane() as end:
         worker = await end.dial()
         assert end.accepted.empty()
-        worker.write(f.Notify(round=1))
+        worker.write(_word(1))
         sender = await end.accept()
-        assert await sender.receive(_soon()) == f.Notify(round=1)
-        sender.write(f.Fetch(), f.Notify(round=2))
-        assert await worker.receive(_soon()) == f.Fetch()
-        assert await worker.receive(_soon()) == f.Notify(round=2)
+        assert await sender.receive(_soon()) == _word(1)
+        sender.write(f.Join(), _word(2))
+        assert await worker.receive(_soon()) == f.Join()
+        assert await worker.receive(_soon()) == _word(2)
 
 
 async def test_a_new_connection_ends_the_one_before(lane: Any) -> None:
     async with lane() as end:
         first = await end.dial()
-        first.write(f.Notify(round=1))
+        first.write(_word(1))
         old = await end.accept()
-        old.write(f.Notify(round=11))  # nobody reads this: it is in the way of the next connection
+        old.write(_word(11))  # nobody reads this: it is in the way of the next connection
         await first.aclose()
         second = await end.dial()
-        second.write(f.Notify(round=2))
+        second.write(_word(2))
         new = await end.accept()
-        assert await old.receive(_soon()) == f.Notify(round=1)
+        assert await old.receive(_soon()) == _word(1)
         with pytest.raises(WorkerLostError, match="new connection"):
             await old.receive(_soon())
-        assert await new.receive(_soon()) == f.Notify(round=2)
-        new.write(f.Notify(round=22))
-        assert await second.receive(_soon()) == f.Notify(round=22)
-        old.write(f.Notify(round=33))  # says nothing: it is over
-        new.write(f.Notify(round=44))
-        assert await second.receive(_soon()) == f.Notify(round=44)
+        assert await new.receive(_soon()) == _word(2)
+        new.write(_word(22))
+        assert await second.receive(_soon()) == _word(22)
+        old.write(_word(33))  # says nothing: it is over
+        new.write(_word(44))
+        assert await second.receive(_soon()) == _word(44)
         await second.aclose()
 
 
 async def test_what_is_late_from_a_closed_connection_opens_none(lane: Any) -> None:
     async with lane() as end:
         worker = await end.dial()
-        worker.write(f.Notify(round=1))
+        worker.write(_word(1))
         sender = await end.accept()
         await sender.aclose()
-        worker.write(f.Notify(round=2))
+        worker.write(_word(2))
         await worker.aclose()
         again = await end.dial()
-        again.write(f.Notify(round=3))
+        again.write(_word(3))
         newer = await end.accept()
         assert newer is not sender
-        assert await newer.receive(_soon()) == f.Notify(round=3)
+        assert await newer.receive(_soon()) == _word(3)
         assert end.accepted.empty()
         await again.aclose()
 
@@ -127,15 +132,15 @@ async def test_what_is_late_from_a_closed_connection_opens_none(lane: Any) -> No
 async def test_nobody_is_let_in_after_stop(lane: Any) -> None:
     async with lane() as end:
         worker = await end.dial()
-        worker.write(f.Notify(round=1))
+        worker.write(_word(1))
         sender = await end.accept()
         end.listener.stop()
-        worker.write(f.Notify(round=2))
-        assert await sender.receive(_soon()) == f.Notify(round=1)
-        assert await sender.receive(_soon()) == f.Notify(round=2)
+        worker.write(_word(2))
+        assert await sender.receive(_soon()) == _word(1)
+        assert await sender.receive(_soon()) == _word(2)
         await worker.aclose()
         again = await end.dial()
-        again.write(f.Notify(round=3))
+        again.write(_word(3))
         with pytest.raises(TimeoutError):
             await within(end.accepted.get(), BRIEF)
         await again.aclose()
@@ -144,7 +149,7 @@ async def test_nobody_is_let_in_after_stop(lane: Any) -> None:
 async def test_a_peer_that_does_not_read_is_not_waited_for(lane: Any) -> None:
     async with lane() as end:
         worker = await end.dial()
-        worker.write(f.Notify(round=1))
+        worker.write(_word(1))
         sender = await end.accept()
         await worker.aclose()  # reads no more
         frame = f.Refused(reason="x" * 10_000)
@@ -163,10 +168,10 @@ async def test_other_messages_on_a_pipe_are_handed_over_in_order() -> None:
         worker = await end.dial()
         for number in range(5):
             theirs.send({"number": number, "padding": "x" * 8_000})
-            worker.write(f.Notify(round=number))
+            worker.write(_word(number))
         sender = await end.accept()
         for number in range(5):
-            assert await sender.receive(_soon()) == f.Notify(round=number)
+            assert await sender.receive(_soon()) == _word(number)
         await eventually(lambda: len(end.other) == 5, "all are handed over")
         assert [message["number"] for _, message in end.other] == list(range(5))
         await worker.aclose()
@@ -228,11 +233,11 @@ async def test_a_one_way_pipe_is_refused(one_way: Connection[Any, Any]) -> None:
 async def test_a_pipe_whose_other_end_closes() -> None:
     async with _pipes() as end:
         worker = await end.dial()
-        worker.write(f.Notify(round=1))
+        worker.write(_word(1))
         sender = await end.accept()
         await worker.aclose()
         end.carrier._connection.close()
-        assert await sender.receive(_soon()) == f.Notify(round=1)
+        assert await sender.receive(_soon()) == _word(1)
         with pytest.raises(WorkerLostError, match="closed"):
             await sender.receive(_soon())
 
@@ -242,7 +247,7 @@ async def test_queues_are_replaced_only_if_a_lock_was_left_taken() -> None:
         listener = end.listener
         assert isinstance(listener, QueueListener)
         worker = await end.dial()
-        worker.write(f.Notify(round=1))
+        worker.write(_word(1))
         sender = await end.accept()
         await worker.aclose()
         before = listener.pairs[0]
@@ -254,8 +259,8 @@ async def test_queues_are_replaced_only_if_a_lock_was_left_taken() -> None:
         assert after is not before
         again = MPTransport(QueueCarrier(after, after.to_worker, after.to_sender))
         await again.open(_soon())
-        again.write(f.Notify(round=2))
-        assert await (await end.accept()).receive(_soon()) == f.Notify(round=2)
+        again.write(_word(2))
+        assert await (await end.accept()).receive(_soon()) == _word(2)
         await again.aclose()
 
 

@@ -345,11 +345,10 @@ def test_a_killed_senders_path_is_free_while_its_children_live(tmp_path: Path) -
     if sender == 0:
         scheme = TCPWeightSyncScheme(f"unix://{path}")
         scheme.init_on_sender(model_id="policy", model=Uniform())
-        child = os.fork()
-        if child == 0:
+        if os.fork() == 0:
+            os.write(write, os.getpid().to_bytes(4, "big"))  # it has let go of what is its parent's
             time.sleep(60)
             os._exit(0)
-        os.write(write, child.to_bytes(4, "big"))
         os._exit(0)  # without a goodbye
     os.waitpid(sender, 0)
     child = int.from_bytes(os.read(read, 4), "big")
