@@ -452,6 +452,9 @@ class Intake:
         if self.arrival is not None:
             self.arrival.forget()
 
+    def disconnected(self) -> None:
+        """The connection to the sender broke."""
+
     def overtake(self) -> None:
         """There is something newer: what waits for readers, or for its part in a joint update, is not to be
         committed any more. It would only keep the sender's memory from being used again."""

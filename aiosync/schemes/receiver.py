@@ -320,6 +320,7 @@ class WeightReceiver:
         elif self.ended is None and not self._link.down:
             self._link.down = reason
             self._give_up_joint(reason)
+            self.intake.disconnected()
             self._changed.set()
             logger.warning(
                 "worker %d has lost the sender (%s); it goes on with version %d and tries to connect again",

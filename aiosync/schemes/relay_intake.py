@@ -332,6 +332,14 @@ class RelayIntake(Intake):
         """The sender has a newer version: workers that do not answer hold the others up no longer than they
         would at the sender itself."""
         super().overtake()
+        self._hurry()
+
+    def disconnected(self) -> None:
+        """See :meth:`Intake.disconnected`: workers that do not answer do not keep the relay from connecting
+        again."""
+        self._hurry()
+
+    def _hurry(self) -> None:
         if self._round is not None:
             self._home.call_at(self._since + LATE_AFTER, self._round.give_up)
 

@@ -320,3 +320,24 @@ async def test_a_link_that_breaks_when_an_update_is_whole_costs_no_slot() -> Non
                 await late.connect()
                 assert value_of(late.model) == 0
                 await late.close()
+
+
+async def test_a_worker_that_says_nothing_does_not_keep_the_relay_from_coming_back() -> None:
+    model = Uniform()
+    async with sender_of(model) as scheme, ChaosProxy(scheme.address) as proxy:
+        async with relay_below(proxy.address) as relay:
+            await connect(scheme, relay)
+            worker = make_worker(relay.address)
+            await serve(worker)
+            silent = await RawWorker.join(relay._downstream)
+            await silent.hear()
+            fill(model, 1)
+            await scheme.send(wait=False)
+            await eventually(lambda: value_of(worker.model) == 1, "the relay waits for the silent one")
+            proxy.cut()
+            await eventually(lambda: not scheme.workers, "the trainer has noticed")
+            fill(model, 2)
+            await scheme.send(wait=False)
+            await eventually(lambda: value_of(worker.model) == 2, "the newest", PATIENCE / 2)
+            await silent.close()
+            await worker.close()
