@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.events import Fetched, SenderEvent
-from aiosync.protocol.frames import Bye, Frame, Nack, Update, Welcome
+from aiosync.protocol.frames import Bye, Frame, Joint, Nack, Update, Welcome
 from aiosync.protocol.session import SenderSession, SenderState
 from aiosync.schemes.delivery import Delivery
 from aiosync.schemes.group import Published, WeightGroup
@@ -162,6 +162,11 @@ class WorkerLink:
     def _process_ended(self) -> None:
         self.died = True
         self.connection_lost(f"its process {self.pid} has ended")
+
+    def holds_part_of(self, joint: Joint) -> bool:
+        """Whether it has been offered a part of this update, and has not answered."""
+        part = self._leased.joint if self._leased is not None else None
+        return part is not None and part.mark.id == joint.id
 
     # -- what the sender tells it ------------------------------------------------------------------
 

@@ -92,6 +92,8 @@ class WeightReceiver:
         self._on_sender_close = on_sender_close
         self._link = Uplink(make_transport, token, model_id, worker_idx)
         self._held: Held | None = None
+        self._served = -1  # the version of this sender's that was committed last
+        self._search: Deadline | None = None  # until when another connection is looked for
         self._returned = 0  # how many updates there were when receive() last returned
         self._changed = asyncio.Event()
         self._committed = asyncio.Event()
@@ -166,6 +168,11 @@ class WeightReceiver:
                 welcome = await self._link.meet(deadline)
             except SenderFullError as exc:
                 trouble = str(exc)
+            except WorkerLostError as exc:
+                # It was there, and hung up: it may be starting again, as one that is not there yet may start.
+                if not (self._reconnect_for and self._link.transport.reached):
+                    raise
+                trouble = exc.reason
             else:
                 return welcome
             await asyncio.sleep(pause)
@@ -207,7 +214,8 @@ class WeightReceiver:
         await self.intake.detach()
         link.let_go()
         reason, last = link.down, ""
-        deadline = Deadline.after(self._reconnect_for)
+        # Kept over calls: receive() with a short timeout gets here again and again.
+        deadline = self._search = self._search or Deadline.after(self._reconnect_for)
         for pause in pauses(deadline):
             await asyncio.sleep(pause)
             try:
@@ -221,6 +229,7 @@ class WeightReceiver:
             except (AiosyncError, OSError) as exc:
                 last = f"; tried to connect again for {self._reconnect_for:g} s: {exc}"
             else:
+                self._search = None
                 logger.info("worker %d is connected again", link.worker)
                 self._emit("connected", message="again")
                 return True
@@ -257,6 +266,7 @@ class WeightReceiver:
 
     def _follow_another(self, version: int) -> None:
         before = self.version
+        self._served = -1
         self.intake.follow_another()
         words = f"followed another sender: {before} → {version}"
         logger.warning("worker %d %s", self.worker_idx, words)
@@ -566,7 +576,9 @@ class WeightReceiver:
             stats = self._stats
             stats.updates += 1
             stats.nbytes += self.intake.nbytes
-            stats.skipped += max(0, held.update.version - self._link.session.version - 1)
+            if self._served >= 0:
+                stats.skipped += max(0, held.update.version - self._served - 1)
+            self._served = held.update.version
             stats.add_phases(held.seconds)
         if not self.intake.borrows:
             self._say_what_is_here()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from aiosync._deadline import Deadline
-from aiosync.errors import AiosyncError, WorkerLostError
+from aiosync.errors import AiosyncError, SyncTimeoutError, WorkerLostError
 from aiosync.protocol.frames import Hello
 from aiosync.protocol.session import SenderSession
 from aiosync.protocol.text import clean
@@ -77,8 +77,15 @@ class Reception:
             # A connection that ends before its first frame is a port scan or a health check.
             if session.hello is not None:
                 self.note(transport, f"it left when it was to prove that it knows the token: {exc.reason}")
+        except SyncTimeoutError as exc:
+            # It may be this side's event loop that was busy.
+            session.refuse("the handshake was not finished in time", retry=True)
+            transport.flush(session)
+            self.note(transport, str(exc))
         except (AiosyncError, OSError) as exc:
             self.note(transport, str(exc))
+        except Exception as exc:  # noqa: BLE001 - the end of this connection, and of no other
+            logger.error("a connection is given up", exc_info=exc)
         finally:
             if not admitted:
                 await transport.aclose()

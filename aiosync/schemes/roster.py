@@ -331,7 +331,7 @@ class Roster:
     def abort(self, joint: Joint, worker: int) -> None:
         """Call a worker's part of a joint update off."""
         link = self.links.get(worker)
-        if link is not None:
+        if link is not None and link.holds_part_of(joint):
             link.session.abort(joint.id)
             link.transport.flush(link.session)
 
@@ -379,11 +379,12 @@ class Roster:
         group = group or self._expected.get(worker)
         if group is None:
             known = sorted(w for g in self._groups for w in g.workers)
+            if worker < 0:
+                return Refusal(f"all workers, {known}, are connected, or were a moment ago", retry=True)
             return Refusal(f"there is no worker {worker} here, only {known}")
         if hello.model_id != self._model_id:
             return Refusal(f"this is about model {self._model_id!r}, not {hello.model_id!r}")
-        ticket = self._tickets.holder(worker)
-        if ticket is not None and not session.claims(ticket):
+        if not self._tickets.may_take(worker, session.claims):
             return Refusal(f"worker {worker} is connected: is its worker_idx given twice?", retry=True)
         if worker in self.links:
             self._replace(self.links[worker])
@@ -408,6 +409,8 @@ class Roster:
         if hello.signature:  # it has been connected before
             self._orphans.let_go(worker, link.pid)
             self._is_back(worker, hello.before)
+        elif self.away is not None and hello.worker >= 0:
+            self.away.returns(worker)  # another process has taken its place
         link.serve()
         transport.start(link)
         return None
@@ -427,9 +430,8 @@ class Roster:
         known = set(range(len(taken) + 1)) if self._elastic else self.workers
         free = known - taken
         before = hello.before
-        ticket = self._tickets.holder(before)
-        mine = before not in taken or (ticket is not None and session.claims(ticket))
-        if before >= 0 and mine and (self._elastic or before in self.workers):
+        mine = before >= 0 and self._tickets.may_take(before, session.claims)
+        if mine and (self._elastic or before in self.workers):
             return before
         return min(free, default=hello.worker)
 
@@ -505,7 +507,8 @@ class Roster:
         self.stats.lost += 1
         for round_ in self.rounds:
             round_.settle(WorkerReport(worker, "lost", link.session.acked_version, error=error))
-        if self.away is not None and not orderly and not link.died:
+        acts = link.session.acked_version >= 0
+        if self.away is not None and acts and not orderly and not link.died:
             self.away.leaves(worker)
         if self._elastic:
             self.workers.discard(worker)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 __all__ = ["Tickets"]
 
@@ -20,14 +21,17 @@ class Tickets:
     """
 
     def __init__(self) -> None:
-        self._tickets: dict[int, bytes] = {}
+        # Of each index the tickets that its worker may have: the one that it showed last, and the one
+        # that was issued since. The connection may break before the worker has read its welcome.
+        self._tickets: dict[int, list[bytes]] = {}
         # Those whose connection broke -> until when their index is reserved, in monotonic seconds.
         self._until: dict[int, float] = {}
 
     def issue(self, worker: int) -> bytes:
         """A new ticket for the worker that has this index from now on."""
         self._until.pop(worker, None)
-        ticket = self._tickets[worker] = os.urandom(_SIZE)
+        ticket = os.urandom(_SIZE)
+        self._tickets[worker] = [*self._tickets.get(worker, []), ticket]
         return ticket
 
     def leave(self, worker: int, *, reserve: bool) -> None:
@@ -37,10 +41,16 @@ class Tickets:
         else:
             self._tickets.pop(worker, None)
 
-    def holder(self, worker: int) -> bytes | None:
-        """The ticket that is needed to take this index; None: it is free."""
+    def may_take(self, worker: int, claims: Callable[[bytes], bool]) -> bool:
+        """Whether a peer may take this index: it is free, or ``claims()`` is true for one of its tickets."""
         self._expire()
-        return self._tickets.get(worker)
+        held = self._tickets.get(worker)
+        if held is None:
+            return True
+        shown = [ticket for ticket in held if claims(ticket)]
+        if shown:
+            self._tickets[worker] = shown
+        return bool(shown)
 
     def taken(self) -> set[int]:
         """The indices that need a ticket."""

@@ -196,10 +196,11 @@ class Channel:
     def refuse(self, refused: Refused) -> None:
         """Send this without waiting, in plain before TLS is agreed on, and end the connection at once."""
         with self._lock, suppress(OSError):
-            if self._tls is not None and self._state in (_State.NEW, _State.HANDSHAKE):
-                self._sock.send(encode(refused), socket.MSG_DONTWAIT)
-            else:
+            if self._state is _State.OPEN:
                 self.write(encode(refused))
+            elif self._state is not _State.ENDED and not self.progress and not self._sealed:
+                # Nothing has been sent before it. In the middle of a TLS handshake it would be nonsense.
+                self._sock.send(encode(refused), socket.MSG_DONTWAIT)
         self.abort()
 
     def abort(self) -> None:
@@ -319,7 +320,7 @@ class Channel:
                 done = self._tls is None or self._tls.shake_hands()
             except (ssl.SSLError, ValueError) as exc:
                 self._pump()  # the other side is told
-                self._fail(_words(exc))
+                self._fail(_words(exc), refused=True)
                 return
             if done:
                 self._state = _State.OPEN
@@ -343,7 +344,7 @@ class Channel:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as exc:
-                self._fail(f"its channel broke: {_words(exc)}")
+                self._fail(f"its channel broke: {_words(exc)}", refused=isinstance(exc, ssl.SSLError))
                 return
             if count == 0:
                 self._fail("its channel closed")
@@ -468,12 +469,15 @@ class Channel:
         logger.error("a connection is given up", exc_info=exc)
         self._end(f"this side of its channel failed: {exc!r}")
 
-    def _fail(self, what: str) -> None:
-        if self._state is _State.HANDSHAKE:
-            what = f"the TLS handshake failed: {what}"
-            self._end(what, HandshakeError(what))
-        else:
+    def _fail(self, what: str, *, refused: bool = False) -> None:
+        # In TLS 1.3 a sender that does not take a worker's certificate says so after the worker's handshake.
+        meeting = self._state is _State.HANDSHAKE or (refused and not self.decoder.framed)
+        if self._tls is None or not meeting:
             self._end(what)
+            return
+        what = f"the TLS handshake failed: {what}"
+        # A dialling side whose connection only ended may try again: the sender may be starting.
+        self._end(what, HandshakeError(what) if refused or self._tls.listens else None)
 
     def _end(self, reason: str, error: ProtocolError | None = None) -> None:
         with self._lock:

@@ -105,7 +105,7 @@ class Meeting:
     def _serve(self) -> Any:
         """A store that listens at the host's address alone. By itself a TCPStore listens at all addresses of
         the machine, and answers any client (pytorch issue 173909)."""
-        port, descriptor = self.port, None
+        port, descriptor, inode = self.port, None, 0
         try:
             sock = _listening(self.host, port)
         except OSError as exc:
@@ -118,6 +118,7 @@ class Meeting:
                 )
         else:
             port, descriptor = sock.getsockname()[1], sock.detach()
+            inode = _inode(descriptor)
         try:
             return _c10d.TCPStore(
                 self.host,
@@ -128,9 +129,8 @@ class Meeting:
                 master_listen_fd=descriptor,
             )
         except RuntimeError:
-            if descriptor is not None:
-                with suppress(OSError):
-                    os.close(descriptor)
+            if descriptor is not None and _inode(descriptor) == inode:  # torch may have closed it
+                os.close(descriptor)
             raise
 
     def by_address(self) -> Meeting:
@@ -188,9 +188,19 @@ class Meeting:
         return socket.gethostbyname(host)
 
 
+def _inode(descriptor: int) -> int:
+    """The number of the open socket; -1: it is closed."""
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return -1
+
+
 def _listening(host: str, port: int) -> socket.socket:
-    """A socket that listens at the first address of ``host``."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    """A socket that listens at the first address of ``host``; at one of IPv4 if it has one, because workers
+    look for those."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -177,6 +177,7 @@ class DialledTransport(TCPTransport):
             async with asyncio.timeout(deadline.remaining()):
                 sock = await self._dial(deadline)
                 try:
+                    self.reached = True
                     self._check_user(sock)
                 except BaseException:
                     sock.close()

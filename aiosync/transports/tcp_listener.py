@@ -127,6 +127,9 @@ class TCPListener(Listener):
         self._alive: set[AcceptedTransport] = set()
         # Those that have not authenticated, the oldest first.
         self._strangers: dict[AcceptedTransport, None] = {}
+        self._known: set[AcceptedTransport] = set()
+        # Whether no more are accepted until one has ended, for want of descriptors.
+        self._starved = False
         self._shaking: set[AcceptedTransport] = set()
         self._home: asyncio.AbstractEventLoop | None = None
         self._on_connection: Callable[[Transport], None] | None = None
@@ -153,8 +156,10 @@ class TCPListener(Listener):
                 return
             except OSError as exc:  # no descriptors left, most likely
                 if exc.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
+                    self._pause()  # until its thread has closed it, and a descriptor is free
+                    self._starved = True
                     self._expel_one()
-                    return  # its descriptor is free when its thread has closed it
+                    return
                 self._log.warning("a connection could not be accepted: %s", exc.strerror or exc)
                 self._pause()
                 assert self._home is not None
@@ -180,7 +185,7 @@ class TCPListener(Listener):
     @property
     def full(self) -> bool:
         """See :class:`Listener`."""
-        return len(self._alive) - len(self._strangers) > self._max
+        return len(self._known) > self._max
 
     def _pause(self) -> None:
         """Leave who comes now to the kernel, which has them wait."""
@@ -195,14 +200,19 @@ class TCPListener(Listener):
 
     def _adopt(self, sock: socket.socket) -> None:
         assert self._thread is not None and self._home is not None
-        sock.setblocking(False)
-        tune(sock)
-        tls = TLSLayer(self._context) if self._context is not None else None
-        transport = AcceptedTransport(self, name_of(sock), origin_of(sock))
+        try:
+            sock.setblocking(False)
+            tune(sock)
+            tls = TLSLayer(self._context) if self._context is not None else None
+            transport = AcceptedTransport(self, name_of(sock), origin_of(sock))
+            transport.adopt(self._thread, sock, tls)
+        except (OSError, MemoryError) as exc:  # it has gone again, or there is no memory for it
+            sock.close()
+            self._log.warning("a connection could not be accepted: %s", exc)
+            return
         self._alive.add(transport)
         self._strangers[transport] = None
         self._shaking.add(transport)
-        transport.adopt(self._thread, sock, tls)
 
     def opened(self, transport: AcceptedTransport) -> None:
         """A connection stands: whoever greets it says so if it is refused."""
@@ -212,7 +222,9 @@ class TCPListener(Listener):
 
     def trusted(self, transport: AcceptedTransport) -> None:
         """It has authenticated."""
-        self._strangers.pop(transport, None)
+        if transport in self._strangers:
+            del self._strangers[transport]
+            self._known.add(transport)
 
     def ended(self, transport: AcceptedTransport, error: ProtocolError | None) -> None:
         """It is no more."""
@@ -220,7 +232,11 @@ class TCPListener(Listener):
             self._on_connection(transport)  # whoever greets it finds out, and says so
         self._shaking.discard(transport)
         self._alive.discard(transport)
+        self._known.discard(transport)
         self._strangers.pop(transport, None)
+        if self._starved:
+            self._starved = False
+            self._resume()
 
     def _unlock(self) -> None:
         if self._lock is not None:

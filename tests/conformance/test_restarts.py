@@ -178,6 +178,43 @@ async def test_a_sender_starts_without_workers() -> None:
         await late.close()
 
 
+async def test_skipped_versions_are_those_of_one_sender(tmp_path: Path) -> None:
+    address = _address("unix", tmp_path)
+    worker = Follower(address, 0)
+    for first in (1000, 5):
+        scheme = TCPWeightSyncScheme(address, token=TOKEN, timeout=PATIENCE, first_version=first)
+        scheme.init_on_sender(model_id="policy", model=Uniform())
+        connecting = asyncio.create_task(scheme.connect(min_workers=1))
+        if first == 1000:
+            await worker.connect()
+            await worker.serve()
+        await within(connecting)
+        await within(scheme.send())
+        assert worker.scheme.version == first + 1
+        await within(scheme.aclose())
+    assert worker.scheme.stats.skipped == 0
+    await worker.close()
+
+
+async def test_receive_without_the_receiver_task_gives_up_too() -> None:
+    """Each call is shorter than the search for another sender."""
+    scheme = TCPWeightSyncScheme(token=TOKEN, timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=Uniform())
+    connecting = asyncio.create_task(scheme.connect())
+    worker = Follower(scheme.address, 0, reconnect_for=2 * BRIEF)
+    await worker.connect()
+    await within(connecting)
+    await within(scheme.aclose())
+
+    async def poll() -> None:
+        while True:
+            await worker.scheme.receive(timeout=BRIEF / 10)
+
+    with pytest.raises(WorkerLostError):
+        await within(poll())
+    await worker.close()
+
+
 @pytest.mark.parametrize(
     "options",
     [

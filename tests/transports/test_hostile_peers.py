@@ -21,12 +21,14 @@ from aiosync import HandshakeError, InvalidArgumentError, TCPWeightSyncScheme
 from aiosync.protocol import frames as f
 from aiosync.protocol.session import ReceiverSession
 from aiosync.schemes.tcp import _derived
+from aiosync.transports.tls import TLSLayer
+from tests.kit.certificates import certificates
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalWorker
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.raw_peer import RawWorker, hello
 from tests.protocol.test_budget import AFTER, BEFORE, frame_of
-from tests.transports.test_tcp import join, make_worker, sender_of
+from tests.transports.test_tcp import TOKEN, join, make_worker, sender_of
 
 
 def _held(settled: int) -> int:
@@ -184,6 +186,45 @@ async def test_a_worker_takes_its_own_index_back_with_its_ticket() -> None:
         await worker.close()
 
 
+async def test_a_worker_without_an_index_waits_until_its_old_one_is_free() -> None:
+    """It was killed, and is started again before the sender lets go of its index."""
+    scheme = TCPWeightSyncScheme("tcp://127.0.0.1:0", token=TOKEN, timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=Uniform(), num_workers=1)
+    connecting = asyncio.create_task(scheme.connect())
+    first = make_worker(scheme.address)
+    await first.connect()
+    await within(connecting)
+    transport: Any = first.scheme.receiver_transport
+    transport.abort()
+    again = make_worker(scheme.address)
+    await again.connect()
+    assert again.scheme.worker_idx == 0
+    for worker in (first, again):
+        await worker.close()
+    await within(scheme.aclose())
+
+
+async def test_a_connection_that_breaks_before_the_welcome_is_read() -> None:
+    """The ticket that came with it is lost; the one before is still good."""
+    async with sender_of(Uniform()) as scheme:
+        worker = make_worker(scheme.address)
+        await join(scheme, worker)
+        first = await RawWorker.dial(scheme)
+        first.session = _session(scheme, 5)
+        welcome: Any = None
+        while not isinstance(welcome, f.Welcome):
+            welcome = await first.step()
+        for _ in range(3):
+            await first.close()
+            first = await RawWorker.dial(scheme)
+            first.session = _session(scheme, 5, ticket=welcome.ticket)
+            again: Any = None
+            while not isinstance(again, f.Welcome):
+                again = await first.step()
+        await first.close()
+        await worker.close()
+
+
 def _session(scheme: TCPWeightSyncScheme, worker: int, **more: Any) -> Any:
     return ReceiverSession(scheme._token, worker, model_id="policy", **more)
 
@@ -273,6 +314,81 @@ async def test_the_log_of_refusals_is_short(caplog: pytest.LogCaptureFixture) ->
         assert all(line.isprintable() for line in lines)
         await worker.close()
     assert any("more warnings of this kind" in record.getMessage() for record in caplog.records)
+
+
+async def test_a_trainer_that_was_busy_for_longer_than_the_handshake_may_take() -> None:
+    async with sender_of(Uniform()) as scheme:
+        listener: Any = scheme.shared_transport
+        listener.patience = BRIEF
+        live = make_worker(scheme.address)
+        await join(scheme, live)
+        worker = make_worker(scheme.address)
+
+        async def work() -> int:
+            await worker.connect()
+            index = worker.scheme.worker_idx
+            await worker.close()
+            return index
+
+        in_a_thread = asyncio.create_task(asyncio.to_thread(asyncio.run, work()))
+        for _ in range(6):
+            await asyncio.sleep(0.02)
+            time.sleep(2 * BRIEF)  # noqa: ASYNC251 - a step of the optimizer
+        assert await within(in_a_thread) == 1
+        await live.close()
+
+
+@pytest.mark.parametrize("tls", [False, True])
+async def test_a_sender_that_hangs_up_while_it_starts(tls: bool) -> None:
+    """The first connections are accepted by something that has no sender behind it yet."""
+    config = certificates().config if tls else None
+    hung_up = 0
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal hung_up
+        hung_up += 1
+        await reader.read(1)
+        writer.transport.abort()
+
+    door = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    port = door.sockets[0].getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    worker_scheme = TCPWeightSyncScheme(address, token=TOKEN, tls=config, timeout=PATIENCE)
+    worker = LocalWorker(worker_scheme, 0, Uniform(-1.0), {})
+    worker.init(worker_idx=None)
+    connecting = asyncio.create_task(worker.connect())
+    await eventually(lambda: hung_up >= 2, "it has tried again")
+    door.close()
+    await door.wait_closed()
+    scheme = TCPWeightSyncScheme(address, token=TOKEN, tls=config, timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=Uniform(3.0))
+    await within(asyncio.gather(scheme.connect(), connecting))
+    assert value_of(worker.model) == 3
+    await worker.close()
+    await within(scheme.aclose())
+
+
+async def test_a_stranger_in_the_middle_of_a_tls_handshake_gives_way_without_nonsense() -> None:
+    """What is sent in plain after the first TLS record would be a broken record."""
+    found = certificates()
+    scheme = TCPWeightSyncScheme(tls=found.config, timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=Uniform())
+    connecting = asyncio.create_task(scheme.connect())
+    await asyncio.sleep(0)
+    peer = await RawWorker.dial(scheme)
+    layer = TLSLayer(found.config.for_worker(), "localhost")
+    layer.shake_hands()
+    peer.writer.write(bytes(layer.take()))
+    answer = await within(peer.reader.read(1 << 16))
+    listener: Any = scheme.shared_transport
+    listener._expel_one()
+    answer += await within(peer.reader.read())
+    while answer:  # whole TLS records, and nothing else
+        assert answer[0] in (20, 21, 22, 23)
+        answer = answer[5 + int.from_bytes(answer[3:5], "big") :]
+    connecting.cancel()
+    await peer.close()
+    await within(scheme.aclose())
 
 
 # -- guessing ----------------------------------------------------------------------------------------

@@ -341,3 +341,36 @@ async def test_a_worker_that_says_nothing_does_not_keep_the_relay_from_coming_ba
             await eventually(lambda: value_of(worker.model) == 2, "the newest", PATIENCE / 2)
             await silent.close()
             await worker.close()
+
+
+async def test_a_worker_that_was_replaced_is_not_away() -> None:
+    """It was killed; another process has its index now."""
+    model = Uniform()
+    async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
+        await connect(scheme, relay)
+        async with ChaosProxy(relay.address) as proxy:
+            killed = make_worker(proxy.address, reconnect_for=0)
+            killed.init(worker_idx=3)
+            await killed.connect()
+            proxy.cut()
+            await eventually(lambda: not relay.workers, "the relay has noticed")
+            replacement = make_worker(relay.address)
+            replacement.init(worker_idx=3)
+            await replacement.connect()
+            await replacement.serve()
+            fill(model, 1)
+            assert (await scheme.send()).ok
+            assert value_of(replacement.model) == 1
+            for worker in (killed, replacement):
+                await worker.close()
+
+
+async def test_a_worker_that_never_had_a_version_is_not_away() -> None:
+    model = Uniform()
+    async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
+        await connect(scheme, relay)
+        peer = await RawWorker.join(relay._downstream)
+        await peer.close()
+        await eventually(lambda: not relay.workers, "the relay has noticed")
+        fill(model, 1)
+        assert (await scheme.send()).ok
