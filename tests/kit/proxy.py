@@ -149,7 +149,7 @@ class ChaosProxy:
             await writer.drain()
             count += len(data)
             self.passed[direction] += len(data)
-        if writer.can_write_eof():
+        if not writer.is_closing() and writer.can_write_eof():
             writer.write_eof()
 
     async def _end(self, writer: asyncio.StreamWriter, weather: Weather, at: int) -> None:
