@@ -33,7 +33,7 @@ PATIENCE = 1.0
 
 
 class Introduction(NamedTuple):
-    """What a worker is told of its sender.
+    """What the welcome tells a worker of its sender.
 
     Attributes:
         instance: tells the sender from the next one at the same address.
@@ -53,8 +53,8 @@ class WorkerLink:
         worker: its index.
         pid: its process, for noticing its end; 0 if unknown.
         delivery: how versions get there.
-        introduction: what it is told of the sender.
-        on_event, on_lost: told what happens.
+        introduction: what its welcome says of the sender.
+        on_event, on_lost: called when something happens.
 
     Attributes:
         due: the version that it was told of and has not fetched.

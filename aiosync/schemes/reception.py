@@ -28,7 +28,7 @@ class Refusal(NamedTuple):
     """Why a worker is not taken in.
 
     Attributes:
-        reason: what it is told.
+        reason: the text that it gets.
         retry: whether it may be taken in a little later.
     """
 

@@ -262,7 +262,7 @@ class RelayIntake(Intake):
         self._settle()
 
     def _settle(self) -> None:
-        """Nobody waits for the workers' answers any more: what the version replaced can be written again."""
+        """All workers have answered, or are not awaited: the slot of the version before can be written."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None and self._publisher is not None:
             self._publisher.settle(prepared)

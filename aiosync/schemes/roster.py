@@ -40,7 +40,7 @@ Deliver: TypeAlias = Callable[[Transport, WeightGroup], Delivery]
 
 
 _MOMENT = 2.0
-"""Seconds that a worker whose connection broke has to come back before its absence is told to the trainer."""
+"""Seconds that a worker whose connection broke has to come back before the trainer learns of its absence."""
 
 
 class AwayWorkers:

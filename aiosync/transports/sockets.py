@@ -32,8 +32,8 @@ def name_of(sock: socket.socket) -> str:
 
 
 def origin_of(sock: socket.socket) -> str:
-    """The machine that a connected socket's peer is on, as one that can have many addresses is told apart: by
-    the first 64 bits of an IPv6 address."""
+    """The machine that a connected socket's peer is on. One machine can have many IPv6 addresses, so of these
+    the first 64 bits count."""
     try:
         peer = sock.getpeername()
     except OSError:

@@ -1,4 +1,4 @@
-"""Single tensors of a module: how they are told apart, re-pointed and written into."""
+"""Single tensors of a module: compare them, re-point them, write into them."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from aiosync.errors import FrameError
 from aiosync.protocol import frames as f
+from tests.kit.strategies import nacks
 
 text = st.text(max_size=20)
 data = st.binary(max_size=32)
@@ -50,15 +51,7 @@ frame = st.one_of(
     update,
     st.builds(f.Staged, round=number, copied=st.booleans()),
     st.builds(f.Ack, round=number, version=number, seconds=seconds),
-    st.builds(
-        f.Nack,
-        round=number,
-        version=number,
-        kind=st.sampled_from(["layout", "apply", "joint", "below"]),
-        error_type=text,
-        message=text,
-        missing=st.lists(text, max_size=2),
-    ),
+    nacks(number, text),
     st.builds(f.Abort, joint=text),
     st.builds(f.Bye, reason=text, dropped=st.booleans()),
 )

@@ -257,8 +257,8 @@ def test_nothing_counts_before_the_proof(frame: f.Frame) -> None:
         SenderSession(TOKEN).receive(frame)
 
 
-@pytest.mark.parametrize("round_", [-1, 1, 99])
-def test_an_answer_to_another_round(round_: int) -> None:
+def _offering(round_: int) -> SenderSession:
+    """A session whose worker has fetched an update."""
     sender, receiver = joined()
     sender.publish(1)
     receiver.wanting = True
@@ -266,7 +266,13 @@ def test_an_answer_to_another_round(round_: int) -> None:
     receiver.receive(notify)
     (fetch,) = receiver.frames_to_send()
     sender.receive(fetch)
-    sender.offer(_update(5))
+    sender.offer(_update(round_))
+    return sender
+
+
+@pytest.mark.parametrize("round_", [-1, 1, 99])
+def test_an_answer_to_another_round(round_: int) -> None:
+    sender = _offering(5)
     for frame in (f.Ack(round=round_, version=5, seconds={}), f.Staged(round=round_, copied=True)):
         with pytest.raises(ProtocolError):
             sender.receive(frame)
@@ -288,14 +294,7 @@ def test_an_answer_to_another_round(round_: int) -> None:
     ids=repr,
 )
 def test_what_no_worker_can_answer_is_not_believed(answer: f.Frame) -> None:
-    sender, receiver = joined()
-    sender.publish(1)
-    receiver.wanting = True
-    (notify,) = sender.frames_to_send()
-    receiver.receive(notify)
-    (fetch,) = receiver.frames_to_send()
-    sender.receive(fetch)
-    sender.offer(_update(5))
+    sender = _offering(5)
     with pytest.raises(ProtocolError):
         sender.receive(answer)
     assert sender.acked_version == 0

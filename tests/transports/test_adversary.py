@@ -35,6 +35,7 @@ from tests.kit.clock import PATIENCE, eventually, within
 from tests.kit.local import LocalWorker
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.raw_peer import RawWorker, hello
+from tests.kit.strategies import nacks
 
 T = TypeVar("T")
 
@@ -57,15 +58,7 @@ said = st.one_of(
         seconds=st.dictionaries(st.sampled_from(["stage", "commit", "x"]), st.floats(), max_size=2),
         fetch=st.none() | st.builds(f.Fetch),
     ),
-    st.builds(
-        f.Nack,
-        round=number,
-        version=number,
-        kind=st.sampled_from(["layout", "apply", "joint", "below"]),
-        error_type=text,
-        message=text,
-        missing=st.lists(text, max_size=2),
-    ),
+    nacks(number, text),
     st.builds(f.Bye, reason=text, dropped=st.booleans(), replaced=st.booleans()),
     st.builds(hello, worker=number),
     st.just(f.Join()),

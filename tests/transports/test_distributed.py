@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,6 +100,34 @@ async def test_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("WORLD_SIZE", "2")
     async with pair_over({}, {}) as it:
         await _sends(*it)
+
+
+def _listens_at() -> set[tuple[str, int]]:
+    """Address and port of each TCP socket of this process that takes connections."""
+    sockets = psutil.Process().net_connections("tcp")
+    return {(each.laddr.ip, each.laddr.port) for each in sockets if each.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("collective", ["p2p", "broadcast"])
+async def test_nothing_listens_at_all_addresses(collective: Literal["p2p", "broadcast"]) -> None:
+    """torch's own store would: pytorch issue 173909."""
+    before = _listens_at()
+    async with ProcessCluster(SchemeCase("distributed", distributed(collective))) as cluster:
+        fill(cluster.model, 1)
+        assert (await cluster.scheme.send()).ok
+        new = {ip for ip, _ in _listens_at() - before}
+        assert "127.0.0.1" in new  # the store's, at least
+        assert not new & {"0.0.0.0", "::", "::ffff:0.0.0.0"}
+
+
+async def test_a_store_at_an_address_listens_there_alone() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    async with pair_over({"init_method": address}, {"init_method": address}) as it:
+        await _sends(*it)
+        assert [ip for ip, its_port in _listens_at() if its_port == port] == ["127.0.0.1"]
 
 
 def test_the_rank_is_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
