@@ -339,7 +339,7 @@ async def test_a_trainer_that_was_busy_for_longer_than_the_handshake_may_take() 
         await join(scheme, live)
         worker = make_worker(scheme.address)
 
-        async def work() -> int:
+        async def work() -> int | None:
             await worker.connect()
             index = worker.scheme.worker_idx
             await worker.close()
