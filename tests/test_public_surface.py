@@ -1,0 +1,37 @@
+"""What users can rely on stays as it is, whatever is moved or renamed inside the package."""
+
+from __future__ import annotations
+
+import difflib
+import pickle
+from typing import Any
+
+import pytest
+
+import aiosync
+from aiosync import errors
+from tools.record_surface import RECORD, SCHEMES, surface
+
+
+def test_public_names_signatures_and_pickles_are_as_recorded() -> None:
+    recorded, now = RECORD.read_text(encoding="utf-8").splitlines(), surface().splitlines()
+    changes = list(difflib.unified_diff(recorded, now, "tests/surface.txt", "the package", lineterm="", n=0))
+    assert not changes, "\n".join(
+        ["if users are to see these changes: python tools/record_surface.py", *changes]
+    )
+
+
+def test_every_error_can_be_imported_from_the_package() -> None:
+    raised = {name for name in errors.__all__ if isinstance(getattr(errors, name), type)}
+    assert raised <= set(aiosync.__all__)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_pickled_scheme_comes_back_with_the_same_contents(name: str) -> None:
+    scheme: Any = getattr(aiosync, name)(**SCHEMES[name])
+    twin = pickle.loads(pickle.dumps(scheme))
+    assert type(twin) is type(scheme)
+    before, after = scheme.__getstate__(), twin.__getstate__()
+    assert before.keys() == after.keys()
+    assert before["spec"] == after["spec"]
+    assert before["token"] == after["token"]
