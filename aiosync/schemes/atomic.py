@@ -108,7 +108,7 @@ class JointUpdate:
         senders = [scheme.get_sender() for scheme in self._parts]
         mark = Joint(id=secrets.token_hex(8), size=len(senders))
 
-        def call_off(worker: int) -> None:
+        def abort(worker: int) -> None:
             for sender in senders:
                 sender.roster.abort(mark, worker)
 
@@ -117,7 +117,7 @@ class JointUpdate:
             # each other.
             for scheme in sorted(self._parts, key=id):
                 await held.enter_async_context(scheme.get_sender().publisher.turns.turn(deadline))
-            under_way = await self._prepare_all(JointRound(mark, call_off), deadline)
+            under_way = await self._prepare_all(JointRound(mark, abort), deadline)
             items = [(item.sender.publisher, item.prepared) for item in under_way]
             rounds = await publish_together(items, fallback=True)
         await self._finish_all(under_way, rounds)

@@ -204,6 +204,8 @@ class WorkerLink:
             # A worker takes its first by itself: its other models' receivers may not run yet.
             joint.call_off(self.worker)
             joint = None
+        if joint is not None and joint.is_called_off(self.worker):
+            self.session.abort(joint.mark.id)  # the part is refused as soon as it has come
         self.session.offer(self._lease(published, joint))
         self.transport.write(*self.session.frames_to_send())
         if self._delivery.carries:

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from itertools import chain
 
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from aiosync.protocol.events import Aborted, Left, Recalled, UpdateArrived
 from aiosync.protocol.frames import Frame, Welcome
 from aiosync.schemes._home import HomeLoop
 from aiosync.schemes._host import TaskHost
+from aiosync.schemes._interrupt import OpenCalls
 from aiosync.schemes.intake import Held, Intake, Overtaken
 from aiosync.schemes.joint import give_up
 from aiosync.schemes.landing import BaseLostError
@@ -93,7 +95,9 @@ class WeightReceiver:
         self._link = Uplink(make_transport, token, model_id, worker_idx)
         self._held: Held | None = None
         self._served = -1  # the version of this sender's that was committed last
-        self._search: Deadline | None = None  # until when another connection is looked for
+        # Looks for a sender after the connection was lost. A task of its own: a receive() whose timeout
+        # passes does not cut an attempt short.
+        self._search: asyncio.Task[bool] | None = None
         self._returned = 0  # how many updates there were when receive() last returned
         self._changed = asyncio.Event()
         self._committed = asyncio.Event()
@@ -102,6 +106,7 @@ class WeightReceiver:
         self._taker = asyncio.Lock()  # whoever takes updates in: the loop, or a receive() without it
         self._body: asyncio.Timeout | None = None
         self._closed = False
+        self._calls = OpenCalls()
         self._settled = False
         self.home = HomeLoop("this receiver")
 
@@ -138,13 +143,14 @@ class WeightReceiver:
 
         Raises:
             WorkerLostError: there is no sender.
+            NotConnectedError: this receiver was closed meanwhile.
             HandshakeError: it refused this worker.
             LayoutMismatchError: its weights do not fit the model; the sender is told.
             SyncTimeoutError: it did not answer in time.
         """
         self.home.enter()
         try:
-            async with asyncio.timeout(deadline.remaining()):
+            async with self._calls.call(deadline.remaining()):
                 welcome = await self._join(deadline)
                 self.intake.worker = welcome.worker
                 await self._settle_in(welcome)
@@ -170,7 +176,7 @@ class WeightReceiver:
                 trouble = str(exc)
             except WorkerLostError as exc:
                 # It was there, and hung up: it may be starting again, as one that is not there yet may start.
-                if not (self._reconnect_for and self._link.transport.reached):
+                if self._closed or not (self._reconnect_for and self._link.transport.reached):
                     raise
                 trouble = exc.reason
             else:
@@ -206,17 +212,25 @@ class WeightReceiver:
     async def _come_back(self) -> bool:
         """The receiver loop has nothing to wait for any more: if that is because the connection was lost,
         make another; returns whether there is one."""
+        search = self._search
+        if search is None or search.done():
+            if not self._link.down or self._closed or self.ended is not None:
+                return False
+            search = self._search = asyncio.create_task(self._find_sender(), name="aiosync-reconnecting")
+        await asyncio.wait([search])
+        return not search.cancelled() and search.result()
+
+    async def _find_sender(self) -> bool:
+        """Connect again, within ``reconnect_for`` seconds; returns whether that went well."""
         link = self._link
-        if not link.down or self._closed:
-            return False
         # Until this process is back, or has ended, the sender leaves alone what is viewed here; and if it was
         # the sender who let go of this worker, until the connection is closed from here.
         await self.intake.detach()
         link.let_go()
         reason, last = link.down, ""
-        # Kept over calls: receive() with a short timeout gets here again and again.
-        deadline = self._search = self._search or Deadline.after(self._reconnect_for)
-        for pause in pauses(deadline):
+        deadline = Deadline.after(self._reconnect_for)
+        # Once more after the deadline: the event loop may have been blocked until then.
+        for pause in chain(pauses(deadline), [0.0]):
             await asyncio.sleep(pause)
             try:
                 seconds = max(_ATTEMPT, min(_LONGEST_ATTEMPT, deadline.remaining()))
@@ -229,7 +243,6 @@ class WeightReceiver:
             except (AiosyncError, OSError) as exc:
                 last = f"; tried to connect again for {self._reconnect_for:g} s: {exc}"
             else:
-                self._search = None
                 logger.info("worker %d is connected again", link.worker)
                 self._emit("connected", message="again")
                 return True
@@ -630,6 +643,10 @@ class WeightReceiver:
 
     async def _close(self) -> None:
         self._link.unwatch()
+        await self._calls.stop()
+        if self._search is not None:
+            self._search.cancel()
+            await asyncio.wait([self._search])
         held = self._held
         await self.intake.close()
         if held is not None and held.committed and self._held is held:

@@ -329,7 +329,7 @@ class Roster:
             self._host.spawn(self._hang_up, link.transport)
 
     def abort(self, joint: Joint, worker: int) -> None:
-        """Call a worker's part of a joint update off."""
+        """Abort a worker's part of a joint update, if it has been offered."""
         link = self.links.get(worker)
         if link is not None and link.holds_part_of(joint):
             link.session.abort(joint.id)
@@ -378,7 +378,7 @@ class Roster:
         group = next((g for g in self._groups if self._elastic or worker in g.workers), None)
         group = group or self._expected.get(worker)
         if group is None:
-            known = sorted(w for g in self._groups for w in g.workers)
+            known = sorted(self._known())
             if worker < 0:
                 return Refusal(f"all workers, {known}, are connected, or were a moment ago", retry=True)
             return Refusal(f"there is no worker {worker} here, only {known}")
@@ -411,8 +411,12 @@ class Roster:
             self._is_back(worker, hello.before)
         elif self.away is not None and hello.worker >= 0:
             self.away.returns(worker)  # another process has taken its place
-        link.serve()
-        transport.start(link)
+        try:
+            link.serve()
+            transport.start(link)
+        except Exception as exc:
+            self._on_lost(link, f"it could not be served: {exc!r}")
+            raise
         return None
 
     def _is_back(self, worker: int, before: int) -> None:
@@ -427,13 +431,16 @@ class Roster:
         if hello.worker >= 0:
             return hello.worker
         taken = self._tickets.taken()
-        known = set(range(len(taken) + 1)) if self._elastic else self.workers
-        free = known - taken
+        known = set(range(len(taken) + 1)) if self._elastic else self._known()
         before = hello.before
         mine = before >= 0 and self._tickets.may_take(before, session.claims)
-        if mine and (self._elastic or before in self.workers):
+        if mine and (self._elastic or before in known):
             return before
-        return min(free, default=hello.worker)
+        return min(known - taken, default=hello.worker)
+
+    def _known(self) -> set[int]:
+        """The indices that this sender gives out, also those of workers that were dropped."""
+        return {worker for group in self._groups for worker in group.workers} | self._expected.keys()
 
     def _replace(self, link: WorkerLink) -> None:
         """The worker is here anew. If what it was before is still alive, it is told to stay away: else two
@@ -507,7 +514,9 @@ class Roster:
         self.stats.lost += 1
         for round_ in self.rounds:
             round_.settle(WorkerReport(worker, "lost", link.session.acked_version, error=error))
-        acts = link.session.acked_version >= 0
+        hello = link.session.hello
+        # One that has been connected before may act on the version that it had then.
+        acts = link.session.acked_version >= 0 or (hello is not None and bool(hello.signature))
         if self.away is not None and acts and not orderly and not link.died:
             self.away.leaves(worker)
         if self._elastic:

@@ -27,12 +27,22 @@ class JointRound:
 
     Args:
         mark: goes to the workers with each part.
-        call_off: takes a worker, and tells it that a part it may wait for will not come.
+        abort: takes a worker, and aborts the parts that it has been offered.
     """
 
-    def __init__(self, mark: Joint, call_off: Callable[[int], None]) -> None:
+    def __init__(self, mark: Joint, abort: Callable[[int], None]) -> None:
         self.mark = mark
-        self.call_off = call_off
+        self._abort = abort
+        self._called_off: set[int] = set()
+
+    def call_off(self, worker: int) -> None:
+        """This worker does not get all parts: the parts that it has, or will be offered, are aborted."""
+        self._called_off.add(worker)
+        self._abort(worker)
+
+    def is_called_off(self, worker: int) -> bool:
+        """Whether this worker is to abort its parts."""
+        return worker in self._called_off
 
 
 class Round:

@@ -20,6 +20,7 @@ from aiosync._deadline import Deadline
 from aiosync.errors import NotConnectedError, SyncTimeoutError
 from aiosync.schemes._home import HomeLoop
 from aiosync.schemes._host import TaskHost
+from aiosync.schemes._interrupt import OpenCalls
 from aiosync.schemes.gathering import Gathering
 from aiosync.schemes.group import Streams, WeightGroup
 from aiosync.schemes.plan import SenderPlan
@@ -93,6 +94,7 @@ class WeightSender:
         self.publisher = Publisher(self._groups, self.roster, self._host, spec.first_version)
         self._live = False
         self._closed = False
+        self._calls = OpenCalls()
         self.home = HomeLoop("this sender")
 
     @property
@@ -136,14 +138,16 @@ class WeightSender:
         Raises:
             SyncTimeoutError: some did not come in time; it names them. Call again to go on waiting.
             RemoteApplyError, LayoutMismatchError: a worker refused; it may connect again.
+            NotConnectedError: this sender was closed meanwhile.
         """
         self.home.enter()
-        if not self._live:
-            await self._open(sources, deadline, optional, gathering)
-        if min_workers is not None:
-            await self.roster.gather(min_workers, deadline)
-        else:
-            await self._await_all(self.roster.workers, deadline)
+        async with self._calls.call():
+            if not self._live:
+                await self._open(sources, deadline, optional, gathering)
+            if min_workers is not None:
+                await self.roster.gather(min_workers, deadline)
+            else:
+                await self._await_all(self.roster.workers, deadline)
         self._events.tell("connected", self.model_id, self.version)
 
     async def await_workers(self, deadline: Deadline) -> None:
@@ -417,6 +421,7 @@ class WeightSender:
                 self._listener.close()
 
     async def _close(self) -> None:
+        await self._calls.stop()
         async with AsyncExitStack() as last:  # the last first, whatever raises
             last.callback(self._events.tell, "closed", self.model_id, self.version)
             last.callback(self._offloader.close)

@@ -134,6 +134,7 @@ class Transport(ABC):
             As :meth:`open`.
         """
         await self.open(deadline)
+        self.reached = True
         return self
 
     @abstractmethod
@@ -176,7 +177,11 @@ class Transport(ABC):
         """Deliver to ``sink`` from now on, beginning with what has arrived already."""
         self._sink = sink
         while self._inbox:
-            self._deliver(self._inbox.popleft())
+            try:
+                self._deliver(self._inbox.popleft())
+            except ProtocolError as exc:
+                self._lost(str(exc), exc)
+                return
         if self._end is not None and not self._closed:
             sink.connection_lost(self._end)
 

@@ -104,6 +104,7 @@ class RankedTransport(DialledTransport):
                 await shorter.aclose()
                 raise
             else:
+                shorter.reached = True
                 return shorter
         await self._go_to(place, deadline)
         return self

@@ -11,6 +11,7 @@ import torch
 import aiosync
 from aiosync import (
     InvalidArgumentError,
+    JointUpdateError,
     LayoutMismatchError,
     RemoteApplyError,
     SyncTimeoutError,
@@ -142,14 +143,21 @@ async def test_a_part_is_late(case: SchemeCase) -> None:
             assert [value_of(w.model) for w in cluster.workers] == [2, 2]
 
 
-async def test_a_part_is_lost(case: SchemeCase) -> None:
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_part_is_lost(case: SchemeCase, first: bool) -> None:
     async with LocalCluster(case) as policy, LocalCluster(case) as value:
-        await value.workers[0].close()
+        lost, other = (policy, value) if first else (value, policy)
+        await lost.workers[0].close()
         fill(policy.model, 1)
         fill(value.model, 1)
+        tx = aiosync.atomic(policy.scheme, value.scheme)
         with pytest.raises(WorkerLostError) as caught:
-            await _send_both(policy, value)
+            async with tx:
+                pass
         assert caught.value.workers == (0,)
+        if not case.elastic:  # else its workers are those that are connected
+            # It did not wait for the part that is lost until the deadline.
+            assert isinstance(tx.reports[other.scheme].workers[0].error, JointUpdateError)
         assert [value_of(w.model) for w in policy.workers] == [0, 1]
         assert [value_of(w.model) for w in value.workers] == [0, 1]
 

@@ -43,6 +43,27 @@ async def test_a_worker_closes_while_the_trainer_sends(case: SchemeCase, size: i
             assert staying.scheme.version == 2
 
 
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 8, 13, 40])
+async def test_closing_ends_connect(case: SchemeCase, turns: int) -> None:
+    """On both sides, however far it has come."""
+    cluster = LocalCluster(case)
+    first, second = cluster.workers
+    connecting = [asyncio.create_task(cluster.scheme.connect()), asyncio.create_task(first.connect())]
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await first.close()
+    await within(cluster.scheme.aclose())
+    for task in connecting:
+        try:
+            await within(task, PATIENCE / 3)
+        except AiosyncError:
+            pass
+        else:
+            assert task is connecting[1]
+    await second.close()
+    cluster.recipe.close()
+
+
 async def test_version_and_reason_stay_after_the_end(case: SchemeCase) -> None:
     async with LocalCluster(case) as cluster:
         first, second = cluster.workers

@@ -7,6 +7,9 @@ import asyncio
 import logging
 import re
 import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +197,73 @@ async def test_skipped_versions_are_those_of_one_sender(tmp_path: Path) -> None:
         await within(scheme.aclose())
     assert worker.scheme.stats.skipped == 0
     await worker.close()
+
+
+@pytest.mark.parametrize("timeout", [0.0, BRIEF / 10])
+async def test_receive_finds_the_next_sender_although_each_call_is_short(
+    tmp_path: Path, timeout: float
+) -> None:
+    address = _address("unix", tmp_path)
+    async with _sender_with(worker := Follower(address, 0)):
+        pass
+    connecting, scheme = await _next_sender(address)
+    while worker.scheme.version < 5:
+        await worker.scheme.receive(timeout=timeout)
+    await within(connecting)
+    assert value_of(worker.model) == 5
+    await worker.close()
+    await within(scheme.aclose())
+
+
+async def test_an_event_loop_that_is_blocked_while_a_sender_is_looked_for(tmp_path: Path) -> None:
+    """By a rollout that takes longer than reconnect_for=, while the sender has long been back."""
+    address = _address("unix", tmp_path)
+    async with _sender_with(worker := Follower(address, 0, reconnect_for=2 * BRIEF)):
+        pass
+    assert await worker.scheme.receive(timeout=BRIEF / 100) is None
+    connecting, scheme = await _next_sender(address)
+    time.sleep(3 * BRIEF)  # noqa: ASYNC251
+    assert await worker.scheme.receive(timeout=PATIENCE) is not None
+    await within(connecting)
+    assert value_of(worker.model) == 5
+    await worker.close()
+    await within(scheme.aclose())
+
+
+@asynccontextmanager
+async def _sender_with(worker: Follower) -> AsyncIterator[None]:
+    """A sender that this worker has connected to, without a receiver task."""
+    scheme = TCPWeightSyncScheme(worker.scheme.address, token=TOKEN, timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=Uniform())
+    connecting = asyncio.create_task(scheme.connect())
+    await worker.connect()
+    await within(connecting)
+    yield
+    await within(scheme.aclose())
+
+
+async def _next_sender(address: str) -> tuple[asyncio.Task[None], TCPWeightSyncScheme]:
+    scheme = TCPWeightSyncScheme(address, token=TOKEN, timeout=PATIENCE, first_version=5, min_workers=1)
+    scheme.init_on_sender(model_id="policy", model=Uniform(5.0))
+    connecting = asyncio.create_task(scheme.connect())
+    await asyncio.sleep(0)
+    return connecting, scheme
+
+
+async def test_closing_ends_the_search_for_a_sender(tmp_path: Path) -> None:
+    address = _address("unix", tmp_path)
+    async with _sender_with(worker := Follower(address, 0)):
+        pass
+    receiving = asyncio.create_task(worker.scheme.receive(timeout=PATIENCE))
+    await asyncio.sleep(BRIEF)
+    await worker.close()
+    with pytest.raises(WorkerLostError):
+        await within(receiving, PATIENCE / 3)
+    connecting, scheme = await _next_sender(address)
+    await asyncio.sleep(BRIEF)
+    assert not scheme.workers
+    connecting.cancel()
+    await within(scheme.aclose())
 
 
 async def test_receive_without_the_receiver_task_gives_up_too() -> None:

@@ -228,6 +228,56 @@ async def test_a_connection_that_breaks_before_the_welcome_is_read() -> None:
         await worker.close()
 
 
+async def test_a_worker_that_was_dropped_comes_back_without_an_index() -> None:
+    options: dict[str, Any] = {"token": TOKEN, "timeout": PATIENCE, "on_failure": "drop"}
+    scheme = TCPWeightSyncScheme("tcp://127.0.0.1:0", **options)
+    model = Uniform()
+    scheme.init_on_sender(model_id="policy", model=model, num_workers=2)
+    connecting = asyncio.create_task(scheme.connect())
+    workers = [make_worker(scheme.address) for _ in range(2)]
+    for worker in workers:
+        await worker.connect()
+    await within(connecting)
+    await workers[0].serve()
+    late = workers[1].scheme.worker_idx
+    fill(model, 1)
+    report = await scheme.send(timeout=BRIEF)
+    assert report.dropped == (late,)
+    await workers[1].serve()
+    await eventually(lambda: len(scheme.workers) == 2, "it has connected again")
+    assert workers[1].scheme.worker_idx == late
+    fill(model, 2)
+    assert (await scheme.send()).ok
+    assert [value_of(worker.model) for worker in workers] == [2, 2]
+    for worker in workers:
+        await worker.close()
+    await within(scheme.aclose())
+
+
+async def test_an_end_of_a_connection_while_it_is_admitted_leaves_its_index_free() -> None:
+    """It says what may not be said, in one piece with what it is admitted for."""
+    async with sender_of(Uniform()) as scheme:
+        worker = make_worker(scheme.address)
+        await join(scheme, worker)
+        peer = await RawWorker.dial(scheme)
+        peer.session = _session(scheme, 5)
+        frame: Any = None
+        while not isinstance(frame, f.Challenge):
+            frame = await peer.step()
+        peer.session.receive(await peer.hear())
+        peer.say(*3 * peer.session.frames_to_send())
+        await peer.rest()
+        await peer.close()
+        await eventually(lambda: set(scheme.workers) == {0}, "it has gone")
+        good = LocalWorker(
+            TCPWeightSyncScheme(scheme.address, token=TOKEN, timeout=PATIENCE), 5, Uniform(), {}
+        )
+        await good.connect()
+        assert good.scheme.worker_idx == 5
+        for each in (worker, good):
+            await each.close()
+
+
 def _session(scheme: TCPWeightSyncScheme, worker: int, **more: Any) -> Any:
     return ReceiverSession(scheme._token, worker, model_id="policy", **more)
 
