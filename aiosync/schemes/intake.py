@@ -377,6 +377,8 @@ class Intake:
         stager = self._stager
         assert stager is not None and self.arrival is not None and self._binding is not None
         quick = self.arrival.is_here(held.update) and stager.is_quick(held.update)
+        if stager.converts:
+            self._binding.refresh()  # else that is found out when the value that was sent is gone
         rebound = stager.generation != self._binding.generation
         held_up = self._leftover or rebound or self._staging.locked()
         if held.update.joint is not None or self._follower.cascades or held_up or not quick:

@@ -42,6 +42,7 @@ from aiosync.schemes.stats import EventKind, EventSource, SchemeStats, logger
 from aiosync.schemes.uplink import Uplink
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports.base import Transport
+from aiosync.weights.binding import StaleConversion
 
 __all__ = ["WeightReceiver"]
 
@@ -456,7 +457,7 @@ class WeightReceiver:
         try:
             if not self.intake.take_at_once(held):
                 return False
-        except BaseLostError:
+        except (BaseLostError, StaleConversion):
             self._skip(whole=True)
         except Exception as exc:  # noqa: BLE001 - travels to the sender as a refusal
             self._refuse(exc)
@@ -544,8 +545,8 @@ class WeightReceiver:
                     self._held = None
                     return None
             await self.intake.commit(held, self._held_up)
-        except (Overtaken, BaseLostError) as exc:
-            self._skip(whole=isinstance(exc, BaseLostError))
+        except (Overtaken, BaseLostError, StaleConversion) as exc:
+            self._skip(whole=not isinstance(exc, Overtaken))
             return None
         except Exception as exc:  # noqa: BLE001 - travels to the sender as a refusal
             if self._closed or (held.staged is None and (self.lost or self._link.down)):

@@ -34,6 +34,7 @@ class Stager:
 
     Attributes:
         generation: the binding's when this was made; see :attr:`Binding.generation`.
+        converts: whether entries are staged in other dtypes than they are sent in.
         hears_commits: whether :meth:`committed` has anything to do.
     """
 
@@ -46,6 +47,7 @@ class Stager:
         self._arrival = arrival
         self._written = arrival.written
         self._buffers = _double_buffers(binding, arrival, device, copies)
+        self.converts = any(buffer.converts for buffer in self._buffers)
         everything = frozenset(binding.layout.names)
         staged = frozenset(name for buffer in self._buffers for name in buffer.names)
         self._own = staged if arrival.borrowed or arrival.holds else everything
@@ -121,15 +123,22 @@ class _DoubleBuffer:
     Args:
         layout: the entries, in the dtypes that the model has.
         device: where.
-        whole: whether this looks just like what arrives, so that it can be copied in one piece.
         names: the entries and their aliases.
+        arriving: what arrives.
+
+    Attributes:
+        converts: whether entries have other dtypes here than where they arrive.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, names: Collection[str], *, whole: bool) -> None:
+    def __init__(
+        self, layout: Layout, device: torch.device, names: Collection[str], arriving: Layout
+    ) -> None:
         self.names = names
+        self.converts = any(entry.dtype is not arriving[entry.name].dtype for entry in layout)
         self._layout = layout
         self._device = device
-        self._whole = whole
+        # Whether it looks just like what arrives, so that it can be copied in one piece.
+        self._whole = layout.entries == arriving.entries
         self._sides: list[tuple[Segment, LentViews]] = []
         # The side that each entry is staged into next.
         self._back = {entry.name: 0 for entry in layout}
@@ -209,5 +218,5 @@ def _double_buffers(
     for device, specs in wanted.items():
         mine = Layout(specs)
         names = {name for name in layout.names if layout[name].name in mine}
-        found.append(_DoubleBuffer(mine, device, names, whole=mine.entries == layout.entries))
+        found.append(_DoubleBuffer(mine, device, names, layout))
     return found

@@ -14,9 +14,14 @@ from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.target import WeightTarget, receiver_slots, receiver_tensors, write
 from aiosync.weights.ties import check_tied
 
-__all__ = ["Binding", "CommitMode", "Staged"]
+__all__ = ["Binding", "CommitMode", "Staged", "StaleConversion"]
 
 CommitMode: TypeAlias = Literal["flip", "copy"]
+
+
+class StaleConversion(Exception):
+    """A value was converted for a tensor that has another dtype by now. A second conversion would lose bits,
+    so the value that was sent is needed again."""
 
 
 class Staged(msgspec.Struct, eq=False):

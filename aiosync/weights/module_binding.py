@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from aiosync.errors import LayoutMismatchError
 from aiosync.weights.arena import LentTensors
-from aiosync.weights.binding import Binding, CommitMode, Staged
+from aiosync.weights.binding import Binding, CommitMode, Staged, StaleConversion
 from aiosync.weights.copying import INLINE_LIMIT
 from aiosync.weights.dense import memory_key
 from aiosync.weights.extra_state import applying_extra_state
@@ -210,6 +210,10 @@ class ModuleBinding(Binding):
             torch.no_grad(),
         ):
             new = self._new(staged, names)  # all that takes memory, before anything is changed
+            if staged.generation != self.generation:
+                for name, target in self._copies.items():
+                    if names is None or name in names:
+                        self._check_conversion(name, target, views[name])
             for name, target in self._copies.items():
                 if names is None or name in names:
                     write_into(target, views[name], undo if reversible or self._overlapping else None)
@@ -299,11 +303,16 @@ class ModuleBinding(Binding):
     def _fitting(self, name: str, target: Tensor, staged: Staged) -> Tensor:
         """The new value as ``target`` can view it. It was staged so, unless the model has changed since."""
         view = staged.views[name]
+        self._check_conversion(name, target, view)
         apart = view.dtype is not target.dtype or view.device != target.device
         if apart or (name not in staged.own and not isinstance(target, nn.Parameter)):
             with torch.inference_mode(False):
                 view = view.to(target.device, target.dtype, copy=True)
         return as_inference(view) if target.is_inference() else view
+
+    def _check_conversion(self, name: str, target: Tensor, view: Tensor) -> None:
+        if view.dtype is not target.dtype and view.dtype is not self.layout[name].dtype:
+            raise StaleConversion(f"{name} was converted to {view.dtype}; the model has {target.dtype} now")
 
     def _point_at(self, new: _Views) -> tuple[Sequence[Tensor], _Views]:
         """Re-point the flipped tensors; returns what :meth:`_point_back` needs."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from aiosync import LayoutMismatchError, RemoteApplyError, UnsupportedTensorError
 from tests.kit.cases import SCHEMES, SchemeCase
-from tests.kit.clock import PATIENCE, SCALE
+from tests.kit.clock import BRIEF, PATIENCE, SCALE
 from tests.kit.local import LocalCluster
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.processes import ROOT
@@ -71,6 +71,34 @@ SURGERY: dict[str, Callable[[Policy], object]] = {
     "bfloat16": lambda model: model.bfloat16(),
     "shared": lambda model: model.share_memory(),
 }
+
+
+DTYPES = [torch.bfloat16, torch.float64, torch.float16, torch.float32]
+
+
+@COMMITS
+@pytest.mark.parametrize("waits", [False, True])
+async def test_each_value_is_converted_once(case: SchemeCase, commit: str, waits: bool) -> None:
+    """A value that went through a narrow dtype on its way to a wide one has lost bits. The model is converted
+    before the update comes, or, while a reader holds the commit up, after it was staged."""
+    async with LocalCluster(case, model=Policy, commit=commit) as cluster:
+        worker = cluster.workers[0]
+        for number, dtype in enumerate(2 * DTYPES):
+            for step in range(3):
+                changed(cluster.model, 1 / (3 + number + 10 * step))
+                sent = {name: tensor.clone() for name, tensor in cluster.model.state_dict().items()}
+                if step == 1 and waits:
+                    async with worker.scheme.pinned() as version:
+                        sending = asyncio.create_task(cluster.scheme.send())
+                        await asyncio.sleep(BRIEF)
+                        assert worker.scheme.version == version
+                        worker.model.to(dtype)
+                    assert (await sending).ok
+                else:
+                    if step == 1:
+                        worker.model.to(dtype)
+                    assert (await cluster.scheme.send()).ok
+                assert_has(worker.model, sent)
 
 
 @COMMITS

@@ -42,6 +42,7 @@ class Follower(LocalWorker):
     def __init__(self, address: str, index: int, **options: Any) -> None:
         given = {"on_sender_close": "wait", "reconnect_for": PATIENCE, "timeout": PATIENCE, **options}
         super().__init__(TCPWeightSyncScheme(address, token=TOKEN, **given), index, Uniform(-1.0), {})
+        self.address = address
         self.init()
         self.events: list[SyncEvent] = []
         self.scheme.on_event(self.events.append)
@@ -233,7 +234,7 @@ async def test_an_event_loop_that_is_blocked_while_a_sender_is_looked_for(tmp_pa
 @asynccontextmanager
 async def _sender_with(worker: Follower) -> AsyncIterator[None]:
     """A sender that this worker has connected to, without a receiver task."""
-    scheme = TCPWeightSyncScheme(worker.scheme.address, token=TOKEN, timeout=PATIENCE)
+    scheme = TCPWeightSyncScheme(worker.address, token=TOKEN, timeout=PATIENCE)
     scheme.init_on_sender(model_id="policy", model=Uniform())
     connecting = asyncio.create_task(scheme.connect())
     await worker.connect()

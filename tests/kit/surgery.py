@@ -268,6 +268,7 @@ class Surgery(RuleBasedStateMachine):
         assert self.cluster is not None
         before = [snapshot(self.model(index)) for index in range(WORKERS)]
         fit = [self.fits(index) for index in range(WORKERS)]
+        version = self.cluster.scheme.version
         sending = self.cluster.scheme.send(weights, strict=weights is None)
         try:
             self.run(sending)
@@ -280,7 +281,8 @@ class Surgery(RuleBasedStateMachine):
         for index in range(WORKERS):
             behind = self.missed[index] | sent
             self.check(index, behind if fit[index] else {}, before[index])
-            self.missed[index] = {} if fit[index] else behind
+            if self.cluster.scheme.version > version:  # else all refused it, and it was withdrawn
+                self.missed[index] = {} if fit[index] else behind
 
     def check_applied(self, index: int, names: set[str], before: dict[str, Tensor]) -> None:
         """These entries are the trainer's, all others are as before."""

@@ -380,7 +380,7 @@ async def test_a_worker_that_was_back_for_a_moment_is_still_away() -> None:
             await eventually(lambda: not relay.workers, "the relay has noticed")
             known = worker.scheme._receiver
             assert known is not None
-            again = {"before": 0, "ticket": known._link._ticket, "signature": known.intake.signature}
+            again: Any = {"before": 0, "ticket": known._link._ticket, "signature": known.intake.signature}
             await (await RawWorker.join(relay._downstream, **again)).close()
             await eventually(lambda: not relay.workers, "the relay has noticed")
             fill(model, 2)
