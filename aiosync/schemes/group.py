@@ -296,8 +296,9 @@ class WeightGroup:
         self.wake()
 
     def forget_latest(self) -> None:
-        """There is no newest version any more; nobody reads it."""
+        """There is no newest version any more, and versions are counted anew; no worker reads it."""
         latest, self.latest = self.latest, None
+        self.changes = ChangeLog()
         if latest is not None:
             latest.slot.holders &= {WRITER}  # it may be about to be written over
             latest.slot.version = -1
@@ -329,8 +330,10 @@ class WeightGroup:
         call_when_done(work, over)
 
     def settle(self, round_: int, before: Published | None, *, withdrawn: bool) -> None:
-        """A round is over. ``withdrawn``: nobody took it, so what it replaced is the newest again."""
+        """A round is over. ``withdrawn``: no worker took it, so what it replaced is the newest again."""
         latest = self.latest
+        if withdrawn and latest is not None and latest.round == round_:
+            self.changes.withdraw(latest.version)
         if withdrawn and before is not None and latest is not None and latest.round == round_:
             latest.slot.holders.discard(LATEST)
             before.slot.holders.add(LATEST)

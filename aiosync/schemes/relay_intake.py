@@ -276,6 +276,7 @@ class RelayIntake(Intake):
         broken, (before,) = group.latest, prepared.before
         for link in self.roster.members(group):
             link.withdraw(broken)
+        group.changes.withdraw(broken.version)
         broken.slot.holders.clear()
         broken.slot.version = -1
         group.latest = before if before is not None and before.slot.version == before.version else None

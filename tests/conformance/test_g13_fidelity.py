@@ -73,6 +73,32 @@ SURGERY: dict[str, Callable[[Policy], object]] = {
 }
 
 
+@COMMITS
+@pytest.mark.parametrize("whole", [True, False])
+async def test_what_all_workers_refused_is_not_part_of_the_next_update(
+    case: SchemeCase, commit: str, whole: bool
+) -> None:
+    async with LocalCluster(case, model=Policy, commit=commit) as cluster:
+        models = [worker.model for worker in cluster.workers]
+        for model in models:
+            model.more = nn.Linear(1, 1)
+        changed(cluster.model, 5.0)
+        with pytest.raises((RemoteApplyError, LayoutMismatchError)):
+            if whole:
+                await cluster.scheme.send()
+            else:
+                await cluster.scheme.send({"mean": cluster.model.mean}, strict=False)
+        assert cluster.scheme.version == 0
+        kept = []
+        for model in models:
+            del model.more
+            model(torch.ones(2, 3))
+            kept.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        assert (await cluster.scheme.send({"head.bias": torch.full((2,), 7.0)}, strict=False)).ok
+        for model, before in zip(models, kept, strict=True):
+            assert_has(model, {**before, "head.bias": torch.full((2,), 7.0)})
+
+
 DTYPES = [torch.bfloat16, torch.float64, torch.float16, torch.float32]
 
 

@@ -174,6 +174,7 @@ async def test_a_trainer_that_is_started_again(delay: float) -> None:
             for version in range(1, 4):
                 fill(model, version)
                 await first.send()
+            await first.send({"values.0": torch.full((16,), 4.0)}, strict=False)
             break_off(first)
             listener: Any = first.shared_transport
             listener.stop()
@@ -190,6 +191,11 @@ async def test_a_trainer_that_is_started_again(delay: float) -> None:
                 await second.send()
             await eventually(lambda: worker.scheme.version == second.version, "the worker counts anew")
             assert value_of(worker.model) == 11
+            # Which entries the trainer before sent last has no meaning for this one's version numbers.
+            with torch.no_grad():
+                worker.model.values[0].fill_(-5.0)
+            assert (await second.send({"values.1": torch.full((16,), 12.0)}, strict=False)).ok
+            assert [values[0].item() for values in worker.model.values] == [-5.0, 12.0, 11.0, 11.0]
             await worker.close()
             await second.aclose()
 
