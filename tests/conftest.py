@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import inspect
 import os
@@ -64,6 +65,9 @@ def _warm_up_once(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     """Count before any fixture is made."""
+    if item.get_closest_marker("soak") is not None:
+        # Frames of threads that go on while they are written down may crash the process.
+        faulthandler.cancel_dump_traceback_later()
     if item.nodeid.replace("/", ".").startswith(CHECKED):
         _warm_up_once(item.config)
         gc.collect()
