@@ -36,6 +36,7 @@ from aiosync.weights.module_tensors import (
     as_inference,
     look_of,
     overlapping,
+    own_copy,
     place_of,
     repoint,
     write_into,
@@ -292,9 +293,9 @@ class ModuleBinding(Binding):
                     staged.views[name].copy_(target.detach())
                 new.append(self._fitting(name, target, staged))
             elif (name in lent or name in staged.leaving) and here[name]:
-                new.append(target.detach().clone())
+                new.append(own_copy(target))
             elif not here[name] and staged.is_lent is not None and staged.is_lent(target.data_ptr()):
-                new.append(target.detach().clone())  # it views another entry's memory
+                new.append(own_copy(target))  # it views another entry's memory
             else:
                 new.append(target.data)
         addresses = [view.data_ptr() for view in new]

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from aiosync.weights.dense import memory_key
 from aiosync.weights.target import overlaps_itself
 
-__all__ = ["Look", "as_inference", "look_of", "overlapping", "place_of", "repoint", "write_into"]
+__all__ = [
+    "Look",
+    "as_inference",
+    "look_of",
+    "overlapping",
+    "own_copy",
+    "place_of",
+    "repoint",
+    "write_into",
+]
 
 Look: TypeAlias = tuple[torch.dtype, torch.Size, torch.device, bool, bool]
 """The dtype, shape and device of a tensor; whether it is a parameter, and whether of inference mode."""
@@ -48,6 +57,12 @@ def overlapping(targets: Mapping[str, Tensor]) -> list[str]:
 def repoint(target: Tensor, view: Tensor) -> None:
     """Have ``target`` view the memory of ``view``."""
     target.data = as_inference(view) if target.is_inference() else view
+
+
+def own_copy(target: Tensor) -> Tensor:
+    """The values of ``target`` in new memory, for ``target`` to view."""
+    copied = target.detach().clone()
+    return as_inference(copied) if target.is_inference() else copied
 
 
 def as_inference(view: Tensor) -> Tensor:

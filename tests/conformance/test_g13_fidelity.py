@@ -99,6 +99,34 @@ async def test_what_all_workers_refused_is_not_part_of_the_next_update(
             assert_has(model, {**before, "head.bias": torch.full((2,), 7.0)})
 
 
+@COMMITS
+@pytest.mark.parametrize("size", [1, LARGE])
+async def test_parts_of_a_model_that_was_made_in_inference_mode(
+    case: SchemeCase, commit: str, size: int
+) -> None:
+    """Whatever its parameters view, they compute."""
+
+    def make() -> Policy:
+        model = Policy()
+        model.wide = nn.Parameter(torch.zeros(size))
+        return model
+
+    with torch.inference_mode():
+        model = make()
+    async with LocalCluster(case, model=make, worker_models={0: model}, commit=commit) as cluster:
+        names = sorted(cluster.model.state_dict())
+        for version in range(1, 13):
+            changed(cluster.model, float(version))
+            state = cluster.model.state_dict()
+            sent = {name: state[name] for name in names if (version + names.index(name)) % 3}
+            for each in [sent, dict(list(sent.items())[:1])]:
+                await cluster.scheme.send(each, strict=False, wait=False)
+            await cluster.scheme.wait_ack()
+            assert_has(model, sent)
+            with torch.inference_mode():
+                assert model(torch.ones(2, 3)).shape == (2, 2)
+
+
 DTYPES = [torch.bfloat16, torch.float64, torch.float16, torch.float32]
 
 
