@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from aiosync.errors import NotConnectedError
+from aiosync.errors import AiosyncError, NotConnectedError
 
 __all__ = ["OpenCalls"]
 
@@ -36,7 +36,7 @@ class OpenCalls:
         try:
             async with scope:
                 yield
-        except TimeoutError:
+        except (TimeoutError, AiosyncError):
             if not self._stopped:
                 raise
         finally:
@@ -51,7 +51,8 @@ class OpenCalls:
         self._stopped = True
         now = asyncio.get_running_loop().time()
         for scope in self._scopes:
-            scope.reschedule(now)
+            if not scope.expired():  # else its body is ending already
+                scope.reschedule(now)
         if self._scopes:
             self._none_left.clear()
             await self._none_left.wait()

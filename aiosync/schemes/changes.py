@@ -15,26 +15,26 @@ class ChangeLog:
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
         self._whole = -1
-        # The version that was added last, and what it replaced.
-        self._newest = -1
-        self._before: dict[str, int] = {}
-        self._whole_before = -1
+        # For each version that may still be withdrawn: its number, and what _whole and _last had before.
+        self._undo: list[tuple[int, int, dict[str, int]]] = []
 
     def add(self, version: int, names: tuple[str, ...] | None) -> None:
         """``version`` is about these entries; None: all."""
-        self._newest, self._whole_before = version, self._whole
-        self._before = {name: self._last.get(name, -1) for name in names or ()}
+        self._undo.append((version, self._whole, {name: self._last.get(name, -1) for name in names or ()}))
         if names is None:
             self._whole = version
         else:
             self._last.update(dict.fromkeys(names, version))
 
     def withdraw(self, version: int) -> None:
-        """No worker has this version, and its number will be another's. Only the newest can be withdrawn."""
-        if version == self._newest:
-            self._whole = self._whole_before
-            self._last.update(self._before)
-            self._newest = -1
+        """No worker has this version, the newest, and its number will be another's."""
+        while self._undo and self._undo[-1][0] >= version:
+            _, self._whole, before = self._undo.pop()
+            self._last.update(before)
+
+    def keep(self, version: int) -> None:
+        """Neither this version nor one before it will be withdrawn."""
+        self._undo = [each for each in self._undo if each[0] > version]
 
     def since(self, have: int) -> list[str] | None:
         """The entries that have changed since the version ``have``; None: all, or it is not known."""

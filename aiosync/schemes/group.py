@@ -79,6 +79,7 @@ class Draft(msgspec.Struct, eq=False):
         spilled: the slot is not one that workers can read.
         begun: it may have been written into.
         copying: the copy, if it goes on beside the sending.
+        replaces_spill: a version that waited for a slot was given up for it.
     """
 
     group: WeightGroup
@@ -90,6 +91,7 @@ class Draft(msgspec.Struct, eq=False):
     begun: bool = False
     copying: Filling | None = None
     sharded: Sequence[tuple[str, Tensor, Tensor]] = ()
+    replaces_spill: bool = False
 
 
 class WeightGroup:
@@ -271,6 +273,7 @@ class WeightGroup:
         if draft.spilled:
             self.spill = Published(draft.slot, round_, version)
             return self.spill
+        draft.replaces_spill = self.spill is not None and not unspilled
         self.spill = None
         before = self.latest
         published = Published(draft.slot, round_, version, joint, draft.copying)
@@ -329,11 +332,13 @@ class WeightGroup:
 
         call_when_done(work, over)
 
-    def settle(self, round_: int, before: Published | None, *, withdrawn: bool) -> None:
+    def settle(self, round_: int, version: int, before: Published | None, *, withdrawn: bool) -> None:
         """A round is over. ``withdrawn``: no worker took it, so what it replaced is the newest again."""
         latest = self.latest
-        if withdrawn and latest is not None and latest.round == round_:
-            self.changes.withdraw(latest.version)
+        if withdrawn:
+            self.changes.withdraw(version)
+        else:
+            self.changes.keep(version)
         if withdrawn and before is not None and latest is not None and latest.round == round_:
             latest.slot.holders.discard(LATEST)
             before.slot.holders.add(LATEST)

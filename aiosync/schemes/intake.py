@@ -238,6 +238,12 @@ class Intake:
         """Whether what comes now is put in service where it lies, in the sender's memory."""
         return self._may_view and self.arrival is not None and self.arrival.holds
 
+    @property
+    def needs_sender(self) -> bool:
+        """Whether a staged update may be read again where the sender wrote it: it is viewed there, or is
+        converted for a model whose dtype may change before the commit."""
+        return self.views_sender or (self._stager is not None and self._stager.converts)
+
     async def detach(self) -> None:
         """Have what is in service lie in memory of this process's own: the sender will write into its."""
         if self._viewing:

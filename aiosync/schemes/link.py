@@ -81,6 +81,8 @@ class WorkerLink:
         self.session = session
         self.group = group
         self.due: Published | None = None
+        # What was due and is about to be overwritten, until that has happened or is given up.
+        self._revoked: Published | None = None
         self.late = False
         self.died = False
         self._leased: Published | None = None
@@ -179,9 +181,18 @@ class WorkerLink:
         self.session.publish(published.round)
 
     def revoke(self, published: Published) -> None:
-        """``published`` is about to be overwritten: it is not due any more."""
+        """``published`` is about to be overwritten: it is not due any more. Call :meth:`forget_revoked`
+        after it."""
         if self.due is published:
-            self._forgo(published)
+            published.slot.holders.discard(("due", self.worker))
+            self.due = None
+            self._revoked = published
+
+    def forget_revoked(self, *, overwritten: bool) -> None:
+        """What was revoked has been overwritten, or is whole and may be announced again."""
+        revoked, self._revoked = self._revoked, None
+        if overwritten:
+            self._call_off(revoked)
 
     def serve(self) -> None:
         """Give the worker what it is waiting for, if it is waiting and there is something to give."""
@@ -315,6 +326,7 @@ class WorkerLink:
         self._delivery.cut()
         self._delivery.leave()
         self._call_off(self._leased)
+        self.forget_revoked(overwritten=True)
         if self.due is not None:
             self._forgo(self.due)
         if orphan is not None:

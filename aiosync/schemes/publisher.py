@@ -193,6 +193,7 @@ class Publisher:
             draft.group.discard(draft)
             latest = draft.group.latest
             for link in self._roster.members(draft.group):
+                link.forget_revoked(overwritten=draft.begun)
                 if draft.reclaimed and latest is not None and link.reaches < latest.version:
                     link.announce(latest)
                 link.serve()
@@ -217,6 +218,9 @@ class Publisher:
         targets = (set(round_.phases) & group.workers) | group.spill_targets
         group.publish(draft, round_.number, round_.version, fallback=fallback, joint=round_.joint)
         group.addressed.update(dict.fromkeys(targets, round_.version))
+        if draft.reclaimed:
+            for link in self._roster.members(group):
+                link.forget_revoked(overwritten=True)
         if draft.spilled:
             group.spill_targets = targets
             self._roster.note_absent(round_, group)
@@ -259,24 +263,29 @@ class Publisher:
             # Nothing is awaited between finding no slot and this, so no slot is freed unnoticed.
             await group.freed()
 
-    def settle(self, prepared: Prepared) -> None:
-        """Nobody waits for answers any more, so what was replaced may go; or is the newest again, if every
-        worker refused. Nothing happens if it was not published, or has been settled."""
+    def settle(self, prepared: Prepared, *, may_withdraw: bool = True) -> None:
+        """No call waits for answers any more, so what was replaced may go; or is the newest again, if every
+        worker refused. Nothing happens if it was not published, or has been settled.
+
+        Args:
+            may_withdraw: False: others count on this version, although every worker refused it.
+        """
         round_, prepared.round = prepared.round, None
         if round_ is None:
             return
         self._roster.rounds.remove(round_)
         withdrawn = (
-            round_.withdrawn
+            may_withdraw
+            and round_.withdrawn
             and round_.version == self.version
             # Whoever joined meanwhile may have it, or be about to; and what it was written over is gone.
             and all(link.reaches < round_.version for link in self._roster.links.values())
-            and not any(draft.reclaimed for draft in prepared.drafts)
+            and not any(d.reclaimed or d.spilled or d.replaces_spill for d in prepared.drafts)
         )
         if withdrawn:
             self.version -= 1
         for draft, before in zip(prepared.drafts, prepared.before, strict=True):
-            draft.group.settle(round_.number, before, withdrawn=withdrawn)
+            draft.group.settle(round_.number, round_.version, before, withdrawn=withdrawn)
             if withdrawn:
                 draft.slot.version = -1  # the number will be another's
             if withdrawn and before is not None:

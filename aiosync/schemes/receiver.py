@@ -206,8 +206,9 @@ class WeightReceiver:
             error = await self._advance()
             if error is not None:
                 raise error
-        await self.intake.reserve()
+        # From now on a lost connection is made again.
         self._settled = True
+        await self.intake.reserve()
         self._emit("connected")
 
     async def _come_back(self) -> bool:
@@ -457,8 +458,11 @@ class WeightReceiver:
         try:
             if not self.intake.take_at_once(held):
                 return False
-        except (BaseLostError, StaleConversion):
+        except BaseLostError:
             self._skip(whole=True)
+        except StaleConversion:
+            held.staged = None
+            return False
         except Exception as exc:  # noqa: BLE001 - travels to the sender as a refusal
             self._refuse(exc)
         else:
@@ -545,8 +549,11 @@ class WeightReceiver:
                     self._held = None
                     return None
             await self.intake.commit(held, self._held_up)
-        except (Overtaken, BaseLostError, StaleConversion) as exc:
-            self._skip(whole=not isinstance(exc, Overtaken))
+        except (Overtaken, BaseLostError) as exc:
+            self._skip(whole=isinstance(exc, BaseLostError))
+            return None
+        except StaleConversion:
+            held.staged = None  # what it was staged from is still here
             return None
         except Exception as exc:  # noqa: BLE001 - travels to the sender as a refusal
             if self._closed or (held.staged is None and (self.lost or self._link.down)):
@@ -578,7 +585,7 @@ class WeightReceiver:
 
     def _held_up(self) -> None:
         """What is staged waits for readers."""
-        self._link.session.staged(copied=not self.intake.views_sender)
+        self._link.session.staged(copied=not self.intake.needs_sender)
         self._link.flush()
         if self._link.session.superseded:  # since it began to be staged
             self.intake.overtake()
@@ -643,7 +650,6 @@ class WeightReceiver:
         await uninterrupted(lambda _: self._close())
 
     async def _close(self) -> None:
-        self._link.unwatch()
         await self._calls.stop()
         if self._search is not None:
             self._search.cancel()

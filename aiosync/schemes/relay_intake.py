@@ -265,7 +265,8 @@ class RelayIntake(Intake):
         """All workers have answered, or are not awaited: the slot of the version before can be written."""
         prepared, self._prepared = self._prepared, None
         if prepared is not None and self._publisher is not None:
-            self._publisher.settle(prepared)
+            # The trainer has been told that this version is here.
+            self._publisher.settle(prepared, may_withdraw=False)
 
     def aborted(self) -> None:
         """What was arriving will not come whole."""
@@ -276,6 +277,7 @@ class RelayIntake(Intake):
         broken, (before,) = group.latest, prepared.before
         for link in self.roster.members(group):
             link.withdraw(broken)
+            link.forget_revoked(overwritten=True)
         group.changes.withdraw(broken.version)
         broken.slot.holders.clear()
         broken.slot.version = -1

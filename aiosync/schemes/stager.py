@@ -41,8 +41,7 @@ class Stager:
     def __init__(self, binding: Binding, arrival: Arrival, device: torch.device, *, copies: bool) -> None:
         self.copies = copies
         self.generation = binding.generation
-        # What one entry's bytes become may differ between tensors that are tied at the sender.
-        self._staged_for = -1 if _differ(binding) else binding.generation
+        self._staged_for = -1 if _differing(binding) else binding.generation
         self._layout = binding.layout
         self._arrival = arrival
         self._written = arrival.written
@@ -189,14 +188,12 @@ class _DoubleBuffer:
                 self._in_service.add(name)
 
 
-def _differ(binding: Binding) -> bool:
-    """Whether tensors that are one entry at the sender have several dtypes or devices here."""
-    kinds: dict[str, tuple[torch.dtype, torch.device]] = {}
-    for name, target in binding.needs().items():
-        kind = target.dtype, target.device
-        if kinds.setdefault(binding.layout[name].name, kind) != kind:
-            return True
-    return False
+def _differing(binding: Binding) -> set[str]:
+    """The entries that are one tensor at the sender and tensors of several dtypes or devices here."""
+    kinds: dict[str, set[tuple[torch.dtype, torch.device]]] = {}
+    for name, target in binding.targets().items():
+        kinds.setdefault(binding.layout[name].name, set()).add((target.dtype, target.device))
+    return {name for name, found in kinds.items() if len(found) > 1}
 
 
 def _double_buffers(
@@ -205,7 +202,12 @@ def _double_buffers(
     """One per device, for the entries that cannot be viewed where they arrive."""
     wanted: dict[torch.device, list[tuple[str, tuple[int, ...], torch.dtype]]] = {}
     layout = binding.layout
-    targets = {layout[name].name: target for name, target in binding.needs().items()}
+    # Where one entry becomes tensors of several dtypes, each commit converts it for each of them.
+    differing = _differing(binding)
+    names = {name: layout[name].name for name in binding.needs()}
+    targets = {
+        names[name]: target for name, target in binding.needs().items() if names[name] not in differing
+    }
     elsewhere = arrival.borrowed or arrival.holds
     own = {layout[name].name for name in binding.needs_own()} if elsewhere else ()
     for entry in layout:
@@ -217,6 +219,6 @@ def _double_buffers(
     found = []
     for device, specs in wanted.items():
         mine = Layout(specs)
-        names = {name for name in layout.names if layout[name].name in mine}
-        found.append(_DoubleBuffer(mine, device, names, layout))
+        here = {name for name in layout.names if layout[name].name in mine}
+        found.append(_DoubleBuffer(mine, device, here, layout))
     return found

@@ -130,6 +130,7 @@ class Uplink:
 
     async def aclose(self, reason: str) -> None:
         """Say goodbye and close the connection; nothing of the sender's is read here any more."""
+        self.unwatch()
         self.session.let_go()
         self.session.close(reason)
         self.flush()

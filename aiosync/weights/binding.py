@@ -69,6 +69,10 @@ class Binding:
         """The tensors that will view the committed memory, by name: it has to have their device and dtype."""
         return {}
 
+    def targets(self) -> Mapping[str, Tensor]:
+        """All tensors that a commit changes, by name: those of :meth:`needs`, and those it copies into."""
+        return self.needs()
+
     def needs_own(self) -> Collection[str]:
         """Those of :meth:`needs` that must not view memory of other processes."""
         return ()

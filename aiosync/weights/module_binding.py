@@ -184,6 +184,10 @@ class ModuleBinding(Binding):
         """The tensors that flip."""
         return self._flips
 
+    def targets(self) -> Mapping[str, Tensor]:
+        """See :meth:`Binding.targets`."""
+        return {**self._flips, **self._copies}
+
     def needs_own(self) -> Collection[str]:
         """The buffers among them: a worker writes into its buffers."""
         return [name for name, target in self._flips.items() if not isinstance(target, nn.Parameter)]

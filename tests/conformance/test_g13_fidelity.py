@@ -155,6 +155,55 @@ async def test_each_value_is_converted_once(case: SchemeCase, commit: str, waits
                 assert_has(worker.model, sent)
 
 
+class Tied(nn.Module):
+    """Two layers and a buffer of one memory; or, on workers, of three memories and several dtypes."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        if dtype is None:
+            self.b.weight = self.a.weight
+            self.register_buffer("c", self.a.weight.data)
+        else:
+            self.b.to(dtype)
+            self.register_buffer("c", torch.zeros(3, 3))
+
+
+@COMMITS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+async def test_one_entry_that_becomes_tensors_of_several_dtypes(
+    case: SchemeCase, commit: str, dtype: torch.dtype
+) -> None:
+    models = {0: Tied(dtype), 1: Tied(dtype)}
+    models[1].to(dtype)
+    async with LocalCluster(case, model=Tied, worker_models=models, commit=commit) as cluster:
+        for version in range(1, 4):
+            with torch.no_grad():
+                cluster.model.a.weight.fill_(1 / (2 + version))
+            assert (await cluster.scheme.send()).ok
+            for model in models.values():
+                assert_has(model, cluster.model.state_dict())
+
+
+@COMMITS
+async def test_a_model_that_is_converted_while_its_version_waits(case: SchemeCase, commit: str) -> None:
+    """Later versions are not for this worker, so nobody sends it another."""
+    async with LocalCluster(case, model=Policy, commit=commit, per_worker_weights=False) as cluster:
+        worker = cluster.workers[1]
+        worker.model.bfloat16()
+        changed(cluster.model, 1 / 3)
+        sent = {name: tensor.clone() for name, tensor in cluster.model.state_dict().items()}
+        async with worker.scheme.pinned():
+            sending = asyncio.create_task(cluster.scheme.send())
+            await asyncio.sleep(BRIEF)
+            for _ in range(2):
+                changed(cluster.model, 1 / 7)
+                await cluster.scheme.send(None, [0], wait=False)
+            worker.model.float()
+        assert (await sending).workers[1].status == "applied"
+        assert_has(worker.model, sent)
+
+
 @COMMITS
 @pytest.mark.parametrize("surgery", SURGERY)
 async def test_replaced_tensors_are_found(case: SchemeCase, surgery: str, commit: str) -> None:

@@ -162,6 +162,30 @@ async def test_a_part_is_lost(case: SchemeCase, first: bool) -> None:
         assert [value_of(w.model) for w in value.workers] == [0, 1]
 
 
+async def test_a_send_that_fails_calls_no_joint_update_off(case: SchemeCase) -> None:
+    """It was about to take the slot of a part that a worker has not come for yet, and gave that up."""
+    if not case.views:
+        return  # its workers hold no slot
+    options: dict[str, Any] = {"max_slots": 2}
+    async with (
+        LocalCluster(case, per_worker_weights=True, **options) as policy,
+        LocalCluster(case, **options) as value,
+    ):
+        for cluster in (policy, value):
+            fill(cluster.model, 1)
+            await cluster.workers[0].rest()
+        async with policy.workers[1].scheme.pinned():
+            joint = asyncio.create_task(_send_both(policy, value))
+            await asyncio.sleep(BRIEF)
+            with pytest.raises(SyncTimeoutError):
+                await policy.scheme.send(timeout=BRIEF)
+        for cluster in (policy, value):
+            await cluster.workers[0].serve()
+        await within(joint)
+        for cluster in (policy, value):
+            assert [value_of(worker.model) for worker in cluster.workers] == [1, 1]
+
+
 async def test_a_body_that_raises_sends_nothing(case: SchemeCase) -> None:
     async with LocalCluster(case) as policy, LocalCluster(case) as value:
         with pytest.raises(ZeroDivisionError):

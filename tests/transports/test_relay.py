@@ -162,6 +162,26 @@ async def test_a_refusal_below_reaches_the_trainer(monkeypatch: pytest.MonkeyPat
             await worker.close()
 
 
+async def test_what_all_workers_of_a_relay_refused_comes_with_the_next_update() -> None:
+    """The trainer counts on the relay to have it: workers that come later get it too."""
+    model = Uniform()
+    async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
+        await connect(scheme, relay)
+        worker = make_worker(relay.address)
+        await serve(worker)
+        worker.model.more = nn.Linear(1, 1)
+        with pytest.raises(RemoteApplyError):
+            await scheme.send({"values.0": torch.full((16,), 1.0)}, strict=False)
+        late = make_worker(relay.address)
+        await serve(late)
+        assert late.model.values[0][0] == 1
+        del worker.model.more
+        assert (await scheme.send({"values.1": torch.full((16,), 2.0)}, strict=False)).ok
+        for each in (worker, late):
+            assert [values[0].item() for values in each.model.values] == [1.0, 2.0, 0.0, 0.0]
+            await each.close()
+
+
 @pytest.mark.parametrize("delay", [0.0, BRIEF / 2])
 async def test_a_trainer_that_is_started_again(delay: float) -> None:
     model = Uniform()
