@@ -46,11 +46,13 @@ class RawWorker:
 
     Attributes:
         session: a worker's, as far as :meth:`join` has gone.
+        welcome: what :meth:`join` got.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
         self.session: Any = None
+        self.welcome: Any = None
         self._decoder = StreamDecoder(ANY)
         self._decoder.sink = _Discard()
         self._heard: list[f.Frame] = []
@@ -68,8 +70,8 @@ class RawWorker:
         """Connect, authenticate and be welcomed."""
         self = await cls.dial(scheme)
         self.session = ReceiverSession(scheme._token, worker, model_id=scheme.model_id, **more)
-        while not isinstance(await self.step(), f.Welcome):
-            pass
+        while not isinstance(self.welcome, f.Welcome):
+            self.welcome = await self.step()
         return self
 
     async def step(self) -> f.Frame:

@@ -171,18 +171,10 @@ async def test_a_worker_takes_its_own_index_back_with_its_ticket() -> None:
     async with sender_of(Uniform()) as scheme:
         worker = make_worker(scheme.address)
         await join(scheme, worker)
-        first = await RawWorker.dial(scheme)
-        first.session = _session(scheme, 5)
-        welcome: Any = None
-        while not isinstance(welcome, f.Welcome):
-            welcome = await first.step()
-        second = await RawWorker.dial(scheme)
-        second.session = _session(scheme, 5, ticket=welcome.ticket)
-        again: Any = None
-        while not isinstance(again, f.Welcome):
-            again = await second.step()
-        assert again.worker == 5
-        assert again.ticket != welcome.ticket
+        first = await RawWorker.join(scheme, 5)
+        second = await RawWorker.join(scheme, 5, ticket=first.welcome.ticket)
+        assert second.welcome.worker == 5
+        assert second.welcome.ticket != first.welcome.ticket
         assert any(isinstance(frame, f.Bye) and frame.replaced for frame in await first.rest())
         for peer in (first, second):
             await peer.close()
@@ -212,19 +204,12 @@ async def test_a_connection_that_breaks_before_the_welcome_is_read() -> None:
     async with sender_of(Uniform()) as scheme:
         worker = make_worker(scheme.address)
         await join(scheme, worker)
-        first = await RawWorker.dial(scheme)
-        first.session = _session(scheme, 5)
-        welcome: Any = None
-        while not isinstance(welcome, f.Welcome):
-            welcome = await first.step()
+        peer = await RawWorker.join(scheme, 5)
+        ticket = peer.welcome.ticket
         for _ in range(3):
-            await first.close()
-            first = await RawWorker.dial(scheme)
-            first.session = _session(scheme, 5, ticket=welcome.ticket)
-            again: Any = None
-            while not isinstance(again, f.Welcome):
-                again = await first.step()
-        await first.close()
+            await peer.close()
+            peer = await RawWorker.join(scheme, 5, ticket=ticket)
+        await peer.close()
         await worker.close()
 
 

@@ -289,7 +289,9 @@ async def test_relays_that_would_form_a_ring() -> None:
             await worker.close()
 
 
-async def test_a_relay_answers_for_a_worker_that_is_away() -> None:
+@pytest.mark.parametrize("back_for_a_moment", [False, True])
+async def test_a_relay_answers_for_a_worker_that_is_away(back_for_a_moment: bool) -> None:
+    """It acts on the version that it had, also if its next connection broke before it got another."""
     model = Uniform()
     async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
         await connect(scheme, relay)
@@ -301,6 +303,12 @@ async def test_a_relay_answers_for_a_worker_that_is_away() -> None:
             proxy.hold.clear()
             proxy.cut()
             await eventually(lambda: not relay.workers, "the relay has noticed")
+            if back_for_a_moment:
+                known = worker.scheme._receiver
+                assert known is not None
+                again: Any = {"ticket": known._link._ticket, "signature": known.intake.signature}
+                await (await RawWorker.join(relay._downstream, before=0, **again)).close()
+                await eventually(lambda: not relay.workers, "the relay has noticed")
             fill(model, 2)
             with pytest.raises(RemoteApplyError, match=r"workers \[0\] have lost this relay"):
                 await scheme.send()
@@ -389,32 +397,6 @@ async def test_a_worker_that_was_replaced_is_not_away() -> None:
             assert value_of(replacement.model) == 1
             for worker in (killed, replacement):
                 await worker.close()
-
-
-async def test_a_worker_that_was_back_for_a_moment_is_still_away() -> None:
-    """It acts on the version that it had before."""
-    model = Uniform()
-    async with sender_of(model) as scheme, relay_below(scheme.address) as relay:
-        await connect(scheme, relay)
-        async with ChaosProxy(relay.address) as proxy:
-            worker = make_worker(proxy.address)
-            await serve(worker)
-            fill(model, 1)
-            assert (await scheme.send()).ok
-            proxy.hold.clear()
-            proxy.cut()
-            await eventually(lambda: not relay.workers, "the relay has noticed")
-            known = worker.scheme._receiver
-            assert known is not None
-            again: Any = {"before": 0, "ticket": known._link._ticket, "signature": known.intake.signature}
-            await (await RawWorker.join(relay._downstream, **again)).close()
-            await eventually(lambda: not relay.workers, "the relay has noticed")
-            fill(model, 2)
-            with pytest.raises(RemoteApplyError):
-                await scheme.send(timeout=PATIENCE)
-            proxy.release()
-            await eventually(lambda: value_of(worker.model) == 2, "it is back")
-            await worker.close()
 
 
 async def test_a_worker_that_never_had_a_version_is_not_away() -> None:
