@@ -199,15 +199,15 @@ class WeightReceiver:
             raise
         await self.intake.prepare(link.transport)
         self._say_what_is_here()
+        self._settled = True  # from now on a lost connection is made again
         link.start(self, self._sender_ended)
         while self.version < 0:
-            if not await self._await_held():
+            if await self._await_held():
+                error = await self._advance()
+                if error is not None:
+                    raise error
+            elif not await self._come_back():
                 raise WorkerLostError((), self.ended or "unknown")
-            error = await self._advance()
-            if error is not None:
-                raise error
-        # From now on a lost connection is made again.
-        self._settled = True
         await self.intake.reserve()
         self._emit("connected")
 
@@ -254,7 +254,8 @@ class WeightReceiver:
 
     async def _meet_again(self, deadline: Deadline) -> None:
         link = self._link
-        await link.renew(self.intake.signature)
+        # A sender that knows the signature counts on this worker to act on some version.
+        await link.renew(self.intake.signature if self.version >= 0 else "")
         try:
             await self._settle_in_again(deadline)
         except BaseException:
@@ -273,7 +274,7 @@ class WeightReceiver:
             link.session.declined(nack_of(welcome.version, exc))
             raise
         # Versions are one sender's own: another at the same address begins anew, and is the one to follow.
-        if link.adopt(welcome):
+        if link.adopt(welcome) and self.version >= 0:
             self._follow_another(welcome.version)
         await self.intake.prepare(link.transport)
         self._say_what_is_here()

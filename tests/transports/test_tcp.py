@@ -230,6 +230,27 @@ async def test_a_link_cut_a_hundred_times(size: int) -> None:
             await worker.close()
 
 
+@pytest.mark.parametrize("reconnect_for", [0, PATIENCE])
+async def test_a_link_cut_in_the_middle_of_the_first_version(reconnect_for: float) -> None:
+    size = 1 << 19
+    async with sender_of(Uniform(3.0, size=size)) as scheme, ChaosProxy(scheme.address) as proxy:
+        await join(scheme, first := make_worker(scheme.address, Uniform(-1.0, size=size)))
+        proxy.weather["to_worker"].cut_after = size
+        worker = make_worker(proxy.address, Uniform(-1.0, size=size), reconnect_for=reconnect_for)
+        connecting = asyncio.create_task(worker.connect())
+        if reconnect_for:
+            await eventually(lambda: proxy.accepted > 2, "it connects again")
+            proxy.weather["to_worker"].cut_after = None
+            await within(connecting)
+            assert value_of(worker.model) == 3
+        else:
+            with pytest.raises(WorkerLostError):
+                await within(connecting)
+            assert value_of(worker.model) == -1
+        for each in (first, worker):
+            await each.close()
+
+
 async def _send_something(scheme: TCPWeightSyncScheme, model: nn.Module, dice: random.Random) -> int:
     fill(model, dice.randrange(1000))
     return await _sent(scheme)
