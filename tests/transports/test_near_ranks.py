@@ -21,7 +21,6 @@ from aiosync import (
     RemoteApplyError,
     WeightStrategy,
     WeightSyncScheme,
-    WorkerLostError,
 )
 from aiosync.schemes.arrival import OwnSlots
 from aiosync.schemes.ensemble import Ensemble
@@ -320,8 +319,10 @@ async def test_a_sender_with_another_order_of_entries() -> None:
         await within(scheme.aclose())
 
 
-async def test_a_way_that_was_not_gone_to_its_end_is_gone_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sender is reached another way than before; that takes memory, and the call is given up."""
+async def test_another_way_is_gone_to_its_end_without_the_call_that_began_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sender is reached another way than before; that takes memory, and the call is cancelled."""
     entered, go_on = threading.Event(), threading.Event()
     reserve = OwnSlots.reserve
 
@@ -346,10 +347,8 @@ async def test_a_way_that_was_not_gone_to_its_end_is_gone_again(monkeypatch: pyt
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await receiving
-    with pytest.raises(WorkerLostError):
-        await within(connecting)
     await worker.serve()
-    await within(second.connect())
+    await within(connecting)
     assert way_of(worker) is FAR
     for value in range(6, 9):
         await sent(second, model, [worker], value)
