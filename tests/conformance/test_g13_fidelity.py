@@ -187,7 +187,7 @@ async def test_one_entry_that_becomes_tensors_of_several_dtypes(
 
 @COMMITS
 async def test_a_model_that_is_converted_while_its_version_waits(case: SchemeCase, commit: str) -> None:
-    """Later versions are not for this worker, so nobody sends it another."""
+    """Later versions are not for this worker, so the sender offers it no other."""
     async with LocalCluster(case, model=Policy, commit=commit, per_worker_weights=False) as cluster:
         worker = cluster.workers[1]
         worker.model.bfloat16()

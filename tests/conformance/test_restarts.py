@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ from tests.kit import scenarios
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalWorker
 from tests.kit.models import Uniform, fill, value_of
+from tests.kit.ports import free_port
 from tests.kit.processes import Worker
 
 TOKEN = "a token of the tests"
@@ -31,9 +31,7 @@ FORGETFUL = 5
 def _address(kind: str, folder: Path) -> str:
     if kind == "unix":
         return f"unix://{folder}/socket"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 class Follower(LocalWorker):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import subprocess
 import sys
 import threading
@@ -34,6 +33,7 @@ from tests.kit.cases import SchemeCase, distributed
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalCluster, LocalWorker
 from tests.kit.models import Uniform, fill, value_of
+from tests.kit.ports import free_port
 from tests.kit.processes import ProcessCluster
 
 LARGE = 1 << 20
@@ -121,9 +121,7 @@ async def test_nothing_listens_at_all_addresses(collective: Literal["p2p", "broa
 
 
 async def test_a_store_at_an_address_listens_there_alone() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     address = f"tcp://127.0.0.1:{port}"
     async with pair_over({"init_method": address}, {"init_method": address}) as it:
         await _sends(*it)

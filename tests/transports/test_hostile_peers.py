@@ -182,7 +182,7 @@ async def test_a_worker_takes_its_own_index_back_with_its_ticket() -> None:
 
 
 async def test_a_worker_without_an_index_waits_until_its_old_one_is_free() -> None:
-    """It was killed, and is started again before the sender lets go of its index."""
+    """It was killed, and is started again while its index is still reserved."""
     scheme = TCPWeightSyncScheme("tcp://127.0.0.1:0", token=TOKEN, timeout=PATIENCE)
     scheme.init_on_sender(model_id="policy", model=Uniform(), num_workers=1)
     connecting = asyncio.create_task(scheme.connect())
