@@ -1,7 +1,7 @@
 """Writes what users of the package can rely on: ``python tools/record_surface.py`` into tests/surface.txt.
 
 The file lists every public name with its signature, and what each pickled scheme contains. A change of
-the file is a change that users can see.
+the file is a change that users can see. ``--print`` prints the record and leaves the file alone.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,4 +120,7 @@ def _contents(value: Any, indent: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    RECORD.write_text(surface(), encoding="utf-8")
+    if "--print" in sys.argv[1:]:
+        print(surface(), end="")
+    else:
+        RECORD.write_text(surface(), encoding="utf-8")
