@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import random
@@ -12,7 +13,7 @@ import msgspec
 
 from aiosync.errors import InvalidArgumentError, Phase, SyncTimeoutError
 
-__all__ = ["DEFAULT_TIMEOUT", "Deadline", "default_timeout", "pauses"]
+__all__ = ["DEFAULT_TIMEOUT", "Deadline", "DeadlineTimer", "default_timeout", "pauses"]
 
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 2.0
@@ -69,6 +70,55 @@ class Deadline(msgspec.Struct, frozen=True):
     def error(self, phase: Phase, *, version: int | None = None, hint: str = "") -> SyncTimeoutError:
         """The error to raise when it has passed in ``phase``."""
         return SyncTimeoutError(phase, seconds=self.seconds, version=version, hint=hint)
+
+
+class DeadlineTimer:
+    """One timer of the event loop for all calls that wait with a deadline.
+
+    A small update takes so little time that a timer of its own would be a tenth of it. Deadlines are seldom
+    reached, and most calls have the same number of seconds: so the timer that was set for one call is left
+    set when that call ends. When it fires it is set again for the earliest deadline that is waited for.
+
+    It belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._waiters: dict[asyncio.Future[None], float] = {}
+        self._handle: asyncio.TimerHandle | None = None
+        self._at = math.inf
+
+    async def wait(self, waiter: asyncio.Future[None], deadline: Deadline) -> None:
+        """Wait until ``waiter`` is done, which it is made at the deadline."""
+        self._waiters[waiter] = deadline.at
+        if deadline.at < self._at:
+            self._set(deadline.at)
+        try:
+            await waiter
+        finally:
+            del self._waiters[waiter]
+
+    def close(self) -> None:
+        """Cancel the timer. Whoever waits is not woken by it any more."""
+        if self._handle is not None:
+            self._handle.cancel()
+        self._handle, self._at = None, math.inf
+
+    def _set(self, at: float) -> None:
+        self.close()
+        self._at = at
+        seconds = max(0.0, at - time.monotonic())
+        self._handle = asyncio.get_running_loop().call_later(seconds, self._fire)
+
+    def _fire(self) -> None:
+        self._handle, self._at = None, math.inf
+        now = time.monotonic()
+        for waiter, at in self._waiters.items():
+            if at > now:
+                self._at = min(self._at, at)
+            elif not waiter.done():
+                waiter.set_result(None)
+        if self._at < math.inf:
+            self._set(self._at)
 
 
 def pauses(deadline: Deadline) -> Iterator[float]:

@@ -314,7 +314,7 @@ class RelayIntake(Intake):
         self._landing.committed(None)
         round_ = self._round = prepared.round
         self._since = self._home.time()
-        while await round_.wait(prepared.deadline):
+        while await round_.wait(prepared.deadline, self.roster.timer):
             if self.roster.away is None or not await self.roster.away.one_returns(prepared.deadline):
                 break
         failure = first_failure(round_.reports.values(), prepared.deadline)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-from aiosync._deadline import Deadline
+from aiosync._deadline import Deadline, DeadlineTimer
 from aiosync.errors import (
     AiosyncError,
     InvalidArgumentError,
@@ -102,6 +102,7 @@ class Roster:
         links: those that are connected.
         reception: lets them in.
         rounds: what is being waited for.
+        timer: wakes those who wait for a round at their deadlines.
         stats: the sender's figures.
         via: the ids of the senders that an update passes before it gets to a worker, this one last.
         away: of a relay, the workers whose connection broke and that may still act on an older version.
@@ -122,6 +123,7 @@ class Roster:
         self.workers = set(workers)
         self.links: dict[int, WorkerLink] = {}
         self.rounds: list[Round] = []
+        self.timer = DeadlineTimer()
         self._model_id = model_id
         self._listener = listener
         self.reception = Reception(token, listener, self._admit)
@@ -166,6 +168,7 @@ class Roster:
         self._lingering.clear()
         self._orphans.close()
         self.reception.close()
+        self.timer.close()
 
     # -- asked by the sender ------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from aiosync._deadline import Deadline
+from aiosync._deadline import Deadline, DeadlineTimer
 from aiosync.errors import (
     AiosyncError,
     JointUpdateError,
@@ -103,28 +103,19 @@ class Round:
 
     def give_up(self) -> None:
         """End a :meth:`wait` for those that are pending."""
-        if self._waiter is not None:
-            _give_up(self._waiter)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
-    async def wait(self, deadline: Deadline) -> bool:
+    async def wait(self, deadline: Deadline, timer: DeadlineTimer) -> bool:
         """Wait until all have answered, or the deadline; returns whether they have."""
         if not self.pending:
             return True
-        loop = asyncio.get_running_loop()
-        waiter = self._waiter = loop.create_future()
-        # By hand, and not by asyncio.timeout: a small model's send is mostly such things.
-        timer = loop.call_later(deadline.remaining(), _give_up, waiter)
+        self._waiter = asyncio.get_running_loop().create_future()
         try:
-            await waiter
+            await timer.wait(self._waiter, deadline)
         finally:
-            timer.cancel()
             self._waiter = None
         return not self.pending
-
-
-def _give_up(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 def first_failure(reports: Iterable[WorkerReport], deadline: Deadline) -> AiosyncError | None:

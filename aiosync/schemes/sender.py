@@ -200,7 +200,7 @@ class WeightSender:
         try:
             if join is not None:
                 await join()
-            await round_.wait(deadline)
+            await round_.wait(deadline, self.roster.timer)
         finally:
             roster.rounds.remove(round_)
         report = self._conclude(round_, Prepared([], set(), None, deadline), waited=True)
@@ -300,7 +300,7 @@ class WeightSender:
         begun = time.perf_counter()
         try:
             if wait:
-                await round_.wait(prepared.deadline)
+                await round_.wait(prepared.deadline, self.roster.timer)
         finally:
             self.publisher.settle(prepared)
         prepared.seconds["ack"] = time.perf_counter() - begun
@@ -318,7 +318,7 @@ class WeightSender:
         prepared = Prepared([], targets, None, deadline)
         round_ = self.roster.await_all(targets)
         try:
-            await round_.wait(deadline)
+            await round_.wait(deadline, self.roster.timer)
         finally:
             self.roster.rounds.remove(round_)
         report = self._conclude(round_, prepared, waited=True)
