@@ -35,7 +35,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -100,13 +100,21 @@ _Name: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
 _Names: TypeAlias = Annotated[list[_Name], Meta(max_length=MAX_NAMES)]
 _Index: TypeAlias = Annotated[int, Meta(ge=-1, lt=2**31)]
 _Count: TypeAlias = Annotated[int, Meta(ge=-1, lt=2**62)]
+_Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 NackKind: TypeAlias = Literal["layout", "apply", "joint", "below"]
+if TYPE_CHECKING:  # for the type checker any text: the keys of a dict are invariant
+    _Measured: TypeAlias = str
+else:
+    _Measured = Literal["stage", "wait", "commit"]
 
 _QUOTED = 300
 """Characters of a peer's text that an error quotes."""
 
 _LONG = 16 * 1024
 """Bytes from which a body is compressed."""
+
+_UNREADABLE = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
+"""What decoding a body may raise."""
 
 _HEADER = struct.Struct(">2sBBII")
 _MAGIC = b"AS"
@@ -270,7 +278,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_fie
 
     round: _Count
     version: _Count
-    seconds: Annotated[dict[_Name, float], Meta(max_length=16)]
+    seconds: dict[_Measured, _Seconds]
     fetch: Fetch | None = None
 
 
@@ -398,7 +406,7 @@ def decode(header: Header, body: bytes, inbound: Inbound) -> Frame:
     try:
         frame: Frame = inbound.decoder.decode(body)
         return frame
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+    except _UNREADABLE as exc:
         # The text quotes the peer.
         raise FrameError(f"a frame's body cannot be read: {clean(str(exc), _QUOTED)}") from exc
 
@@ -462,20 +470,20 @@ class FrameDecoder:
             del self._buffer[:end]
             yield decode(header, body, self.inbound)
 
-    def alone(self, data: bytes | bytearray | memoryview) -> Frame | None:
-        """The frame that ``data`` is, if it is just one, as it most often is; else None, and :meth:`feed` is
-        what takes it.
+    def alone(self, data: bytes) -> Frame | None:
+        """The frame that ``data`` is, if it is exactly one and not compressed, as it most often is.
 
-        Raises:
-            FrameError: as :meth:`feed`.
+        Else None. Then pass ``data`` to :meth:`feed`, which also raises for what is no frame.
         """
         if self._buffer or len(data) < HEADER_SIZE:
             return None
+        magic, version, flags, length, checksum = _HEADER.unpack_from(data)
+        body = data[HEADER_SIZE:]
+        known = magic == _MAGIC and version == PROTOCOL_VERSION and flags == 0
+        if not known or not len(body) == length <= self.inbound.limit or zlib.crc32(body) != checksum:
+            return None
         try:
-            header = read_header(data, 0, self.inbound.limit)
-            if len(data) != HEADER_SIZE + header.length:
-                return None
-            return decode(header, bytes(data[HEADER_SIZE:]), self.inbound)
-        except FrameError:
-            self._buffer += data
-            raise
+            frame: Frame = self.inbound.decoder.decode(body)
+            return frame
+        except _UNREADABLE:
+            return None

@@ -28,7 +28,7 @@ import enum
 import hashlib
 import hmac
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
@@ -60,10 +60,6 @@ _REASON = 512
 _MESSAGE = 8 * 1024
 _TRACEBACK = 32 * 1024
 """Characters of a peer's text that are kept."""
-
-_PHASES = frozenset(("stage", "wait", "commit"))
-_LONGEST = 1e9
-"""Seconds that a phase may be said to have taken."""
 
 
 def _proof(key: bytes, role: bytes, mine: bytes, theirs: bytes) -> bytes:
@@ -148,7 +144,7 @@ class SenderSession(_Session):
         match self.state, frame:
             case SenderState.LEASED, f.Ack() if frame.round == self.leased_round:
                 self._check_offered(frame)
-                applied = Applied(frame.round, frame.version, _phases(frame.seconds))
+                applied = Applied(frame.round, frame.version, frame.seconds)
                 self.acked_version = frame.version
                 if frame.fetch is None:
                     self._settle()
@@ -300,15 +296,6 @@ class SenderSession(_Session):
     def _expect(self, state: SenderState) -> None:
         if self.state is not state:
             raise ProtocolError(f"not possible in state {self.state.value}, only in {state.value}")
-
-
-def _phases(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Check what a worker has measured: it goes into reports and metrics."""
-    for phase, value in seconds.items():
-        if phase not in _PHASES or not 0 <= value <= _LONGEST:
-            expected = f"seconds of {', '.join(sorted(_PHASES))} from 0 to {_LONGEST:g}"
-            raise ProtocolError(f"expected {expected}, got {value} for {clean(phase, _REASON)!r}")
-    return dict(seconds)
 
 
 def _cleaned(nack: f.Nack) -> f.Nack:

@@ -15,7 +15,7 @@ from tests.kit.strategies import nacks
 
 text = st.text(max_size=20)
 data = st.binary(max_size=32)
-seconds = st.dictionaries(text, st.floats(0, 9), max_size=2)
+seconds = st.dictionaries(st.sampled_from(["stage", "wait", "commit"]), st.floats(0, 9), max_size=2)
 number = st.integers(min_value=-1, max_value=2**40)
 index = st.integers(min_value=-1, max_value=2**31 - 1)
 
@@ -165,3 +165,14 @@ def test_a_long_body_is_compressed_and_bounded() -> None:
         f.decode(f.Header(True, len(cut), zlib.crc32(cut)), cut, ANY)
     with pytest.raises(FrameError, match="decompressed"):
         f.decode(f.Header(True, 2, zlib.crc32(b"xx")), b"xx", ANY)
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [{"stage": float("nan")}, {"stage": float("inf")}, {"wait": -1.0}, {"commit": 1e10}, {"x" * 200: 1.0}],
+    ids=repr,
+)
+def test_what_no_worker_can_have_measured_is_no_frame(seconds: dict[str, float]) -> None:
+    """It would go into reports and metrics."""
+    with pytest.raises(FrameError):
+        _take(f.FrameDecoder(f.FROM_WORKER), f.encode(f.Ack(round=5, version=5, seconds=seconds)))
