@@ -36,7 +36,7 @@ class Fit:
         self.whole = len(self.pairs) == len(layout)
         self.sharded = any(is_sharded(tensor) for _, tensor in self.pairs)
         self._layout = layout
-        self._looks = [(tensor.dtype, tensor.shape) for _, tensor in self.pairs]
+        self._looks = [(tensor.dtype, tensor.shape, False) for _, tensor in self.pairs]
         # Separate memory for what is one tensor in the layout may differ the next time.
         self._lasting = (
             strict
@@ -53,10 +53,7 @@ class Fit:
         another dtype or shape, or no values."""
         if not self._lasting or layout is not self._layout:
             return False
-        for (_, tensor), (dtype, shape) in zip(self.pairs, self._looks, strict=True):
-            if tensor.dtype is not dtype or tensor.shape != shape or tensor.is_meta:
-                return False
-        return True
+        return [(tensor.dtype, tensor.shape, tensor.is_meta) for _, tensor in self.pairs] == self._looks
 
 
 class KnownTensors(dict[str, Tensor]):

@@ -1,0 +1,56 @@
+"""Copies give what torch's own copy gives, whatever the tensors look like."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aiosync.weights.copying import INLINE_LIMIT, copy_few, copy_pairs
+
+
+def _sources(size: int) -> dict[str, Tensor]:
+    plain = torch.arange(size * 4, dtype=torch.float32).view(size, 4)
+    pairs = torch.view_as_complex(torch.arange(size * 8, dtype=torch.float32).view(size, 4, 2))
+    return {
+        "plain": plain,
+        "parameter": nn.Parameter(plain.clone()),
+        "transposed": plain.t(),
+        "expanded": plain[:1].expand(size, 4),
+        "every other row": plain[::2],
+        "a part of another": plain[1:],
+        "conjugated": pairs.conj(),
+        "negated": pairs.conj().imag,
+        "negated, one value": pairs[:1, :1].conj().imag,
+        "of another dtype": plain.to(torch.float64),
+        "bfloat16": plain.to(torch.bfloat16),
+        "bool": plain > 3,
+        "no values": plain[:0],
+        "a single value": torch.tensor(3.0),
+    }
+
+
+@pytest.mark.parametrize("copy", [copy_few, copy_pairs])
+@pytest.mark.parametrize("size", [2, INLINE_LIMIT // 8], ids=["small", "large"])
+@pytest.mark.parametrize("name", _sources(2))
+def test_the_same_as_torch(name: str, size: int, copy: object) -> None:
+    source = _sources(size)[name]
+    dtype = torch.float32 if name == "of another dtype" else source.dtype
+    expected = torch.zeros(source.shape, dtype=dtype).copy_(source.detach())
+    strided = torch.zeros((*source.shape, 2), dtype=dtype)[..., 0]
+    for destination in (torch.zeros(source.shape, dtype=dtype), strided):
+        copy([(destination, source)])  # type: ignore[operator]
+        assert torch.equal(destination, expected)
+        assert not destination.requires_grad
+
+
+def test_many_at_once() -> None:
+    sources = list(_sources(3).values())
+    destinations = [torch.zeros(source.shape, dtype=source.dtype) for source in sources]
+    copy_few(list(zip(destinations, sources, strict=True)))
+    for destination, source in zip(destinations, sources, strict=True):
+        assert torch.equal(destination, source)
+
+
+def test_nothing_to_copy() -> None:
+    copy_few([])
