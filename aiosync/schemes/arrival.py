@@ -165,9 +165,10 @@ class Mapped(Arrival):
     def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
         """See :meth:`Arrival.find`."""
         slot = update.payload["slot"]
-        before = self._attached.get(slot)
-        if before is not None and not before[0].renew():
-            self._announced[slot] = before[0].handle or {}
+        if self._private:
+            before = self._attached.get(slot)
+            if before is not None and not before[0].renew():
+                self._announced[slot] = before[0].handle or {}
         if self._announced:
             self._attach_announced()
         try:

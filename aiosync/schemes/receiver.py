@@ -594,23 +594,27 @@ class WeightReceiver:
     def _answer(self, held: Held) -> None:
         """The held update, or a newer version, is in service: say so."""
         self._held = None
-        if held.committed:
-            stats = self._stats
-            stats.updates += 1
-            stats.nbytes += self.intake.nbytes
-            if self._served >= 0:
-                stats.skipped += max(0, held.update.version - self._served - 1)
-            self._served = held.update.version
-            stats.add_phases(held.seconds)
         if not self.intake.borrows:
             self._say_what_is_here()
         wanting = self._looping and self.intake.may_fetch
         link = self._link
         link.session.applied(self.intake.version, held.seconds, wanting=wanting)
         link.transport.flush(link.session)
+        # The sender waits for the answer, and nothing below can fail.
+        if held.committed:
+            self._count(held)
         self._committed.set()
         if held.committed and self._events.hooks:
             self._emit("committed", seconds=held.seconds)
+
+    def _count(self, held: Held) -> None:
+        stats = self._stats
+        stats.updates += 1
+        stats.nbytes += self.intake.nbytes
+        if self._served >= 0:
+            stats.skipped += max(0, held.update.version - self._served - 1)
+        self._served = held.update.version
+        stats.add_phases(held.seconds)
 
     def _refuse(self, error: Exception) -> None:
         """The held update cannot be put in service: say why."""

@@ -69,11 +69,11 @@ class LentViews:
         self._layout = layout
         self._buffer = buffer
         self._tensors = LentTensors(layout.views(buffer))
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors.values()]
+        self._addresses = list(map(Tensor.data_ptr, self._tensors.values()))
 
     def tensors(self) -> LentTensors:
         """Entry name -> tensor (aliases included), each where it belongs. Do not change the dict."""
-        if [tensor.data_ptr() for tensor in self._tensors.values()] != self._addresses:
+        if list(map(Tensor.data_ptr, self._tensors.values())) != self._addresses:
             self._tensors = LentTensors(self._layout.views(self._buffer))
         return self._tensors
 

@@ -122,7 +122,7 @@ class ModuleBinding(Binding):
         if not self._structure.unchanged():
             return False
         # A parameter that is where it was pointed has the dtype and the shape that it had.
-        self._in_place = [target.data_ptr() for target in self._flips.values()] == self._addresses
+        self._in_place = list(map(Tensor.data_ptr, self._flips.values())) == self._addresses
         if not self._in_place and [look_of(target) for target in self._flips.values()] != self._looks:
             return False
         if not self._copies:
@@ -224,7 +224,8 @@ class ModuleBinding(Binding):
                     write_into(target, views[name], undo if reversible or self._overlapping else None)
             self._check_overlapping(views, names)
             self._in_place = False  # what is taken back has to be exact, strides and all
-            undo.callback(self._point_back, *self._point_at(new))
+            was = _Views(self._shown, self._addresses, self._borrowed)
+            undo.callback(self._take_back, self._point_at(new), was)
             yield
             undo.pop_all()
 
@@ -319,28 +320,28 @@ class ModuleBinding(Binding):
         if view.dtype is not target.dtype and view.dtype is not self.layout[name].dtype:
             raise StaleConversion(f"{name} was converted to {view.dtype}; the model has {target.dtype} now")
 
-    def _point_at(self, new: _Views) -> tuple[Sequence[Tensor], _Views]:
-        """Re-point the flipped tensors; returns what :meth:`_point_back` needs."""
+    def _point_at(self, new: _Views) -> Sequence[Tensor]:
+        """Re-point the flipped tensors; returns what they viewed before. All or none of them change."""
         targets = self._flips.values()
         # Where they view what they were pointed at, no tensor has to be made to say what they viewed before.
         before = cast(list[Tensor], self._shown) if self._in_place else [target.data for target in targets]
-        was = _Views(self._shown, self._addresses, self._borrowed)
-        done = 0
         try:
             for target, view in zip(targets, new.tensors, strict=True):
                 target.data = view
-                done += 1
         except BaseException:
-            self._point_back(before[:done], was)
+            self._point_back(before)
             raise
         self._replaced = before
-        self._shown, self._addresses, self._borrowed = new.tensors, new.addresses, new.borrowed
-        return before, was
+        self._shown, self._addresses, self._borrowed = new
+        return before
 
-    def _point_back(self, before: Sequence[Tensor], was: _Views) -> None:
-        for target, view in zip(self._flips.values(), before, strict=False):
+    def _take_back(self, before: Sequence[Tensor], was: _Views) -> None:
+        self._point_back(before)
+        self._shown, self._addresses, self._borrowed = was
+
+    def _point_back(self, before: Sequence[Tensor]) -> None:
+        for target, view in zip(self._flips.values(), before, strict=True):
             target.data = view
-        self._shown, self._addresses, self._borrowed = was.tensors, was.addresses, was.borrowed
 
     def detach(self, is_lent: Callable[[int], bool]) -> None:
         """See :meth:`Binding.detach`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from operator import is_, itemgetter
+from operator import is_
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -29,28 +29,35 @@ class Structure:
     def __init__(self, module: nn.Module) -> None:
         parts = list(module.modules())
         self.comparable = not any(isinstance(part, TensorDictBase | ScriptModule) for part in parts)
-        self._owners: list[dict[str, Any]] = [vars(part) for part in parts] if self.comparable else []
-        self._registries: list[dict[str, Any]] = self._found()
-        self._names = list(chain.from_iterable(self._registries))
-        self._values = list(chain.from_iterable(map(dict.values, self._registries)))
+        if not self.comparable:
+            return
+        self._owners = [(vars(part), part._parameters, part._buffers, part._modules) for part in parts]
+        registries: list[dict[str, Any]] = []
+        for part in parts:
+            registries += (part._parameters, part._buffers, part._modules)
+        self._filled = [registry for registry in registries if registry]
+        self._empty = [registry for registry in registries if not registry]
+        self._names = [*chain.from_iterable(self._filled)]
+        self._values: list[Any] = [*chain.from_iterable(map(dict.values, self._filled))]
 
     def unchanged(self) -> bool:
         """Whether the module has the same objects under the same names, and no others.
 
         A tensor whose ``.data`` was replaced is the same object.
         """
-        # Nearly all of it in C: this runs twice for each update.
-        registries = self._registries
+        if not self.comparable:
+            return False
+        # Deleting from a ModuleList, say, gives it another registry.
+        for owner, parameters, buffers, modules in self._owners:
+            if (
+                owner["_parameters"] is not parameters
+                or owner["_buffers"] is not buffers
+                or owner["_modules"] is not modules
+            ):
+                return False
+        # All the rest in C: this runs twice for each update.
         return (
-            self.comparable
-            # Deleting from a ModuleList, say, gives it another registry.
-            and all(map(is_, self._found(), registries))
-            and all(map(is_, chain.from_iterable(map(dict.values, registries)), self._values))
-            and list(chain.from_iterable(registries)) == self._names
+            all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
+            and [*chain.from_iterable(self._filled)] == self._names
+            and not any(self._empty)
         )
-
-    def _found(self) -> list[dict[str, Any]]:
-        return [*chain.from_iterable(map(_registries_of, self._owners))]
-
-
-_registries_of = itemgetter("_parameters", "_buffers", "_modules")
