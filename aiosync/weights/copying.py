@@ -58,6 +58,8 @@ _MADE_UP = 8
 _PATIENCE = 0.005
 """Seconds after which nobody is waited for: then it is the network that is slow."""
 
+_NO_DISPATCH = Tensor.__torch_dispatch__
+
 Pairs: TypeAlias = Sequence[tuple[Tensor, Tensor]]
 """(destination, source) of equal shapes."""
 
@@ -282,6 +284,8 @@ def _is_memory_alike(destination: Tensor, source: Tensor) -> bool:
         and source.is_contiguous()
         # Bits that say "negated" or "conjugated" are not in the memory.
         and not (source.is_conj() or source.is_neg())
+        # Such a subclass need not have any memory, or may mean something else by it.
+        and type(source).__torch_dispatch__ is _NO_DISPATCH
     )
 
 

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from aiosync.weights.copying import INLINE_LIMIT, copy_few, copy_pairs
+
+
+class _Wrapper(Tensor):
+    """A tensor without memory of its own, as libraries for quantisation make them."""
+
+    wrapped: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> _Wrapper:
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.wrapped = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        def unwrap(value: Any) -> Any:
+            return value.wrapped if isinstance(value, _Wrapper) else value
+
+        return func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
 
 
 def _sources(size: int) -> dict[str, Tensor]:
@@ -27,6 +51,7 @@ def _sources(size: int) -> dict[str, Tensor]:
         "bool": plain > 3,
         "no values": plain[:0],
         "a single value": torch.tensor(3.0),
+        "a wrapper": _Wrapper(plain),
     }
 
 
