@@ -470,7 +470,7 @@ class FrameDecoder:
             del self._buffer[:end]
             yield decode(header, body, self.inbound)
 
-    def alone(self, data: bytes) -> Frame | None:
+    def alone(self, data: bytes | bytearray) -> Frame | None:
         """The frame that ``data`` is, if it is exactly one and not compressed, as it most often is.
 
         Else None. Then pass ``data`` to :meth:`feed`, which also raises for what is no frame.
