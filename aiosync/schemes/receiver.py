@@ -274,7 +274,7 @@ class WeightReceiver:
             link.session.declined(nack_of(welcome.version, exc))
             raise
         # Versions are one sender's own: another at the same address begins anew, and is the one to follow.
-        if link.adopt(welcome) and self.version >= 0:
+        if link.adopt(welcome):
             self._follow_another(welcome.version)
         await self.intake.prepare(link.transport)
         self._say_what_is_here()
@@ -283,7 +283,10 @@ class WeightReceiver:
     def _follow_another(self, version: int) -> None:
         before = self.version
         self._served = -1
+        # Also where no version is in service here: a relay's workers may have one already.
         self.intake.follow_another()
+        if before < 0:
+            return
         words = f"followed another sender: {before} → {version}"
         logger.warning("worker %d %s", self.worker_idx, words)
         self._events.tell("followed", self.model_id, version, self.worker_idx, message=words, previous=before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from aiosync import HandshakeError, RemoteApplyError, TCPWeightSyncScheme, WeightRelay
+from aiosync.schemes.relay_intake import RelayIntake
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.proxy import ChaosProxy
@@ -336,6 +337,39 @@ async def test_a_worker_that_says_nothing_does_not_keep_newer_versions_from_the_
             await scheme.send(wait=False)
         await eventually(lambda: value_of(worker.model) == 3, "the newest", PATIENCE / 2)
         await silent.close()
+        await worker.close()
+
+
+async def test_trainers_that_end_before_the_relay_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers may have a version whose trainer the relay has lost before it had that version itself."""
+    model = Uniform()
+    released = asyncio.Event()
+    released.set()
+    stage = RelayIntake.stage
+
+    async def held_up(intake: RelayIntake, held: Any) -> None:
+        await released.wait()
+        await stage(intake, held)
+
+    monkeypatch.setattr(RelayIntake, "stage", held_up)
+    async with AsyncExitStack() as trainers, sender_of(model) as first, relay_below(first.address) as relay:
+        await connect(first, relay)
+        worker = make_worker(relay.address)
+        await serve(worker)
+        trainer: TCPWeightSyncScheme = first
+        for value in (9, 20):
+            break_off(trainer)
+            listener: Any = trainer.shared_transport
+            listener.stop()
+            released.clear()
+            fill(model, value)
+            trainer = TCPWeightSyncScheme(first.address, token=TOKEN, timeout=PATIENCE)
+            trainer.init_on_sender(model_id="policy", model=model)
+            trainers.push_async_callback(trainer.aclose)
+            await trainer.connect(min_workers=0)
+            await eventually(lambda: value_of(worker.model) == value, "it comes through")  # noqa: B023
+            asyncio.get_running_loop().call_later(BRIEF, released.set)
+        await trainer.wait_ack()
         await worker.close()
 
 
