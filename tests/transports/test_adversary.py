@@ -23,6 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from aiosync import (
     AiosyncError,
+    LayoutMismatchError,
     RemoteApplyError,
     SyncEvent,
     TCPWeightSyncScheme,
@@ -141,7 +142,8 @@ class Network(RuleBasedStateMachine):
     @rule()
     def publish(self) -> None:
         self._new_value()
-        with suppress(RemoteApplyError):  # of the relay, because of an adversary that it had
+        # Of an adversary, or of the relay because of an adversary that it had.
+        with suppress(RemoteApplyError, LayoutMismatchError):
             self.run(self.trainer.send(wait=False))
 
     @rule(forgets=st.booleans())
