@@ -98,7 +98,7 @@ class DeadlineTimer:
             del self._waiters[waiter]
 
     def close(self) -> None:
-        """Cancel the timer. Whoever waits is not woken by it any more."""
+        """Cancel the timer. Calls that still wait are not woken by it any more."""
         if self._handle is not None:
             self._handle.cancel()
         self._handle, self._at = None, math.inf

@@ -102,7 +102,7 @@ class Roster:
         links: those that are connected.
         reception: lets them in.
         rounds: what is being waited for.
-        timer: wakes those who wait for a round at their deadlines.
+        timer: ends the calls that wait for a round at their deadlines.
         stats: the sender's figures.
         via: the ids of the senders that an update passes before it gets to a worker, this one last.
         away: of a relay, the workers whose connection broke and that may still act on an older version.

@@ -331,10 +331,7 @@ class Transport(ABC):
         try:
             alone = self._decoder.alone(data)
             if alone is not None:
-                if self._sink is not None:
-                    self._sink.frame_received(alone)
-                else:
-                    self._deliver(alone)
+                self._deliver(alone)
                 return
             for frame in self._decoder.feed(data):
                 self._deliver(frame)
