@@ -340,6 +340,7 @@ Frame: TypeAlias = (
 )
 
 _encoder = msgspec.msgpack.Encoder()
+_last_update: tuple[Update, bytes] | None = None
 
 
 class Inbound(msgspec.Struct, frozen=True):
@@ -378,7 +379,20 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def encode(frame: Frame) -> bytes:
-    """Header and body of one frame."""
+    """Header and body of one frame.
+
+    The same update goes to many workers, one after the other: it is encoded for the first.
+    """
+    global _last_update
+    if type(frame) is not Update:
+        return _encode(frame)
+    last = _last_update
+    if last is None or last[0] is not frame:
+        _last_update = last = frame, _encode(frame)
+    return last[1]
+
+
+def _encode(frame: Frame) -> bytes:
     body = _encoder.encode(frame)
     compressed = len(body) > _LONG  # a layout of thousands of names, which have much in common
     if compressed:

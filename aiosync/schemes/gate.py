@@ -144,15 +144,16 @@ class CommitGate:
         )
 
 
-def commit_now(gate: CommitGate, commit: Callable[[], None]) -> bool:
-    """Run ``commit`` if nobody reads and nobody waits; returns whether it ran. What it raises comes out.
+def commit_now(gate: CommitGate, commit: Callable[..., None], *args: object) -> bool:
+    """Call ``commit`` if nobody reads and nobody waits; returns whether it was called. What it raises comes
+    out.
 
     The short way: no job is made.
     """
     with LOCK:
         if gate._inside or gate._waiting:
             return False
-        commit()
+        commit(*args)
         return True
 
 

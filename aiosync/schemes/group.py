@@ -28,6 +28,7 @@ from torch import Tensor
 
 from aiosync._deadline import Deadline
 from aiosync.errors import ArenaAllocationError, NotConnectedError, SyncTimeoutError
+from aiosync.protocol.frames import Update
 from aiosync.protocol.stream import BLOCK
 from aiosync.schemes.changes import ChangeLog
 from aiosync.schemes.rounds import JointRound
@@ -59,6 +60,7 @@ class Published(msgspec.Struct, eq=False):
     Attributes:
         joint: what it is a part of.
         copying: set if it may not have been copied to its end yet.
+        offered: the frame that a worker was last offered it with.
     """
 
     slot: Slot
@@ -66,6 +68,7 @@ class Published(msgspec.Struct, eq=False):
     version: int
     joint: JointRound | None = None
     copying: Filling | None = None
+    offered: Update | None = None
 
 
 class Draft(msgspec.Struct, eq=False):

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
-from functools import partial
 
 import msgspec
 import torch
@@ -390,7 +389,8 @@ class Intake:
         if held.update.joint is not None or self._follower.cascades or held_up or not quick:
             return False
         started = time.perf_counter()
-        held.names = self._names_of(held.update)
+        if held.update.names is not None:
+            held.names = self._names_of(held.update)
         staged, pairs = stager.stage(held.update, held.names)
         if pairs:
             copy_few(pairs)
@@ -400,7 +400,7 @@ class Intake:
         return self._commit_now(held)
 
     def _commit_now(self, held: Held) -> bool:
-        if not commit_now(self.gate, partial(self._commit_alone, held)):
+        if not commit_now(self.gate, self._commit_alone, held):
             return False
         held.seconds["wait"] = 0.0
         self._committed(held)

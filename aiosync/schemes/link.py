@@ -372,7 +372,7 @@ class WorkerLink:
         if self._timer is None:  # one goes on for many leases: making one takes longer than a small send may
             self._timer = self._loop.call_later(min(SAMPLE, LATE_AFTER), self._look)
         have = self.session.acked_version
-        return Update(
+        update = Update(
             round=published.round,
             version=published.version,
             base=have,
@@ -380,6 +380,9 @@ class WorkerLink:
             joint=joint.mark if joint else None,
             payload=payload,
         )
+        if update != published.offered:
+            published.offered = update
+        return published.offered  # the same object for most workers, so that it is encoded once
 
     def _look(self) -> None:
         """It may hang: what it holds must not be what the others wait for."""

@@ -47,6 +47,12 @@ class _Protocol(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._owner._feed(data)
 
+    def pause_writing(self) -> None:
+        self._owner._full = True
+
+    def resume_writing(self) -> None:
+        self._owner._full = False
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._owner._ended(exc)
 
@@ -68,7 +74,8 @@ class SharedMemTransport(Transport):
         self._stream: asyncio.Transport | None = None
         self._gone: asyncio.Future[None] | None = None
         self._peer_pid = 0
-        # Writes since the kernel last had taken everything.
+        # Whether the kernel has not taken everything that was written, and how many writes since.
+        self._full = False
         self._unsent = 0
 
     @property
@@ -96,7 +103,7 @@ class SharedMemTransport(Transport):
     def _write(self, data: bytes) -> None:
         if self._stream is None:
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-        if self._stream.get_write_buffer_size():
+        if self._full:
             self._unsent += 1
             if self._unsent > _MAX_UNSENT:
                 raise OSError(errno.ENOBUFS, f"it does not read: {_MAX_UNSENT} frames wait for it")
@@ -114,6 +121,7 @@ class SharedMemTransport(Transport):
 
     def _opened(self, stream: asyncio.Transport) -> None:
         self._stream = stream
+        stream.set_write_buffer_limits(high=0)  # to hear of each write that the kernel did not take whole
         self._gone = asyncio.get_running_loop().create_future()
         self._peer_pid = _peer_pid(stream.get_extra_info("socket"))
         if self._on_open is not None:

@@ -176,3 +176,12 @@ def test_what_no_worker_can_have_measured_is_no_frame(seconds: dict[str, float])
     """It would go into reports and metrics."""
     with pytest.raises(FrameError):
         _take(f.FrameDecoder(f.FROM_WORKER), f.encode(f.Ack(round=5, version=5, seconds=seconds)))
+
+
+@given(st.lists(update, min_size=1, max_size=4), st.data())
+def test_an_update_for_many_workers_is_encoded_once(updates: list[f.Update], drawn: st.DataObject) -> None:
+    for _ in range(8):
+        sent = drawn.draw(st.sampled_from(updates))
+        encoded = f.encode(sent)
+        assert f.encode(sent) is encoded
+        assert [*f.FrameDecoder(ANY).feed(encoded)] == [sent]
