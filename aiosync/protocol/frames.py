@@ -384,20 +384,17 @@ def encode(frame: Frame) -> bytes:
     The same update goes to many workers, one after the other: it is encoded for the first.
     """
     global _last_update
-    if type(frame) is not Update:
-        return _encode(frame)
     last = _last_update
-    if last is None or last[0] is not frame:
-        _last_update = last = frame, _encode(frame)
-    return last[1]
-
-
-def _encode(frame: Frame) -> bytes:
+    if last is not None and last[0] is frame:
+        return last[1]
     body = _encoder.encode(frame)
     compressed = len(body) > _LONG  # a layout of thousands of names, which have much in common
     if compressed:
         body = zlib.compress(body, 1)
-    return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, compressed, len(body), zlib.crc32(body)) + body
+    data = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, compressed, len(body), zlib.crc32(body)) + body
+    if type(frame) is Update:
+        _last_update = frame, data
+    return data
 
 
 def decode(header: Header, body: bytes, inbound: Inbound) -> Frame:

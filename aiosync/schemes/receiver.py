@@ -297,7 +297,13 @@ class WeightReceiver:
         """A frame from the sender."""
         if self._closed:
             return  # too late: nothing is applied any more, and the goodbye says so
-        for event in self._link.take(frame):
+        session = self._link.session
+        try:
+            events = session.receive(frame)
+        except ProtocolError as exc:
+            self._link.tell_breach(exc)
+            raise
+        for event in events:
             match event:
                 case UpdateArrived(update=update):
                     self.intake.expect(update)
@@ -314,9 +320,9 @@ class WeightReceiver:
                     self._sender_closed(reason or "the sender has closed")
                 case _:
                     pass
-        if self._link.session.outgoing:
+        if session.outgoing:
             self._link.flush()
-        if self._link.session.superseded:
+        if session.superseded:
             self.intake.overtake()
         if not (self._idle and self._take_at_once()):
             self._changed.set()
@@ -597,11 +603,11 @@ class WeightReceiver:
     def _answer(self, held: Held) -> None:
         """The held update, or a newer version, is in service: say so."""
         self._held = None
-        if not self.intake.borrows:
+        intake, link = self.intake, self._link
+        if not intake.borrows:
             self._say_what_is_here()
-        wanting = self._looping and self.intake.may_fetch
-        link = self._link
-        link.session.applied(self.intake.version, held.seconds, wanting=wanting)
+        wanting = self._looping and intake.may_fetch
+        link.session.applied(intake.version, held.seconds, wanting=wanting)
         link.transport.flush(link.session)
         # The sender waits for the answer, and nothing below can fail.
         if held.committed:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from aiosync._deadline import Deadline
 from aiosync.errors import ProtocolError
-from aiosync.protocol.events import ReceiverEvent
-from aiosync.protocol.frames import Frame, Welcome
+from aiosync.protocol.frames import Welcome
 from aiosync.protocol.session import ReceiverSession
 from aiosync.transports.base import Sink, Transport
 from aiosync.transports.liveness import ProcessWatch
@@ -85,18 +84,10 @@ class Uplink:
         self._watch = ProcessWatch(pid, on_sender_end)
         transport.start(sink)
 
-    def take(self, frame: Frame) -> Sequence[ReceiverEvent]:
-        """What a frame from the sender means.
-
-        Raises:
-            ProtocolError: it may not come now; the sender is told.
-        """
-        try:
-            return self.session.receive(frame)
-        except ProtocolError as exc:
-            self.session.close(str(exc), dropped=True)
-            self.flush()
-            raise
+    def tell_breach(self, breach: ProtocolError) -> None:
+        """Tell the sender that what it said may not come now."""
+        self.session.close(str(breach), dropped=True)
+        self.flush()
 
     def flush(self) -> None:
         """Send what the session has to say."""

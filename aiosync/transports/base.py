@@ -176,6 +176,7 @@ class Transport(ABC):
     def start(self, sink: Sink) -> None:
         """Deliver to ``sink`` from now on, beginning with what has arrived already."""
         self._sink = sink
+        self._deliver = sink.frame_received  # type: ignore[method-assign]
         while self._inbox:
             try:
                 self._deliver(self._inbox.popleft())
@@ -353,13 +354,11 @@ class Transport(ABC):
             self._sink.connection_lost(reason)
 
     def _deliver(self, frame: Frame) -> None:
-        if self._sink is not None:
-            self._sink.frame_received(frame)
-        elif len(self._inbox) < 16:
-            self._inbox.append(frame)
-            self._wake()
-        else:
+        """A frame has arrived. This is what happens in inbox mode."""
+        if len(self._inbox) >= 16:
             raise FrameError("the peer sends frames without waiting for answers")
+        self._inbox.append(frame)
+        self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

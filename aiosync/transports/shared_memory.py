@@ -39,13 +39,11 @@ class _Protocol(asyncio.Protocol):
 
     def __init__(self, owner: SharedMemTransport) -> None:
         self._owner = owner
+        self.data_received = owner._feed  # type: ignore[method-assign]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the methods without the base class.
         self._owner._opened(cast(asyncio.Transport, transport))
-
-    def data_received(self, data: bytes) -> None:
-        self._owner._feed(data)
 
     def pause_writing(self) -> None:
         self._owner._full = True
@@ -116,7 +114,8 @@ class SharedMemTransport(Transport):
             self._stream.close()
             # A peer that is stopped does not take what is still to be sent.
             await asyncio.wait([self._gone], timeout=_GRACE)
-            self._stream.abort()
+            if not self._gone.done():  # asyncio's streams cannot be aborted once they have ended
+                self._stream.abort()
             await asyncio.shield(self._gone)
 
     def _opened(self, stream: asyncio.Transport) -> None:

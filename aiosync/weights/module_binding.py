@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -260,7 +260,8 @@ class ModuleBinding(Binding):
             return self._new_of(staged, names)
         lent = staged.views if type(staged.views) is LentTensors else None
         if lent is not None and lent.matched is not None and lent.matched[0] is self._mark:
-            return cast(_Views, lent.matched[1])
+            matched: _Views = lent.matched[1]
+            return matched
         fits = staged.generation == self.generation and not self._inference
         if fits:
             new = [staged.views[name] for name in self._flips]
@@ -324,7 +325,7 @@ class ModuleBinding(Binding):
         """Re-point the flipped tensors; returns what they viewed before. All or none of them change."""
         targets = self._flips.values()
         # Where they view what they were pointed at, no tensor has to be made to say what they viewed before.
-        before = cast(list[Tensor], self._shown) if self._in_place else [target.data for target in targets]
+        before: Sequence[Any] = self._shown if self._in_place else [target.data for target in targets]
         try:
             for target, view in zip(targets, new.tensors, strict=True):
                 target.data = view
