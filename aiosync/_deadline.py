@@ -90,35 +90,42 @@ class DeadlineTimer:
     async def wait(self, waiter: asyncio.Future[None], deadline: Deadline) -> None:
         """Wait until ``waiter`` is done, which it is made at the deadline."""
         self._waiters[waiter] = deadline.at
-        if deadline.at < self._at:
-            self._set(deadline.at)
         try:
+            if deadline.at < self._at:
+                self._set(deadline.at)
             await waiter
         finally:
             del self._waiters[waiter]
 
     def close(self) -> None:
-        """Cancel the timer. Calls that still wait are not woken by it any more."""
+        """Cancel the timer, and end the calls that still wait."""
+        self._cancel()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _cancel(self) -> None:
         if self._handle is not None:
             self._handle.cancel()
         self._handle, self._at = None, math.inf
 
     def _set(self, at: float) -> None:
-        self.close()
-        self._at = at
+        # If anything raises here, a signal's handler say, the next call finds no timer and sets one.
+        self._cancel()
         seconds = max(0.0, at - time.monotonic())
         self._handle = asyncio.get_running_loop().call_later(seconds, self._fire)
+        self._at = at
 
     def _fire(self) -> None:
         self._handle, self._at = None, math.inf
-        now = time.monotonic()
+        now, earliest = time.monotonic(), math.inf
         for waiter, at in self._waiters.items():
             if at > now:
-                self._at = min(self._at, at)
+                earliest = min(earliest, at)
             elif not waiter.done():
                 waiter.set_result(None)
-        if self._at < math.inf:
-            self._set(self._at)
+        if earliest < math.inf:
+            self._set(earliest)
 
 
 def pauses(deadline: Deadline) -> Iterator[float]:

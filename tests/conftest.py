@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import uvloop
+from hypothesis import settings
 from torch._C._distributed_c10d import TCPStore
 
 from aiosync.sync._portal import portal
@@ -20,6 +21,10 @@ from tests.kit.rpc import World
 
 # torch looks up the name of whoever connects to a store. Where nobody answers that, it is not to take 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# Other programs on the machine must not make an example too slow.
+settings.register_profile("aiosync", deadline=None)
+settings.load_profile("aiosync")
 
 CHECKED = (
     "tests.collectors",

@@ -20,6 +20,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from aiosync.errors import InvalidArgumentError
 from aiosync.weights.checksum import checksum_of
 
 __all__ = [
@@ -80,6 +81,9 @@ def copy_pairs(pairs: Pairs) -> None:
 
     Args:
         pairs: (destination, source) of equal shapes.
+
+    Raises:
+        InvalidArgumentError: the shapes differ, or a source's memory was freed.
     """
     if nbytes_of(destination for destination, _ in pairs) <= INLINE_LIMIT:
         copy_few(pairs)
@@ -92,10 +96,12 @@ def copy_few(pairs: Pairs) -> None:
     """The same in one go: for about :data:`INLINE_LIMIT` bytes."""
     rest: list[tuple[Tensor, Tensor]] = []
     for pair in pairs:
+        destination, source = pair
+        _check_shape(destination, source)
         # A small model's send is mostly such things, and torch's own copy takes several times as long.
-        if _is_memory_alike(*pair):
-            destination, source = pair
-            ctypes.memmove(destination.data_ptr(), source.data_ptr(), destination.nbytes)
+        address = source.data_ptr() if _is_memory_alike(destination, source) else 0
+        if address:
+            ctypes.memmove(destination.data_ptr(), address, destination.nbytes)
         else:
             rest.append(pair)
     if rest:
@@ -138,12 +144,14 @@ def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:
     """The same copy divided into ``count`` shares at most, to be done in any order or at the same time.
 
     The lanes keep the memory that they copy from and to.
+
+    Raises:
+        As :func:`copy_pairs`.
     """
     plain: list[tuple[Tensor, Tensor]] = []
     rest: list[tuple[Tensor, Tensor]] = []
-    for pair in pairs:
-        # Detached: a parameter's ``.data`` may be pointed elsewhere meanwhile, taking the memory along.
-        (plain if _is_plain(*pair) else rest).append((pair[0].detach(), pair[1].detach()))
+    for pair in _detached(pairs):
+        (plain if _is_plain(*pair) else rest).append(pair)
     ranges = [(d.data_ptr(), s.data_ptr(), d.nbytes) for d, s in plain]
     share = -(-sum(nbytes for _, _, nbytes in ranges) // count)
     lanes: list[Lane] = [partial(_copy_by_torch, rest)] if rest else []
@@ -190,7 +198,8 @@ class BlockCopy(Filling):
     def __init__(
         self, buffer: Tensor, nbytes: int, pairs: Pairs, block: int, *, checked: bool = True
     ) -> None:
-        plain = [(d.detach(), s.detach()) for d, s in pairs if _is_plain(d, s)]
+        pairs = _detached(pairs)
+        plain = [pair for pair in pairs if _is_plain(*pair)]
         _copy_by_torch([pair for pair in pairs if not _is_plain(*pair)], lambda: False)
         ranges = sorted((d.data_ptr(), s.data_ptr(), d.nbytes) for d, s in plain)
         self._memory = buffer.numpy().data[:nbytes]
@@ -269,9 +278,39 @@ class BlockCopy(Filling):
             self._alive = []
 
 
+def _detached(pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
+    """The same memory, also if a parameter's ``.data`` is pointed elsewhere while it is being copied."""
+    detached = [(destination.detach(), source.detach()) for destination, source in pairs]
+    for destination, source in detached:
+        _check_shape(destination, source)
+    return detached
+
+
+def _check_shape(destination: Tensor, source: Tensor) -> None:
+    """Check what was checked when ``send`` began: a parameter may have been given another ``.data`` since."""
+    if destination.shape != source.shape:
+        raise InvalidArgumentError(
+            f"expected a tensor of shape {tuple(destination.shape)}, got {tuple(source.shape)}: "
+            "the model was changed while its weights were being sent"
+        )
+
+
+def _check_memory(source: Tensor) -> None:
+    """Check that there is something to be copied: torch itself reads from address 0 then."""
+    if not source.is_cpu or source.layout is not torch.strided or source._is_zerotensor():
+        return
+    if type(source).__torch_dispatch__ is _NO_DISPATCH and source.numel() and not source.data_ptr():
+        raise InvalidArgumentError(
+            f"a tensor of shape {tuple(source.shape)} has no memory: its storage was freed, as FSDP frees "
+            "what it shards; gather the parameters before they are sent"
+        )
+
+
 def _is_plain(destination: Tensor, source: Tensor) -> bool:
     """Whether ``memmove`` copies it, and there is enough of it to be divided."""
-    return destination.nbytes > INLINE_LIMIT and _is_memory_alike(destination, source)
+    return (
+        destination.nbytes > INLINE_LIMIT and _is_memory_alike(destination, source) and source.data_ptr() != 0
+    )
 
 
 def _is_memory_alike(destination: Tensor, source: Tensor) -> bool:
@@ -322,6 +361,8 @@ def _copy_ranges(alive: Pairs, ranges: Sequence[_Range], cancelled: Callable[[],
 
 
 def _copy_by_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
+    for _, source in pairs:
+        _check_memory(source)
     with torch.no_grad():
         for batch in _batches(pairs):
             if cancelled():

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -47,6 +48,8 @@ from aiosync.weights.structure import Structure
 from aiosync.weights.target import WeightTarget, receiver_slots, receiver_tensors, write
 
 __all__ = ["ModuleBinding", "bind"]
+
+_form_of = attrgetter("dtype", "shape")
 
 
 def bind(model: WeightTarget | None, layout: Layout, strategy: WeightStrategy, mode: CommitMode) -> Binding:
@@ -99,6 +102,7 @@ class ModuleBinding(Binding):
         # What has to be the same for the module to be current.
         self._structure = Structure(model)
         self._looks: list[Look] = []
+        self._forms: list[tuple[Any, ...]] = []
         self._copied_looks: list[tuple[int, Look]] = []
         self._meta = False
         self._inference = False
@@ -121,9 +125,12 @@ class ModuleBinding(Binding):
     def _is_current(self) -> bool:
         if not self._structure.unchanged():
             return False
-        # A parameter that is where it was pointed has the dtype and the shape that it had.
-        self._in_place = list(map(Tensor.data_ptr, self._flips.values())) == self._addresses
-        if not self._in_place and [look_of(target) for target in self._flips.values()] != self._looks:
+        flips = self._flips.values()
+        self._in_place = list(map(Tensor.data_ptr, flips)) == self._addresses
+        if self._in_place:  # but a slice of it, say, is there too
+            if list(map(_form_of, flips)) != self._forms:
+                return False
+        elif [look_of(target) for target in flips] != self._looks:
             return False
         if not self._copies:
             return True
@@ -154,6 +161,7 @@ class ModuleBinding(Binding):
         shown = dict(zip(self._flips, zip(self._shown, self._addresses, strict=True), strict=True))
         self._part_with(self._flips, flips)
         self._flips, self._copies, self._looks = flips, copies, looks
+        self._forms = list(map(_form_of, flips.values()))
         self._shown = [shown.get(name, (None, None))[0] for name in flips]
         self._addresses = [shown.get(name, (None, None))[1] for name in flips]
         self._in_place = False

@@ -31,12 +31,16 @@ class Structure:
         self.comparable = not any(isinstance(part, TensorDictBase | ScriptModule) for part in parts)
         if not self.comparable:
             return
+        # Not the parts: what knows a module by a weak reference has one of these.
         self._owners = [(vars(part), part._parameters, part._buffers, part._modules) for part in parts]
         registries: list[dict[str, Any]] = []
         for part in parts:
             registries += (part._parameters, part._buffers, part._modules)
         self._filled = [registry for registry in registries if registry]
         self._empty = [registry for registry in registries if not registry]
+        self._sizes = [*map(len, self._filled)]
+        hidden = [part._non_persistent_buffers_set for part in parts if part._buffers]
+        self._hidden = [(names, frozenset(names)) for names in hidden]
         self._names = [*chain.from_iterable(self._filled)]
         self._values: list[Any] = [*chain.from_iterable(map(dict.values, self._filled))]
 
@@ -59,5 +63,8 @@ class Structure:
         return (
             all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
             and [*chain.from_iterable(self._filled)] == self._names
+            # What has moved from one to the next is in the same order all the same.
+            and [*map(len, self._filled)] == self._sizes
+            and all(hidden == before for hidden, before in self._hidden)
             and not any(self._empty)
         )

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aiosync import LayoutMismatchError, RemoteApplyError, UnsupportedTensorError
+from aiosync import InvalidArgumentError, LayoutMismatchError, RemoteApplyError, UnsupportedTensorError
 from tests.kit.cases import SCHEMES, SchemeCase
 from tests.kit.clock import BRIEF, PATIENCE, SCALE
 from tests.kit.local import LocalCluster
@@ -220,10 +220,21 @@ async def test_replaced_tensors_are_found(case: SchemeCase, surgery: str, commit
             first(torch.ones(2, 3))
 
 
+def _set(parameter: Tensor, data: Tensor) -> None:
+    # With gradients an integer dtype would be refused by torch.
+    parameter.requires_grad_(False).data = data
+
+
 MISFITS: dict[str, tuple[str, Callable[[Policy], object]]] = {
     "head": (r"head\.weight", lambda model: setattr(model, "head", nn.Linear(3, 4))),
     "gone": (r"head\.bias", lambda model: setattr(model, "head", nn.Identity())),
     "more": (r"extra\.weight", lambda model: setattr(model, "extra", nn.Linear(1, 1))),
+    "slice": (r"head\.weight", lambda model: _set(model.head.weight, model.head.weight.data[:1])),
+    "view": (r"head\.weight", lambda model: _set(model.head.weight, model.head.weight.data.view(3, 2))),
+    "bytes": (
+        r"head\.weight",
+        lambda model: _set(model.head.weight, model.head.weight.data.view(torch.int32)),
+    ),
     "parametrization": (
         r"parametrizations\.weight",
         lambda model: nn.utils.parametrizations.weight_norm(model.head),
@@ -252,8 +263,40 @@ async def test_a_model_that_fits_no_more_refuses(case: SchemeCase, misfit: str, 
             del first.extra
         else:
             first.head = head
+            _set(head.weight, torch.zeros(2, 3))
         assert (await cluster.scheme.send()).ok
         assert_has(first, cluster.model.state_dict())
+
+
+@pytest.mark.parametrize("size", [16, 200_000], ids=["small", "large"])
+async def test_a_trainer_that_changes_a_shape_while_its_send_waits(case: SchemeCase, size: int) -> None:
+    def make() -> nn.Module:
+        return nn.ParameterDict({"w": torch.zeros(size)})
+
+    async with LocalCluster(case, model=make, max_slots=2) as cluster:
+        worker = cluster.workers[0]
+        async with worker.scheme.pinned():
+            for value in range(1, 8):
+                cluster.model.w.data.fill_(value)
+                await cluster.scheme.send(wait=False)
+                await asyncio.sleep(0)
+            sending = asyncio.create_task(cluster.scheme.send(timeout=PATIENCE))
+            for _ in range(3):
+                await asyncio.sleep(0)
+            whole, cluster.model.w.data = cluster.model.w.data, torch.full((8,), 9.0)
+            await asyncio.sleep(BRIEF)
+        try:
+            await sending  # it was quick enough
+        except InvalidArgumentError as exc:
+            assert "the model was changed" in str(exc)
+        except LayoutMismatchError as exc:  # it had not begun
+            assert "got float32[8]" in str(exc)
+        cluster.model.w.data = whole
+        values = worker.model.w.detach().unique().tolist()
+        assert values in [[float(v)] for v in range(8)], values
+        cluster.model.w.data.fill_(10.0)
+        assert (await cluster.scheme.send()).ok
+        assert value_of(worker.model) == 10.0
 
 
 @COMMITS

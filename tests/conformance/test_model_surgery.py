@@ -33,7 +33,6 @@ def _run(case: SchemeCase, commit: str, sequences: int, *, same_each_time: bool 
         settings=settings(
             max_examples=sequences,
             stateful_step_count=15,
-            deadline=None,
             derandomize=same_each_time,
             # Making a failing sequence shorter takes minutes: the soak does that.
             phases=(Phase.generate,) if same_each_time else tuple(Phase),

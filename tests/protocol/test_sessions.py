@@ -187,7 +187,7 @@ class Exchange(RuleBasedStateMachine):
         assert self.sender.acked_version == self.committed[-1]
 
 
-Exchange.TestCase.settings = settings(deadline=None, max_examples=200, stateful_step_count=40)
+Exchange.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
 TestExchange = Exchange.TestCase
 
 

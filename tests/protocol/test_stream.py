@@ -77,7 +77,7 @@ def _feed(decoder: StreamDecoder, stream: bytes, steps: list[int]) -> list[f.Fra
     return got
 
 
-@settings(max_examples=FUZZ, deadline=None)
+@settings(max_examples=FUZZ)
 @given(blocks, cuts)
 def test_a_body_cut_anywhere(sent: list[bytes], steps: list[int]) -> None:
     sink = Sink([len(block) for block in sent])
@@ -89,7 +89,7 @@ def test_a_body_cut_anywhere(sent: list[bytes], steps: list[int]) -> None:
     assert sink.bodies == [b"".join(sent)]
 
 
-@settings(max_examples=FUZZ, deadline=None)
+@settings(max_examples=FUZZ)
 @given(blocks, cuts, st.data())
 def test_a_damaged_stream_never_breaks_the_rules(
     sent: list[bytes], steps: list[int], drawn: st.DataObject
@@ -108,7 +108,7 @@ def test_a_damaged_stream_never_breaks_the_rules(
     assert len(sink.bodies) <= 2
 
 
-@settings(max_examples=FUZZ, deadline=None)
+@settings(max_examples=FUZZ)
 @given(st.lists(st.binary(max_size=200), max_size=8))
 def test_noise_is_refused_and_takes_no_memory(noise: list[bytes]) -> None:
     decoder = StreamDecoder()
@@ -179,7 +179,7 @@ def test_nobody_is_sent_weights_who_did_not_ask() -> None:
         decoder.feed(_body([b"a"]))
 
 
-@settings(max_examples=FUZZ, deadline=None)
+@settings(max_examples=FUZZ)
 @given(st.lists(frame, max_size=8), st.booleans())
 def test_a_session_takes_a_frame_or_raises_what_it_says(sent: list[f.Frame], sender_side: bool) -> None:
     session = SenderSession(b"t") if sender_side else ReceiverSession(b"t", 0)

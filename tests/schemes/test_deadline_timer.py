@@ -75,6 +75,32 @@ async def test_an_earlier_deadline_sets_the_timer_anew(timers: list[float]) -> N
     timer.close()
 
 
+async def test_an_interrupt_while_the_timer_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = DeadlineTimer()
+
+    class Interrupt(BaseException):
+        pass
+
+    def interrupted(*args: object) -> None:
+        raise Interrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.get_running_loop(), "call_later", interrupted)
+        with pytest.raises(Interrupt):
+            await timer.wait(_new(), Deadline.after(0.05))
+    async with asyncio.timeout(10):
+        await timer.wait(_new(), Deadline.after(0.1))
+
+
+async def test_closing_ends_those_that_wait() -> None:
+    timer = DeadlineTimer()
+    calls = [asyncio.create_task(timer.wait(_new(), Deadline.after(60))) for _ in range(3)]
+    await asyncio.sleep(0)
+    timer.close()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*calls)
+
+
 async def test_a_cancelled_wait_leaves_nothing() -> None:
     timer = DeadlineTimer()
     waiter = _new()

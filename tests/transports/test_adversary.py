@@ -289,7 +289,6 @@ def _run(examples: int, steps: int, *, derandomize: bool) -> None:
     Network.TestCase.settings = settings(
         max_examples=examples,
         stateful_step_count=steps,
-        deadline=None,
         derandomize=derandomize,
         database=None,
         phases=[Phase.generate],

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from aiosync.weights.copying import INLINE_LIMIT, copy_few, copy_pairs
+from aiosync.errors import InvalidArgumentError
+from aiosync.weights.copying import INLINE_LIMIT, BlockCopy, Pairs, copy_few, copy_pairs
 
 
 class _Wrapper(Tensor):
@@ -55,6 +56,12 @@ def _sources(size: int) -> dict[str, Tensor]:
     }
 
 
+def _in_blocks(pairs: Pairs) -> None:
+    ((destination, _),) = pairs
+    buffer = destination.view(torch.uint8)
+    BlockCopy(buffer, len(buffer), pairs, 1 << 16).complete(paced=False)
+
+
 @pytest.mark.parametrize("copy", [copy_few, copy_pairs])
 @pytest.mark.parametrize("size", [2, INLINE_LIMIT // 8], ids=["small", "large"])
 @pytest.mark.parametrize("name", _sources(2))
@@ -75,6 +82,30 @@ def test_many_at_once() -> None:
     copy_few(list(zip(destinations, sources, strict=True)))
     for destination, source in zip(destinations, sources, strict=True):
         assert torch.equal(destination, source)
+
+
+@pytest.mark.parametrize("copy", [copy_few, copy_pairs])
+@pytest.mark.parametrize("size", [4, INLINE_LIMIT], ids=["small", "large"])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2, 1), (3, 2), (2, 2, 2)])
+def test_another_shape(shape: tuple[int, ...], size: int, copy: object) -> None:
+    destination = torch.zeros(2, 2, size)
+    source = torch.ones(*shape, size)
+    with pytest.raises(InvalidArgumentError, match="expected a tensor of shape"):
+        copy([(destination, source)])  # type: ignore[operator]
+    assert not destination.any()
+
+
+@pytest.mark.parametrize("copy", [copy_few, copy_pairs, _in_blocks])
+@pytest.mark.parametrize("size", [4, INLINE_LIMIT], ids=["small", "large"])
+def test_tensors_without_memory(size: int, copy: object) -> None:
+    destination = torch.ones(size)
+    copy([(destination, torch._efficientzerotensor(size))])  # type: ignore[operator]
+    assert not destination.any()
+    freed = torch.ones(size)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(InvalidArgumentError, match="its storage was freed"):
+        copy([(destination, freed)])  # type: ignore[operator]
+    assert not destination.any()
 
 
 def test_nothing_to_copy() -> None:

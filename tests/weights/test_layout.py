@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ def buffer_for(layout: Layout) -> Tensor:
 
 
 @given(models)
-@settings(deadline=None)
 def test_bytes_survive_the_buffer(tensors: dict[str, Tensor]) -> None:
     layout = Layout.of(tensors)
     buffer = buffer_for(layout)
@@ -54,7 +53,6 @@ def test_bytes_survive_the_buffer(tensors: dict[str, Tensor]) -> None:
 
 
 @given(models)
-@settings(deadline=None)
 def test_entries_are_aligned_and_apart(tensors: dict[str, Tensor]) -> None:
     layout = Layout.of(tensors)
     end = 0
@@ -69,7 +67,6 @@ def test_entries_are_aligned_and_apart(tensors: dict[str, Tensor]) -> None:
 
 
 @given(models)
-@settings(deadline=None)
 def test_wire_and_pickle_round_trip(tensors: dict[str, Tensor]) -> None:
     layout = Layout.of({**tensors, "one": torch.ones(2)})
     for again in (

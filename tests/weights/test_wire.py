@@ -27,7 +27,7 @@ def test_from_wire_refuses_junk(obj: Any) -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_from_wire_survives_mutations(data: st.DataObject) -> None:
     tensors = {"a": torch.ones(2, 3), "b": torch.ones(4, dtype=torch.int8), "c": torch.empty(0, 2)}
     tensors["tied"] = tensors["a"]
