@@ -3,56 +3,55 @@
 The weights themselves never pass here: an update frame says in which slot they lie. On Linux the
 socket's name is abstract (it is in no folder, and goes with its owner); elsewhere it is a file in a
 private temporary folder.
+
+A connection is a non-blocking socket that the event loop watches. It is used directly: a small update is
+little more than one frame in each direction, and asyncio's streams would add a tenth to it.
+
+States: NEW (no socket) → OPEN → ENDED; OPEN → CLOSING → ENDED. In CLOSING nothing is read any more, and
+what the kernel had not taken is still written, for a bounded time. Only the event loop's thread touches the
+socket. Nothing is awaited while a connection is opened. ``aclose`` is not cut short by a cancellation.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import secrets
 import shutil
 import socket
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
 
 from aiosync._deadline import Deadline
 from aiosync.errors import WorkerLostError
-from aiosync.transports._offload import uninterrupted
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.sockets import credentials
 
 __all__ = ["SharedMemTransport", "UnixListener"]
 
+logger = logging.getLogger("aiosync")
+
 _BACKLOG = 4096
+_AT_ONCE = 64
+"""Connections that are accepted in one turn of the event loop."""
+
+_RETRY = 1.0
+"""Seconds until connections are accepted again, after the system had no descriptor or memory for one."""
+
+_READ = 1 << 16
+"""Bytes that are read at once."""
+
 _MAX_UNSENT = 16
 """Writes that may wait for a peer that does not read: more than the protocol ever has under way."""
 
 _GRACE = 1.0
 """Seconds that the peer has, when a connection is closed, to take what was said last."""
 
-
-class _Protocol(asyncio.Protocol):
-    """asyncio's callbacks, handed on to a transport."""
-
-    def __init__(self, owner: SharedMemTransport) -> None:
-        self._owner = owner
-        self.data_received = owner._feed  # type: ignore[method-assign]
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports have the methods without the base class.
-        self._owner._opened(cast(asyncio.Transport, transport))
-
-    def pause_writing(self) -> None:
-        self._owner._full = True
-
-    def resume_writing(self) -> None:
-        self._owner._full = False
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._owner._ended(exc)
+_NOT_NOW = BlockingIOError, InterruptedError
 
 
 class SharedMemTransport(Transport):
@@ -69,12 +68,13 @@ class SharedMemTransport(Transport):
         super().__init__()
         self._address = address
         self._on_open = on_open
-        self._stream: asyncio.Transport | None = None
-        self._gone: asyncio.Future[None] | None = None
+        self._sock: socket.socket | None = None
         self._peer_pid = 0
-        # Whether the kernel has not taken everything that was written, and how many writes since.
-        self._full = False
-        self._unsent = 0
+        # What the kernel has not taken, write by write; the first may have been taken in part.
+        self._unsent: deque[bytes] = deque()
+        self._drained: asyncio.Future[None] | None = None
+        # The peer reads no more. What it said before is still to be read.
+        self._mute = False
 
     @property
     def peer_pid(self) -> int:
@@ -87,49 +87,120 @@ class SharedMemTransport(Transport):
         try:
             sock.setblocking(False)
             sock.connect(_os_address(self._address))
-            loop = asyncio.get_running_loop()
-            # A few turns of the loop. Cancelled between them, uvloop would leave a stream that is neither
-            # open nor reported closed.
-            await uninterrupted(lambda _: loop.create_unix_connection(lambda: _Protocol(self), sock=sock))
+            self._adopt(sock)
         except BaseException as exc:
-            if self._stream is None:
-                sock.close()
+            sock.close()
             if isinstance(exc, OSError):
                 raise WorkerLostError((), _why_not_connected(exc)) from exc
             raise
 
-    def _write(self, data: bytes) -> None:
-        if self._stream is None:
-            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-        if self._full:
-            self._unsent += 1
-            if self._unsent > _MAX_UNSENT:
-                raise OSError(errno.ENOBUFS, f"it does not read: {_MAX_UNSENT} frames wait for it")
-        else:
-            self._unsent = 0
-        self._stream.write(data)
-
-    async def _close(self) -> None:
-        if self._stream is not None and self._gone is not None:
-            self._stream.close()
-            # A peer that is stopped does not take what is still to be sent.
-            await asyncio.wait([self._gone], timeout=_GRACE)
-            if not self._gone.done():  # asyncio's streams cannot be aborted once they have ended
-                self._stream.abort()
-            await asyncio.shield(self._gone)
-
-    def _opened(self, stream: asyncio.Transport) -> None:
-        self._stream = stream
-        stream.set_write_buffer_limits(high=0)  # to hear of each write that the kernel did not take whole
-        self._gone = asyncio.get_running_loop().create_future()
-        self._peer_pid = _peer_pid(stream.get_extra_info("socket"))
+    def _adopt(self, sock: socket.socket) -> None:
+        """Go on with a socket that is connected and does not block; it is this transport's from now on."""
+        self._peer_pid, _ = credentials(sock)
+        asyncio.get_running_loop().add_reader(sock.fileno(), self._readable)
+        self._sock = sock
         if self._on_open is not None:
             self._on_open(self)
 
-    def _ended(self, exc: Exception | None) -> None:
-        if self._gone is not None and not self._gone.done():
-            self._gone.set_result(None)
+    def abandon_loop(self) -> None:
+        """See :class:`Transport`."""
+        super().abandon_loop()
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    # -- reading --------------------------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        if self._sock is None:
+            return
+        try:
+            data = self._sock.recv(_READ)
+        except _NOT_NOW:
+            return
+        except OSError as exc:
+            self._break(exc)
+            return
+        if not data:
+            self._break(None)
+            return
+        try:
+            self._feed(data)
+        except Exception as exc:
+            logger.error("a connection is given up", exc_info=exc)
+            self._break(exc)
+
+    def _break(self, exc: Exception | None) -> None:
+        """The peer has closed the connection, or it is of no use any more."""
+        self._close_socket()
         self._lost(f"its channel closed{f' ({exc})' if exc else ''}")
+
+    # -- writing --------------------------------------------------------------------------------------
+
+    def _write(self, data: bytes) -> None:
+        if self._sock is None:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        if self._unsent:
+            if len(self._unsent) > _MAX_UNSENT:
+                raise OSError(errno.ENOBUFS, f"it does not read: {_MAX_UNSENT} frames wait for it")
+            self._unsent.append(data)
+            return
+        sent = self._send(self._sock, data)
+        if sent < len(data):
+            self._unsent.append(data[sent:])
+            asyncio.get_running_loop().add_writer(self._sock.fileno(), self._writable)
+
+    def _send(self, sock: socket.socket, data: bytes) -> int:
+        """How many bytes need not be sent again."""
+        if self._mute:
+            return len(data)
+        try:
+            return sock.send(data)
+        except _NOT_NOW:
+            return 0
+        except OSError:
+            # Reading tells why, and brings what the peer said before.
+            self._mute = True
+            return len(data)
+
+    def _writable(self) -> None:
+        sock = self._sock
+        if sock is None:
+            return
+        while self._unsent:
+            data = self._unsent[0]
+            sent = self._send(sock, data)
+            if sent < len(data):
+                self._unsent[0] = data[sent:]
+                return
+            self._unsent.popleft()
+        asyncio.get_running_loop().remove_writer(sock.fileno())
+        self._tell_drained()
+
+    def _tell_drained(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    # -- closing --------------------------------------------------------------------------------------
+
+    async def _close(self) -> None:
+        if self._sock is not None and self._unsent:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._sock.fileno())
+            self._drained = loop.create_future()
+            # A peer that is stopped does not take what is still to be sent.
+            await asyncio.wait([self._drained], timeout=_GRACE)
+        self._close_socket()
+
+    def _close_socket(self) -> None:
+        sock, self._sock = self._sock, None
+        self._unsent.clear()
+        if sock is not None:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(sock.fileno())
+            loop.remove_writer(sock.fileno())
+            sock.close()
+        self._tell_drained()
 
 
 class UnixListener(Listener):
@@ -151,21 +222,37 @@ class UnixListener(Listener):
         self._socket.bind(_os_address(self.address))
         self._socket.listen(_BACKLOG)
         self._socket.setblocking(False)
-        self._server: asyncio.Server | None = None
+        self._home: asyncio.AbstractEventLoop | None = None
+        self._on_connection: Callable[[Transport], None] | None = None
 
     async def listen(
         self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
     ) -> None:
         """Call ``on_connection`` for every peer of this user that connects, on the running loop."""
+        self._home, self._on_connection = asyncio.get_running_loop(), on_connection
+        self._resume()
 
-        def accept(transport: SharedMemTransport) -> None:
-            if _same_user(transport):
-                on_connection(transport)
+    def _resume(self) -> None:
+        if self._home is not None:
+            self._home.add_reader(self._socket.fileno(), self._accept)
 
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(
-            lambda: _Protocol(SharedMemTransport(on_open=accept)), sock=self._socket
-        )
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                sock, _ = self._socket.accept()
+            except (*_NOT_NOW, ConnectionAbortedError):
+                return
+            except OSError as exc:
+                if self._home is not None:
+                    logger.warning("no worker can connect for %g s: %s", _RETRY, exc)
+                    self._home.remove_reader(self._socket.fileno())
+                    self._home.call_later(_RETRY, self._resume)
+                return
+            if not _same_user(sock):
+                sock.close()
+                continue
+            sock.setblocking(False)
+            SharedMemTransport(on_open=self._on_connection)._adopt(sock)
 
     def forget(self) -> None:
         """In a forked child: let go of the parent's socket without ending it."""
@@ -177,9 +264,9 @@ class UnixListener(Listener):
 
     def close(self) -> None:
         """Stop listening; idempotent."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        home, self._home = self._home, None
+        if home is not None:
+            home.remove_reader(self._socket.fileno())
         self._socket.close()
         folder, self._folder = self._folder, None
         if folder is not None:
@@ -190,18 +277,9 @@ def _os_address(address: str) -> str:
     return "\0" + address[1:] if address.startswith("@") else address
 
 
-def _peer_pid(sock: Any) -> int:
-    return credentials(sock)[0]
-
-
-def _same_user(transport: SharedMemTransport) -> bool:
-    stream = transport._stream
-    assert stream is not None
-    _, uid = credentials(stream.get_extra_info("socket"))
-    if uid in (-1, os.geteuid()):
-        return True
-    stream.abort()
-    return False
+def _same_user(sock: socket.socket) -> bool:
+    _, uid = credentials(sock)
+    return uid in (-1, os.geteuid())
 
 
 def _why_not_connected(exc: OSError) -> str:

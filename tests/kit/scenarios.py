@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import socket
 import threading
 import time
 from typing import Any
@@ -161,8 +162,8 @@ async def cut(child: Child) -> None:
     """Break the connection to the sender, which is to be one over a Unix socket."""
     transport = child.scheme.receiver_transport
     assert isinstance(transport, SharedMemTransport)
-    assert transport._stream is not None
-    transport._stream.abort()
+    assert transport._sock is not None
+    transport._sock.shutdown(socket.SHUT_RDWR)
 
 
 async def wait_closed(child: Child) -> None:

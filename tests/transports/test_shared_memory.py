@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 
 import pytest
 
-from aiosync.protocol.frames import FROM_SENDER, Abort, Frame, FrameDecoder
+from aiosync.protocol.frames import FROM_SENDER, Abort, Frame, FrameDecoder, encode
+from aiosync.transports import shared_memory
 from aiosync.transports.base import Transport
 from aiosync.transports.shared_memory import _MAX_UNSENT, UnixListener, _os_address
 
@@ -15,16 +17,22 @@ pytestmark = pytest.mark.asyncio
 
 
 class Sink:
-    """Hears of the end."""
+    """Hears of frames, unless it ``fails`` at them, and of the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fails: bool = False) -> None:
+        self.frames: list[Frame] = []
         self.reason: str | None = None
+        self.ended = asyncio.Event()
+        self._fails = fails
 
     def frame_received(self, frame: Frame) -> None:
-        raise AssertionError(frame)
+        if self._fails:
+            raise ValueError("a fault")
+        self.frames.append(frame)
 
     def connection_lost(self, reason: str) -> None:
         self.reason = reason
+        self.ended.set()
 
 
 async def _connected(listener: UnixListener) -> tuple[socket.socket, Transport]:
@@ -72,7 +80,7 @@ async def test_a_peer_that_catches_up_is_kept() -> None:
     for _ in range(20):
         # As much as the kernel takes, and a few frames over.
         written = 0
-        while not transport._full:  # type: ignore[attr-defined]
+        while not transport._unsent:  # type: ignore[attr-defined]
             transport.write(long)
             written += 1
         for _ in range(_MAX_UNSENT - 1):
@@ -85,6 +93,61 @@ async def test_a_peer_that_catches_up_is_kept() -> None:
                 assert frame == long
                 received += 1
     assert sink.reason is None
+    await transport.aclose()
+    peer.close()
+    listener.close()
+
+
+async def test_what_a_peer_said_last_is_heard_though_it_reads_no_more() -> None:
+    listener, sink = UnixListener(), Sink()
+    peer, transport = await _connected(listener)
+    transport.trust(FROM_SENDER)
+    transport.start(sink)
+    peer.send(encode(Abort(joint="last")))
+    peer.close()
+    transport.write(Abort(joint="too late"))
+    assert sink.reason is None
+    await asyncio.wait_for(sink.ended.wait(), 10)
+    assert sink.frames == [Abort(joint="last")]
+    assert sink.reason is not None and "its channel closed" in sink.reason
+    transport.write(Abort(joint="nobody"))
+    await transport.aclose()
+    listener.close()
+
+
+async def test_a_fault_in_here_ends_one_connection(caplog: pytest.LogCaptureFixture) -> None:
+    listener, sink = UnixListener(), Sink(fails=True)
+    peer, transport = await _connected(listener)
+    transport.trust(FROM_SENDER)
+    transport.start(sink)
+    peer.send(encode(Abort(joint="any")))
+    await asyncio.wait_for(sink.ended.wait(), 10)
+    assert peer.recv(10) == b""
+    assert "given up" in caplog.text
+    await transport.aclose()
+    peer.close()
+    listener.close()
+
+
+async def test_without_a_descriptor_it_listens_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_memory, "_RETRY", 0.05)
+    listener = UnixListener()
+
+    class Short:
+        """A listening socket in a process that has no descriptor left."""
+
+        def __init__(self, sock: socket.socket) -> None:
+            self.fileno = sock.fileno
+
+        def accept(self) -> None:
+            listener._socket = whole
+            raise OSError(errno.EMFILE, "too many open files")
+
+    whole, listener._socket = listener._socket, Short(listener._socket)  # type: ignore[assignment]
+    peer, transport = await _connected(listener)
+    assert "no worker can connect" in caplog.text
     await transport.aclose()
     peer.close()
     listener.close()
