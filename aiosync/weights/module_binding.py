@@ -49,7 +49,7 @@ from aiosync.weights.target import WeightTarget, receiver_slots, receiver_tensor
 
 __all__ = ["ModuleBinding", "bind"]
 
-_form_of = attrgetter("dtype", "shape")
+_shape_of = attrgetter("shape")
 
 
 def bind(model: WeightTarget | None, layout: Layout, strategy: WeightStrategy, mode: CommitMode) -> Binding:
@@ -102,7 +102,7 @@ class ModuleBinding(Binding):
         # What has to be the same for the module to be current.
         self._structure = Structure(model)
         self._looks: list[Look] = []
-        self._forms: list[tuple[Any, ...]] = []
+        self._shapes: list[torch.Size] = []
         self._copied_looks: list[tuple[int, Look]] = []
         self._meta = False
         self._inference = False
@@ -128,7 +128,7 @@ class ModuleBinding(Binding):
         flips = self._flips.values()
         self._in_place = list(map(Tensor.data_ptr, flips)) == self._addresses
         if self._in_place:  # but a slice of it, say, is there too
-            if list(map(_form_of, flips)) != self._forms:
+            if list(map(_shape_of, flips)) != self._shapes:
                 return False
         elif [look_of(target) for target in flips] != self._looks:
             return False
@@ -161,7 +161,7 @@ class ModuleBinding(Binding):
         shown = dict(zip(self._flips, zip(self._shown, self._addresses, strict=True), strict=True))
         self._part_with(self._flips, flips)
         self._flips, self._copies, self._looks = flips, copies, looks
-        self._forms = list(map(_form_of, flips.values()))
+        self._shapes = list(map(_shape_of, flips.values()))
         self._shown = [shown.get(name, (None, None))[0] for name in flips]
         self._addresses = [shown.get(name, (None, None))[1] for name in flips]
         self._in_place = False
@@ -290,7 +290,8 @@ class ModuleBinding(Binding):
         the same value; unless this process has written into it, which is copied. All others are not touched.
         """
         here = {
-            name: target.data_ptr() == address and (shown is None or target.stride() == shown.stride())
+            name: target.data_ptr() == address
+            and (shown is None or (target.dtype, target.stride()) == (shown.dtype, shown.stride()))
             for (name, target), address, shown in zip(
                 self._flips.items(), self._addresses, self._shown, strict=True
             )

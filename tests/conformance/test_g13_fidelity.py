@@ -221,8 +221,7 @@ async def test_replaced_tensors_are_found(case: SchemeCase, surgery: str, commit
 
 
 def _set(parameter: Tensor, data: Tensor) -> None:
-    # With gradients an integer dtype would be refused by torch.
-    parameter.requires_grad_(False).data = data
+    parameter.data = data
 
 
 MISFITS: dict[str, tuple[str, Callable[[Policy], object]]] = {
@@ -231,10 +230,6 @@ MISFITS: dict[str, tuple[str, Callable[[Policy], object]]] = {
     "more": (r"extra\.weight", lambda model: setattr(model, "extra", nn.Linear(1, 1))),
     "slice": (r"head\.weight", lambda model: _set(model.head.weight, model.head.weight.data[:1])),
     "view": (r"head\.weight", lambda model: _set(model.head.weight, model.head.weight.data.view(3, 2))),
-    "bytes": (
-        r"head\.weight",
-        lambda model: _set(model.head.weight, model.head.weight.data.view(torch.int32)),
-    ),
     "parametrization": (
         r"parametrizations\.weight",
         lambda model: nn.utils.parametrizations.weight_norm(model.head),
