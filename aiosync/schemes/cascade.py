@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from aiosync.weights.binding import over_same_memory
 from aiosync.weights.strategy import WeightStrategy, to_state_dict, to_tensordict
 
 __all__ = ["Cascade", "Follower", "in_format", "weakly"]
@@ -16,8 +17,7 @@ __all__ = ["Cascade", "Follower", "in_format", "weakly"]
 def in_format(strategy: WeightStrategy, views: Mapping[str, Tensor]) -> Any:
     """The weights in the form that ``strategy`` extracts: a TensorDict or a flat dict. The tensors are new
     ones over the same memory, so that the caller may re-point or reshape them in place."""
-    made: dict[int, Tensor] = {}  # tied entries stay one
-    new = {name: made.setdefault(id(view), view.detach()) for name, view in views.items()}
+    new = over_same_memory(views)
     return to_tensordict(new) if strategy.extract_as == "tensordict" else to_state_dict(new)
 
 

@@ -7,6 +7,7 @@ fresh ones, so slots are not given back while they may be needed again.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
 from typing import Any
@@ -68,13 +69,27 @@ class LentViews:
     def __init__(self, layout: Layout, buffer: Tensor) -> None:
         self._layout = layout
         self._buffer = buffer
-        self._tensors = LentTensors(layout.views(buffer))
-        self._addresses = list(map(Tensor.data_ptr, self._tensors.values()))
+        # Filled when a storage leaves its memory: looking for that in each tensor, each time, takes longer
+        # than the rest of a small update's staging. On a device it is looked for.
+        self._moved: list[object] = []
+        self._watches: list[object] = []
+        self._make()
+
+    def _make(self) -> None:
+        moved: list[object] = []
+        watches: list[object] = []
+        views = self._layout.views(
+            self._buffer, lambda memory: watches.append(weakref.ref(memory, moved.append))
+        )
+        self._tensors, self._moved, self._watches = LentTensors(views), moved, watches
+        self._addresses = None if self._buffer.is_cpu else [*map(Tensor.data_ptr, views.values())]
 
     def tensors(self) -> LentTensors:
         """Entry name -> tensor (aliases included), each where it belongs. Do not change the dict."""
-        if list(map(Tensor.data_ptr, self._tensors.values())) != self._addresses:
-            self._tensors = LentTensors(self._layout.views(self._buffer))
+        if self._moved or (
+            self._addresses is not None and [*map(Tensor.data_ptr, self._tensors.values())] != self._addresses
+        ):
+            self._make()
         return self._tensors
 
 

@@ -14,7 +14,7 @@ from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.target import WeightTarget, receiver_slots, receiver_tensors, write
 from aiosync.weights.ties import check_tied
 
-__all__ = ["Binding", "CommitMode", "Staged", "StaleConversion"]
+__all__ = ["Binding", "CommitMode", "Staged", "StaleConversion", "over_same_memory"]
 
 CommitMode: TypeAlias = Literal["flip", "copy"]
 
@@ -47,6 +47,12 @@ class Staged(msgspec.Struct, eq=False):
     written: Callable[[Collection[str]], Collection[str]] | None = None
     leaving: Collection[str] = ()
     is_lent: Callable[[int], bool] | None = None
+
+
+def over_same_memory(views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """New tensors, for others to re-point and to reshape; those that are one tensor stay one."""
+    made: dict[int, Tensor] = {}
+    return {name: made.setdefault(id(view), view.detach()) for name, view in views.items()}
 
 
 class Binding:
@@ -112,7 +118,9 @@ class Binding:
         if self.model is None:
             yield
             return
-        given = {name: view for name, view in staged.views.items() if names is None or name in names}
+        given = over_same_memory(staged.views)
+        if names is not None:
+            given = {name: view for name, view in given.items() if name in names}
         # aiosync's own strategy changes all or nothing; another one may fail half way.
         saved = reversible or type(self._strategy) is not WeightStrategy
         before = [

@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -97,7 +97,8 @@ def copy_few(pairs: Pairs) -> None:
     rest: list[tuple[Tensor, Tensor]] = []
     for pair in pairs:
         destination, source = pair
-        _check_shape(destination, source)
+        if destination.shape != source.shape:
+            _refuse_shape(destination, source)
         # A small model's send is mostly such things, and torch's own copy takes several times as long.
         address = source.data_ptr() if _is_memory_alike(destination, source) else 0
         if address:
@@ -282,17 +283,17 @@ def _detached(pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
     """The same memory, also if a parameter's ``.data`` is pointed elsewhere while it is being copied."""
     detached = [(destination.detach(), source.detach()) for destination, source in pairs]
     for destination, source in detached:
-        _check_shape(destination, source)
+        if destination.shape != source.shape:
+            _refuse_shape(destination, source)
     return detached
 
 
-def _check_shape(destination: Tensor, source: Tensor) -> None:
-    """Check what was checked when ``send`` began: a parameter may have been given another ``.data`` since."""
-    if destination.shape != source.shape:
-        raise InvalidArgumentError(
-            f"expected a tensor of shape {tuple(destination.shape)}, got {tuple(source.shape)}: "
-            "the model was changed while its weights were being sent"
-        )
+def _refuse_shape(destination: Tensor, source: Tensor) -> NoReturn:
+    # It was right when ``send`` began; a parameter may have been given another ``.data`` since.
+    raise InvalidArgumentError(
+        f"expected a tensor of shape {tuple(destination.shape)}, got {tuple(source.shape)}: "
+        "the model was changed while its weights were being sent"
+    )
 
 
 def _check_memory(source: Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -199,7 +199,9 @@ class Layout:
         ties = f", {len(self.aliases)} tied" if self.aliases else ""
         return f"Layout({len(self)} entries{ties}, {self.nbytes} bytes, {self.signature[:8]})"
 
-    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+    def views(
+        self, buffer: Tensor, on_part: Callable[[memoryview], object] | None = None
+    ) -> dict[str, Tensor]:
         """Every name, aliases too, as a typed contiguous view of ``buffer``. Copies nothing.
 
         Each tensor has a storage of its own that covers its own bytes. So a tensor pickles at its own size,
@@ -209,6 +211,8 @@ class Layout:
         Args:
             buffer: 1-D, contiguous, ``uint8``, at least :attr:`nbytes` long, on any device, and
                 starting at a multiple of :data:`ALIGNMENT` in its storage.
+            on_part: called with the memory of each entry that has any, if the buffer is in CPU memory. Its
+                storage alone keeps that object: if the storage is moved into other memory, it is gone.
 
         Raises:
             InvalidArgumentError: the buffer is not such a one.
@@ -228,7 +232,16 @@ class Layout:
         storage = buffer.untyped_storage()
         # A caller may run in inference mode, where new tensors do not fit parameters made outside of it.
         with torch.inference_mode(False):
-            out = {e.name: tensor_in(storage, start + e.offset, e.shape, e.dtype) for e in self.entries}
+            if on_part is None or not buffer.is_cpu:
+                out = {e.name: tensor_in(storage, start + e.offset, e.shape, e.dtype) for e in self.entries}
+            else:
+                memory = buffer.numpy().data
+                out = {}
+                for e in self.entries:
+                    part = memory[e.offset : e.offset + e.nbytes]
+                    out[e.name] = _tensor_over(part, e.shape, e.dtype)
+                    if e.nbytes:
+                        on_part(part)
         for alias, name in self.aliases.items():
             out[alias] = out[name]
         return out
@@ -392,6 +405,15 @@ def tensor_in(
     # An empty tensor has no address: torch.save would take the next tensor's bytes for its own.
     part = storage[offset : offset + nbytes] if nbytes else empty.untyped_storage()
     return empty.set_(part, 0, shape, _strides(shape))
+
+
+def _tensor_over(memory: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The same over a piece of memory, which the tensor's storage keeps."""
+    empty = torch.empty(0, dtype=dtype)
+    if not len(memory):
+        return empty.set_(empty.untyped_storage(), 0, shape, _strides(shape))
+    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return empty.set_(storage, 0, shape, _strides(shape))
 
 
 def _keys(name: str) -> tuple[str, ...]:

@@ -39,8 +39,8 @@ class Structure:
         self._filled = [registry for registry in registries if registry]
         self._empty = [registry for registry in registries if not registry]
         self._sizes = [*map(len, self._filled)]
-        hidden = [part._non_persistent_buffers_set for part in parts if part._buffers]
-        self._hidden = [(names, frozenset(names)) for names in hidden]
+        self._hidden = [part._non_persistent_buffers_set for part in parts if part._buffers]
+        self._hidden_before = [frozenset(names) for names in self._hidden]
         self._names = [*chain.from_iterable(self._filled)]
         self._values: list[Any] = [*chain.from_iterable(map(dict.values, self._filled))]
 
@@ -65,6 +65,6 @@ class Structure:
             and [*chain.from_iterable(self._filled)] == self._names
             # What has moved from one to the next is in the same order all the same.
             and [*map(len, self._filled)] == self._sizes
-            and all(hidden == before for hidden, before in self._hidden)
+            and self._hidden == self._hidden_before
             and not any(self._empty)
         )

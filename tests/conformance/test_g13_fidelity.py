@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import io
 import os
@@ -332,6 +333,22 @@ async def test_what_was_not_sent_keeps_its_values(case: SchemeCase, commit: str)
         assert not torch.equal(kept["weight"], cluster.model.head.weight)
         await cluster.scheme.send()
         assert value_of(first.head) == value_of(second.head) == 4
+
+
+@COMMITS
+async def test_what_was_not_sent_keeps_its_bits_under_another_dtype(case: SchemeCase, commit: str) -> None:
+    async with LocalCluster(case, model=Policy, commit=commit) as cluster:
+        changed(cluster.model, 5.0)
+        await cluster.scheme.send()
+        weight = cluster.workers[0].model.head.weight.requires_grad_(False)
+        weight.data = weight.data.view(torch.int32)
+        bits = weight.data.clone()
+        body = {f"body.{name}": tensor for name, tensor in cluster.model.body.named_parameters()}
+        for value in (1.0, 2.0, 3.0):
+            changed(cluster.model, value)
+            with contextlib.suppress(LayoutMismatchError, RemoteApplyError):
+                await cluster.scheme.send(body, strict=False)
+            assert weight.dtype is torch.int32 and torch.equal(weight.data, bits)
 
 
 @COMMITS
