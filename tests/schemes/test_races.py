@@ -6,6 +6,7 @@ import asyncio
 import copy
 import multiprocessing
 import os
+import socket
 import struct
 import threading
 from collections.abc import Iterator
@@ -52,13 +53,16 @@ MEMORY = CASES["memory"]
 
 def _hang(worker: LocalWorker) -> None:
     """The worker's process does nothing any more, as far as the sender can see."""
-    transport: Any = worker.scheme.receiver_transport
-    transport._stream.pause_reading()
+    _stop_reading(worker.scheme.receiver_transport)
+
+
+def _stop_reading(transport: Any) -> None:
+    asyncio.get_running_loop().remove_reader(transport._sock.fileno())
 
 
 def _wake(worker: LocalWorker) -> None:
     transport: Any = worker.scheme.receiver_transport
-    transport._stream.resume_reading()
+    asyncio.get_running_loop().add_reader(transport._sock.fileno(), transport._readable)
 
 
 def _refuse(worker: LocalWorker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,8 +249,7 @@ async def test_closing_does_not_wait_for_a_worker_that_reads_nothing() -> None:
     answer = session._answer
 
     def answer_and_hang(challenge: Any) -> Any:
-        transport: Any = receiver.transport
-        transport._stream.pause_reading()
+        _stop_reading(receiver.transport)
         return answer(challenge)
 
     session._answer = answer_and_hang  # type: ignore[method-assign]
@@ -472,7 +475,7 @@ async def test_a_body_that_waits_for_a_lost_sender_is_cut_short() -> None:
             async with scheme.receiving():
                 try:
                     transport: Any = scheme.receiver_transport
-                    transport._stream.abort()
+                    transport._sock.shutdown(socket.SHUT_RDWR)
                     await within(asyncio.Event().wait())
                 finally:
                     await asyncio.sleep(0)  # a body may clean up after itself
