@@ -409,7 +409,7 @@ def tensor_in(
 
 def _tensor_over(memory: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The same over a piece of memory, which the tensor's storage keeps."""
-    empty = torch.empty(0, dtype=dtype)
+    empty = torch.empty(0, dtype=dtype, device="cpu")
     if not len(memory):
         return empty.set_(empty.untyped_storage(), 0, shape, _strides(shape))
     storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
