@@ -151,15 +151,15 @@ class SharedMemTransport(Transport):
             asyncio.get_running_loop().add_writer(self._sock.fileno(), self._writable)
 
     def _send(self, sock: socket.socket, data: bytes) -> int:
-        """How many bytes need not be sent again."""
+        """How many bytes need not be sent again. Raises OSError as :meth:`_write`."""
         if self._mute:
             return len(data)
         try:
             return sock.send(data)
         except _NOT_NOW:
             return 0
-        except OSError:
-            # Reading tells why, and brings what the peer said before.
+        except (BrokenPipeError, ConnectionResetError):
+            # Reading tells of the end, and brings what the peer said before.
             self._mute = True
             return len(data)
 
@@ -169,7 +169,11 @@ class SharedMemTransport(Transport):
             return
         while self._unsent:
             data = self._unsent[0]
-            sent = self._send(sock, data)
+            try:
+                sent = self._send(sock, data)
+            except OSError as exc:
+                self._break(exc)
+                return
             if sent < len(data):
                 self._unsent[0] = data[sent:]
                 return

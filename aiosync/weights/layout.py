@@ -401,19 +401,25 @@ def tensor_in(
         dtype: its dtype.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    empty = torch.empty(0, dtype=dtype, device=storage.device)
-    # An empty tensor has no address: torch.save would take the next tensor's bytes for its own.
-    part = storage[offset : offset + nbytes] if nbytes else empty.untyped_storage()
-    return empty.set_(part, 0, shape, _strides(shape))
+    return _tensor_of(storage[offset : offset + nbytes], shape, dtype)
 
 
 def _tensor_over(memory: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The same over a piece of memory, which the tensor's storage keeps."""
-    empty = torch.empty(0, dtype=dtype, device="cpu")
-    if not len(memory):
-        return empty.set_(empty.untyped_storage(), 0, shape, _strides(shape))
-    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    return empty.set_(storage, 0, shape, _strides(shape))
+    storage = (
+        torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        if len(memory)
+        else torch.UntypedStorage(0, device="cpu")
+    )
+    return _tensor_of(storage, shape, dtype)
+
+
+def _tensor_of(storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A contiguous tensor that is all of ``storage``."""
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    # An empty tensor has no address: torch.save would take the next tensor's bytes for its own.
+    part = storage if storage.nbytes() else empty.untyped_storage()
+    return empty.set_(part, 0, shape, _strides(shape))
 
 
 def _keys(name: str) -> tuple[str, ...]:

@@ -151,3 +151,26 @@ async def test_without_a_descriptor_it_listens_on(
     await transport.aclose()
     peer.close()
     listener.close()
+
+
+async def test_a_write_that_fails_for_another_reason_is_the_end() -> None:
+    listener, sink = UnixListener(), Sink()
+    peer, transport = await _connected(listener)
+    transport.start(sink)
+    assert isinstance(transport, shared_memory.SharedMemTransport)
+    whole = transport._sock
+    assert whole is not None
+
+    class Full:
+        """A socket that the kernel has no memory for."""
+
+        def send(self, data: bytes) -> int:
+            raise OSError(errno.ENOMEM, "no memory")
+
+    transport._sock = Full()  # type: ignore[assignment]
+    transport.write(Abort(joint="any"))
+    assert sink.reason is not None and "no memory" in sink.reason
+    transport._sock = whole
+    await transport.aclose()
+    peer.close()
+    listener.close()
