@@ -1,4 +1,4 @@
-"""aiosync: a trainer's model weights to the workers that roll the policy out, as coroutines.
+"""aiosync: a trainer's model weights to the workers that roll out the policy, as coroutines.
 
 Begin with :class:`SharedMemWeightSyncScheme`; :mod:`aiosync.sync` has the same for callers without an
 event loop.
@@ -32,9 +32,13 @@ from aiosync.errors import (
     WorkerLostError,
     WrongEventLoopError,
 )
-from aiosync.schemes.atomic import JointUpdate, atomic
+from aiosync.events import PhaseStats, SchemeStats, SyncEvent
+from aiosync.receiver.endpoint import WeightReceiver
+from aiosync.relay.relay import WeightRelay
+from aiosync.reports import SendReport, WorkerReport, WorkerState
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.distributed import DistributedWeightSyncScheme
+from aiosync.schemes.joint import JointUpdate, atomic
 from aiosync.schemes.memory import MemoryWeightSyncScheme
 from aiosync.schemes.multiprocess import MultiProcessWeightSyncScheme
 from aiosync.schemes.none import NoWeightSyncScheme
@@ -44,23 +48,19 @@ from aiosync.schemes.ray_modules import (
     RayModuleTransformScheme,
     RayModuleTransformSender,
 )
-from aiosync.schemes.receiver import WeightReceiver
-from aiosync.schemes.relay import WeightRelay
-from aiosync.schemes.report import SendReport, WorkerReport, WorkerState
 from aiosync.schemes.rpc import RPCWeightSyncScheme
-from aiosync.schemes.sender import WeightSender
-from aiosync.schemes.shared import SharedMemWeightSyncScheme
-from aiosync.schemes.stats import PhaseStats, SchemeStats, SyncEvent
+from aiosync.schemes.shared_memory import SharedMemWeightSyncScheme
 from aiosync.schemes.tcp import TCPWeightSyncScheme
+from aiosync.sender.endpoint import WeightSender
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.carrier import MPTransport
-from aiosync.transports.distributed import DistributedTransport
 from aiosync.transports.memory import Fault, MemoryTransport
-from aiosync.transports.ray import RayActorTransport, RayTransport
-from aiosync.transports.rpc import RPCTransport
-from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.transports.tcp import TCPTransport
-from aiosync.transports.tls import TLSConfig
+from aiosync.transports.mp.base import MPTransport
+from aiosync.transports.ray.transport import RayActorTransport, RayTransport
+from aiosync.transports.tcp.connection import TCPTransport
+from aiosync.transports.tcp.tls import TLSConfig
+from aiosync.transports.torch_distributed.transport import DistributedTransport
+from aiosync.transports.torch_rpc.transport import RPCTransport
+from aiosync.transports.unix_socket import SharedMemTransport
 from aiosync.weights import Layout, WeightStrategy, resolve_model
 
 __version__ = "0.1.0"

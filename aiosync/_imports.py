@@ -1,4 +1,4 @@
-"""What is to happen once another module has been imported, whoever does that and whenever."""
+"""Call a function once another module has been imported, by any code at any time."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="A trainer's model weights to the workers that play the policy out.",
+    help="A trainer's model weights to the workers that roll out the policy.",
 )
 
 # The commands below hand their whole command line, --help included, to the program that they run.

@@ -38,7 +38,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from aiosync.schemes.report import SendReport
+    from aiosync.reports import SendReport
 
 __all__ = [
     "AiosyncError",

@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from aiosync.events import SyncEvent
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.stats import SyncEvent
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter

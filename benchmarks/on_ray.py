@@ -63,7 +63,7 @@ class Figures:
     torchrl: Spread
     stall: Spread
     base: int
-    held: int
+    pending: int
     after: int
 
 
@@ -197,14 +197,14 @@ async def _race(
         begun = time.perf_counter()
         theirs.send(**given)
         times["torchrl"].append(time.perf_counter() - begun)
-    held = 0
+    pending = 0
     async with ticking() as stalls:
         for sent in range(SENDS):
             await ours.send()
             if apart and sent % 10 == 0:
-                held = max(held, await asyncio.to_thread(_used, ray))
+                pending = max(pending, await asyncio.to_thread(_used, ray))
     nbytes = sum(p.nbytes for p in model.parameters())
-    held = max(held, await _settled(ray, base + apart * round(nbytes / (1 << 20))))
+    pending = max(pending, await _settled(ray, base + apart * round(nbytes / (1 << 20))))
     count = len(ours.workers)
     await ours.aclose()
     theirs.shutdown()
@@ -212,7 +212,7 @@ async def _race(
         ray.kill(actor)
     ours_ms, theirs_ms = (_of(times[contender][WARM_UP:]) for contender in ("aiosync", "torchrl"))
     after = await _settled(ray, base)
-    return Figures(*what, count, nbytes // 4, ours_ms, theirs_ms, _of(stalls), base, held, after)
+    return Figures(*what, count, nbytes // 4, ours_ms, theirs_ms, _of(stalls), base, pending, after)
 
 
 def _of(samples: list[float]) -> Spread:
@@ -263,7 +263,7 @@ def run(
                 *(f"{x.median:.3g} ({x.min:.3g}-{x.max:.3g})" for x in (ours, theirs)),
                 f"{theirs.median / ours.median:.1f}",
                 f"{figures.stall.p99:.1f}",
-                *(f"{mib} MiB" for mib in (figures.base, figures.held, figures.after)),
+                *(f"{mib} MiB" for mib in (figures.base, figures.pending, figures.after)),
             )
     finally:  # many actors of a large model may be more than the machine has memory for
         Console().print(table)

@@ -27,7 +27,7 @@ from aiosync import RayWeightSyncScheme, WeightSyncScheme
 from aiosync._demo import DemoReport, joined, member_of
 from aiosync.collectors import MultiCollector
 
-ENVS, STEPS = 8, 64  # a batch is 8 environments played side by side for 64 steps
+ENVS, STEPS = 8, 64  # a batch is 8 environments side by side, for 64 steps
 EPOCHS, MINIBATCH, LEARNING_RATE = 4, 128, 3e-4
 GAMMA, LAMBDA, CLIP = 0.98, 0.9, 0.2
 EVALUATE_EVERY, EPISODES, SOLVED = 10, 20, 475.0
@@ -75,7 +75,7 @@ async def train(scheme: WeightSyncScheme, report: DemoReport, workers: int, seed
     collector = MultiCollector(
         [partial(joined, make_envs, scheme, worker) for worker in range(workers)],
         policy,
-        sync=False,  # workers play on while this learns
+        sync=False,  # workers go on while this learns
         frames_per_batch=ENVS * STEPS,
         weight_sync_schemes={"policy": scheme},
         launcher="ray" if isinstance(scheme, RayWeightSyncScheme) else "process",
@@ -132,7 +132,7 @@ def learn(
 
 
 def evaluate(policy: TensorDictModule, seed: int) -> float:
-    """The mean return of EPISODES fresh episodes, played as the workers play."""
+    """The mean return of EPISODES fresh episodes, collected as the workers collect."""
     envs = gymnasium.make_vec("CartPole-v1", num_envs=EPISODES)
     obs, _ = envs.reset(seed=seed)
     score, running = np.zeros(EPISODES), np.ones(EPISODES, bool)

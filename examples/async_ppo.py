@@ -3,8 +3,8 @@
     python examples/async_ppo.py --mode sync --seeds 5
     python examples/async_ppo.py --mode async --seeds 5
 
-With ``--mode sync`` nothing is played while the trainer learns, and all that it learns from was played by
-its newest version. With ``--mode async`` the workers play on, at most one version behind. Each seed runs
+With ``--mode sync`` no worker steps while the trainer learns, and all that it learns from was collected by
+its newest version. With ``--mode async`` the workers go on, at most one version behind. Each seed runs
 until its mean return is 450; the curves are drawn. The reinforcement learning is that of `async_cartpole`.
 """
 

@@ -32,7 +32,7 @@ def make_policy() -> nn.Module:
 
 
 async def train(scheme: aiosync.TCPWeightSyncScheme, policy: nn.Module, updates: int, pause: float) -> None:
-    scheme.init_on_sender(model_id="policy", model=policy)  # no num_workers: whoever comes
+    scheme.init_on_sender(model_id="policy", model=policy)  # no num_workers: any number may come
     scheme.on_event(lambda event: print(f"{event.kind} {event.worker}") if event.kind in NEWS else None)
     print(f"listening at {scheme.address}; waiting for the first worker")
     async with scheme:
@@ -59,7 +59,7 @@ def main(
     pause: Annotated[float, typer.Option(min=0, help="Seconds between two updates.")] = 1.0,
     timeout: Annotated[float, typer.Option(help="Seconds that one step may take.")] = 120.0,
 ) -> None:
-    """Send a new version every so often to whoever is there."""
+    """Send a new version every so often to the workers that are there."""
     logging.basicConfig(level=logging.WARNING)
     try:
         scheme = aiosync.TCPWeightSyncScheme(

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 examples/torchrun_trainer.py --trainers 2
 
-The first ranks train together in a process group of theirs; the rest play the policy out. Rank 0 has
+The first ranks train together in a process group of theirs; the rest roll out the policy. Rank 0 has
 each worker act with every version: on this machine by shared memory, to others over process groups of
 aiosync's own, and with ``--apart`` over those here as well. The trainers' all-reduce does not notice, and
 their losses are the same to the last bit as with ``--no-sync``.

@@ -88,22 +88,22 @@ import torch
 import aiosync
 from aiosync.schemes.ranked import Collective
 from aiosync.schemes.ray import DataPlane, TensorTransport
-from aiosync.schemes.receiver import WeightReceiver
-from aiosync.schemes.report import SendReport, WorkerState
-from aiosync.schemes.sender import WeightSender
-from aiosync.schemes.spec import OnFailure, OnSenderClose, StrategyName
-from aiosync.schemes.stats import EventHook, SchemeStats
+from aiosync.receiver.endpoint import WeightReceiver
+from aiosync.reports import SendReport, WorkerState
+from aiosync.sender.endpoint import WeightSender
+from aiosync._options import OnFailure, OnSenderClose, StrategyName
+from aiosync.events import EventHook, SchemeStats
 from aiosync.sync._portal import portal
 from aiosync.sync._twin import BlockingTwin
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.distributed import DistributedTransport
+from aiosync.transports.torch_distributed.transport import DistributedTransport
 from aiosync.transports.memory import Fault, MemoryTransport
-from aiosync.transports.ray import UpdateMethod
-from aiosync.transports.ray_meeting import RayWorkerTransport
-from aiosync.transports.rpc_meeting import RPCWorkerTransport
-from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.transports.tcp import TCPTransport
-from aiosync.transports.tls import TLSConfig
+from aiosync.transports.ray.transport import UpdateMethod
+from aiosync.transports.ray.rendezvous import RayWorkerTransport
+from aiosync.transports.torch_rpc.rendezvous import RPCWorkerTransport
+from aiosync.transports.unix_socket import SharedMemTransport
+from aiosync.transports.tcp.connection import TCPTransport
+from aiosync.transports.tcp.tls import TLSConfig
 from aiosync.weights.binding import CommitMode
 from aiosync.weights.codec import Codec
 from aiosync.weights.strategy import WeightStrategy

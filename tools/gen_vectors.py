@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from aiosync.protocol import frames as f
-from aiosync.protocol.session import ReceiverSession, SenderSession
+from aiosync.protocol.receiver_session import ReceiverSession
+from aiosync.protocol.sender_session import SenderSession
 from aiosync.schemes.tcp import _derived
 from aiosync.weights.checksum import checksum_of, digest_of
 from aiosync.weights.codec import Codec

@@ -1,4 +1,4 @@
-"""Workers that play a policy, and batches of what they play."""
+"""Workers that roll out a policy, and the batches that they collect."""
 
 from aiosync.collectors.config import (
     BatchConfig,

@@ -53,8 +53,8 @@ class Channel(ABC):
 
 
 class PipeChannel(Channel):
-    """Over a pipe between a process and its child, on an event loop. Messages are pickled: both ends are
-    this program, and nobody else has the pipe.
+    """Over a pipe between a process and its child, on an event loop. Messages are pickled: both ends
+    belong to this program, and no other process has the pipe.
 
     Args:
         reader, writer: asyncio's streams of it. Most callers want :meth:`open`.
@@ -76,17 +76,14 @@ class PipeChannel(Channel):
         return cls(reader, writer)
 
     def send(self, message: object) -> None:
-        """See :class:`Channel`."""
         data = cloudpickle.dumps(message)
         if not self._writer.is_closing():
             self._writer.write(_HEAD.pack(len(data)) + data)
 
     async def drain(self) -> None:
-        """See :class:`Channel`."""
         await self._writer.drain()
 
     async def receive(self) -> Any:
-        """See :class:`Channel`."""
         try:
             (size,) = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
             data = await self._reader.readexactly(size)
@@ -95,7 +92,6 @@ class PipeChannel(Channel):
         return pickle.loads(data)
 
     def close(self) -> None:
-        """See :class:`Channel`."""
         self._writer.close()
 
 
@@ -115,15 +111,13 @@ class LocalChannel(Channel):
         return cls(one, other), cls(other, one)
 
     def send(self, message: object) -> None:
-        """See :class:`Channel`."""
         if not self._closed:
             self._outgoing.put_nowait(message)
 
     async def receive(self) -> Any:
-        """See :class:`Channel`."""
         message = await self._incoming.get()
         if message is _END:
-            self._incoming.put_nowait(_END)  # for whoever asks again
+            self._incoming.put_nowait(_END)  # for the next call
             raise ChannelClosed("the other end is closed")
         return message
 
@@ -146,7 +140,6 @@ class LocalChannel(Channel):
         return found
 
     def close(self) -> None:
-        """See :class:`Channel`."""
         if not self._closed:
             self._closed = True
             self._outgoing.put_nowait(_END)

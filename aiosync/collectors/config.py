@@ -134,8 +134,7 @@ class ProcessConfig:
     Attributes:
         launcher: what workers are: ``"process"``: processes on this machine; ``"ray"``: actors of the Ray
             cluster that this process has joined (``ray.init()``).
-        ray_options: what Ray is told of each actor, such as ``{"num_cpus": 1}``, which is what it is told if
-            nothing is given.
+        ray_options: Ray's options for each actor. The default is ``{"num_cpus": 1}``.
         num_workers: how many, if ``create_env_fn`` is one function.
         envs_per_worker: how many environments each steps at the same time.
         num_threads: torch's threads in this process while workers run; None: as they are.
@@ -231,7 +230,7 @@ class WeightConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
-    """Where batches go, if not to whoever iterates.
+    """Where batches go instead of to the iterating caller.
 
     Attributes:
         replay_buffer: anything with ``extend(frames)``, such as torchrl's. The iterator then gives None for
@@ -304,7 +303,7 @@ class CollectorConfig:
             )
         if not sync and batch.preemptive_threshold != 1:
             raise InvalidArgumentError(
-                "preemptive_threshold= is of sync=True: else nobody waits for the others"
+                "preemptive_threshold= needs sync=True: otherwise no batch waits for the slower workers"
             )
         if sync and self.weights.max_staleness is not None:
             raise InvalidArgumentError("max_staleness= is of sync=False: a synchronous batch is always new")

@@ -48,7 +48,7 @@ class Controls(ABC):
 
     @abstractmethod
     def pause(self, timeout: float | None = None) -> AbstractAsyncContextManager[None]:
-        """Nothing is played inside."""
+        """No worker steps inside."""
 
     @abstractmethod
     def _drop(self) -> None:

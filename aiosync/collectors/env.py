@@ -119,7 +119,7 @@ _FLAGS = torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
 
 
 def _ended(terminated: Any, truncated: Any, shape: tuple[int, ...]) -> Fields:
-    if not shape:  # nobody writes into what a frame consists of
+    if not shape:  # the parts of a frame are not written into
         over, limited = bool(terminated), bool(truncated)
         return {"done": _FLAGS[over or limited], "terminated": _FLAGS[over], "truncated": _FLAGS[limited]}
     ended, cut = _column(terminated, torch.bool), _column(truncated, torch.bool)
@@ -202,11 +202,9 @@ class GymnasiumEnv(_Stepping):
     """A single environment of Gymnasium's."""
 
     async def reset(self) -> Fields:
-        """See :class:`Env`."""
         return self._began(_call(self.env.reset, **self._taken_seed()))
 
     async def step(self, step: Fields) -> Fields:
-        """See :class:`Env`."""
         return self._stepped(_call(self.env.step, self._action(step)))
 
 
@@ -214,15 +212,12 @@ class AsyncEnv(_Stepping):
     """``async def reset`` and ``step``."""
 
     async def reset(self) -> Fields:
-        """See :class:`Env`."""
         return self._began(await self.env.reset(**self._taken_seed()))
 
     async def step(self, step: Fields) -> Fields:
-        """See :class:`Env`."""
         return self._stepped(await self.env.step(self._action(step)))
 
     async def close(self) -> None:
-        """See :class:`Env`."""
         closing = getattr(self.env, "aclose", None) or getattr(self.env, "close", None)
         if closing is not None:
             done = closing()
@@ -245,11 +240,9 @@ class VectorEnv(_Stepping):
         self._begun: Fields = {}
 
     async def reset(self) -> Fields:
-        """See :class:`Env`."""
         return self._began(_call(self.env.reset, **self._taken_seed()))
 
     async def step(self, step: Fields) -> Fields:
-        """See :class:`Env`."""
         found = _call(self.env.step, self._action(step))
         after = self._stepped(found)
         if self._mode == "SameStep" and after["done"].any():
@@ -261,7 +254,6 @@ class VectorEnv(_Stepping):
         return after
 
     async def restart(self, after: Fields) -> Fields:
-        """See :class:`Env`."""
         ended = after["done"]
         if self._mode == "NextStep":
             return {key: value for key, value in after.items() if key != "reward"}
@@ -281,18 +273,15 @@ class TensorDictEnv(Env):
         self.shape = tuple(env.batch_size)
 
     async def reset(self) -> Fields:
-        """See :class:`Env`."""
         found = _call(self.env.reset)
         return {key: value.clone() for key, value in flattened(found).items()}
 
     async def step(self, step: Fields) -> Fields:
-        """See :class:`Env`."""
         # Copies: it may write its next step where this one is.
         found = _call(self.env.step, self._given(step))["next"]
         return {key: value.clone() for key, value in flattened(found).items()}
 
     async def restart(self, after: Fields) -> Fields:
-        """See :class:`Env`."""
         data = self._given({key: value for key, value in after.items() if key != "reward"})
         data.set("_reset", after["done"])
         found = flattened(_call(self.env.reset, data))
@@ -303,14 +292,11 @@ class TensorDictEnv(Env):
         return data if self.device is None else data.to(self.device)
 
     def random_action(self) -> Tensor:
-        """See :class:`Env`."""
         return torch.as_tensor(self.env.rand_action()["action"])
 
     def set_seed(self, seed: int) -> None:
-        """See :class:`Env`."""
         self.env.set_seed(seed)
 
     async def close(self) -> None:
-        """See :class:`Env`."""
         if not self.env.is_closed:
             self.env.close()

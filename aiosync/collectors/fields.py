@@ -156,7 +156,7 @@ class Slot:
         thread."""
         buffer = self.segment.buffer
         memory: Any = (ctypes.c_uint8 * buffer.numel()).from_address(buffer.data_ptr())
-        memory.segment = self.segment  # which is mapped as long as somebody views it
+        memory.segment = self.segment  # keeps it mapped as long as a tensor views it
         weakref.finalize(memory, given_back).atexit = False
         return self._views(torch.frombuffer(memory, dtype=torch.uint8))
 

@@ -87,7 +87,6 @@ class ProcessHost(Host):
         self._at_exit: Finalize[Any] | None = None
 
     async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
-        """See :class:`Host`."""
         data, shared = _packed(spec)
         ours, theirs = self._ctx.Pipe()
         # A server that processes are forked from has the variables of the moment when it began.
@@ -110,7 +109,6 @@ class ProcessHost(Host):
         return channel
 
     async def ended(self, deadline: Deadline) -> bool:
-        """See :class:`Host`."""
         process = self._process
         if process is None or process.pid is None or process.exitcode is not None:
             return True
@@ -128,19 +126,17 @@ class ProcessHost(Host):
         return True
 
     def kill(self) -> None:
-        """See :class:`Host`."""
         if self.pid is not None:
             self._process.kill()
 
     def cause(self) -> str:
-        """See :class:`Host`."""
         code = self._process.exitcode
         if code is None:
             return "its pipe closed, though its process still runs"
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
         hint = ""
-        if code == 1:  # what goes wrong in a worker is told; this is what goes wrong before there is one
+        if code == 1:  # a worker reports its errors; this process ended before the worker began
             hint = (
                 ": what it printed says why (a script that makes a collector needs "
                 "`if __name__ == '__main__':`, since workers import it)"
@@ -149,11 +145,9 @@ class ProcessHost(Host):
 
     @property
     def pid(self) -> int | None:
-        """See :class:`Host`."""
         return None if self._process is None else self._process.pid
 
     def release(self) -> None:
-        """See :class:`Host`."""
         process, self._process = self._process, None
         at_exit, self._at_exit = self._at_exit, None
         if at_exit is not None:
@@ -240,7 +234,9 @@ def context_of(method: StartMethod | None) -> BaseContext:
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     if method == "forkserver":
         wanted = [*_PRELOADED, *(name for name in _PRELOADED_IF_USED if name in sys.modules)]
-        if getattr(forkserver._forkserver, "_preload_modules", None) == ["__main__"]:  # nobody has chosen
+        if getattr(forkserver._forkserver, "_preload_modules", None) == [
+            "__main__"
+        ]:  # the default: the program has not set it
             forkserver.set_forkserver_preload(wanted)
         forkserver.ensure_running()
     return multiprocessing.get_context(method)
@@ -283,7 +279,6 @@ class LocalHost(Host):
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
-        """See :class:`Host`."""
         ours, theirs = LocalChannel.pair()
         receiving = {model_id: copy.copy(scheme) for model_id, scheme in schemes.items()}
         work = serve(lambda: spec, receiving, theirs)
@@ -291,26 +286,21 @@ class LocalHost(Host):
         return ours
 
     async def ended(self, deadline: Deadline) -> bool:
-        """See :class:`Host`."""
         if self._task is None:
             return True
         await asyncio.wait([self._task], timeout=deadline.remaining())
         return self._task.done()
 
     def kill(self) -> None:
-        """See :class:`Host`."""
         if self._task is not None:
             self._task.cancel()
 
     def cause(self) -> str:
-        """See :class:`Host`."""
         return "its task has ended"
 
     def release(self) -> None:
-        """See :class:`Host`."""
         self._task = None
 
     @property
     def pid(self) -> int | None:
-        """See :class:`Host`."""
         return None

@@ -29,11 +29,11 @@ that waits to be taken meanwhile."""
 
 class Iterating(Controls):
     """The part of a collector that is its iterator. Workers are asked for batches, each for one or two at a
-    time; what they have delivered waits until somebody takes it.
+    time; what they have delivered waits until the caller takes it.
 
     Args:
         config: all options.
-        sync: a batch is of all workers, and nothing is played between two.
+        sync: a batch is of all workers, and no worker steps between two.
 
     Attributes:
         frames: how many have been handed out.
@@ -245,7 +245,7 @@ class Iterating(Controls):
 
     @asynccontextmanager
     async def pause(self, timeout: float | None = None) -> AsyncIterator[None]:
-        """Nothing is played inside: what the workers are collecting they bring to its end first. They always
+        """No worker steps inside: the workers finish what they are collecting first. They always
         go on afterwards.
 
         Raises:

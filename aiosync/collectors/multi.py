@@ -7,13 +7,13 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import BaseContext
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import cloudpickle
 import torch
 
 from aiosync._deadline import Deadline
+from aiosync._resource import AsyncResource
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.host import MakeHost, ProcessHost, context_of
 from aiosync.collectors.iterating import Iterating
@@ -24,9 +24,9 @@ from aiosync.collectors.worker import WorkerSpec
 from aiosync.errors import InvalidArgumentError, NotConnectedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.ray import RayWeightSyncScheme
-from aiosync.schemes.shared import SharedMemWeightSyncScheme
+from aiosync.schemes.shared_memory import SharedMemWeightSyncScheme
 from aiosync.transports._offload import uninterrupted
-from aiosync.transports.ray_calls import ray_here
+from aiosync.transports.ray.calls import ray_here
 
 __all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
@@ -37,8 +37,8 @@ _IMPATIENCE = 1.0
 """The same, of workers that were no use."""
 
 
-class MultiCollector(Iterating):
-    """Worker processes that play a policy, and an asynchronous iterator of what they play.
+class MultiCollector(Iterating, AsyncResource):
+    """Worker processes that roll out a policy, and an asynchronous iterator of their batches.
 
     ::
 
@@ -51,9 +51,9 @@ class MultiCollector(Iterating):
     collector asks of it is done, one at a time: weights change between two steps, and each frame is tagged
     with the version that acted. Batches come in shared memory, without being pickled or sent.
 
-    With ``sync=True`` a batch has a part of every worker, and nothing is played between one batch and the
+    With ``sync=True`` a batch has a part of every worker, and no worker steps between one batch and the
     call for the next. With ``sync=False`` a batch is one worker's, handed out in the order in which they are
-    finished, and workers play on meanwhile: each is at most two batches ahead. Such a batch lies in the
+    finished, and workers go on meanwhile: each is at most two batches ahead. Such a batch lies in the
     memory where its worker put it, which is used again when nothing refers to it any more.
 
     Args:
@@ -202,7 +202,7 @@ class MultiCollector(Iterating):
         try:
             await asyncio.shield(release)
         except asyncio.CancelledError:
-            # Whoever is cancelled leaves nothing behind all the same; but waits for nobody.
+            # A cancelled close leaves nothing behind either, but it waits for no worker.
             if pool is not None:
                 pool.kill()
             await uninterrupted(lambda _: asyncio.wait([release]))
@@ -225,18 +225,6 @@ class MultiCollector(Iterating):
                 self._threads = None
 
     shutdown = async_shutdown = aclose
-
-    async def __aenter__(self) -> Self:
-        await self.connect()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
     def _is_live(self, pool: Pool) -> bool:
         return self._pool is pool

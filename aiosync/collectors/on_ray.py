@@ -24,7 +24,7 @@ class RayHost(Host):
 
     Args:
         ray: Ray, in a process that takes part in a cluster.
-        options: what it is told of the actor.
+        options: Ray's options for the actor.
     """
 
     def __init__(self, ray: Any, options: Mapping[str, Any]) -> None:
@@ -34,26 +34,22 @@ class RayHost(Host):
         self._running: asyncio.Future[Any] | None = None
 
     async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
-        """See :class:`Host`."""
         # It is an async one: a call that waits for messages does not keep others from being made.
         self._handle = self._ray.remote(_Actor).options(**self._options).remote()
         self._running = _awaited(self._handle.run.remote(cloudpickle.dumps(spec), dict(schemes)))
         return _RayChannel(self._handle)
 
     async def ended(self, deadline: Deadline) -> bool:
-        """See :class:`Host`."""
         if self._running is None:
             return True
         await asyncio.wait([self._running], timeout=deadline.remaining())
         return self._running.done()
 
     def kill(self) -> None:
-        """See :class:`Host`."""
         if self._handle is not None:
             self._ray.kill(self._handle)
 
     def cause(self) -> str:
-        """See :class:`Host`."""
         if self._running is None or not self._running.done():
             return "its actor says nothing more, though it still runs"
         error = self._running.exception()
@@ -64,12 +60,10 @@ class RayHost(Host):
 
     @property
     def pid(self) -> int | None:
-        """See :class:`Host`."""
         return None
 
     def release(self) -> None:
-        """See :class:`Host`."""
-        self.kill()  # which it may survive otherwise, idle, as long as somebody has the handle
+        self.kill()  # it would stay alive, idle, as long as a process has the handle
         self._handle = self._running = None
 
 
@@ -121,12 +115,10 @@ class _RayChannel(Channel):
         self._closed = False
 
     def send(self, message: object) -> None:
-        """See :class:`Channel`."""
         if not self._closed:
             self._handle.tell.remote(next(self._numbers), cloudpickle.dumps(message))
 
     async def receive(self) -> Any:
-        """See :class:`Channel`."""
         if not self._received:
             if self._asked is None:  # else a call that was cancelled has asked
                 self._asked = _awaited(self._handle.messages.remote())
@@ -144,7 +136,6 @@ class _RayChannel(Channel):
         """See :class:`Channel`."""
 
     def close(self) -> None:
-        """See :class:`Channel`."""
         if not self._closed:
             self._closed = True
             self._handle.tell.remote(next(self._numbers), None)

@@ -13,8 +13,8 @@ from aiosync.collectors.host import MakeHost, Schemes
 from aiosync.collectors.proxy import Delivered, WorkerProxy
 from aiosync.collectors.worker import WorkerSpec
 from aiosync.errors import NotConnectedError, Phase, SyncTimeoutError, WorkerLostError
-from aiosync.schemes._host import TaskHost
-from aiosync.schemes.stats import logger
+from aiosync.events import logger
+from aiosync.transports._tasks import BackgroundTasks
 
 __all__ = ["Pool"]
 
@@ -25,7 +25,7 @@ _GENERATION = 1 << 32
 class Pool:
     """Workers, and the schemes that bring their weights.
 
-    Whoever waits is woken whenever a worker has said something, and is told if one has failed for good. A
+    A waiting call is woken by each message of a worker, and raises if a worker has failed for good. A
     worker that has died is replaced, as often as that may be: by one that has its index, its seed and the
     newest weights, that is asked for what was asked of the other, and that keeps what the other has
     delivered.
@@ -39,7 +39,7 @@ class Pool:
 
     Attributes:
         workers: those that are there now, by their index.
-        failure: what went wrong where nobody was waiting.
+        failure: an error that no call was waiting for.
         counted: updates that came by none of the schemes.
     """
 
@@ -61,12 +61,11 @@ class Pool:
         self._restarts = [restarts] * len(specs)
         self._on_batch = on_batch
         self._changed = asyncio.Event()
-        self._host = TaskHost("aiosync-collector")
+        self._host = BackgroundTasks("aiosync-collector")
         self._stack = AsyncExitStack()
 
     def fail(self, error: Exception) -> None:
-        """Something went wrong where nobody was waiting: whoever waits for workers is told, and whoever asks
-        later."""
+        """Record an error that no call was waiting for. Calls that wait for workers will raise it."""
         self.failure = self.failure or error
         self._changed.set()
 
@@ -131,7 +130,7 @@ class Pool:
         await lost.close(Deadline.after(0))
         try:
             await successor.start(self._schemes)
-        except Exception as exc:  # noqa: BLE001 - raised to whoever waits for this worker
+        except Exception as exc:  # noqa: BLE001 - raised in the call that waits for this worker
             successor.fail(WorkerLostError([index], f"it could not be started again: {exc}"))
 
     async def until(self, true: Callable[[], bool], deadline: Deadline, phase: Phase) -> None:
@@ -210,7 +209,7 @@ class Pool:
                 await asyncio.gather(*(worker.close(deadline) for worker in self._ending))
 
     def kill(self) -> None:
-        """Have :meth:`aclose` wait for nobody any more."""
+        """Kill all workers, so that :meth:`aclose` does not wait for them."""
         for worker in (*self.workers, *self._ending):
             worker.kill()
 

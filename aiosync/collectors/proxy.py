@@ -115,8 +115,8 @@ class Delivered:
 
 
 class Loans:
-    """Which of a worker's slots the trainer has, and which it has given back. This refers to nothing: whoever
-    keeps a batch keeps it too.
+    """Which of a worker's slots the trainer has, and which it has given back. It refers to no other object,
+    since each batch keeps it alive.
 
     Attributes:
         free: slots that may be written over, of which the worker has not been told.
@@ -149,7 +149,7 @@ class WorkerProxy:
     Attributes:
         index: which worker.
         ready, was_ready: it has all that it needs to play, or had before it failed.
-        batches: what it has delivered and nobody has taken yet, oldest first.
+        batches: what it has delivered and the trainer has not taken yet, oldest first.
         loans: where its slots are.
         frames: how many frames it has delivered.
         width: how many each of its environments gives at a time.
@@ -202,8 +202,8 @@ class WorkerProxy:
         except ChannelClosed:
             await self._host.ended(Deadline.after(_DYING))
             self.fail(WorkerLostError([self.index], self._host.cause()))
-        except Exception as exc:  # noqa: BLE001 - raised to whoever waits for this worker
-            # Its memory cannot be mapped, say, because it has died since it told of it.
+        except Exception as exc:  # noqa: BLE001 - raised in the call that waits for this worker
+            # Its memory cannot be mapped, say, because it has died since it announced it.
             died = await self._host.ended(Deadline.after(_DYING))
             self.fail(WorkerLostError([self.index], self._host.cause()) if died else exc)
 
@@ -343,7 +343,7 @@ class WorkerProxy:
         finally:
             if not ended:
                 self._host.kill()
-                # Or whoever is cancelled would leave it behind; bounded by _KILLED.
+                # Shielded: a cancelled caller would leave the process behind. Bounded by _KILLED.
                 try:
                     await uninterrupted(lambda _: self._host.ended(Deadline.after(_KILLED)))
                 finally:

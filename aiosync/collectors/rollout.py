@@ -74,7 +74,7 @@ class OpenBatch:
         return self._claimed - 1
 
     def cut(self) -> None:
-        """Let it end with the frames that are being played; there is one at least."""
+        """End the batch with the frames of the current step. It has at least one frame."""
         self._wanted = max(self._claimed, 1)
 
     def write(self, place: int, player: int, frame: Fields) -> None:
@@ -109,7 +109,7 @@ class OpenBatch:
 
 
 class Player:
-    """An environment that is being played, over the ends of episodes and of batches.
+    """An environment's rollout, over the ends of episodes and of batches.
 
     A commit comes before a forward pass or after it, and the version that a frame is tagged with is read
     where its forward pass begins: nothing is awaited between the two.
@@ -149,7 +149,7 @@ class Player:
         self._playing = asyncio.Lock()
 
     async def reset(self, seed: int | None = None) -> None:
-        """Begin a new episode, after the frame that is being played.
+        """Begin a new episode, after the frame of the current step.
 
         Args:
             seed: begin anew, as this says.

@@ -15,7 +15,7 @@ class Shelf:
     frames consisted of other things, are replaced.
 
     Args:
-        tell: told of each new slot. None: nobody is, and the memory is this process's own.
+        tell: called with each new slot. None: the memory is this process's own.
         shape: of a frame.
     """
 

@@ -24,9 +24,9 @@ _ITS_OWN = {"envs_per_worker", "init_fn", "timeout"}
 
 
 class Collector(MultiCollector):
-    """Plays on the event loop that it is iterated on, in this process.
+    """Rolls out a policy in this process, on the event loop that iterates it.
 
-    All is as with a :class:`MultiCollector` of one worker with ``sync=True``: nothing is played between one
+    All is as with a :class:`MultiCollector` of one worker with ``sync=True``: no step is made between one
     batch and the call for the next, the policy that acts is a copy, and has the version that was sent last.
     An environment that takes long to step holds up the event loop meanwhile, unless its ``step`` is a
     coroutine.

@@ -18,9 +18,9 @@ from aiosync.collectors.pool import Pool
 from aiosync.collectors.proxy import WorkerProxy
 from aiosync.collectors.worker import POLICY, schemes_of_policy
 from aiosync.errors import InvalidArgumentError, NotInitializedError, SyncTimeoutError, WorkerLostError
-from aiosync.schemes.atomic import atomic
+from aiosync.receiver.listeners import in_format
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.cascade import in_format
+from aiosync.schemes.joint import atomic
 from aiosync.transports._offload import abandonable
 from aiosync.weights.strategy import WeightStrategy
 
@@ -168,7 +168,6 @@ class Updates:
         await pool.call("count", {index: [self.counted] for index in everybody}, deadline)
 
     async def receive(self, weights: Any, deadline: Deadline) -> None:
-        """See :meth:`Controls.receive_weights`."""
         if self._above:
             if weights is not None:
                 raise InvalidArgumentError(

@@ -81,7 +81,7 @@ def schemes_of_policy(schemes: Mapping[str, WeightSyncScheme]) -> list[WeightSyn
 async def serve(
     spec: Callable[[], WorkerSpec], schemes: Mapping[str, WeightSyncScheme], channel: Channel
 ) -> None:
-    """Be a worker until the collector has closed; what goes wrong it is told.
+    """Run a worker until the collector has closed. Errors are sent to the collector.
 
     Args:
         spec: gives what this is.

@@ -16,14 +16,14 @@ from torchrl.weight_update import weight_sync_schemes
 from aiosync import sync
 from aiosync._deadline import Deadline, default_timeout
 from aiosync.errors import InvalidArgumentError
-from aiosync.schemes.cascade import Cascade, Follower, weakly
-from aiosync.transports.rpc_calls import agent_here, is_member
+from aiosync.receiver.listeners import ContextUpdater, UpdateListener, weakly
+from aiosync.transports.torch_rpc.calls import agent_here, is_member
 
-__all__ = ["first_worker", "follower_of", "is_enlisted", "last_words", "processes"]
+__all__ = ["first_worker", "is_enlisted", "last_words", "listener_for", "processes"]
 
 
-def follower_of(context: Any, model_id: str) -> Follower | None:
-    """How a context of torchrl's is told of updates; None: as any other, by ``update_policy_weights_``.
+def listener_for(context: Any, model_id: str) -> UpdateListener | None:
+    """The listener for a context of torchrl's; None: ``update_policy_weights_`` is called, as on any other.
 
     Raises:
         InvalidArgumentError: an inference server that replays CUDA graphs.
@@ -42,7 +42,7 @@ def follower_of(context: Any, model_id: str) -> Follower | None:
         return None
     if getattr(context, "_weight_sync_schemes", None):
         return _Parent(context)
-    return _ActingCollector(context) if model_id == "policy" else Follower()
+    return _ActingCollector(context) if model_id == "policy" else UpdateListener()
 
 
 def first_worker(context: Any) -> int:
@@ -68,7 +68,7 @@ def processes(context: Any) -> dict[int, int]:
 
 
 def last_words(context: Any, worker: int) -> str:
-    """What has gone wrong, which torchrl's worker sends before it ends and nobody would read any more."""
+    """The error that torchrl's worker sent before it ended, which torchrl itself would not read any more."""
     pipe = context.pipes[worker]
     with suppress(EOFError, OSError):
         while pipe.poll():
@@ -78,7 +78,7 @@ def last_words(context: Any, worker: int) -> str:
     return ""
 
 
-class _Parent(Cascade):
+class _Parent(ContextUpdater):
     """A collector that has others to update.
 
     What torchrl's own schemes are given to hand on they may pickle, which takes memory away from under those
@@ -92,8 +92,11 @@ class _Parent(Cascade):
         self.writes = not all(isinstance(scheme, sync.WeightSyncScheme) for scheme in schemes)
 
     def updating(self, model_id: str, weights: Any) -> Any:
-        """See :class:`Follower`. Those who have not been started yet will begin with the model as it is then;
-        those who are being started began with what it was, and have this when they are there."""
+        """See :class:`UpdateListener`.
+
+        A worker that has not been started yet begins with the model as it is at its start. A worker that is
+        being started gets this update once it is there.
+        """
         scheme = (getattr(self._collector(), "_weight_sync_schemes", None) or {}).get(model_id)
         if scheme is None or not scheme.initialized_on_sender:
             return None
@@ -107,7 +110,7 @@ class _Parent(Cascade):
         return super().updating(model_id, weights)
 
 
-class _Counting(Follower):
+class _Counting(UpdateListener):
     """Adds to a count what a version is more than the one before; a new sender begins again at 0."""
 
     def __init__(self) -> None:
@@ -133,12 +136,10 @@ class _ActingCollector(_Counting):
         self._replays = bool(getattr(collector, "cudagraphed_policy", False))
 
     def committed(self, version: int) -> None:
-        """See :class:`Follower`."""
         if self._replays:
             self.acting(version)
 
     def acting(self, version: int) -> None:
-        """See :class:`Follower`."""
         tracker = getattr(self._collector(), "policy_version_tracker", None)
         more = self.more(version)
         if tracker is None or not more:
@@ -160,7 +161,6 @@ class _Server(_Counting):
         self._server = weakly(server)
 
     def committed(self, version: int) -> None:
-        """See :class:`Follower`."""
         server = self._server()
         if server is not None and server._model_lock.acquire(blocking=False):
             try:
@@ -169,7 +169,6 @@ class _Server(_Counting):
                 server._model_lock.release()
 
     def acting(self, version: int) -> None:
-        """See :class:`Follower`."""
         server, more = self._server(), self.more(version)
         if server is not None and more:
             server._mark_weight_update(server.policy_version + more)

@@ -126,7 +126,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="he
     """A worker's first words.
 
     ``nonce`` is 16 random bytes; ``pid`` is 0 where it means nothing; ``worker`` is -1 if the sender is to
-    choose: the index ``before``, which it chose the last time, if nobody has that; ``codecs`` are the
+    choose: the index ``before``, which it chose the last time, if that is free; ``codecs`` are the
     encodings that it knows besides ``raw``; ``signature`` is that of the layout that it has, or "".
     """
 
@@ -303,7 +303,7 @@ class Nack(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="nac
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="abort"):
-    """A joint update is given up: whoever still holds a part of it lets it go."""
+    """A joint update is cancelled. A worker that still holds a part of it drops that part."""
 
     joint: str
 

@@ -44,8 +44,8 @@ class BodySink(Protocol):
         """They are there."""
 
     def finish(self, end: f.End) -> None:
-        """Nothing more of this body follows. What is wrong with its bytes is not told here, but to whoever
-        asks for the update."""
+        """Nothing more of this body follows. An error in its bytes is not raised here, but to
+        the caller that asks for the update."""
 
     def forsake(self) -> None:
         """The sender, or the connection, gave the body up."""

@@ -6,12 +6,12 @@ import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 
 from aiosync._deadline import Deadline
+from aiosync._resource import AsyncResource
 from aiosync.errors import (
     AlreadyConnectedError,
     ForkedEndpointError,
@@ -19,14 +19,13 @@ from aiosync.errors import (
     NotConnectedError,
     NotInitializedError,
 )
-from aiosync.schemes.cascade import in_format, weakly
+from aiosync.receiver.listeners import in_format, weakly
+from aiosync.reports import SendReport
+from aiosync.schemes.contexts import listener_for, watching_start
 from aiosync.schemes.endpoints import SchemeEndpoints
-from aiosync.schemes.gathering import Gathering, leading
-from aiosync.schemes.peers import follower_of
-from aiosync.schemes.plan import SenderPlan, model_of
-from aiosync.schemes.report import SendReport
-from aiosync.schemes.sources import gather_sources, is_per_worker
-from aiosync.schemes.startup import watching
+from aiosync.sender.extraction import extract_groups, is_per_worker
+from aiosync.sender.sharded.gather import ShardGather, leading
+from aiosync.sender.worker_plan import SenderPlan, model_of
 from aiosync.weights.flatten import optional_names
 from aiosync.weights.index import known_tensors
 from aiosync.weights.strategy import WeightStrategy
@@ -49,7 +48,7 @@ WeightSyncBackend = Literal[
 ]
 
 
-class WeightSyncScheme(SchemeEndpoints):
+class WeightSyncScheme(SchemeEndpoints, AsyncResource):
     """Keeps ONE model's weights in workers in step with a trainer's.
 
     A scheme is a recipe: it can be pickled, and each process makes of it the one endpoint that it
@@ -168,13 +167,13 @@ class WeightSyncScheme(SchemeEndpoints):
             enough = 1
         if sender.version >= 0:
             await self._before_connect({}, deadline)  # those that have given up meanwhile are asked again
-            with watching(self.context, sender.roster):
+            with watching_start(self.context, sender.registry):
                 await sender.connect({}, deadline, min_workers=enough)
             return
         async with leading(self._leader, "connect", deadline) as gathering:
             weights = await self._before_connect(weights, deadline)
-            sources, optional = await self._sources(weights, sender.roster.workers), self._optional(weights)
-            with watching(self.context, sender.roster):
+            sources, optional = await self._sources(weights, sender.registry.workers), self._optional(weights)
+            with watching_start(self.context, sender.registry):
                 await sender.connect(
                     sources, deadline, min_workers=enough, optional=optional, gathering=gathering
                 )
@@ -239,16 +238,16 @@ class WeightSyncScheme(SchemeEndpoints):
         wait: bool,
         strict: bool,
         deadline: Deadline,
-        gathering: Gathering | None,
+        gathering: ShardGather | None,
     ) -> SendReport:
         sender = self.get_sender()
         if weights is None and self._plan is not None and self._plan.made_here:
             raise InvalidArgumentError(
                 "no weights were given, and the context has only a policy_factory: say which to send"
             )
-        targets = sender.roster.resolve(worker_ids)
+        targets = sender.registry.resolve(worker_ids)
         if worker_ids is None and is_per_worker(weights):
-            targets = sender.roster.resolve(list(weights))
+            targets = sender.registry.resolve(list(weights))
         sources = await self._sources(weights, targets)
         return await sender.send(
             sources, targets, wait=wait, strict=strict, deadline=deadline, gathering=gathering
@@ -266,7 +265,7 @@ class WeightSyncScheme(SchemeEndpoints):
         if self._contributor is not None:
             return self._contributor.report()
         sender = self.get_sender()
-        return await sender.wait_ack(sender.roster.resolve(worker_ids), self._deadline(timeout))
+        return await sender.wait_ack(sender.registry.resolve(worker_ids), self._deadline(timeout))
 
     def prepare_weights(
         self,
@@ -306,7 +305,7 @@ class WeightSyncScheme(SchemeEndpoints):
             tensors = known_tensors(given)
             if tensors is not None:
                 return {0: tensors}  # as almost always
-        return await gather_sources(plan, given, set(targets), self._strategy)
+        return await extract_groups(plan, given, set(targets), self._strategy)
 
     def _optional(self, weights: Any) -> frozenset[str]:
         """Names that the models here have and do not send (non-persistent buffers, say)."""
@@ -376,7 +375,7 @@ class WeightSyncScheme(SchemeEndpoints):
         """
         receiver = self.get_receiver()
         receiver.check_open()
-        async with receiver.intake.pinned(self._deadline(timeout)) as version:
+        async with receiver.applier.pinned(self._deadline(timeout)) as version:
             yield version
 
     async def rebind(self, *, model: Any = None, context: Any = None) -> None:
@@ -395,11 +394,11 @@ class WeightSyncScheme(SchemeEndpoints):
         receiver.check_open()
         follower, may_view = self._follower, self._may_view
         if context is not None:
-            follower = follower_of(context, self._model_id)
+            follower = listener_for(context, self._model_id)
             may_view = not follower.writes
         self._model = before if model is None else model
         try:
-            await receiver.intake.rebind(self._model, follower, may_view=may_view)
+            await receiver.applier.rebind(self._model, follower, may_view=may_view)
         except BaseException:
             self._model = before
             raise
@@ -425,8 +424,8 @@ class WeightSyncScheme(SchemeEndpoints):
     # -- closing -------------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
-        """Close this process's endpoint; idempotent. Nobody else's: a worker that closes leaves its
-        siblings connected, and a model keeps the version that it has, in memory of its own.
+        """Close this process's endpoint; idempotent. Other endpoints stay open: when a worker closes,
+        its siblings stay connected. The model keeps its version, in memory of its own.
 
         Raises:
             WrongEventLoopError: the endpoint was connected on another event loop. If that loop is closed, the
@@ -466,17 +465,9 @@ class WeightSyncScheme(SchemeEndpoints):
         try:
             await self.connect()
         except BaseException:
-            await self.aclose()  # nobody else will: the body is not entered
+            await self.aclose()  # __aexit__ does not run if __aenter__ raises
             raise
         return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self._spec.seconds(timeout))

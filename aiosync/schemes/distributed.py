@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from aiosync._options import OnSenderClose, check_reconnecting
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.ranked import Collective, RankedWeightSyncScheme
-from aiosync.schemes.spec import OnSenderClose, check_reconnecting
 from aiosync.transports.base import Listener
-from aiosync.transports.distributed import DistributedListener, DistributedTransport
-from aiosync.transports.rendezvous import Meeting
+from aiosync.transports.torch_distributed.store import StoreAddress
+from aiosync.transports.torch_distributed.transport import DistributedListener, DistributedTransport
 
 __all__ = ["DistributedWeightSyncScheme"]
 
@@ -35,7 +35,7 @@ class DistributedWeightSyncScheme(RankedWeightSyncScheme):
     deadline returns at once and leaves behind, until then, a thread and the slot that it reads or writes; a
     stopped worker keeps such a slot, beside those of the others. Whatever goes wrong in a group ends the
     worker's connection; a worker connects again by itself and gets a group of its own, as a replacement
-    does. Whoever can reach the store is trusted, as in torch.distributed itself.
+    does. All processes that can reach the store are trusted, as in torch.distributed itself.
 
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
@@ -77,7 +77,7 @@ class DistributedWeightSyncScheme(RankedWeightSyncScheme):
         super().__init__(backend, sync, collective, share_memory, reconnect_for, **options)
         check_reconnecting(reconnect_for, on_sender_close)
         self._on_sender_close = on_sender_close
-        self._meeting = Meeting.at(store, init_method)
+        self._meeting = StoreAddress.at(store, init_method)
 
     def _usual_index(self) -> int | None:
         rank = os.environ.get("RANK", "")

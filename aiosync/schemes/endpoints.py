@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any, ClassVar
 
 from aiosync.errors import ForkedEndpointError, NotConnectedError, NotInitializedError
-from aiosync.schemes.cascade import in_format
-from aiosync.schemes.intake import Intake
-from aiosync.schemes.receiver import WeightReceiver
-from aiosync.schemes.recipe import SchemeRecipe
-from aiosync.schemes.report import WorkerState
-from aiosync.schemes.sender import WeightSender
-from aiosync.schemes.stats import SchemeStats
+from aiosync.events import SchemeStats
+from aiosync.receiver.applier import WeightApplier
+from aiosync.receiver.endpoint import WeightReceiver
+from aiosync.receiver.listeners import in_format
+from aiosync.reports import WorkerState
+from aiosync.schemes.initialization import SchemeRecipe
+from aiosync.sender.endpoint import WeightSender
 from aiosync.transports.base import Listener, Transport
 
 __all__ = ["SchemeEndpoints"]
@@ -65,7 +65,7 @@ class SchemeEndpoints(SchemeRecipe):
             raise NotInitializedError("a receiver needs its worker_idx, here or in init_on_receiver()")
         asked = -1 if self._worker_idx is None else self._worker_idx
         if self._receiver is None:
-            intake = Intake(
+            applier = WeightApplier(
                 self._spec,
                 self._strategy,
                 self._model,
@@ -73,11 +73,11 @@ class SchemeEndpoints(SchemeRecipe):
                 self._follower,
                 asked,
                 may_view=self._may_view,
-                make_arrival=self._make_arrival,
+                make_inbound=self._make_inbound,
                 bind=self._bind,
             )
             self._receiver = self._receiver_type(
-                intake,
+                applier,
                 self._model_id,
                 asked,
                 partial(self.create_transport, worker_idx=asked),
@@ -143,11 +143,13 @@ class SchemeEndpoints(SchemeRecipe):
         """On the sender: worker -> whether it is there, its version and its lag. Else empty."""
         if self._sender is None:
             return {}
-        roster, newest = self._sender.roster, self._sender.version
+        registry, newest = self._sender.registry, self._sender.version
         return {
-            worker: WorkerState(worker in roster.links, version, newest - version, roster.peer_of(worker))
-            for worker in sorted(roster.workers)
-            for version in [roster.last_version_of(worker)]
+            worker: WorkerState(
+                worker in registry.connections, version, newest - version, registry.address_of(worker)
+            )
+            for worker in sorted(registry.workers)
+            for version in [registry.last_version_of(worker)]
         }
 
     @property
@@ -161,8 +163,8 @@ class SchemeEndpoints(SchemeRecipe):
         """On the sender: worker -> the version it last acknowledged, -1 for none. Else empty."""
         if self._sender is None:
             return {}
-        roster = self._sender.roster
-        return {worker: roster.last_version_of(worker) for worker in sorted(roster.workers)}
+        registry = self._sender.registry
+        return {worker: registry.last_version_of(worker) for worker in sorted(registry.workers)}
 
     @property
     def weights(self) -> Any:
@@ -182,7 +184,9 @@ class SchemeEndpoints(SchemeRecipe):
         """On the sender: worker -> its connection, for those that are connected."""
         if self._sender is None:
             return {}
-        return {w: link.transport for w, link in sorted(self._sender.roster.links.items())}
+        return {
+            w: connection.transport for w, connection in sorted(self._sender.registry.connections.items())
+        }
 
     @property
     def receiver_transport(self) -> Transport | None:

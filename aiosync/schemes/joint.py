@@ -1,134 +1,169 @@
-"""Joint updates on the receiving side: several models of one process commit together, or none does.
-
-Each model has its own connection, and its part arrives when it arrives. The parts of one joint update
-meet here, in a table of the process. The last to be staged submits one commit for all, which needs the
-gates of all models at once and runs their commits one inside the other: whichever raises takes back
-those around it. A part that fails before takes the others with it.
-
-The table is kept under the gates' own lock: a commit is concluded by whoever runs it, who has that.
-"""
+"""Joint updates on the sending side: several models, all or none on each worker."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
-from typing import TypeAlias
+import secrets
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
 
-from aiosync.errors import JointUpdateError
+import anyio
+
+from aiosync._deadline import Deadline
+from aiosync.errors import InvalidArgumentError
 from aiosync.protocol.frames import Joint
-from aiosync.schemes.gate import LOCK, CommitGate, CommitJob, submit
+from aiosync.reports import SendReport
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.sender.endpoint import WeightSender
+from aiosync.sender.pending_acks import Round, first_failure
+from aiosync.sender.publisher import Prepared, publish_together
+from aiosync.transfer.slots import JointRound
 
-__all__ = ["JointKey", "JointPart", "give_up", "join", "leave"]
-
-JointKey: TypeAlias = tuple[str, int]
-"""A joint update's id, and the worker: several workers may live in one process."""
-
-Committing = Callable[[], AbstractContextManager[None]]
+__all__ = ["JointUpdate", "atomic"]
 
 
-@dataclass(eq=False)
-class JointPart:
-    """One model's part.
+@dataclass(frozen=True, slots=True)
+class _Part:
+    weights: Any = None
+    strict: bool = True
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    scheme: WeightSyncScheme
+    sender: WeightSender
+    prepared: Prepared
+
+
+class JointUpdate:
+    """Several models (a policy and its value net, say) that commit together on each worker, or not at all.
+
+    ::
+
+        async with aiosync.atomic(policy_scheme, value_scheme) as tx:
+            tx.send(policy_scheme, policy)
+            tx.send(value_scheme, value_net)
+        tx.reports[policy_scheme].version
+
+    Leaving the body sends; a scheme that ``tx.send`` was not called for sends what ``scheme.send()``
+    would. If the body raises nothing is sent. All is sent to the workers that every scheme serves, and
+    waited for, whatever the schemes' ``sync``. The receivers of one worker must live in one process.
+
+    Args:
+        schemes: connected senders, each once.
+        timeout: seconds for all of it; None: the longest of the schemes' own.
 
     Attributes:
-        done: resolves when all parts have been committed; raises if none was.
-    """
-
-    gate: CommitGate
-    committing: Committing
-    done: Future[None] = field(default_factory=Future)
-
-
-@dataclass(eq=False)
-class _Meeting:
-    size: int
-    parts: list[JointPart] = field(default_factory=list)
-    job: CommitJob | None = None
-
-
-_meetings: dict[JointKey, _Meeting] = {}
-# A part may be given up before it is staged; that has to be known when it comes to join.
-_given_up: deque[JointKey] = deque(maxlen=1024)
-
-
-def join(joint: Joint, worker: int, gate: CommitGate, committing: Committing) -> JointPart:
-    """Add a staged part; the last one makes the commit happen as soon as the gates are free.
+        reports: scheme -> its report, when the body has been left.
 
     Raises:
-        JointUpdateError: it has been given up already.
+        InvalidArgumentError: no schemes, or one twice.
+        LayoutMismatchError, RemoteApplyError, WorkerLostError, SyncTimeoutError: as ``send`` does; on
+            the workers concerned no model changed, the others have been updated.
     """
-    part = JointPart(gate, committing)
-    key = (joint.id, worker)
-    with LOCK:
-        if key in _given_up:
-            raise JointUpdateError("this joint update was called off before it could be committed")
-        meeting = _meetings.setdefault(key, _Meeting(joint.size))
-        meeting.parts.append(part)
-        if len(meeting.parts) < meeting.size:
-            return part
-        gates = list(dict.fromkeys(p.gate for p in meeting.parts))
-        meeting.job = submit(gates, lambda: _commit(meeting.parts))
-        meeting.job.done.add_done_callback(lambda job: _concluded(key, job))
-    return part
+
+    def __init__(self, schemes: tuple[WeightSyncScheme, ...], timeout: float | None) -> None:
+        if not schemes or len({id(scheme) for scheme in schemes}) < len(schemes):
+            raise InvalidArgumentError("atomic() takes one or more different schemes")
+        for scheme in schemes:
+            if not isinstance(scheme, WeightSyncScheme):
+                raise InvalidArgumentError(f"atomic() takes schemes, got {type(scheme).__name__}")
+        self.reports: Mapping[WeightSyncScheme, SendReport] = {}
+        self._parts = {scheme: _Part() for scheme in schemes}
+        self._timeout = timeout
+
+    def send(self, scheme: WeightSyncScheme, weights: Any = None, *, strict: bool = True) -> None:
+        """Say what this scheme is to send; nothing is sent before the body is left.
+
+        Raises:
+            InvalidArgumentError: not one of this update's schemes.
+        """
+        if scheme not in self._parts:
+            raise InvalidArgumentError(f"{scheme!r} is not part of this joint update")
+        self._parts[scheme] = _Part(weights, strict)
+
+    async def __aenter__(self) -> Self:
+        for scheme in self._parts:
+            scheme.get_sender().check_open()
+            if scheme._shards is not None:
+                raise InvalidArgumentError(
+                    f"{scheme!r} sends a model that is spread over ranks, which cannot be part of a joint "
+                    "update: send a dict of whole tensors (full_tensor() of each DTensor)"
+                )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            await self._send_all()
+
+    async def _send_all(self) -> None:
+        timeouts = [scheme._spec.seconds(self._timeout) for scheme in self._parts]
+        deadline = Deadline.after(max(timeouts))
+        senders = [scheme.get_sender() for scheme in self._parts]
+        mark = Joint(id=secrets.token_hex(8), size=len(senders))
+
+        def abort(worker: int) -> None:
+            for sender in senders:
+                sender.registry.abort(mark, worker)
+
+        async with AsyncExitStack() as pending:
+            # Always in the same order: two joint updates of the same schemes then cannot wait for
+            # each other.
+            for scheme in sorted(self._parts, key=id):
+                await pending.enter_async_context(scheme.get_sender().publisher.lock.hold(deadline))
+            under_way = await self._prepare_all(JointRound(mark, abort), deadline)
+            items = [(item.sender.publisher, item.prepared) for item in under_way]
+            rounds = await publish_together(items, fallback=True)
+        await self._finish_all(under_way, rounds)
+        reports = [(worker, report) for r in self.reports.values() for worker, report in r.workers.items()]
+        failure = first_failure((report for _, report in reports), deadline)
+        if failure is not None:
+            failure.report = next(r for r in self.reports.values() if not r.ok)
+            raise failure
+
+    async def _prepare_all(self, joint: JointRound, deadline: Deadline) -> list[_UnderWay]:
+        senders = [scheme.get_sender() for scheme in self._parts]
+        targets = set.intersection(*(sender.registry.workers for sender in senders))
+        under_way: list[_UnderWay] = []
+        try:
+            for scheme, part in self._parts.items():
+                sender = scheme.get_sender()
+                sender.check_open()
+                sources = await scheme._sources(part.weights, targets)
+                prepared = await sender.publisher.prepare(
+                    sources, set(targets), strict=part.strict, joint=joint, deadline=deadline
+                )
+                await sender.publisher.fill(prepared, None)
+                under_way.append(_UnderWay(scheme, sender, prepared))
+        except BaseException:
+            for item in under_way:
+                item.sender.publisher.discard(item.prepared)
+            raise
+        return under_way
+
+    async def _finish_all(self, under_way: list[_UnderWay], rounds: list[Round]) -> None:
+        reports: dict[WeightSyncScheme, SendReport] = {}
+
+        async def finish(item: _UnderWay, round_: Round) -> None:
+            reports[item.scheme] = await item.sender.finish(item.prepared, round_, wait=True)
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                for item, round_ in zip(under_way, rounds, strict=True):
+                    tasks.start_soon(finish, item, round_)
+        finally:
+            for item in under_way:  # cancelled at once, a task may not have begun
+                item.sender.publisher.settle(item.prepared)
+        self.reports = reports
 
 
-def leave(joint: Joint, worker: int, part: JointPart) -> None:
-    """Take a part back that will be joined again; nothing happens if it has been committed."""
-    with LOCK:
-        meeting = _meetings.get((joint.id, worker))
-        if meeting is None or (meeting.job is not None and not meeting.job.withdraw()):
-            return
-        meeting.job = None
-        meeting.parts.remove(part)
-
-
-def drop_out(part: JointPart) -> None:
-    """This part's model goes on without the joint update, unless it has been committed: its ``done`` is
-    cancelled, and the other parts fail."""
-    with LOCK:
-        for (joint_id, worker), meeting in _meetings.items():
-            if part in meeting.parts:
-                if meeting.job is not None and not meeting.job.withdraw():
-                    return
-                part.done.cancel()
-                give_up(joint_id, worker, "one of its models has gone on to a newer version")
-                return
-
-
-def give_up(joint_id: str, worker: int, reason: str) -> None:
-    """Fail every part that has not been committed; nothing happens if all have."""
-    key = (joint_id, worker)
-    with LOCK:
-        meeting = _meetings.get(key)
-        if meeting is None:
-            _given_up.append(key)
-            return
-        if meeting.job is not None and not meeting.job.withdraw():
-            return
-        del _meetings[key]
-        _given_up.append(key)
-        for part in meeting.parts:
-            if not part.done.done():
-                part.done.set_exception(JointUpdateError(reason))
-
-
-def _commit(parts: list[JointPart]) -> None:
-    with ExitStack() as undo:
-        for part in parts:
-            undo.enter_context(part.committing())
-
-
-def _concluded(key: JointKey, job: Future[None]) -> None:
-    if job.cancelled():
-        return  # given up: whoever did that has told the parts
-    with LOCK:
-        meeting = _meetings.pop(key, None)
-    error = job.exception()
-    for part in meeting.parts if meeting else ():
-        if error is None:
-            part.done.set_result(None)
-        else:
-            part.done.set_exception(error)
+def atomic(*schemes: WeightSyncScheme, timeout: float | None = None) -> JointUpdate:
+    """Update several models jointly: ``async with atomic(a, b) as tx``. See :class:`JointUpdate`."""
+    return JointUpdate(schemes, timeout)

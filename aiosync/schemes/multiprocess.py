@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from aiosync.errors import InvalidArgumentError, NotInitializedError
-from aiosync.schemes.arrival import Arrival, Mapped
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.delivery import ByReference, Delivery
-from aiosync.schemes.group import WeightGroup
-from aiosync.schemes.peers import peer_of
+from aiosync.schemes.contexts import adapter_for
+from aiosync.sender.worker_group import WeightGroup
+from aiosync.transfer.base import InboundTransfer, OutboundTransfer
+from aiosync.transfer.mapped import MappedInbound, MappedOutbound
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.carrier import MPTransport
-from aiosync.transports.mp_pipe import NobodyTakesIt, PipeCarrier, PipeListener
-from aiosync.transports.mp_queue import QueueCarrier, QueueListener, QueuePair
+from aiosync.transports.mp.base import MPTransport
+from aiosync.transports.mp.pipes import PipeCarrier, PipeListener, UnexpectedMessage
+from aiosync.transports.mp.queues import QueueCarrier, QueueListener, QueuePair
 from aiosync.weights.layout import Layout
 from aiosync.weights.private_mapping import AVAILABLE
 
@@ -78,7 +78,9 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         """See :meth:`WeightSyncScheme.init_on_sender`; also takes ``pipes``, one end per worker."""
         context = arguments.get("context")
         given = pipes if pipes is not None else self._pipes
-        if given is None and peer_of(context) is None:  # the pipes of torchrl's collectors carry its commands
+        if (
+            given is None and adapter_for(context) is None
+        ):  # the pipes of torchrl's collectors carry its commands
             given = getattr(context, "pipes", None)
         self._pipes = given
         super().init_on_sender(**arguments)
@@ -101,16 +103,16 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             )
         return PipeListener(self._pipes, lambda worker, message: self._other(worker, message))
 
-    def _deliver(self, transport: Transport, group: WeightGroup) -> Delivery:
-        return ByReference(group, holds=_is_mapped(group.device))
+    def _deliver(self, transport: Transport, group: WeightGroup) -> OutboundTransfer:
+        return MappedOutbound(group, holds=_is_mapped(group.device))
 
-    def _make_arrival(self, layout: Layout, transport: Transport, source: torch.device) -> Arrival:
+    def _make_inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
         mapped = _is_mapped(source)
-        return Mapped(layout, holds=mapped, private=mapped)
+        return MappedInbound(layout, holds=mapped, private=mapped)
 
     def _other(self, worker: int, message: Any) -> None:
         if self.on_other_message is None:
-            raise NobodyTakesIt(
+            raise UnexpectedMessage(
                 f"worker {worker}'s pipe brought a message that is not aiosync's, and there is no "
                 "on_other_message to take it"
             )

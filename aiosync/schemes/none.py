@@ -9,9 +9,9 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from aiosync.errors import NotConnectedError
+from aiosync.receiver.listeners import weakly
+from aiosync.reports import SendReport
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.cascade import weakly
-from aiosync.schemes.report import SendReport
 from aiosync.transports.base import Listener, Transport
 
 __all__ = ["NoWeightSyncScheme"]

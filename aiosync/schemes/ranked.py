@@ -9,16 +9,16 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 
 from aiosync.errors import InvalidArgumentError
-from aiosync.schemes.arrival import Arrival, Mapped
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.collective import Collected, FromRankZero, NearRankZero
-from aiosync.schemes.delivery import Delivery
-from aiosync.schemes.ensemble import Ensemble
-from aiosync.schemes.group import Streams, WeightGroup
+from aiosync.sender.worker_group import Streams, WeightGroup
+from aiosync.transfer.base import InboundTransfer, OutboundTransfer
+from aiosync.transfer.broadcast import BroadcastGroup
+from aiosync.transfer.mapped import MappedInbound
+from aiosync.transfer.process_group import NearRankZero, ProcessGroupInbound, ProcessGroupOutbound
 from aiosync.transports.base import Transport
-from aiosync.transports.process_group import Ranks, check_backend, device_of
-from aiosync.transports.ranked import RankedListener, RankedTransport
-from aiosync.transports.tcp import TCPTransport
+from aiosync.transports.tcp.connection import TCPTransport
+from aiosync.transports.torch_distributed.connection import RankedListener, RankedTransport
+from aiosync.transports.torch_distributed.process_group import ProcessGroupMember, check_backend, device_of
 from aiosync.weights.copying import INLINE_LIMIT
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
@@ -68,7 +68,7 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         self._collective: Collective = collective
         self._share_memory = share_memory
         self._reconnect_for = reconnect_for
-        self._ensembles: dict[WeightGroup, Ensemble] = {}
+        self._broadcast_groups: dict[WeightGroup, BroadcastGroup] = {}
 
     async def reconnect(self, *, timeout: float | None = None) -> None:
         """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
@@ -82,8 +82,8 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         if self._contributor is not None:
             return
         await self.get_sender().await_workers(self._deadline(timeout))
-        for ensemble in self._ensembles.values():
-            ensemble.renew()
+        for broadcast_group in self._broadcast_groups.values():
+            broadcast_group.renew()
 
     @abstractmethod
     def create_transport(self, *, worker_idx: int) -> RankedTransport:
@@ -105,31 +105,31 @@ class RankedWeightSyncScheme(WeightSyncScheme):
             return Segment.shared(nbytes)
         return Segment.private(nbytes, device_of(self._backend))
 
-    def _deliver(self, transport: Transport, group: WeightGroup) -> Delivery:
-        if self._collective == "broadcast" and group not in self._ensembles:
-            self._ensembles[group] = Ensemble(group, self._rank_zero)
-        ensemble = self._ensembles.get(group)
+    def _deliver(self, transport: Transport, group: WeightGroup) -> OutboundTransfer:
+        if self._collective == "broadcast" and group not in self._broadcast_groups:
+            self._broadcast_groups[group] = BroadcastGroup(group, self._rank_zero)
+        broadcast_group = self._broadcast_groups.get(group)
         if transport.maps:
-            return NearRankZero(group, ensemble)
+            return NearRankZero(group, broadcast_group)
         assert isinstance(transport, TCPTransport)
         inline = self._inline if self._backend == "gloo" else 0  # slots of the others are on a device
-        return FromRankZero(transport, group, self._rank_zero, ensemble, inline)
+        return ProcessGroupOutbound(transport, group, self._rank_zero, broadcast_group, inline)
 
-    def _rank_zero(self, key: str, size: int = 2) -> Ranks:
+    def _rank_zero(self, key: str, size: int = 2) -> ProcessGroupMember:
         listener = self._listener
         assert isinstance(listener, RankedListener)
-        return Ranks(self._backend, listener.connection, key, 0, size, timeout=self.timeout)
+        return ProcessGroupMember(self._backend, listener.connection, key, 0, size, timeout=self.timeout)
 
     def _release(self) -> None:
-        self._ensembles.clear()
+        self._broadcast_groups.clear()
 
-    def _make_arrival(self, layout: Layout, transport: Transport, source: torch.device) -> Arrival:
+    def _make_inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
         if transport.maps:
-            return Mapped(layout, holds=True)
-        return Collected(layout, device_of(self._backend), self._member)
+            return MappedInbound(layout, holds=True)
+        return ProcessGroupInbound(layout, device_of(self._backend), self._member)
 
-    def _member(self, transport: RankedTransport, key: str, rank: int, size: int) -> Ranks:
-        return Ranks(self._backend, transport.connection, key, rank, size, timeout=self.timeout)
+    def _member(self, transport: RankedTransport, key: str, rank: int, size: int) -> ProcessGroupMember:
+        return ProcessGroupMember(self._backend, transport.connection, key, rank, size, timeout=self.timeout)
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
         return {
@@ -144,4 +144,4 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         self._collective = recipe["collective"]
         self._share_memory = recipe["share_memory"]
         self._reconnect_for = recipe["reconnect_for"]
-        self._ensembles = {}
+        self._broadcast_groups = {}

@@ -12,19 +12,19 @@ import torch
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, NotInitializedError
-from aiosync.schemes.arrival import Arrival
-from aiosync.schemes.delivery import ByStream, Delivery, Outgoing, Variant
-from aiosync.schemes.enlisted import enlist
-from aiosync.schemes.group import WeightGroup
-from aiosync.schemes.landing import Landing
+from aiosync.events import logger
+from aiosync.schemes.attach import enlist
+from aiosync.schemes.initialization import checked_index
 from aiosync.schemes.ranked import Collective, RankedWeightSyncScheme
-from aiosync.schemes.recipe import checked_index
-from aiosync.schemes.stats import logger
-from aiosync.schemes.stored import ByObject, Shelf, Stored
+from aiosync.sender.worker_group import WeightGroup
+from aiosync.transfer.base import InboundTransfer, OutboundTransfer
+from aiosync.transfer.object_store import ObjectStoreInbound, ObjectStoreOutbound, ObjectStorePublisher
+from aiosync.transfer.stream import EncodedVersion, Encoding, StreamOutbound
+from aiosync.transfer.stream_inbound import StreamInbound
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.ray_calls import ActorCall, handle_of, in_actor
-from aiosync.transports.ray_meeting import Known, RayListener, RayWorkerTransport
-from aiosync.transports.tcp import TCPTransport
+from aiosync.transports.ray.calls import ActorCall, handle_of, in_actor
+from aiosync.transports.ray.rendezvous import RayListener, RayWorkerTransport, SenderInfo
+from aiosync.transports.tcp.connection import TCPTransport
 from aiosync.weights.layout import Layout
 
 __all__ = ["RayWeightSyncScheme"]
@@ -39,9 +39,9 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
     Each version is copied into a slot. Actors on the driver's node view that where it is; for all others it
     is put into Ray's object store once, whatever their number, and each reads the object where it lies, on
     its own node. Its parameters view the driver's or the store's memory until the next version, so they are
-    read only by contract. The driver lets an object go when the last actor has looked; it stays as long as
-    somebody views it. (What has at most 256 KiB is sent as it is.) A small actor of our own, one for each
-    driver, has the references: so an actor is sent updates, and applies them, also in the middle of a
+    read only by contract. The driver releases an object when the last actor has read it. Ray keeps it as
+    long as a process views it. (What has at most 256 KiB is sent as it is.) A small actor of our own, one for
+    each driver, has the references: so an actor is sent updates, and applies them, also in the middle of a
     method of its own that never returns.
 
     ``ray.init()`` is the caller's to call. An actor of any kind is made a worker by the sender's ``connect``:
@@ -110,11 +110,11 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         self._set_streams()
         self._begin_known(None)
 
-    def _begin_known(self, known: Known | None) -> None:
+    def _begin_known(self, known: SenderInfo | None) -> None:
         self._known = known
         self._actors: dict[int, Any] = {}
-        self._shelves: dict[WeightGroup, Shelf] = {}
-        self._ready: dict[WeightGroup, dict[tuple[int, Variant], Outgoing]] = {}
+        self._publishers: dict[WeightGroup, ObjectStorePublisher] = {}
+        self._ready: dict[WeightGroup, dict[tuple[int, Encoding], EncodedVersion]] = {}
 
     def _set_streams(self) -> None:
         plane = self._data_plane
@@ -202,7 +202,7 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         try:
             return await sender.add_worker(worker_idx, join, deadline)
         except BaseException:
-            for worker in self._actors.keys() - sender.roster.workers:
+            for worker in self._actors.keys() - sender.registry.workers:
                 del self._actors[worker]
             raise
 
@@ -262,29 +262,29 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         """Whether actors on the sender's machine view its slots."""
         return super()._shares and self._data_plane != "tcp"
 
-    def _deliver(self, transport: Transport, group: WeightGroup) -> Delivery:
+    def _deliver(self, transport: Transport, group: WeightGroup) -> OutboundTransfer:
         if self._data_plane == "distributed" or transport.maps:
             return super()._deliver(transport, group)
         assert isinstance(transport, TCPTransport)
         if self._data_plane == "tcp":
-            return ByStream(transport, group, "full", self._ready.setdefault(group, {}))
-        if group not in self._shelves:
+            return StreamOutbound(transport, group, "full", self._ready.setdefault(group, {}))
+        if group not in self._publishers:
             assert self._known is not None
-            self._shelves[group] = Shelf(group, self._known.office, self._tensor_transport)
-        return ByObject(transport, self._shelves[group], self._inline)
+            self._publishers[group] = ObjectStorePublisher(group, self._known.office, self._tensor_transport)
+        return ObjectStoreOutbound(transport, self._publishers[group], self._inline)
 
-    def _make_arrival(self, layout: Layout, transport: Transport, source: torch.device) -> Arrival:
+    def _make_inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
         if self._data_plane == "distributed" or transport.maps:
-            return super()._make_arrival(layout, transport, source)
+            return super()._make_inbound(layout, transport, source)
         if self._data_plane == "tcp":
-            return Landing(layout)
+            return StreamInbound(layout)
         assert self._known is not None
-        return Stored(layout, self._known.office)
+        return ObjectStoreInbound(layout, self._known.office)
 
     def _release(self) -> None:
         super()._release()
-        for shelf in self._shelves.values():
-            shelf.close()
+        for publisher in self._publishers.values():
+            publisher.close()
         self._begin_known(self._known)
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:

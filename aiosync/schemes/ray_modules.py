@@ -12,13 +12,13 @@ from torch import nn
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError
-from aiosync.schemes.plan import model_of
+from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.schemes.ray import RayWeightSyncScheme, TensorTransport
-from aiosync.schemes.receiver import WeightReceiver
-from aiosync.schemes.sender import WeightSender
-from aiosync.transports.ray import UpdateMethod
-from aiosync.transports.ray_calls import ActorCall, in_actor
-from aiosync.transports.ray_objects import as_tensor, packed
+from aiosync.sender.endpoint import WeightSender
+from aiosync.sender.worker_plan import model_of
+from aiosync.transports.ray.calls import ActorCall, in_actor
+from aiosync.transports.ray.object_store import as_tensor, packed
+from aiosync.transports.ray.transport import UpdateMethod
 from aiosync.weights.binding import Binding
 from aiosync.weights.layout import Layout
 from aiosync.weights.method_binding import MethodBinding
@@ -81,7 +81,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     Each update is one call of that method in the actor's process, of the newest weights, all at once and
     between two forward passes of the actor's ``module``, if it has one under that name. What the method is
     given views Ray's object store: as parameters of a TensorDict that it may put in place of the module's,
-    and that nobody may write into. Where it raises it is called again, with what was in service before, and
+    and that is read only. Where it raises it is called again, with what was in service before, and
     the sender gets the error. All else is as with :class:`RayWeightSyncScheme`.
 
     The actors are found by ``init_on_sender(actors=...)``, which takes handles and what has one as
@@ -171,10 +171,12 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         self._begins_empty = model is None and weights is None
         if self._begins_empty:
             assert self._plan is not None
-            self._plan = replace(self._plan, weights=None)  # a send without weights is told of that
+            self._plan = replace(
+                self._plan, weights=None
+            )  # a send without weights raises an error that says so
 
     async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
-        """Make workers of the actors, and find out what version 0 is if nobody has said it."""
+        """Make workers of the actors. Find out what version 0 is if it was not given."""
         if weights is None and self._begins_empty:
             sender = self.create_sender()
             assert isinstance(sender, RayModuleTransformSender)

@@ -9,13 +9,13 @@ from typing import Any
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError
-from aiosync.schemes.enlisted import enlist
-from aiosync.schemes.peers import peer_of
+from aiosync.schemes.attach import enlist
+from aiosync.schemes.contexts import adapter_for
 from aiosync.schemes.ranked import Collective, RankedWeightSyncScheme
 from aiosync.transports.base import Listener
-from aiosync.transports.rpc import RPCTransport
-from aiosync.transports.rpc_calls import rank_here
-from aiosync.transports.rpc_meeting import Known, RPCListener, RPCWorkerTransport
+from aiosync.transports.torch_rpc.calls import rank_here
+from aiosync.transports.torch_rpc.rendezvous import RPCListener, RPCWorkerTransport, SenderInfo
+from aiosync.transports.torch_rpc.transport import RPCTransport
 
 __all__ = ["RPCWeightSyncScheme"]
 
@@ -35,8 +35,8 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
 
     What holds for process groups holds here too: see :class:`~aiosync.DistributedWeightSyncScheme`.
     Besides: torch RPC does not take a new process in the place of one that has died. Such a process
-    takes no part in it; with the sender's pickled scheme it finds the sender all the same. Whoever
-    takes part in RPC is trusted, as in torch RPC itself, which unpickles what it is sent.
+    takes no part in it; with the sender's pickled scheme it finds the sender all the same. All
+    members of the RPC group are trusted, as in torch RPC itself, which unpickles what it receives.
 
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
@@ -66,7 +66,7 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
     ) -> None:
         super().__init__(backend, sync, collective, share_memory, reconnect_for, **options)
         self._sender_name = sender
-        self._known: Known | None = None
+        self._known: SenderInfo | None = None
         self._remote: tuple[RPCTransport, ...] = ()
 
     def init_on_sender(self, **arguments: Any) -> None:
@@ -115,7 +115,7 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
     @property
     def sender_enlists(self) -> bool:
         """Whether this is a worker whose sender will have it join, and which need not connect."""
-        peer = peer_of(self.context)
+        peer = adapter_for(self.context)
         return self._known is None and peer is not None and peer.is_enlisted(self.context)
 
     def _usual_index(self) -> int | None:

@@ -12,22 +12,22 @@ from typing import Any
 
 import torch
 
+from aiosync._options import OnSenderClose, check_reconnecting
 from aiosync.errors import ArenaAllocationError, InsecureTransportError, InvalidArgumentError
 from aiosync.protocol.stream import BLOCK
-from aiosync.schemes.arrival import Arrival
+from aiosync.receiver.applier import WeightApplier
+from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.delivery import ByStream, Delivery, Outgoing, Variant
-from aiosync.schemes.group import WeightGroup
-from aiosync.schemes.intake import Intake
-from aiosync.schemes.landing import Landing
-from aiosync.schemes.receiver import WeightReceiver
-from aiosync.schemes.recipe import Secret
-from aiosync.schemes.spec import OnSenderClose, check_reconnecting
-from aiosync.transports.address import Address
+from aiosync.schemes.initialization import Secret
+from aiosync.sender.worker_group import WeightGroup
+from aiosync.transfer.base import InboundTransfer, OutboundTransfer
+from aiosync.transfer.stream import EncodedVersion, Encoding, StreamOutbound
+from aiosync.transfer.stream_inbound import StreamInbound
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.tcp import DialledTransport, TCPTransport
-from aiosync.transports.tcp_listener import TCPListener
-from aiosync.transports.tls import TLSConfig
+from aiosync.transports.tcp.address import Address
+from aiosync.transports.tcp.connection import DialledTransport, TCPTransport
+from aiosync.transports.tcp.listener import TCPListener
+from aiosync.transports.tcp.tls import TLSConfig
 from aiosync.weights.checksum import check_available
 from aiosync.weights.codec import Codec, check_codec
 from aiosync.weights.layout import Layout
@@ -46,7 +46,8 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     The weights are copied once into a slot of the sender's and sent from there to all workers at the same
     time, by a thread beside the event loop; each block carries a checksum. In the worker the bytes go
     straight into its back slot. Nothing on the wire is pickled. At a Unix socket without TLS (on Linux) the
-    blocks do not even pass through the socket: the worker is told of each, and copies it from the slot.
+    blocks do not even pass through the socket: the worker gets their positions and copies them from the
+    slot.
 
     A worker on another machine builds the same scheme from address and token; one that is handed the
     pickled scheme knows the real port too. Without ``num_workers=`` the sender takes workers as they come:
@@ -122,7 +123,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         check_available()
         check_codec(codec)
         self._codec = codec
-        self._ready: dict[WeightGroup, dict[tuple[int, Variant], Outgoing]] = {}
+        self._ready: dict[WeightGroup, dict[tuple[int, Encoding], EncodedVersion]] = {}
 
     @property
     def address(self) -> str:
@@ -136,10 +137,10 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         self._model_id = model_id
         self._listener = self._make_listener((), None)
 
-    def _create_relay_receiver(self, intake: Intake, model_id: str | None) -> WeightReceiver:
+    def _create_relay_receiver(self, applier: WeightApplier, model_id: str | None) -> WeightReceiver:
         """A relay's upstream end; :class:`~aiosync.WeightRelay` makes it."""
         return WeightReceiver(
-            intake,
+            applier,
             model_id,
             -1,
             lambda: self.create_transport(worker_idx=-1),
@@ -182,12 +183,12 @@ class TCPWeightSyncScheme(WeightSyncScheme):
                 return Segment.shared(nbytes)
         return Segment.private(nbytes)
 
-    def _deliver(self, transport: Transport, group: WeightGroup) -> Delivery:
+    def _deliver(self, transport: Transport, group: WeightGroup) -> OutboundTransfer:
         assert isinstance(transport, TCPTransport)
-        return ByStream(transport, group, self._codec, self._ready.setdefault(group, {}))
+        return StreamOutbound(transport, group, self._codec, self._ready.setdefault(group, {}))
 
-    def _make_arrival(self, layout: Layout, transport: Transport, source: torch.device) -> Arrival:
-        return Landing(layout)
+    def _make_inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
+        return StreamInbound(layout)
 
     def _release(self) -> None:
         self._ready.clear()

@@ -25,7 +25,7 @@ __all__ = [
 class MultiCollector(BlockingCollector):
     """The blocking twin of :class:`aiosync.collectors.MultiCollector`.
 
-    Worker processes that play a policy, and an asynchronous iterator of what they play.
+    Worker processes that roll out a policy, and an asynchronous iterator of their batches.
 
     ::
 
@@ -38,9 +38,9 @@ class MultiCollector(BlockingCollector):
     collector asks of it is done, one at a time: weights change between two steps, and each frame is tagged
     with the version that acted. Batches come in shared memory, without being pickled or sent.
 
-    With ``sync=True`` a batch has a part of every worker, and nothing is played between one batch and the
+    With ``sync=True`` a batch has a part of every worker, and no worker steps between one batch and the
     call for the next. With ``sync=False`` a batch is one worker's, handed out in the order in which they are
-    finished, and workers play on meanwhile: each is at most two batches ahead. Such a batch lies in the
+    finished, and workers go on meanwhile: each is at most two batches ahead. Such a batch lies in the
     memory where its worker put it, which is used again when nothing refers to it any more.
 
     Args:
@@ -68,8 +68,21 @@ class MultiCollector(BlockingCollector):
     def __init__(self, create_env_fn: Callable[..., Any] | Sequence[Callable[..., Any]], policy: Any=None, *, sync: bool | None=None, policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None=None, create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None=None, config: CollectorConfig | None=None, **options: Any) -> None:
         self._async = self._async_class(create_env_fn, policy, sync=sync, policy_factory=policy_factory, create_env_kwargs=create_env_kwargs, config=config, **options)
 
+    def connect(self, timeout: float | None=None) -> None:
+        """Start the workers, and wait until each is ready to play with version 0.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            Exception: what an environment or a policy raised in a worker, with its traceback.
+            WorkerLostError: a worker died.
+            SyncTimeoutError: not all were ready in time.
+        """
+        self._blocking_connect(timeout)
+
     def pause(self, timeout: float | None=None) -> AbstractContextManager[None]:
-        """Nothing is played inside: what the workers are collecting they bring to its end first. They always
+        """No worker steps inside: the workers finish what they are collecting first. They always
         go on afterwards.
 
         Raises:
@@ -194,19 +207,6 @@ class MultiCollector(BlockingCollector):
         """
         portal().call(self._async.start)
 
-    def connect(self, timeout: float | None=None) -> None:
-        """Start the workers, and wait until each is ready to play with version 0.
-
-        Args:
-            timeout: seconds.
-
-        Raises:
-            Exception: what an environment or a policy raised in a worker, with its traceback.
-            WorkerLostError: a worker died.
-            SyncTimeoutError: not all were ready in time.
-        """
-        self._blocking_connect(timeout)
-
 
 class MultiSyncCollector(MultiCollector):
     """The blocking twin of :class:`aiosync.collectors.MultiSyncCollector`.
@@ -229,9 +229,9 @@ class MultiAsyncCollector(MultiCollector):
 class Collector(MultiCollector):
     """The blocking twin of :class:`aiosync.collectors.Collector`.
 
-    Plays on the event loop that it is iterated on, in this process.
+    Rolls out a policy in this process, on the event loop that iterates it.
 
-    All is as with a :class:`MultiCollector` of one worker with ``sync=True``: nothing is played between one
+    All is as with a :class:`MultiCollector` of one worker with ``sync=True``: no step is made between one
     batch and the call for the next, the policy that acts is a copy, and has the version that was sent last.
     An environment that takes long to step holds up the event loop meanwhile, unless its ``step`` is a
     coroutine.

@@ -13,22 +13,22 @@ import torch
 import aiosync
 from aiosync.schemes.ranked import Collective
 from aiosync.schemes.ray import DataPlane, TensorTransport
-from aiosync.schemes.receiver import WeightReceiver
-from aiosync.schemes.report import SendReport, WorkerState
-from aiosync.schemes.sender import WeightSender
-from aiosync.schemes.spec import OnFailure, OnSenderClose, StrategyName
-from aiosync.schemes.stats import EventHook, SchemeStats
+from aiosync.receiver.endpoint import WeightReceiver
+from aiosync.reports import SendReport, WorkerState
+from aiosync.sender.endpoint import WeightSender
+from aiosync._options import OnFailure, OnSenderClose, StrategyName
+from aiosync.events import EventHook, SchemeStats
 from aiosync.sync._portal import portal
 from aiosync.sync._twin import BlockingTwin
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.distributed import DistributedTransport
+from aiosync.transports.torch_distributed.transport import DistributedTransport
 from aiosync.transports.memory import Fault, MemoryTransport
-from aiosync.transports.ray import UpdateMethod
-from aiosync.transports.ray_meeting import RayWorkerTransport
-from aiosync.transports.rpc_meeting import RPCWorkerTransport
-from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.transports.tcp import TCPTransport
-from aiosync.transports.tls import TLSConfig
+from aiosync.transports.ray.transport import UpdateMethod
+from aiosync.transports.ray.rendezvous import RayWorkerTransport
+from aiosync.transports.torch_rpc.rendezvous import RPCWorkerTransport
+from aiosync.transports.unix_socket import SharedMemTransport
+from aiosync.transports.tcp.connection import TCPTransport
+from aiosync.transports.tcp.tls import TLSConfig
 from aiosync.weights.binding import CommitMode
 from aiosync.weights.codec import Codec
 from aiosync.weights.strategy import WeightStrategy
@@ -87,6 +87,26 @@ class WeightSyncScheme(BlockingTwin):
     def __init__(self, strategy: StrategyName='tensordict', sync: bool=True, *, timeout: float | None=None, cast: torch.dtype | None=None, commit: CommitMode='flip', on_failure: OnFailure='raise', per_worker_weights: bool=False, max_slots: int=3, first_version: int=0, min_workers: int | None=None) -> None:
         self._async = self._make_async(strategy, sync, timeout=timeout, cast=cast, commit=commit, on_failure=on_failure, per_worker_weights=per_worker_weights, max_slots=max_slots, first_version=first_version, min_workers=min_workers)
 
+    def connect(self, *, worker_idx: int | None=None, weights: Any=None, min_workers: int | None=None, timeout: float | None=None) -> None:
+        """Meet the other side. The sender hands out version 0 and waits until every worker runs on it;
+        a worker puts it in service.
+
+        Args:
+            worker_idx: on a worker, its index, if ``init_on_receiver`` was not told.
+            weights: on the sender, what to send as version 0 instead of what ``init_on_sender`` said.
+            min_workers: on the sender, how many workers are enough; None: the scheme's ``min_workers``. The
+                others may come later.
+            timeout: seconds; None: the scheme's.
+
+        Raises:
+            NotInitializedError: neither ``init_on_sender`` nor ``init_on_receiver`` was called.
+            AlreadyConnectedError: connected already.
+            SyncTimeoutError: the other side did not come; on the sender ``connect`` may be called again.
+            LayoutMismatchError: the weights do not fit the worker's model; both sides are told.
+            WorkerLostError, HandshakeError: on a worker, there is no sender or it refused.
+        """
+        self._blocking_connect(worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout)
+
     def create_transport(self, *, worker_idx: int) -> Transport:
         """A worker's way to the sender, not open yet."""
         return self._async.create_transport(worker_idx=worker_idx)
@@ -134,7 +154,7 @@ class WeightSyncScheme(BlockingTwin):
         Args:
             model_id: the model's name, as the sender calls it.
             context: an object that has the model, ``worker_idx``, and perhaps
-                ``update_policy_weights_`` (sync or async), which is told of each update.
+                ``update_policy_weights_`` (sync or async), which is called with each update.
             model: an ``nn.Module``, TensorDict or dict; with neither model nor context the weights
                 are only returned by :meth:`receive`.
             worker_idx: this worker's index; may also be given to :meth:`connect`.
@@ -182,7 +202,7 @@ class WeightSyncScheme(BlockingTwin):
 
     @property
     def context(self) -> Any:
-        """The context, as long as somebody else keeps it alive."""
+        """The context, or None once it has been freed: the scheme refers to it weakly."""
         return self._async.context
 
     @context.setter
@@ -191,7 +211,7 @@ class WeightSyncScheme(BlockingTwin):
 
     @property
     def context_is_gone(self) -> bool:
-        """Whether there was a context that nobody has kept alive."""
+        """Whether there was a context that has been freed."""
         return self._async.context_is_gone
 
     @property
@@ -318,26 +338,6 @@ class WeightSyncScheme(BlockingTwin):
         """
         return cls._blocking_from_backend(backend, **kwargs)
 
-    def connect(self, *, worker_idx: int | None=None, weights: Any=None, min_workers: int | None=None, timeout: float | None=None) -> None:
-        """Meet the other side. The sender hands out version 0 and waits until every worker runs on it;
-        a worker puts it in service.
-
-        Args:
-            worker_idx: on a worker, its index, if ``init_on_receiver`` was not told.
-            weights: on the sender, what to send as version 0 instead of what ``init_on_sender`` said.
-            min_workers: on the sender, how many workers are enough; None: the scheme's ``min_workers``. The
-                others may come later.
-            timeout: seconds; None: the scheme's.
-
-        Raises:
-            NotInitializedError: neither ``init_on_sender`` nor ``init_on_receiver`` was called.
-            AlreadyConnectedError: connected already.
-            SyncTimeoutError: the other side did not come; on the sender ``connect`` may be called again.
-            LayoutMismatchError: the weights do not fit the worker's model; both sides are told.
-            WorkerLostError, HandshakeError: on a worker, there is no sender or it refused.
-        """
-        self._blocking_connect(worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout)
-
     def send(self, weights: Any=None, worker_ids: int | list[int] | None=None, *, wait: bool | None=None, strict: bool=True, timeout: float | None=None) -> SendReport:
         """Publish the next version.
 
@@ -459,8 +459,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     One copy into shared memory per update and device, which all workers view.
 
-    The trainer's weights are copied once into a free slot of an arena; workers are told by a Unix
-    socket and re-point their parameters at it. So four workers cost what one does, and nobody ever
+    The trainer's weights are copied once into a free slot of an arena; workers are notified over a Unix
+    socket and re-point their parameters at it. So four workers cost what one does, and no worker ever
     reads a slot that is being written. On CUDA devices the arena lies on the device and is shared by
     CUDA IPC.
 
@@ -561,7 +561,8 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     The weights are copied once into a slot of the sender's and sent from there to all workers at the same
     time, by a thread beside the event loop; each block carries a checksum. In the worker the bytes go
     straight into its back slot. Nothing on the wire is pickled. At a Unix socket without TLS (on Linux) the
-    blocks do not even pass through the socket: the worker is told of each, and copies it from the slot.
+    blocks do not even pass through the socket: the worker gets their positions and copies them from the
+    slot.
 
     A worker on another machine builds the same scheme from address and token; one that is handed the
     pickled scheme knows the real port too. Without ``num_workers=`` the sender takes workers as they come:
@@ -641,7 +642,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     deadline returns at once and leaves behind, until then, a thread and the slot that it reads or writes; a
     stopped worker keeps such a slot, beside those of the others. Whatever goes wrong in a group ends the
     worker's connection; a worker connects again by itself and gets a group of its own, as a replacement
-    does. Whoever can reach the store is trusted, as in torch.distributed itself.
+    does. All processes that can reach the store are trusted, as in torch.distributed itself.
 
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
@@ -709,8 +710,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 
     What holds for process groups holds here too: see :class:`~aiosync.DistributedWeightSyncScheme`.
     Besides: torch RPC does not take a new process in the place of one that has died. Such a process
-    takes no part in it; with the sender's pickled scheme it finds the sender all the same. Whoever
-    takes part in RPC is trusted, as in torch RPC itself, which unpickles what it is sent.
+    takes no part in it; with the sender's pickled scheme it finds the sender all the same. All
+    members of the RPC group are trusted, as in torch RPC itself, which unpickles what it receives.
 
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
@@ -774,9 +775,9 @@ class RayWeightSyncScheme(WeightSyncScheme):
     Each version is copied into a slot. Actors on the driver's node view that where it is; for all others it
     is put into Ray's object store once, whatever their number, and each reads the object where it lies, on
     its own node. Its parameters view the driver's or the store's memory until the next version, so they are
-    read only by contract. The driver lets an object go when the last actor has looked; it stays as long as
-    somebody views it. (What has at most 256 KiB is sent as it is.) A small actor of our own, one for each
-    driver, has the references: so an actor is sent updates, and applies them, also in the middle of a
+    read only by contract. The driver releases an object when the last actor has read it. Ray keeps it as
+    long as a process views it. (What has at most 256 KiB is sent as it is.) A small actor of our own, one for
+    each driver, has the references: so an actor is sent updates, and applies them, also in the middle of a
     method of its own that never returns.
 
     ``ray.init()`` is the caller's to call. An actor of any kind is made a worker by the sender's ``connect``:
@@ -881,7 +882,7 @@ class RayModuleTransformScheme(WeightSyncScheme):
     Each update is one call of that method in the actor's process, of the newest weights, all at once and
     between two forward passes of the actor's ``module``, if it has one under that name. What the method is
     given views Ray's object store: as parameters of a TensorDict that it may put in place of the module's,
-    and that nobody may write into. Where it raises it is called again, with what was in service before, and
+    and that is read only. Where it raises it is called again, with what was in service before, and
     the sender gets the error. All else is as with :class:`RayWeightSyncScheme`.
 
     The actors are found by ``init_on_sender(actors=...)``, which takes handles and what has one as

@@ -180,5 +180,5 @@ class DistributedWeightUpdater(WeightUpdaterBase, updaters.DistributedWeightUpda
     """
 
     def close(self) -> None:
-        """See :class:`WeightUpdaterBase`."""
+        """Let go of everything; idempotent."""
         run_inline(updaters.DistributedWeightUpdater.aclose(self))

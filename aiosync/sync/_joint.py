@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import aiosync
 from aiosync.errors import InvalidArgumentError
-from aiosync.schemes.report import SendReport
+from aiosync.reports import SendReport
 from aiosync.sync._generated_schemes import WeightSyncScheme
 from aiosync.sync._portal import portal
 

@@ -1,7 +1,7 @@
 """The event loop behind the blocking twins: one thread per process, started by the first blocking call.
 
 A blocking call posts its coroutine to that loop and sleeps on a lock until the coroutine has ended. The
-thread is a daemon. When the process ends, the endpoints that nobody closed are closed, in bounded time.
+thread is a daemon. When the process ends, endpoints that are still open are closed, in bounded time.
 
 After a fork the child starts from nothing: the parent's thread does not exist there, and its loop must
 not be touched, since the two processes share the descriptors under it.
@@ -19,7 +19,7 @@ from multiprocessing.util import Finalize
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from aiosync.errors import BlockingCallError, NotConnectedError
-from aiosync.schemes.stats import logger
+from aiosync.events import logger
 
 try:
     import uvloop
@@ -66,7 +66,7 @@ class _Call(Generic[T]):
         return await self._work()
 
     def cancel(self) -> None:
-        """Cancel the coroutine, or keep it from starting; nobody will ask for its result."""
+        """Cancel the coroutine, or keep it from starting. Its result is not needed."""
         self._unwanted = True
         if self._task is None:
             self._end(None)
@@ -184,7 +184,7 @@ class Portal:
             logger.error("%s failed", task.get_name(), exc_info=error)
 
     def adopt(self, endpoint: object, close: Callable[[], Awaitable[None]]) -> None:
-        """Keep a live endpoint, and call ``close()`` at the end of the process if nobody did before."""
+        """Keep a live endpoint, and call ``close()`` at the end of the process if it is still open."""
         self._endpoints[endpoint] = close
 
     def release(self, endpoint: object) -> None:

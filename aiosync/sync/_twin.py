@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import aiosync
 from aiosync.errors import InvalidArgumentError, SyncTimeoutError
-from aiosync.schemes.report import SendReport
+from aiosync.reports import SendReport
 from aiosync.sync._portal import portal
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class BlockingTwin:
         if receives and not scheme.synchronized_on_receiver:
             # From the first commit on, none may land in a running forward pass of another thread.
             receiver = scheme.create_receiver(worker_idx=arguments.get("worker_idx"))
-            receiver.intake.guard_forwards(scheme.timeout)
+            receiver.applier.guard_forwards(scheme.timeout)
         await scheme.connect(**arguments)
         portal().adopt(self, self._close)
         if receives:
@@ -109,7 +109,7 @@ class BlockingTwin:
         receiver = self._async.get_receiver()
         seconds = self._async._spec.seconds(timeout)
         ticket = object()
-        gate = receiver.intake.gate
+        gate = receiver.applier.gate
         try:
             if not gate.enter_blocking(ticket, threading.get_ident(), seconds):
                 raise SyncTimeoutError("pin", seconds=seconds, hint="a commit waits for other readers")
@@ -138,8 +138,8 @@ class BlockingTwin:
         return portal().call(self._async.wait_ack, worker_ids, timeout)
 
     def close(self) -> None:
-        """Close this process's endpoint; idempotent. Nobody else's: a worker that closes leaves its
-        siblings connected, and a model keeps the version that it has."""
+        """Close this process's endpoint; idempotent. Other endpoints stay open: when a worker closes,
+        its siblings stay connected. The model keeps its version."""
         portal().call(self._close)
 
     def shutdown(self) -> None:
@@ -157,7 +157,7 @@ class BlockingTwin:
         try:
             self._blocking_connect()
         except BaseException:
-            self.close()  # nobody else will: the body is not entered
+            self.close()  # __exit__ does not run if __enter__ raises
             raise
         return self
 

@@ -54,8 +54,8 @@ class Offloader:
     """A few lazily started threads. The endpoint that owns it closes it.
 
     Work that has begun always ends before its ``run`` returns or raises, also when the caller is
-    cancelled: it may be reading the caller's tensors or writing into a slot, and nobody else may have
-    those before it is done. So work that can be long takes care to be cut into pieces (``cancelled``).
+    cancelled: it may be reading the caller's tensors or writing into a slot, and no other code may use
+    those before it has ended. So work that can be long takes care to be cut into pieces (``cancelled``).
     """
 
     def __init__(self, name: str) -> None:
@@ -141,13 +141,13 @@ async def _outlast(future: asyncio.Future[Any]) -> None:
         except asyncio.CancelledError:
             continue
     if not future.cancelled():
-        future.exception()  # the caller is gone: nobody else will look at it
+        future.exception()  # the caller is gone; without this asyncio would warn
 
 
 def handover() -> tuple[asyncio.Future[T], Callable[[Callable[[], T]], None]]:
     """A future of this event loop, and what another thread settles it with: a call, which is made in
-    that thread, and whose result or exception is the future's. If nobody waits any more, or the loop is
-    closed, that is lost.
+    that thread, and whose result or exception is the future's. If no call waits any more, or the loop is
+    closed, the result is dropped.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -167,7 +167,7 @@ def handover() -> tuple[asyncio.Future[T], Callable[[Callable[[], T]], None]]:
             value = work()
         except Exception as exc:  # noqa: BLE001 - raised where it is awaited
             error = exc
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(put, value, error)
 
     return future, settle
@@ -191,14 +191,14 @@ def call_when_done(future: Future[T], callback: Callable[[Future[T]], None]) -> 
     loop = asyncio.get_running_loop()
 
     def tell(done: Future[T]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(callback, done)
 
     future.add_done_callback(tell)
 
 
 def aside(work: Callable[[], object], name: str) -> None:
-    """Do ``work()`` in a thread that nobody waits for."""
+    """Call ``work()`` in a daemon thread, and do not wait for it."""
     threading.Thread(target=work, name=name, daemon=True).start()
 
 
@@ -211,7 +211,7 @@ class QueueReader:
     tells that the queue is of no use any more.
 
     Args:
-        queue: the queue to read; nobody else in this process may read it.
+        queue: the queue to read. No other code of this process may read it.
         loop: the loop that ``on_bytes`` and ``on_end`` are called on.
         split: cuts whole messages off a buffer.
         on_item: takes one message, as it was written.
@@ -276,7 +276,7 @@ class QueueReader:
         try:
             self._loop.call_soon_threadsafe(callback, value)
         except RuntimeError:
-            return  # the loop is closed: nobody is left to tell
+            return  # the loop is closed
 
 
 class LoopThread:
@@ -337,7 +337,7 @@ def _end_detached() -> None:
 
 class DetachedThread:
     """A thread for calls into a library that waits for other machines and cannot be interrupted, one after
-    the other. Nobody waits for its end: :meth:`close` lets it go when the call that it is in returns.
+    the other. :meth:`close` does not wait: the thread ends when the call that it is in returns.
 
     Only the interpreter waits at its exit, shortly: a thread that comes back from such a library into an
     interpreter that is no more brings the process down with an error.
@@ -389,7 +389,7 @@ class DetachedThread:
             future, work = job
             try:
                 future.set_result(work())
-            except BaseException as exc:  # noqa: BLE001 - raised to whoever asks the future
+            except BaseException as exc:  # noqa: BLE001 - the future raises it
                 future.set_exception(exc)
             del job, future, work  # what they hold is to go now, and not when the next one comes
 
@@ -407,6 +407,6 @@ async def detached(thread: DetachedThread, work: Callable[[], T]) -> T:
 
 
 def _seen(future: asyncio.Future[Any]) -> None:
-    """Whoever has given up does not ask what came of it."""
+    """Read the exception of a future whose caller has given up, so that asyncio does not warn."""
     if not future.cancelled():
         future.exception()

@@ -20,7 +20,8 @@ from aiosync.protocol.frames import (
     Update,
     encode,
 )
-from aiosync.protocol.session import ReceiverSession, SenderSession
+from aiosync.protocol.receiver_session import ReceiverSession
+from aiosync.protocol.sender_session import SenderSession
 from aiosync.transports._offload import uninterrupted
 
 __all__ = ["Listener", "Sink", "Transport"]
@@ -61,7 +62,7 @@ class Listener(ABC):
         """In a forked child: let go of the parent's descriptors without ending anything."""
 
     def stop(self) -> None:
-        """Let nobody in any more; those who are in can still be told goodbye."""
+        """Accept no more connections. Those that are open can still send a Bye."""
         return
 
     @abstractmethod
@@ -122,7 +123,7 @@ class Transport(ABC):
         """Make the connection, on the side that dials.
 
         Raises:
-            WorkerLostError: nobody is there.
+            WorkerLostError: no process listens there.
             SyncTimeoutError: the deadline passed.
         """
 
@@ -217,7 +218,7 @@ class Transport(ABC):
             return
         self._closed = True
         self._wake()
-        # Nobody would close the rest if this was cut short: it is bounded by itself.
+        # Shielded from cancellation: nothing else would close the rest. It is bounded by itself.
         await uninterrupted(lambda _: self._close())
 
     def abandon_loop(self) -> None:

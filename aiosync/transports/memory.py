@@ -67,7 +67,7 @@ class MemoryTransport(Transport):
         """Connect to the listener of this address."""
         listener = _listeners.get(self._address)
         if listener is None:
-            raise WorkerLostError((), "nobody listens at the scheme's address: the sender has closed")
+            raise WorkerLostError((), "no sender listens at the scheme's address: it has closed")
         self._loop = asyncio.get_running_loop()
         listener.accept(self)
 

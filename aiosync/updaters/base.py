@@ -124,7 +124,7 @@ class WeightUpdaterBase(ABC):
     # -- collectors and hooks --------------------------------------------------------------------------
 
     def register_collector(self, collector: Any) -> None:
-        """Remember a collector, or whatever contains the workers, as long as somebody else keeps it."""
+        """Refer weakly to a collector, or to another object that contains the workers."""
         if self._collector_refs is None:
             self._collector_refs = []
         self._collector_refs.append(weakref.ref(collector))

@@ -1,4 +1,4 @@
-"""Workers that follow torchrl's DistributedCollector's way of being told of weights, by a store."""
+"""Workers that get weights as torchrl's DistributedCollector sends them: announced in a store."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DistributedWeightUpdater(WeightUpdaterBase):
     async def _push_weights(self, *, policy_or_weights: Any, worker_ids: WorkerIds) -> None:
         ranks = self._workers(worker_ids) or ()
         for rank in ranks:
-            self._check(rank)  # before anybody is told anything
+            self._check(rank)  # before the first worker is notified
         await super()._push_weights(policy_or_weights=policy_or_weights, worker_ids=ranks)
 
     def _check(self, rank: WorkerId | None) -> None:
@@ -65,7 +65,6 @@ class DistributedWeightUpdater(WeightUpdaterBase):
         await detached(self._thread, lambda: self._tell(worker_id, server_weights))
 
     async def aclose(self) -> None:
-        """See :class:`WeightUpdaterBase`."""
         self._thread.close()
 
     def _tell(self, rank: Any, weights: Any) -> None:

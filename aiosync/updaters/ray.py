@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiosync.errors import InvalidArgumentError
-from aiosync.transports.ray import PutWeights, RayTransport, put_weights
-from aiosync.transports.ray_calls import handle_of
+from aiosync.transports.ray.calls import handle_of
+from aiosync.transports.ray.transport import PutWeights, RayTransport, put_weights
 from aiosync.updaters.base import WorkerId
 from aiosync.updaters.remote import RemoteCollectorsUpdater
 
@@ -35,7 +35,7 @@ class RayWeightUpdater(RemoteCollectorsUpdater):
 
     def _skip_update(self, worker_id: WorkerId) -> bool:
         if not isinstance(worker_id, int) or not 0 <= worker_id < self.num_workers:
-            return False  # it is told that there is none
+            return False  # there is no such worker
         self._left_out[worker_id] += 1
         if self._left_out[worker_id] <= self.max_interval:
             return True

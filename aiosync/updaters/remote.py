@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiosync.errors import UnknownWorkerError
-from aiosync.transports.calling import CallingTransport
+from aiosync.transports.remote_calls import CallingTransport
 from aiosync.updaters.base import WeightUpdaterBase, WorkerId, WorkerIds, remaining
 
 __all__ = ["RemoteCollectorsUpdater"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from aiosync.transports.rpc import RPCTransport
+from aiosync.transports.torch_rpc.transport import RPCTransport
 from aiosync.updaters.remote import RemoteCollectorsUpdater
 
 __all__ = ["RPCWeightUpdater"]

@@ -57,7 +57,7 @@ _MADE_UP = 8
 """How often over the time for which the processor was left has to pass before it is left again."""
 
 _PATIENCE = 0.005
-"""Seconds after which nobody is waited for: then it is the network that is slow."""
+"""Seconds after which the copy waits for no sender any more: then the network is slow."""
 
 _NO_DISPATCH = Tensor.__torch_dispatch__
 
@@ -123,7 +123,7 @@ def read_at(fd: int, place: memoryview, offset: int) -> bool:
 class Courtesy:
     """Leaves the processor, between two pieces of long work, to an event loop that waits for it.
 
-    The kernel gives it to whoever waits, though, and a process that computes keeps it for milliseconds at a
+    The kernel may give it to another process, though, and one that computes keeps it for milliseconds at a
     time, longer than a loop does: it is not left again to that one before most of the time has been made up
     for.
     """
@@ -160,8 +160,8 @@ def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:
 
 
 class Filling(ABC):
-    """A buffer that is being filled, block after block from its beginning. Whoever fills it has each block
-    at hand, and so computes its checksum."""
+    """A buffer that is being filled, block after block from its beginning. The thread that fills it has each
+    block in its cache, and so computes its checksum."""
 
     @abstractmethod
     def ready(self, block: int) -> bool:
@@ -182,7 +182,7 @@ class Filling(ABC):
 
 
 class BlockCopy(Filling):
-    """A copy into one buffer, from its beginning to its end, by whoever needs the next block of it first.
+    """A copy into one buffer, from its beginning to its end, by the thread that needs the next block first.
 
     So a network can begin with the first block while the last are still to be copied. Who needs a block
     hardly waits for longer than its copy takes; who only wants the copy to end (:meth:`complete`) may keep a
@@ -229,7 +229,6 @@ class BlockCopy(Filling):
 
     @property
     def whole(self) -> bool:
-        """See :class:`Filling`."""
         return len(self._checksums) * self._block >= len(self._memory)
 
     def complete(self, *, paced: bool) -> None:
@@ -243,14 +242,13 @@ class BlockCopy(Filling):
         while len(self._checksums) <= last:
             self._copy_up_to(len(self._checksums))
             if self._waiting:
-                time.sleep(0)  # a lock goes to whoever runs: let that be who needs the next block
+                time.sleep(0)  # lets a thread run that needs the next block and waits for the lock
 
     @property
     def _lead(self) -> int:
         return len(self._checksums) - self._asked
 
     def checksum(self, block: int) -> int:
-        """See :class:`Filling`."""
         return self._checksums[block]
 
     def on_more(self, callback: Callable[[], None]) -> None:
@@ -375,7 +373,7 @@ def _copy_by_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
 
 def _await_devices(pairs: Pairs) -> None:
     for device in {t.device for pair in pairs for t in pair if t.is_cuda}:
-        # A copy on a device is only begun by now; whoever is told next reads from another stream.
+        # A copy on a device has only begun by now. The worker that is notified next reads in another stream.
         torch.cuda.current_stream(device).synchronize()
 
 

@@ -57,7 +57,7 @@ class Fit:
 
 
 class KnownTensors(dict[str, Tensor]):
-    """Names and tensors that nobody changes, and how they fitted the last time."""
+    """Names and tensors that are not changed, and how they fitted the last time."""
 
     fitted: Fit | None = None
 

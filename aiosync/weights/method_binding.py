@@ -29,7 +29,7 @@ class MethodBinding(Binding):
 
     Args:
         update: the method.
-        model: what it puts them into; None: nobody knows.
+        model: what it puts them into; None: not known.
         layout: the sender's layout, which has been checked against the model.
         strategy: the scheme's strategy.
         nested: whether it takes a TensorDict, or a flat dict.
@@ -57,7 +57,6 @@ class MethodBinding(Binding):
         return {name: found[name] for name in self.layout.names if name in found} if self._nested else {}
 
     def refresh(self) -> bool:
-        """See :meth:`Binding.refresh`."""
         if self._module is None:
             return False
         looks = [(name, t.dtype, t.device) for name, t in self._targets.items()]
@@ -72,7 +71,6 @@ class MethodBinding(Binding):
     def committing(
         self, staged: Staged, names: Collection[str] | None = None, *, reversible: bool = False
     ) -> Iterator[None]:
-        """See :meth:`Binding.committing`."""
         self.refresh()
         views, before = staged.views, self._serving
         if before is None:
@@ -123,8 +121,11 @@ class MethodBinding(Binding):
         return {key: value for key, value in state.items() if key.endswith(TORCH_EXTRA_STATE)}
 
     def detach(self, is_lent: Callable[[int], bool]) -> None:
-        """See :meth:`Binding.detach`. What of the model's views the memory is re-pointed; of one that nobody
-        knows, the method is called once more, with copies."""
+        """See :meth:`Binding.detach`.
+
+        Tensors of the model that view the memory are re-pointed. Where the model is not known, the method is
+        called once more, with copies.
+        """
         serving, self._serving = self._serving, None
         if serving is None:
             return

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -48,8 +47,6 @@ from aiosync.weights.structure import Structure
 from aiosync.weights.target import WeightTarget, receiver_slots, receiver_tensors, write
 
 __all__ = ["ModuleBinding", "bind"]
-
-_shape_of = attrgetter("shape")
 
 
 def bind(model: WeightTarget | None, layout: Layout, strategy: WeightStrategy, mode: CommitMode) -> Binding:
@@ -116,7 +113,6 @@ class ModuleBinding(Binding):
     # -- what the module consists of -----------------------------------------------------------------
 
     def refresh(self) -> bool:
-        """See :meth:`Binding.refresh`."""
         if self._is_current():
             return False
         self._bind()
@@ -126,11 +122,13 @@ class ModuleBinding(Binding):
         if not self._structure.unchanged():
             return False
         flips = self._flips.values()
-        self._in_place = list(map(Tensor.data_ptr, flips)) == self._addresses
-        if self._in_place:  # but a slice of it, say, is there too
-            if list(map(_shape_of, flips)) != self._shapes:
+        self._in_place = True
+        for target, address, shape in zip(flips, self._addresses, self._shapes):  # noqa: B905 - see _point_at
+            if target.data_ptr() != address:
+                self._in_place = False
+            elif target.shape != shape:  # a slice of what was there, say
                 return False
-        elif [look_of(target) for target in flips] != self._looks:
+        if not self._in_place and [look_of(target) for target in flips] != self._looks:
             return False
         if not self._copies:
             return True
@@ -161,7 +159,7 @@ class ModuleBinding(Binding):
         shown = dict(zip(self._flips, zip(self._shown, self._addresses, strict=True), strict=True))
         self._part_with(self._flips, flips)
         self._flips, self._copies, self._looks = flips, copies, looks
-        self._shapes = list(map(_shape_of, flips.values()))
+        self._shapes = [target.shape for target in flips.values()]
         self._shown = [shown.get(name, (None, None))[0] for name in flips]
         self._addresses = [shown.get(name, (None, None))[1] for name in flips]
         self._in_place = False
@@ -193,7 +191,6 @@ class ModuleBinding(Binding):
         return self._flips
 
     def targets(self) -> Mapping[str, Tensor]:
-        """See :meth:`Binding.targets`."""
         return {**self._flips, **self._copies}
 
     def needs_own(self) -> Collection[str]:
@@ -206,7 +203,6 @@ class ModuleBinding(Binding):
     def committing(
         self, staged: Staged, names: Collection[str] | None = None, *, reversible: bool = False
     ) -> Iterator[None]:
-        """See :meth:`Binding.committing`."""
         changed = self.refresh()
         if names is not None:
             staged, names = self._by_first_names(staged, names)
@@ -336,7 +332,8 @@ class ModuleBinding(Binding):
         # Where they view what they were pointed at, no tensor has to be made to say what they viewed before.
         before: Sequence[Any] = self._shown if self._in_place else [target.data for target in targets]
         try:
-            for target, view in zip(targets, new.tensors, strict=True):
+            # A model of six tensors is re-pointed in 6 us, of which strict= would take another 2.
+            for target, view in zip(targets, new.tensors):  # noqa: B905
                 target.data = view
         except BaseException:
             self._point_back(before)
@@ -354,7 +351,6 @@ class ModuleBinding(Binding):
             target.data = view
 
     def detach(self, is_lent: Callable[[int], bool]) -> None:
-        """See :meth:`Binding.detach`."""
         own: dict[object, Tensor] = {}  # those that are tied stay it
         # The module may have other tensors by now than those that were bound, over the same memory.
         for target in (*self._flips.values(), *self._module.parameters(), *self._module.buffers()):
@@ -367,7 +363,6 @@ class ModuleBinding(Binding):
         self._borrowed = frozenset()
 
     def forget_replaced(self) -> None:
-        """See :meth:`Binding.forget_replaced`."""
         self._replaced = []
 
 

@@ -42,7 +42,7 @@ class Block(msgspec.Struct, frozen=True):
 
 def is_sharded(tensor: object) -> bool:
     """Whether a tensor is a DTensor."""
-    # It takes long to import; whoever has one has done that.
+    # It takes long to import. Code that has a DTensor has imported it.
     library: Any = sys.modules.get("torch.distributed.tensor")
     return library is not None and isinstance(tensor, library.DTensor)
 

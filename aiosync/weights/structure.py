@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-from operator import is_
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -36,21 +34,22 @@ class Structure:
         registries: list[dict[str, Any]] = []
         for part in parts:
             registries += (part._parameters, part._buffers, part._modules)
-        self._filled = [registry for registry in registries if registry]
-        self._empty = [registry for registry in registries if not registry]
-        self._sizes = [*map(len, self._filled)]
+        self._sizes = [(registry, len(registry)) for registry in registries]
+        self._entries = [
+            (registry, name, value) for registry in registries for name, value in registry.items()
+        ]
         self._hidden = [part._non_persistent_buffers_set for part in parts if part._buffers]
         self._hidden_before = [frozenset(names) for names in self._hidden]
-        self._names = [*chain.from_iterable(self._filled)]
-        self._values: list[Any] = [*chain.from_iterable(map(dict.values, self._filled))]
 
     def unchanged(self) -> bool:
-        """Whether the module has the same objects under the same names, and no others.
+        """Whether the module has the same objects under the same names, and no others, in any order.
 
         A tensor whose ``.data`` was replaced is the same object.
         """
         if not self.comparable:
             return False
+        # Plain loops: between two updates other code fills the processor's caches, so that each further
+        # function of C that is called here has to come from memory first.
         # Deleting from a ModuleList, say, gives it another registry.
         for owner, parameters, buffers, modules in self._owners:
             if (
@@ -59,12 +58,13 @@ class Structure:
                 or owner["_modules"] is not modules
             ):
                 return False
-        # All the rest in C: this runs twice for each update.
-        return (
-            all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
-            and [*chain.from_iterable(self._filled)] == self._names
-            # What has moved from one to the next is in the same order all the same.
-            and [*map(len, self._filled)] == self._sizes
-            and self._hidden == self._hidden_before
-            and not any(self._empty)
-        )
+        for registry, size in self._sizes:
+            if len(registry) != size:
+                return False
+        try:
+            for registry, name, value in self._entries:
+                if registry[name] is not value:
+                    return False
+        except KeyError:
+            return False
+        return self._hidden == self._hidden_before

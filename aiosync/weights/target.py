@@ -135,7 +135,7 @@ def write(pairs: list[tuple[Slot, Tensor]], *, inplace: bool) -> None:
     Args:
         pairs: where and what. Values are only read and never kept.
         inplace: write into the memory that is there. Otherwise each tensor is pointed at new
-            memory, and whoever holds the old keeps the old values.
+            memory, and code that holds the old memory keeps the old values.
     """
     # Tied slots are written once, and stay tied when they get new memory.
     groups: dict[object, list[Slot]] = {}

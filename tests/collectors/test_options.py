@@ -246,7 +246,7 @@ async def test_devices(sync: bool) -> None:
         ({"restart_workers": -1}, "expected 0 or more"),
         ({"num_workers": 0}, "expected a positive number"),
         ({"frames_per_batch": 1, "sync": True}, "has a part of each worker"),
-        ({"preemptive_threshold": 0.5, "sync": False}, "preemptive_threshold= is of sync=True"),
+        ({"preemptive_threshold": 0.5, "sync": False}, "preemptive_threshold= needs sync=True"),
         ({"max_staleness": 1, "sync": True}, "max_staleness= is of sync=False"),
         ({"start_method": "fork"}, "expected 'spawn' or 'forkserver'"),
         ({"weight_updater": 3}, "weight_updater: expected an updater"),

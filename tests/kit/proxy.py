@@ -54,7 +54,7 @@ class ChaosProxy:
         self.hold.set()
         self.passed: dict[Direction, int] = {"to_sender": 0, "to_worker": 0}
         self.accepted = 0
-        self._held: list[asyncio.Event] = []
+        self._pending: list[asyncio.Event] = []
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -74,7 +74,7 @@ class ChaosProxy:
     def release(self) -> None:
         """Let the connections that were held go on, the last first."""
         self.hold.set()
-        for event in reversed(self._held):
+        for event in reversed(self._pending):
             event.set()
 
     async def __aenter__(self) -> Self:
@@ -119,7 +119,7 @@ class ChaosProxy:
     async def _wait_turn(self) -> None:
         if not self.hold.is_set():
             turn = asyncio.Event()
-            self._held.append(turn)
+            self._pending.append(turn)
             await turn.wait()
 
     async def _pump(

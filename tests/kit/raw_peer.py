@@ -11,9 +11,9 @@ import msgspec
 
 from aiosync import TCPWeightSyncScheme
 from aiosync.protocol import frames as f
-from aiosync.protocol.session import ReceiverSession
+from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.stream import StreamDecoder
-from aiosync.transports.address import Address
+from aiosync.transports.tcp.address import Address
 from tests.kit.clock import within
 
 __all__ = ["ANY", "RawWorker", "hello"]

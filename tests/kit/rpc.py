@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed import rpc
 
 from aiosync import RPCWeightSyncScheme
-from aiosync.transports.rpc_calls import is_member
+from aiosync.transports.torch_rpc.calls import is_member
 from tests.kit.clock import PATIENCE
 
 _Test = Callable[[], Coroutine[Any, Any, None]]

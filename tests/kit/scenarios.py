@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from aiosync import WorkerLostError
-from aiosync.transports.shared_memory import SharedMemTransport
+from aiosync.transports.unix_socket import SharedMemTransport
 from tests.kit.child import Child
 from tests.kit.models import Norm, Other, Uniform, fill, value_of
 

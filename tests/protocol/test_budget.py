@@ -14,7 +14,8 @@ import pytest
 
 from aiosync.errors import ProtocolError
 from aiosync.protocol import frames as f
-from aiosync.protocol.session import ReceiverSession, SenderSession
+from aiosync.protocol.receiver_session import ReceiverSession
+from aiosync.protocol.sender_session import SenderSession
 from aiosync.protocol.stream import StreamDecoder
 from tests.protocol.test_sessions import TOKEN, greet, joined
 

@@ -23,7 +23,8 @@ from aiosync.protocol.events import (
     UpdateArrived,
     Welcomed,
 )
-from aiosync.protocol.session import ReceiverSession, ReceiverState, SenderSession, SenderState
+from aiosync.protocol.receiver_session import ReceiverSession, ReceiverState
+from aiosync.protocol.sender_session import SenderSession, SenderState
 
 TOKEN = b"t" * 32
 
@@ -77,7 +78,7 @@ class Exchange(RuleBasedStateMachine):
         self.to_worker: deque[f.Frame] = deque()
         self.to_sender: deque[f.Frame] = deque()
         self.published = 0
-        self.held: f.Update | None = None
+        self.pending: f.Update | None = None
         self.committed = [0]
         self.acked = [0]
 
@@ -105,8 +106,8 @@ class Exchange(RuleBasedStateMachine):
     def deliver_to_worker(self) -> None:
         for event in self.receiver.receive(self.to_worker.popleft()):
             assert isinstance(event, UpdateArrived)
-            assert self.held is None
-            self.held = event.update
+            assert self.pending is None
+            self.pending = event.update
         self._move()
 
     @precondition(lambda self: self.to_sender)
@@ -123,41 +124,41 @@ class Exchange(RuleBasedStateMachine):
         self._offer()
         self._move()
 
-    @precondition(lambda self: self.held is None)
+    @precondition(lambda self: self.pending is None)
     @rule(value=st.booleans())
     def want(self, value: bool) -> None:
         self.receiver.wanting = value
         self._move()
 
-    @precondition(lambda self: self.held is not None)
+    @precondition(lambda self: self.pending is not None)
     @rule(again=st.booleans())
     def commit(self, again: bool) -> None:
-        assert self.held is not None
-        self.committed.append(self.held.version)
+        assert self.pending is not None
+        self.committed.append(self.pending.version)
         self.receiver.wanting = again
-        self.receiver.applied(self.held.version, {})
-        self.held = None
+        self.receiver.applied(self.pending.version, {})
+        self.pending = None
         self._move()
 
-    @precondition(lambda self: self.held is not None)
+    @precondition(lambda self: self.pending is not None)
     @rule()
     def refuse(self) -> None:
-        assert self.held is not None
-        self.receiver.refused(_nack(self.held.version))
-        self.held = None
+        assert self.pending is not None
+        self.receiver.refused(_nack(self.pending.version))
+        self.pending = None
         self._move()
 
-    @precondition(lambda self: self.held is not None)
+    @precondition(lambda self: self.pending is not None)
     @rule(copied=st.booleans())
     def wait_for_readers(self, copied: bool) -> None:
         self.receiver.staged(copied=copied)
         self._move()
 
-    @precondition(lambda self: self.held is not None and self.receiver.superseded)
+    @precondition(lambda self: self.pending is not None and self.receiver.superseded)
     @rule()
     def skip(self) -> None:
         self.receiver.skip()
-        self.held = None
+        self.pending = None
         self._move()
 
     @invariant()
@@ -174,7 +175,7 @@ class Exchange(RuleBasedStateMachine):
             return
         # Whatever happened before: a worker that takes what comes ends up with the newest.
         for _ in range(20):
-            if self.held is not None:
+            if self.pending is not None:
                 self.commit(True)
             elif self.receiver.state is ReceiverState.IDLE:
                 self.want(True)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from aiosync.errors import AiosyncError, FrameError, ProtocolError
 from aiosync.protocol import frames as f
-from aiosync.protocol.session import ReceiverSession, SenderSession
+from aiosync.protocol.receiver_session import ReceiverSession
+from aiosync.protocol.sender_session import SenderSession
 from aiosync.protocol.stream import BLOCK, StreamDecoder, block_count
 from tests.protocol.test_frames import ANY, frame
 

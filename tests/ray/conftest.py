@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.conformance.conftest import LOOPS
+from tests.kit.loops import LOOPS
 
 
 def pytest_asyncio_loop_factories(

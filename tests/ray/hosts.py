@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from aiosync import WeightSyncScheme
-from aiosync.schemes.plan import model_of
 from aiosync.schemes.ray import RayWeightSyncScheme
 from aiosync.schemes.ray_modules import RayModuleTransformScheme
+from aiosync.sender.worker_plan import model_of
 from aiosync.weights.strategy import WeightStrategy
 from tests.kit import child
 from tests.kit.cases import Recipe
@@ -156,7 +156,7 @@ def hosted_modules(workers: int, options: dict[str, Any]) -> Recipe:
 
 
 class InAnActor:
-    """See :class:`tests.kit.cases.Place`."""
+    """See :class:`tests.kit.cases.SenderAddress`."""
 
     control: Connection[Any, Any]
 

@@ -19,9 +19,9 @@ from aiosync import (
     RemoteApplyError,
     WorkerLostError,
 )
-from aiosync.schemes import stored
 from aiosync.schemes.ray import RayWeightSyncScheme
-from aiosync.transports import ray_objects
+from aiosync.transfer import object_store as stored
+from aiosync.transports.ray import object_store as ray_objects
 from tests.kit.clock import PATIENCE, SCALE, eventually, within
 from tests.kit.models import Uniform, fill
 from tests.ray.actors import AsyncHolder, Collector, Holder, Module, Roller

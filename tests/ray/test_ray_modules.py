@@ -14,7 +14,7 @@ from torch import nn
 
 from aiosync import InvalidArgumentError, LayoutMismatchError, RemoteApplyError, WorkerLostError
 from aiosync.schemes.ray_modules import RayModuleTransformScheme
-from aiosync.transports.ray import RayActorTransport, RayTransport, put_weights
+from aiosync.transports.ray.transport import RayActorTransport, RayTransport, put_weights
 from tests.kit.clock import BRIEF, PATIENCE, within
 from tests.kit.models import Norm, Other, Uniform, fill, value_of
 from tests.ray.actors import Collector, Module, Moduleless

@@ -33,11 +33,12 @@ from aiosync import (
     atomic,
 )
 from aiosync.protocol.frames import Joint, Update
-from aiosync.schemes import joint, link
-from aiosync.schemes.arrival import Mapped
-from aiosync.schemes.gate import CommitGate
-from aiosync.schemes.sender import WeightSender
-from aiosync.transports.mp_queue import QueueListener
+from aiosync.receiver import joint_commit as joint
+from aiosync.receiver.commit_gate import CommitGate
+from aiosync.sender import connection as link
+from aiosync.sender.endpoint import WeightSender
+from aiosync.transfer.mapped import MappedInbound
+from aiosync.transports.mp.queues import QueueListener
 from aiosync.weights.segment import Segment
 from tests.kit import scenarios
 from tests.kit.cases import SCHEMES, SchemeCase
@@ -69,7 +70,7 @@ def _refuse(worker: LocalWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(views: object) -> None:
         raise ValueError("not this one")
 
-    monkeypatch.setattr(worker.scheme.get_receiver().intake._binding, "check", check)
+    monkeypatch.setattr(worker.scheme.get_receiver().applier._binding, "check", check)
 
 
 def test_a_joint_commit_and_its_calling_off_take_the_same_lock() -> None:
@@ -107,9 +108,12 @@ async def test_a_hung_worker_does_not_starve_the_others(monkeypatch: pytest.Monk
         assert value_of(well.model) == 11
         unspilling = [task for task in asyncio.all_tasks() if "_unspill" in repr(task.get_coro())]
         assert len(unspilling) <= 1
+        connections = cluster.scheme.get_sender().registry.connections
+        # Before that, a send may wait for its slot, for as long as this one has.
+        await eventually(lambda: connections[0].late, "the hung worker counts as late")
         fill(cluster.model, 12)
         with pytest.raises(SyncTimeoutError) as caught:
-            await cluster.scheme.send(wait=True, timeout=BRIEF)
+            await cluster.scheme.send(wait=True, timeout=3 * BRIEF)
         assert caught.value.workers == (0,)
         assert value_of(well.model) == 12
         _wake(hung)
@@ -158,15 +162,15 @@ async def test_a_version_that_somebody_has_is_not_taken_back(monkeypatch: pytest
 
 async def test_nothing_is_taken_back_where_a_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     async with LocalCluster(SHARED) as cluster:
-        roster = cluster.scheme.get_sender().roster
+        registry = cluster.scheme.get_sender().registry
         cut: list[int] = []
-        for worker, its in roster.links.items():
+        for worker, its in registry.connections.items():
             monkeypatch.setattr(its, "cut", lambda worker=worker: cut.append(worker))
-        group = roster.links[0].group
-        roster.make_room(group)
+        group = registry.connections[0].group
+        registry.make_room(group)
         assert cut == []
         monkeypatch.setattr(group.arena, "free_slot", lambda: None)
-        roster.make_room(group)
+        registry.make_room(group)
         assert sorted(cut) == [0, 1]
 
 
@@ -174,7 +178,7 @@ async def test_a_dropped_worker_that_is_still_copying(monkeypatch: pytest.Monkey
     size = 1 << 20
     async with LocalCluster(MEMORY, model=lambda: Uniform(size=size), on_failure="drop") as cluster:
         slow, _ = cluster.workers
-        offloader = slow.scheme.get_receiver().intake._offloader
+        offloader = slow.scheme.get_receiver().applier._offloader
         half_way, go_on = asyncio.Event(), asyncio.Event()
 
         async def copy_slowly(pairs: list[tuple[Tensor, Tensor]], *rest: object) -> bool:
@@ -205,7 +209,7 @@ async def test_nothing_is_committed_after_the_receiver_has_closed(case: SchemeCa
         async with closing.scheme.pinned():
             fill(cluster.model, 1)
             await cluster.scheme.send(wait=False)
-            job = closing.scheme.get_receiver().intake
+            job = closing.scheme.get_receiver().applier
             await eventually(lambda: job._waiting is not None, "the commit waits for the reader")
             await closing.scheme.aclose()
         assert value_of(closing.model) == 0
@@ -245,7 +249,7 @@ async def test_closing_does_not_wait_for_a_worker_that_reads_nothing() -> None:
     stuck = copy.copy(scheme)
     stuck.init_on_receiver(worker_idx=0)
     receiver = stuck.create_receiver()
-    session = receiver._link.session
+    session = receiver._connection.session
     answer = session._answer
 
     def answer_and_hang(challenge: Any) -> Any:
@@ -266,7 +270,7 @@ async def test_closing_does_not_wait_for_a_worker_that_reads_nothing() -> None:
 def test_memory_that_could_not_be_mapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout.of({"weight": torch.zeros(4)})
     segment = Segment.local(layout.nbytes)
-    mapped = Mapped(layout, holds=True)
+    mapped = MappedInbound(layout, holds=True)
     update = Update(round=0, version=0, payload={"slot": 7, "new": [[7, segment.handle]], "gone": []})
 
     def too_many(handle: dict[str, Any], **how: bool) -> Segment:
@@ -488,7 +492,7 @@ async def test_a_body_that_waits_for_a_lost_sender_is_cut_short() -> None:
                     raise TimeoutError("the body's own")
 
 
-def _orphans(cluster: ProcessCluster) -> set[object]:
+def _lost_workers(cluster: ProcessCluster) -> set[object]:
     """Who holds slots without being a worker any more."""
     slots = [slot for group in cluster.scheme.get_sender()._groups for slot in group.arena.slots]
     found = {holder for slot in slots for holder in slot.holders}
@@ -505,10 +509,10 @@ async def test_what_a_dropped_process_reads_is_its_own_until_it_has_ended(case: 
         for version in range(2, 6):
             fill(cluster.model, version)
             assert (await cluster.scheme.send()).ok
-        assert _orphans(cluster)
+        assert _lost_workers(cluster)
         stopped.kill()
         await stopped.ended()
-        await eventually(lambda: not _orphans(cluster), "nobody holds what it read")
+        await eventually(lambda: not _lost_workers(cluster), "nobody holds what it read")
 
 
 @pytest.mark.parametrize("case", [SHARED, PROCESS, PIPES], ids=lambda case: case.name)
@@ -518,7 +522,7 @@ async def test_what_a_dropped_process_reads_is_its_own_until_it_says_otherwise(c
         late.stop()
         fill(cluster.model, 1)
         assert (await cluster.scheme.send(timeout=BRIEF)).dropped == (1,)
-        assert _orphans(cluster)
+        assert _lost_workers(cluster)
         late.resume()
         await late.run(scenarios.aclose)
-        await eventually(lambda: not _orphans(cluster), "nobody holds what it read")
+        await eventually(lambda: not _lost_workers(cluster), "nobody holds what it read")

@@ -1,28 +1,19 @@
-"""What talks to sockets is tested on both event loops."""
+"""Tests of sockets run on both event loops."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-
 import pytest
-import uvloop
+
+from tests.kit.loops import ASYNCIO, LOOPS, LoopFactories
 
 ON_BOTH = {
     "test_distributed.py",
-    "test_relay.py",
     "test_tcp.py",
     "test_tcp_races.py",
     "test_tcp_security.py",
-    "test_unix_memory.py",
 }
 
 
-def pytest_asyncio_loop_factories(
-    config: pytest.Config, item: pytest.Item
-) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """asyncio, and uvloop where that matters."""
-    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
-    if item.path.name in ON_BOTH:
-        loops["uvloop"] = uvloop.new_event_loop
-    return loops
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> LoopFactories:
+    """asyncio; and uvloop for the files in :data:`ON_BOTH`."""
+    return LOOPS if item.path.name in ON_BOTH else ASYNCIO

@@ -31,7 +31,7 @@ from aiosync import (
     WorkerLostError,
 )
 from aiosync.protocol import frames as f
-from aiosync.protocol.session import ReceiverSession
+from aiosync.protocol.receiver_session import ReceiverSession
 from tests.kit.clock import PATIENCE, eventually, within
 from tests.kit.local import LocalWorker
 from tests.kit.models import Uniform, fill, value_of
@@ -254,10 +254,10 @@ class Network(RuleBasedStateMachine):
         for worker in self.workers:
             assert worker.scheme.ended is None
             assert worker.wrong == [], worker.events
-        roster = self.trainer.get_sender().roster
+        registry = self.trainer.get_sender().registry
         most = 2 * MOST + len(self.adversaries) + 1
-        assert len(roster.links) <= most
-        for kept in (roster._last, roster._lost, roster._unreported, roster.rounds):
+        assert len(registry.connections) <= most
+        for kept in (registry._last, registry._lost, registry._unreported, registry.rounds):
             assert len(kept) <= most
         assert len(asyncio.all_tasks()) <= 12 * most
 

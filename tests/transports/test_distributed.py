@@ -25,8 +25,8 @@ from aiosync import (
     SyncTimeoutError,
     WorkerLostError,
 )
-from aiosync.schemes.ensemble import Ensemble
-from aiosync.transports.process_group import Ranks
+from aiosync.transfer.broadcast import BroadcastGroup
+from aiosync.transports.torch_distributed.process_group import ProcessGroupMember
 from tests.conformance.test_g07_one_bad_worker import SOON
 from tests.kit import scenarios
 from tests.kit.cases import SchemeCase, distributed
@@ -198,14 +198,14 @@ async def test_the_default_group_is_left_alone() -> None:
 def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The versions that went to all at once."""
     sent: list[int] = []
-    begin = Ensemble.begin
+    begin = BroadcastGroup.begin
 
-    def note(self: Ensemble, published: Any, on_sent: Any) -> None:
+    def note(self: BroadcastGroup, published: Any, on_sent: Any) -> None:
         if published.version not in sent:
             sent.append(published.version)
         begin(self, published, on_sent)
 
-    monkeypatch.setattr(Ensemble, "begin", note)
+    monkeypatch.setattr(BroadcastGroup, "begin", note)
     return sent
 
 
@@ -290,7 +290,7 @@ async def test_who_waits_for_one_that_dies_is_not_forgotten() -> None:
         await ready.serve()
         fill(cluster.model, 1)
         sending = asyncio.create_task(scheme.send())
-        link = scheme.get_sender().roster.links[0]
+        link = scheme.get_sender().registry.connections[0]
         await eventually(lambda: link.ready, "one has come for it")
         transport = busy.scheme.receiver_transport
         assert transport is not None
@@ -306,16 +306,16 @@ async def test_a_rank_that_is_killed_in_the_middle(
     async with ProcessCluster(BROADCAST, workers=3, size=LARGE, timeout=PATIENCE / 3) as cluster:
         scheme, victim = cluster.scheme, cluster.workers[1]
         assert isinstance(scheme, DistributedWeightSyncScheme)
-        begin, begun = Ranks._begin, 0
+        begin, begun = ProcessGroupMember._begin, 0
 
-        def kill_at_the_second(self: Ranks, group: Any, bucket: Any, tag: int) -> Any:
+        def kill_at_the_second(self: ProcessGroupMember, group: Any, bucket: Any, tag: int) -> Any:
             nonlocal begun
             begun += 1
             if begun == 2:
                 victim.kill()
             return begin(self, group, bucket, tag)
 
-        monkeypatch.setattr(Ranks, "_begin", kill_at_the_second)
+        monkeypatch.setattr(ProcessGroupMember, "_begin", kill_at_the_second)
         fill(cluster.model, 1)
         started = time.monotonic()
         with pytest.raises(WorkerLostError, match="worker 1 lost") as caught:

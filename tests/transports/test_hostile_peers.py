@@ -19,22 +19,22 @@ from typing import Any
 
 import pytest
 
-import aiosync.transports.tcp as tcp_module
+import aiosync.transports.tcp.connection as tcp_module
 from aiosync import HandshakeError, InvalidArgumentError, TCPWeightSyncScheme
 from aiosync.protocol import frames as f
-from aiosync.protocol.session import ReceiverSession
+from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.schemes.tcp import _derived
-from aiosync.transports.tls import TLSLayer
+from aiosync.transports.tcp.tls import TLSLayer
 from tests.kit.certificates import certificates
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalWorker
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.raw_peer import RawWorker, hello
+from tests.kit.tcp import TOKEN, join, make_worker, sender_of
 from tests.protocol.test_budget import AFTER, BEFORE, frame_of
-from tests.transports.test_tcp import TOKEN, join, make_worker, sender_of
 
 
-def _held(settled: int) -> int:
+def _pending(settled: int) -> int:
     return tracemalloc.get_traced_memory()[0] - settled
 
 
@@ -59,13 +59,13 @@ async def test_a_stranger_holds_little(traced: None, caplog: pytest.LogCaptureFi
         gc.collect()
         settled = tracemalloc.get_traced_memory()[0]
         strangers = [await RawWorker.dial(scheme) for _ in range(count)]
-        ours = _held(settled)  # the test's own ends
+        ours = _pending(settled)  # the test's own ends
         for stranger in strangers:
             stranger.say(hello())
             await stranger.hear()
             stranger.writer.write(frame_of(bytes(f.MAX_GREETING))[:-1])  # all but one byte of another
         await asyncio.sleep(0.1)
-        assert _held(settled) - ours < count * BEFORE
+        assert _pending(settled) - ours < count * BEFORE
         for stranger in strangers:
             await stranger.close()
         await eventually(lambda: len(listener._alive) == 1, "they are gone")
@@ -73,7 +73,7 @@ async def test_a_stranger_holds_little(traced: None, caplog: pytest.LogCaptureFi
 
         def released() -> bool:
             gc.collect()
-            return _held(settled) < count * 1024
+            return _pending(settled) < count * 1024
 
         await eventually(released, "nothing is kept of them")
         await worker.close()
@@ -106,7 +106,7 @@ async def test_nothing_is_kept_of_workers_that_have_left(
         settled = tracemalloc.get_traced_memory()[0]
         await come_and_go(1000)
         gc.collect()
-        assert _held(settled) < 20 * 4096
+        assert _pending(settled) < 20 * 4096
         await worker.close()
 
 
@@ -129,7 +129,7 @@ async def test_a_flood_of_fetches(caplog: pytest.LogCaptureFixture, traced: None
             peer.writer.write(flood)
             with suppress(ConnectionError, TimeoutError):
                 await asyncio.wait_for(peer.writer.drain(), BRIEF)
-            worst = max(worst, _held(settled))
+            worst = max(worst, _pending(settled))
         await eventually(lambda: len(scheme.workers) == 1, "it is let go of")
         assert worst < AFTER + 64 * len(flood)  # what the test's own end holds
         fill(model, 1)

@@ -28,12 +28,12 @@ from aiosync import (
     WorkerLostError,
     updaters,
 )
-from aiosync.schemes import enlisted
+from aiosync.schemes import attach as enlisted
 from aiosync.sync import updaters as blocking_updaters
-from aiosync.transports import rpc_meeting
-from aiosync.transports.rpc_calls import is_member
-from aiosync.transports.shared_memory import SharedMemTransport
-from aiosync.transports.tcp import TCPTransport
+from aiosync.transports.tcp.connection import TCPTransport
+from aiosync.transports.torch_rpc import rendezvous as rpc_meeting
+from aiosync.transports.torch_rpc.calls import is_member
+from aiosync.transports.unix_socket import SharedMemTransport
 from tests.conformance.test_g07_one_bad_worker import SOON
 from tests.kit import scenarios
 from tests.kit.cases import SchemeCase, over_rpc

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -27,44 +26,7 @@ from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalWorker
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.proxy import ChaosProxy
-
-TOKEN = "a token of the tests"
-
-
-def make_worker(address: str, model: nn.Module | None = None, **options: Any) -> LocalWorker:
-    """A worker that knows address and token, as one on another machine would."""
-    scheme = TCPWeightSyncScheme(address, token=TOKEN, **{"timeout": PATIENCE, **options})
-    worker = LocalWorker(scheme, 0, Uniform(-1.0) if model is None else model, {})
-    worker.init(worker_idx=None)
-    return worker
-
-
-@asynccontextmanager
-async def sender_of(model: nn.Module, **options: Any) -> AsyncIterator[TCPWeightSyncScheme]:
-    """An elastic sender on a free port; it listens when somebody connects it."""
-    scheme = TCPWeightSyncScheme("tcp://127.0.0.1:0", token=TOKEN, **{"timeout": PATIENCE, **options})
-    scheme.init_on_sender(model_id="policy", model=model)
-    try:
-        yield scheme
-    finally:
-        await within(scheme.aclose())
-
-
-def break_off(scheme: TCPWeightSyncScheme) -> None:
-    """End a sender's connections without a goodbye."""
-    for transport in scheme.sender_transports.values():
-        transport.abort()  # type: ignore[attr-defined]
-
-
-async def join(scheme: TCPWeightSyncScheme, *workers: LocalWorker) -> None:
-    """Connect a sender and its first workers, and have them serve."""
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(scheme.connect(min_workers=len(workers)))
-        for worker in workers:
-            tasks.create_task(worker.connect())
-    for worker in workers:
-        await worker.serve()
-
+from tests.kit.tcp import TOKEN, break_off, join, make_worker, sender_of
 
 # -- elastic ---------------------------------------------------------------------------------------
 
@@ -479,7 +441,7 @@ async def test_a_worker_without_zstandard(monkeypatch: pytest.MonkeyPatch) -> No
     async with sender_of(model, codec="delta") as scheme:
         worker = make_worker(scheme.address)
         with monkeypatch.context() as patch:
-            patch.setattr("aiosync.schemes.uplink.known_encodings", list)
+            patch.setattr("aiosync.receiver.connection.known_encodings", list)
             await join(scheme, worker)
         fill(model, 1)
         await scheme.send()

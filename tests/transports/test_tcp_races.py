@@ -22,16 +22,17 @@ from aiosync import (
     atomic,
 )
 from aiosync.protocol import frames as f
-from aiosync.protocol.session import ReceiverSession, ReceiverState
-from aiosync.schemes import landing, relay_intake
-from aiosync.schemes.link import PATIENCE as STUCK_AFTER
+from aiosync.protocol.receiver_session import ReceiverSession, ReceiverState
+from aiosync.relay import forwarder as relay_intake
+from aiosync.sender.connection import PATIENCE as STUCK_AFTER
+from aiosync.transfer import stream_inbound as landing
 from aiosync.weights.copying import BlockCopy
 from tests.kit.certificates import certificates
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.proxy import ChaosProxy
-from tests.transports.test_relay import connect, relay_below, serve
-from tests.transports.test_tcp import TOKEN, break_off, join, make_worker, sender_of
+from tests.kit.relay import connect, relay_below, serve
+from tests.kit.tcp import TOKEN, break_off, join, make_worker, sender_of
 
 LARGE = 1 << 19
 
@@ -190,7 +191,7 @@ async def test_a_version_that_a_lost_worker_has_is_no_other_version_later() -> N
     async with sender_of(model) as scheme, ChaosProxy(scheme.address) as proxy:
         refusing, behind = make_worker(scheme.address), make_worker(proxy.address)
         await join(scheme, refusing, behind)
-        refuses: Any = refusing.scheme.get_receiver().intake._binding
+        refuses: Any = refusing.scheme.get_receiver().applier._binding
         right = refuses.check
 
         def check(views: object) -> None:
@@ -250,7 +251,7 @@ async def test_a_second_break_before_the_first_update_of_a_new_sender() -> None:
         await first.send()
         break_off(first)
     receiver = worker.scheme.get_receiver()
-    receiver.intake.follow_another()
+    receiver.applier.follow_another()
     receiver._lose("the link broke again")
     assert worker.scheme.ended is None
     second = TCPWeightSyncScheme(address, token=TOKEN, timeout=PATIENCE)
@@ -331,7 +332,7 @@ async def test_an_update_that_is_cut_and_offered_again_above_a_relay(
         fill(model, 1)
         await scheme.send(wait=False)
         await eventually(lambda: proxy.passed["to_worker"] > 33 << 20, "some of it has come")
-        (link,) = scheme.get_sender().roster.links.values()
+        (link,) = scheme.get_sender().registry.connections.values()
         with monkeypatch.context() as patch:
             patch.setattr(link, "_still", lambda: STUCK_AFTER + 1)
             link.cut()
@@ -420,7 +421,7 @@ async def test_a_part_that_is_refused_calls_the_other_off() -> None:
         def refuse(views: Any) -> None:
             raise ValueError("not this one")
 
-        binding = refusing.scheme.get_receiver().intake._binding
+        binding = refusing.scheme.get_receiver().applier._binding
         assert binding is not None
         binding.check = refuse  # type: ignore[method-assign]
         fill(policy, 1)

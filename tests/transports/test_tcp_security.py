@@ -25,12 +25,12 @@ from aiosync import (
     WorkerLostError,
 )
 from aiosync.protocol import frames as f
-from aiosync.protocol.session import _proof
+from aiosync.protocol.session import proof_of
 from tests.kit.certificates import certificates
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalWorker
 from tests.kit.models import Uniform, fill, value_of
-from tests.transports.test_tcp import TOKEN, join, make_worker, sender_of
+from tests.kit.tcp import TOKEN, join, make_worker, sender_of
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -97,7 +97,7 @@ async def test_a_proof_that_was_overheard(caplog: pytest.LogCaptureFixture) -> N
             (challenge,) = seen
             assert isinstance(challenge, f.Challenge)
             if not proof:
-                proof = _proof(scheme._token, b"worker", hello.nonce, challenge.nonce)
+                proof = proof_of(scheme._token, b"worker", hello.nonce, challenge.nonce)
             writer.write(f.encode(f.Proof(proof=proof)) + f.encode(f.Join()))
             if attempt == 0:
                 await eventually(lambda: len(scheme.workers) == 2, "the first time it is good")

@@ -34,12 +34,12 @@ def modules(draw: Any) -> nn.Module:
 
 
 def _seen(module: nn.Module) -> tuple[object, ...]:
-    """All that a binding could find."""
+    """All that a binding could find. Tensors go by their names, so their order is nothing."""
     return (
-        [(name, id(part)) for name, part in module.named_modules(remove_duplicate=False)],
-        [(name, id(tensor)) for name, tensor in module.named_parameters(remove_duplicate=False)],
-        [(name, id(tensor)) for name, tensor in module.named_buffers(remove_duplicate=False)],
-        [*module.state_dict()],
+        {(name, id(part)) for name, part in module.named_modules(remove_duplicate=False)},
+        {(name, id(tensor)) for name, tensor in module.named_parameters(remove_duplicate=False)},
+        {(name, id(tensor)) for name, tensor in module.named_buffers(remove_duplicate=False)},
+        {*module.state_dict()},
     )
 
 

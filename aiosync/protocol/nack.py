@@ -1,0 +1,84 @@
+"""A worker's refusal: from its exception to the wire, and from there to the sender's error."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+
+import msgspec
+
+from aiosync.errors import (
+    AiosyncError,
+    JointUpdateError,
+    LayoutMismatchError,
+    RemoteApplyError,
+    WorkerError,
+)
+from aiosync.protocol.frames import MAX_NAMES, MAX_TEXT, Nack, NackKind
+from aiosync.protocol.text import cut
+
+__all__ = ["DownstreamError", "nack_of", "remote_error"]
+
+_MESSAGE = 8 * 1024
+_TRACEBACK = 32 * 1024
+"""Characters that are sent."""
+
+
+def nack_of(version: int, error: Exception) -> Nack:
+    """What to tell the sender about ``error``, cut to fit into a frame. The session fills in the round."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    nack = Nack(
+        round=-1,
+        version=version,
+        kind=_kind_of(error),
+        error_type=cut(name, MAX_TEXT),
+        message=cut(str(error), _MESSAGE),
+        traceback=cut("".join(traceback.format_exception(error)), _TRACEBACK, keep_end=True),
+    )
+    return _with_entries(nack, error) if isinstance(error, LayoutMismatchError) else nack
+
+
+def _with_entries(nack: Nack, error: LayoutMismatchError) -> Nack:
+    missing, unexpected, differing = error.missing, error.unexpected, error.differing
+    listed = [
+        (_short(name), (_short(want), _short(got)))
+        for name, (want, got) in itertools.islice(differing.items(), MAX_NAMES)
+    ]
+    return msgspec.structs.replace(
+        nack,
+        kind="layout",
+        missing=[_short(name) for name in missing[:MAX_NAMES]],
+        unexpected=[_short(name) for name in unexpected[:MAX_NAMES]],
+        differing=dict(listed),
+        omitted=sum(max(0, len(some) - MAX_NAMES) for some in (missing, unexpected, differing)),
+    )
+
+
+def _short(text: str) -> str:
+    return cut(text, MAX_TEXT)
+
+
+class DownstreamError(WorkerError):
+    """A relay has the update, and some of its own workers have not."""
+
+
+def _kind_of(error: Exception) -> NackKind:
+    if isinstance(error, JointUpdateError):
+        return "joint"
+    return "below" if isinstance(error, DownstreamError) else "apply"
+
+
+def remote_error(worker: int, nack: Nack) -> AiosyncError:
+    """The error that a worker's refusal stands for here."""
+    if nack.kind == "layout":
+        return LayoutMismatchError(
+            missing=nack.missing,
+            unexpected=nack.unexpected,
+            differing=nack.differing,
+            worker=worker,
+            omitted=nack.omitted,
+        )
+    if nack.kind == "joint":
+        return JointUpdateError(f"worker {worker} gave up version {nack.version}: {nack.message}")
+    return RemoteApplyError(worker, nack.version, nack.error_type, nack.message, nack.traceback)

@@ -1,0 +1,167 @@
+"""The commit gate: a commit runs only while no reader uses the model.
+
+Readers come through ``pinned()`` or through a forward pass of a guarded model (the blocking twins, where
+another thread applies). The reader that brings the number of readers to zero runs the waiting commit in
+its own thread: the event loop's thread at the end of a ``pinned()`` block, the worker's thread at the end
+of a forward pass. While a commit waits new readers wait too, so that it cannot starve. A reader that holds
+the commit up itself passes, since it would wait for itself: a forward pass inside a pinned block, or the
+second of two models that commit jointly. A task is one such reader, and so is a thread.
+
+One lock serves all gates of the process, because a joint commit needs several gates at once. It is held
+for bookkeeping and for the commit itself, which re-points parameters and takes microseconds; and while
+the process forks, so that no child gets a model half way through a commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from aiosync._deadline import Deadline
+
+__all__ = ["LOCK", "CommitGate", "CommitJob", "commit_now", "submit"]
+
+# The bare lock is entered without running Python code, so that an interrupt (Ctrl-C) cannot come between
+# taking it and the body that gives it back.
+LOCK = threading.RLock()
+_changed = threading.Condition(LOCK)
+os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
+
+
+class CommitJob:
+    """One commit that waits for its gates.
+
+    Attributes:
+        done: resolves when the commit has run, with its exception if it raised; cancelled if it was
+            withdrawn before.
+    """
+
+    def __init__(self, gates: Sequence[CommitGate], commit: Callable[[], None]) -> None:
+        self.gates = tuple(gates)
+        self.done: Future[None] = Future()
+        self._commit = commit
+
+    def withdraw(self) -> bool:
+        """Take the commit back; false if it has run already."""
+        with LOCK:
+            if self.done.done():
+                return False
+            self._leave()
+            self.done.cancel()
+            return True
+
+    def _ready(self) -> bool:
+        return not any(gate._inside for gate in self.gates)
+
+    def _run(self) -> None:
+        self._leave()
+        interrupts: list[BaseException] = []
+        while not self.done.done():
+            try:
+                self._commit()
+            except Exception as exc:  # noqa: BLE001 - the future carries it to the caller of submit()
+                self.done.set_exception(exc)
+            except BaseException as exc:  # noqa: BLE001 - raised below
+                # It was this thread that was to be interrupted, not the commit, which has been taken
+                # back and is made again.
+                interrupts.append(exc)
+            else:
+                self.done.set_result(None)
+        if interrupts:
+            raise interrupts[0]
+
+    def _leave(self) -> None:
+        for gate in self.gates:
+            gate._waiting.remove(self)
+        _changed.notify_all()
+
+
+class CommitGate:
+    """Knows the readers of one model.
+
+    A reader enters with a ticket, anything that is its own; leaving with it twice does no harm. Tickets
+    of the same ``reader`` (a task, a thread) pass when one of them holds up what the others wait for.
+    """
+
+    def __init__(self) -> None:
+        self._inside: dict[object, object] = {}
+        self._waiting: list[CommitJob] = []
+
+    def try_enter(self, ticket: object, reader: object) -> bool:
+        """Become a reader, unless a commit waits that ``reader`` is not already holding up."""
+        with LOCK:
+            if not self._open_to(reader):
+                return False
+            self._inside[ticket] = reader
+            return True
+
+    def leave(self, ticket: object) -> None:
+        """Stop being a reader; runs the commit that waited for this, if there is one."""
+        with LOCK:
+            if self._inside.pop(ticket, None) is not None:
+                for job in list(self._waiting):
+                    if job._ready():
+                        job._run()
+
+    async def enter(self, ticket: object, reader: object, deadline: Deadline) -> None:
+        """Become a reader on the event loop.
+
+        Raises:
+            SyncTimeoutError: a commit waited for other readers until the deadline.
+        """
+        while not self.try_enter(ticket, reader):
+            with LOCK:
+                job = self._waiting[-1] if self._waiting else None
+            if job is None:
+                continue
+            try:
+                async with asyncio.timeout(deadline.remaining()):
+                    await asyncio.wait([asyncio.wrap_future(job.done)])
+            except TimeoutError:
+                raise deadline.error("pin", hint="a commit waits for other readers to leave") from None
+
+    def enter_blocking(self, ticket: object, reader: object, seconds: float, *, force: bool = False) -> bool:
+        """Become a reader in a thread, after ``seconds`` of waiting at most.
+
+        Args:
+            force: enter then all the same.
+
+        Returns:
+            Whether the reader has entered.
+        """
+        with LOCK:
+            entered = _changed.wait_for(lambda: self._open_to(reader), timeout=seconds) or force
+            if entered:
+                self._inside[ticket] = reader
+            return entered
+
+    def _open_to(self, reader: object) -> bool:
+        return not self._waiting or any(
+            reader in gate._inside.values() for job in self._waiting for gate in job.gates
+        )
+
+
+def commit_now(gate: CommitGate, commit: Callable[..., None], *args: object) -> bool:
+    """Call ``commit(*args)`` if the gate has no reader and no waiting commit. Return whether it was called.
+
+    The short way: no job is made.
+    """
+    with LOCK:
+        if gate._inside or gate._waiting:
+            return False
+        commit(*args)
+        return True
+
+
+def submit(gates: Sequence[CommitGate], commit: Callable[[], None]) -> CommitJob:
+    """Run ``commit`` as soon as no gate has a reader: now, in this thread, if that is so already."""
+    job = CommitJob(gates, commit)
+    with LOCK:
+        for gate in gates:
+            gate._waiting.append(job)
+        if job._ready():
+            job._run()
+    return job

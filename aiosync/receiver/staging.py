@@ -1,0 +1,226 @@
+"""Where an update's bytes are on the receiving side, between their arrival and the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from aiosync.protocol.frames import Update
+from aiosync.transfer.base import InboundTransfer
+from aiosync.weights.arena import LentViews
+from aiosync.weights.binding import Binding, Staged
+from aiosync.weights.copying import INLINE_LIMIT, Pairs
+from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
+
+__all__ = ["StagingBuffers"]
+
+
+class StagingBuffers:
+    """Turns an update that has arrived into the tensors to commit.
+
+    A tensor that a parameter will view must have its dtype and device, so entries that differ are converted
+    into memory of this process; with ``copies`` so is everything else, and the memory that the update
+    arrived in is needed only until it is staged. Large buffers are copied too, since a worker writes into
+    its buffers.
+
+    Args:
+        binding: the model, bound to the sender's layout.
+        inbound: where updates are.
+        device: where that is.
+        copies: whether to copy everything.
+
+    Attributes:
+        generation: the binding's when this was made; see :attr:`Binding.generation`.
+        converts: whether entries are staged in other dtypes than they are sent in.
+        hears_commits: whether :meth:`committed` has anything to do.
+    """
+
+    def __init__(
+        self, binding: Binding, inbound: InboundTransfer, device: torch.device, *, copies: bool
+    ) -> None:
+        self.copies = copies
+        self.generation = binding.generation
+        self._staged_for = -1 if _differing(binding) else binding.generation
+        self._layout = binding.layout
+        self._inbound = inbound
+        self._written = inbound.written
+        self._buffers = _double_buffers(binding, inbound, device, copies)
+        self.converts = any(buffer.converts for buffer in self._buffers)
+        everything = frozenset(binding.layout.names)
+        staged = frozenset(name for buffer in self._buffers for name in buffer.names)
+        self._own = staged if inbound.borrowed or inbound.holds else everything
+        self._lasting = staged if inbound.borrowed else everything
+        self.hears_commits = bool(self._buffers) or not inbound.borrowed or inbound.written is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this process has taken for staging."""
+        return self._inbound.nbytes + sum(buffer.nbytes for buffer in self._buffers)
+
+    def reserve(self) -> None:
+        """Take all memory now, so that later updates run into warm pages."""
+        self._inbound.reserve()
+        for buffer in self._buffers:
+            buffer.reserve()
+
+    def is_quick(self, update: Update) -> bool:
+        """Whether staging moves so few bytes that a thread would take longer."""
+        if self._layout.nbytes <= INLINE_LIMIT:
+            return True
+        return not self._buffers and self._inbound.is_quick(update)
+
+    def stage(self, update: Update, names: Collection[str] | None) -> tuple[Staged, Pairs]:
+        """The tensors to commit, and the (destination, source) pairs that have to be copied before. Blocking;
+        may be run in a thread.
+
+        Args:
+            update: it has arrived.
+            names: the entries that it is about; None: all.
+
+        Raises:
+            ProtocolError: the update does not say where it lies, cannot be mapped, or arrived damaged.
+            ArenaAllocationError: there is no memory for what is staged in this process.
+        """
+        arrived, source = self._inbound.find(update)
+        leaving = () if names is None else self._inbound.make_room(names)
+        if not self._buffers:
+            return self._staged(source, leaving), []
+        views = dict(source)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for buffer in self._buffers:
+            pairs += buffer.stage(arrived, source, names)
+            views |= buffer.views(names)
+        for alias, name in self._layout.aliases.items():
+            views[alias] = views[name]
+        return self._staged(views, leaving), pairs
+
+    def _staged(self, views: Mapping[str, Tensor], leaving: Collection[str]) -> Staged:
+        return Staged(
+            views, self._own, self._lasting, self._staged_for, self._written, leaving, self._is_lent
+        )
+
+    def _is_lent(self, address: int) -> bool:
+        return self._inbound.is_lent(address) or any(buffer.has(address) for buffer in self._buffers)
+
+    def committed(self, names: Collection[str] | None) -> None:
+        """What was staged last is in service now, for these entries: what they had before is free."""
+        self._inbound.committed(names)
+        for buffer in self._buffers:
+            buffer.committed(names)
+
+    def close(self) -> None:
+        """Let go of everything; tensors in service stay valid."""
+        self._inbound.close()
+
+
+class _BackBuffers:
+    """Two places on a device for each of some entries: one in service, the other for the next update.
+
+    An update of some entries changes the side of those alone, so all others stay where they are.
+
+    Args:
+        layout: the entries, in the dtypes that the model has.
+        device: where.
+        names: the entries and their aliases.
+        arriving: what arrives.
+
+    Attributes:
+        converts: whether entries have other dtypes here than where they arrive.
+    """
+
+    def __init__(
+        self, layout: Layout, device: torch.device, names: Collection[str], arriving: Layout
+    ) -> None:
+        self.names = names
+        self.converts = any(entry.dtype is not arriving[entry.name].dtype for entry in layout)
+        self._layout = layout
+        self._device = device
+        # Whether it looks just like what arrives, so that it can be copied in one piece.
+        self._whole = layout.entries == arriving.entries
+        self._sides: list[tuple[Segment, LentViews]] = []
+        # The side that each entry is staged into next.
+        self._back = {entry.name: 0 for entry in layout}
+        # Those that have been committed at least once: the other side of these is what the model has.
+        self._in_service: set[str] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken."""
+        return sum(segment.nbytes for segment, _ in self._sides)
+
+    def has(self, address: int) -> bool:
+        """Whether an address lies in this memory."""
+        return any(segment.has(address) for segment, _ in self._sides)
+
+    def reserve(self) -> None:
+        """Take both sides."""
+        while len(self._sides) < 2:
+            segment = Segment.private(self._layout.nbytes, self._device)
+            self._sides.append((segment, LentViews(self._layout, segment.buffer)))
+
+    def stage(self, arrived: Tensor, source: Mapping[str, Tensor], names: Collection[str] | None) -> Pairs:
+        """What has to be copied, given the buffer that an update arrived in and its views."""
+        self.reserve()
+        sides = set(self._back.values())
+        if self._whole and names is None and len(sides) == 1:
+            nbytes = self._layout.nbytes
+            return [(self._sides[sides.pop()][0].buffer[:nbytes], arrived[:nbytes])]
+        views = self.views(names)
+        return [(view, source[name]) for name, view in views.items() if names is None or name in names]
+
+    def views(self, names: Collection[str] | None) -> dict[str, Tensor]:
+        """Entry -> where it is staged; or where it is in service, if the update is not about it."""
+        both = [views.tensors() for _, views in self._sides]
+        if names is None:
+            return {name: both[side][name] for name, side in self._back.items()}
+        return {
+            name: both[side if name in names else side ^ 1][name]
+            for name, side in self._back.items()
+            if name in names or name in self._in_service
+        }
+
+    def committed(self, names: Collection[str] | None) -> None:
+        """These entries are in service now: the next update goes to their other side."""
+        for name in self._back:
+            if names is None or name in names:
+                self._back[name] ^= 1
+                self._in_service.add(name)
+
+
+def _differing(binding: Binding) -> set[str]:
+    """The entries that are one tensor at the sender and tensors of several dtypes or devices here."""
+    kinds: dict[str, set[tuple[torch.dtype, torch.device]]] = {}
+    for name, target in binding.targets().items():
+        kinds.setdefault(binding.layout[name].name, set()).add((target.dtype, target.device))
+    return {name for name, found in kinds.items() if len(found) > 1}
+
+
+def _double_buffers(
+    binding: Binding, inbound: InboundTransfer, source: torch.device, copies: bool
+) -> list[_BackBuffers]:
+    """One per device, for the entries that cannot be viewed where they arrive."""
+    wanted: dict[torch.device, list[tuple[str, tuple[int, ...], torch.dtype]]] = {}
+    layout = binding.layout
+    # Where one entry becomes tensors of several dtypes, each commit converts it for each of them.
+    differing = _differing(binding)
+    names = {name: layout[name].name for name in binding.needs()}
+    targets = {
+        names[name]: target for name, target in binding.needs().items() if names[name] not in differing
+    }
+    elsewhere = inbound.borrowed or inbound.holds
+    own = {layout[name].name for name in binding.needs_own()} if elsewhere else ()
+    for entry in layout:
+        target = targets.get(entry.name)
+        device = source if target is None or target.is_meta else target.device
+        dtype = entry.dtype if target is None else target.dtype
+        if copies or dtype != entry.dtype or device != source or entry.name in own:
+            wanted.setdefault(device, []).append((entry.name, entry.shape, dtype))
+    found = []
+    for device, specs in wanted.items():
+        mine = Layout(specs)
+        here = {name for name in layout.names if layout[name].name in mine}
+        found.append(_BackBuffers(mine, device, here, layout))
+    return found

@@ -1,0 +1,1 @@
+"""A relay: a receiver above, a sender below."""

@@ -1,0 +1,131 @@
+"""A node between a trainer and its workers, which passes on each block as it arrives.
+
+Upstream it is a worker, downstream a sender. An update lands in a slot of the downstream side, and as soon
+as it begins to come the workers are told: they fetch it from that slot, block by block, while the rest is
+still on its way. When all of them have answered, the relay answers.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from aiosync._deadline import Deadline
+from aiosync._resource import AsyncResource
+from aiosync.errors import AiosyncError, NotConnectedError
+from aiosync.receiver.endpoint import WeightReceiver
+from aiosync.relay.forwarder import RelayForwarder
+from aiosync.reports import WorkerState
+from aiosync.schemes.tcp import TCPWeightSyncScheme
+from aiosync.transports._offload import uninterrupted
+from aiosync.transports._tasks import BackgroundTasks
+
+__all__ = ["WeightRelay"]
+
+logger = logging.getLogger("aiosync")
+
+
+class WeightRelay(AsyncResource):
+    """Takes a trainer's updates and hands them on to workers of its own, block by block as they arrive.
+
+    So a trainer with one uplink feeds many hosts as a tree: it sends one copy to each relay, whatever the
+    number of workers below. To the trainer a relay is one worker, which has applied an update when all of
+    its own have; relays may stand below relays. ::
+
+        upstream = aiosync.TCPWeightSyncScheme("tcp://trainer:5555", token=token)
+        downstream = aiosync.TCPWeightSyncScheme("tcp://0.0.0.0:5556", token=token)
+        async with aiosync.WeightRelay(upstream, downstream, model_id="policy") as relay:
+            await relay.wait_closed()
+
+    Memory: ``max_slots`` model sizes at most. A worker that joins gets the newest version from the relay. If
+    the link upstream breaks, workers keep their version, and the relay connects again as a worker would.
+
+    Args:
+        upstream: how to reach the trainer, or the relay above.
+        downstream: where to listen, and how updates are encoded from here on.
+        model_id: the model, as the trainer calls it.
+    """
+
+    def __init__(
+        self,
+        upstream: TCPWeightSyncScheme,
+        downstream: TCPWeightSyncScheme,
+        *,
+        model_id: str | None = None,
+    ) -> None:
+        self._upstream = upstream
+        self._downstream = downstream
+        self._model_id = model_id
+        downstream._init_relay(model_id)
+        self._applier: RelayForwarder | None = None
+        self._receiver: WeightReceiver | None = None
+        self._host = BackgroundTasks("aiosync-relay")
+
+    @property
+    def address(self) -> str:
+        """Where workers connect."""
+        return self._downstream.address
+
+    @property
+    def version(self) -> int:
+        """The newest version that all workers here have answered for; -1 before the first."""
+        return self._receiver.version if self._receiver is not None else -1
+
+    @property
+    def workers(self) -> dict[int, WorkerState]:
+        """Who is connected here."""
+        if self._applier is None:
+            return {}
+        registry = self._applier.registry
+        return {
+            w: WorkerState(True, v, self.version - v, registry.address_of(w))
+            for w in sorted(registry.connections)
+            for v in [registry.version_of(w)]
+        }
+
+    @property
+    def ended(self) -> str | None:
+        """Why nothing more will come, or None as long as there is a trainer."""
+        return self._receiver.ended if self._receiver is not None else None
+
+    async def connect(self, timeout: float | None = None) -> None:
+        """Join the trainer, take its newest version in, and let workers in.
+
+        Raises:
+            WorkerLostError, HandshakeError, SyncTimeoutError: as a worker's ``connect``.
+        """
+        if self._downstream._listener is None:  # an attempt before this one failed
+            self._downstream._init_relay(self._model_id)
+        applier = self._applier = RelayForwarder(self._downstream, self._model_id)
+        self._receiver = self._upstream._create_relay_receiver(applier, self._model_id)
+        try:
+            await self._receiver.connect(Deadline.after(self._upstream._spec.seconds(timeout)))
+            await applier.open_downstream()
+            await self._host.start()
+            self._host.spawn(self._run)
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def _run(self) -> None:
+        assert self._receiver is not None
+        try:
+            await self._receiver.run()
+        except AiosyncError as exc:
+            logger.error("the relay has stopped: %s", exc)
+
+    async def wait_closed(self) -> None:
+        """Wait until the trainer has gone. Has no deadline: cancel it to stop waiting."""
+        if self._receiver is None:
+            raise NotConnectedError("connect() first: this relay is not connected")
+        await self._receiver.wait_closed()
+
+    async def aclose(self) -> None:
+        """Leave the trainer and say goodbye to the workers; idempotent."""
+        await uninterrupted(lambda _: self._close())
+
+    async def _close(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        await self._host.aclose()
+        if receiver is not None:
+            await receiver.aclose()
+        await self._downstream.aclose()

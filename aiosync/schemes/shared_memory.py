@@ -1,0 +1,67 @@
+"""Weights in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from aiosync.errors import NotInitializedError
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.transports.base import Listener
+from aiosync.transports.unix_socket import SharedMemTransport, UnixListener
+
+__all__ = ["SharedMemWeightSyncScheme"]
+
+
+class SharedMemWeightSyncScheme(WeightSyncScheme):
+    """One copy into shared memory per update and device, which all workers view.
+
+    The trainer's weights are copied once into a free slot of an arena; workers are notified over a Unix
+    socket and re-point their parameters at it. So four workers cost what one does, and no worker ever
+    reads a slot that is being written. On CUDA devices the arena lies on the device and is shared by
+    CUDA IPC.
+
+    Memory: two slots of the model's size, a third while a worker is behind, whatever the number of
+    workers. More only while workers that hang, or that later sends are not addressed to, each hold on
+    to a version of their own.
+
+    With ``commit="flip"`` the parameters of all workers view the same pages, and are read only by
+    contract: a worker that writes into its parameters takes ``commit="copy"``. A process that a worker
+    forks views these pages too, and reads a mix of versions once the trainer writes: give it a deep copy of
+    the model. Buffers are the worker's own in both. A model that was found on a context that has
+    ``update_policy_weights_``, and so may be written to by that, gets memory of its own instead.
+
+    All workers are processes of this user on this machine (Linux; on other POSIX systems a worker's
+    death shows by its closed socket only).
+
+    See :class:`~aiosync.WeightSyncScheme` for the arguments. ``max_slots`` and
+    ``per_worker_weights`` count here.
+    """
+
+    backends = ("shared", "thread")
+
+    _address: str | None = None
+
+    def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
+        listener = UnixListener()
+        self._address = listener.address
+        return listener
+
+    def create_transport(self, *, worker_idx: int) -> SharedMemTransport:
+        """A worker's doorbell, not open yet.
+
+        Raises:
+            NotInitializedError: the scheme was copied before ``init_on_sender`` gave it an address.
+        """
+        if self._address is None:
+            raise NotInitializedError(
+                "this scheme does not know its sender: call init_on_sender() before handing it to workers"
+            )
+        return SharedMemTransport(self._address)
+
+    def _recipe(self, *, inherit: bool) -> dict[str, Any]:
+        return {"address": self._address}
+
+    def _restore(self, recipe: Mapping[str, Any]) -> None:
+        self._address = recipe["address"]

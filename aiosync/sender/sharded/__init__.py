@@ -1,0 +1,1 @@
+"""Weights that are spread over the ranks of a trainer: the leading rank gathers them."""

@@ -1,0 +1,215 @@
+"""Calls of a sharded trainer: on the rank that sends, and on the others, which only lend their parts.
+
+Every rank calls ``connect`` and ``send`` at the same places of its program;
+:mod:`aiosync.sender.sharded.ranks` says how the calls meet. One that reaches its deadline, or is cancelled,
+returns at once; its thread goes on to notify the other ranks, and rank 0's slot stays reserved until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from aiosync._deadline import Deadline
+from aiosync.errors import GatherError, NotConnectedError
+from aiosync.reports import SendReport
+from aiosync.sender.sharded.ranks import ShardOffer, ShardRequest, Shards
+from aiosync.transports._offload import call_when_done
+
+__all__ = ["GatherLeader", "ShardContributor", "ShardGather", "leading"]
+
+
+class ShardGather:
+    """One call of rank 0's.
+
+    Args:
+        shards: the way to the others.
+        call: what they are to be in.
+        deadline: of the call.
+
+    Attributes:
+        work: what the thread does, once it has been asked to.
+        concluded: whether a version was published.
+    """
+
+    def __init__(self, shards: Shards, call: str, deadline: Deadline) -> None:
+        self.work: Future[None] | None = None
+        self.concluded = False
+        self._shards = shards
+        self._call = call
+        self._deadline = deadline
+        self._given_up = ""
+
+    async def gather(
+        self, wanted: Sequence[ShardRequest], begin: Callable[[], object], stopped: asyncio.Future[None]
+    ) -> None:
+        """Bring the entries together; with none, the others are told all the same.
+
+        Args:
+            wanted: the entries.
+            begin: called in another thread before the first byte is written.
+            stopped: done when the sender is being closed.
+
+        Raises:
+            GatherError: a rank has failed or has given up, or is gone.
+            SyncTimeoutError: not all came in time.
+            NotConnectedError: the sender was closed.
+        """
+        work = partial(self._shards.gather, self._call, wanted, lambda: self._given_up, begin)
+        self.work = self._shards.thread.submit(work)
+        await _until_done(self.work, self._deadline, stopped)
+
+    def published(self, version: int) -> None:
+        """Notify the other ranks of the version, without waiting for that."""
+        self.concluded = True
+        if self.work is not None:
+            self._shards.thread.submit(partial(self._conclude, self.work, version, ""))
+
+    def call_off(self, error: BaseException) -> None:
+        """Have the others told that nothing was published. Does not wait for that."""
+        reason = str(error) or type(error).__name__
+        self._given_up = f"rank 0 has given up: {reason}"
+        thread = self._shards.thread
+        if self.work is None:
+            thread.submit(partial(self._shards.call_off, self._call, reason))
+        else:
+            thread.submit(partial(self._conclude, self.work, -1, reason))
+
+    def _conclude(self, work: Future[None], version: int, reason: str) -> None:
+        if work.exception() is None:  # else they know
+            self._shards.conclude(version, reason)
+
+
+class GatherLeader:
+    """Rank 0's calls, one after the other: the others' come in the order in which they were made.
+
+    Args:
+        shards: the way to the others.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._last: asyncio.Future[None] | None = None
+
+    @asynccontextmanager
+    async def calling(self, call: str, deadline: Deadline) -> AsyncIterator[ShardGather]:
+        """Around a call: whatever becomes of it, the others hear of it.
+
+        Raises:
+            SyncTimeoutError: an earlier call was not over in time.
+        """
+        gathering = ShardGather(self._shards, call, deadline)
+        before, over = self._last, asyncio.get_running_loop().create_future()
+        self._last = over
+        try:
+            if before is not None:
+                await asyncio.wait([before], timeout=deadline.remaining())
+                if not before.done():
+                    raise deadline.error("stage", hint="an earlier call was not over")
+            yield gathering
+        except BaseException as exc:
+            if not gathering.concluded:
+                _in_turn(before, partial(gathering.call_off, exc))
+            raise
+        finally:
+            _in_turn(before, partial(_follow, over, gathering.work))
+
+
+def _follow(over: asyncio.Future[None], work: Future[None] | None) -> None:
+    """A call is over when its thread has done with the slot."""
+    if work is None:
+        over.set_result(None)
+    else:
+        call_when_done(work, lambda _: over.set_result(None))
+
+
+def _in_turn(before: asyncio.Future[None] | None, action: Callable[[], object]) -> None:
+    """Do something when what was before is over."""
+    if before is None or before.done():
+        action()
+    else:
+        before.add_done_callback(lambda _: action())
+
+
+def leading(
+    leader: GatherLeader | None, call: str, deadline: Deadline
+) -> AbstractAsyncContextManager[ShardGather | None]:
+    """Around a call of the sender's. None: the model is whole."""
+    return nullcontext() if leader is None else leader.calling(call, deadline)
+
+
+class ShardContributor:
+    """What the others have in place of a sender.
+
+    Args:
+        shards: the way to rank 0.
+
+    Attributes:
+        version: the last that rank 0 has published with this rank's parts; -1 before the first.
+    """
+
+    def __init__(self, shards: Shards) -> None:
+        self.version = -1
+        self._shards = shards
+
+    async def take_part(
+        self,
+        call: str,
+        sources: Callable[[], Awaitable[Mapping[int, Mapping[str, Tensor]]]],
+        deadline: Deadline,
+    ) -> SendReport:
+        """Lend what is being sent.
+
+        Raises:
+            GatherError: nothing was sent; it says why.
+            SyncTimeoutError: the others did not come in time.
+            Exception: what ``sources`` raises.
+        """
+        lending, failure = ShardOffer(call, {}), None
+        try:
+            lending.sources = await sources()
+        except Exception as exc:  # noqa: BLE001 - raised when the others have heard of it
+            failure, lending.failed = exc, str(exc) or repr(exc)
+        except BaseException:
+            lending.failed = f"its {call}() was cancelled"
+            self._shards.thread.submit(partial(self._lend, lending))
+            raise
+        work = self._shards.thread.submit(partial(self._lend, lending))
+        try:
+            await _until_done(work, deadline)
+        except GatherError:
+            if failure is not None:
+                raise failure from None
+            raise
+        except BaseException:
+            lending.given_up = f"a rank has given up its {call}()"
+            raise
+        return self.report(work.result())
+
+    def _lend(self, lending: ShardOffer) -> int:
+        self.version = self._shards.lend(lending)
+        return self.version
+
+    def report(self, version: int | None = None) -> SendReport:
+        """What there is to say of a version; of the last, if it is not said which."""
+        return SendReport(self.version if version is None else version, 0, {}, {}, ())
+
+
+async def _until_done(
+    work: Future[Any], deadline: Deadline, stopped: asyncio.Future[None] | None = None
+) -> None:
+    done: asyncio.Future[Any] = asyncio.wrap_future(work)
+    done.add_done_callback(lambda future: future.cancelled() or future.exception())  # no warning
+    awaited = [done] if stopped is None else [done, stopped]
+    await asyncio.wait(awaited, timeout=deadline.remaining(), return_when=asyncio.FIRST_COMPLETED)
+    if stopped is not None and stopped.done() and not done.done():
+        raise NotConnectedError("the sender was closed before the ranks of the trainer had come together")
+    if not done.done():
+        raise deadline.error("stage", hint="not every rank of the trainer came to it")
+    done.result()

@@ -1,0 +1,259 @@
+"""The arguments of ``init_on_sender``, checked and brought into one form: which workers, on which devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from aiosync.errors import InvalidArgumentError
+from aiosync.weights.resolve import resolve_model
+
+__all__ = ["GroupPlan", "SenderArguments", "SenderPlan", "make_plan", "model_of"]
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Workers that read one copy of the weights.
+
+    Attributes:
+        workers: their indices; none are known beforehand in an elastic plan.
+        device: where the copy lies.
+        weights: what to send first, where that differs from the plan's.
+    """
+
+    workers: tuple[int, ...]
+    device: torch.device
+    weights: Any = None
+
+
+@dataclass(frozen=True)
+class SenderPlan:
+    """Whom to send to.
+
+    Attributes:
+        groups: disjoint; together they hold every worker.
+        weights: what to send where a call does not say; None: the context's or the groups' own.
+        device_map_fn: takes (worker, weights as a TensorDict) and returns that worker's weights.
+        per_worker: each worker has a group of its own and may be given weights of its own.
+        elastic: workers are taken as they come.
+        made_here: the weights are of a policy that was made here by the workers' factory, to begin with.
+    """
+
+    groups: tuple[GroupPlan, ...]
+    weights: Any = None
+    device_map_fn: Callable[[int, Any], Any] | None = None
+    per_worker: bool = False
+    elastic: bool = False
+    made_here: bool = False
+
+    @cached_property
+    def has_weights(self) -> bool:
+        """Whether it says what to send."""
+        return self.weights is not None or any(group.weights is not None for group in self.groups)
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether all workers get the same, as it is."""
+        return len(self.groups) == 1 and self.device_map_fn is None
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Every worker's index, sorted."""
+        return tuple(sorted(w for group in self.groups for w in group.workers))
+
+
+@dataclass(frozen=True)
+class SenderArguments:
+    """The arguments of ``init_on_sender`` as they came."""
+
+    model_id: str | None = None
+    context: Any = None
+    model: Any = None
+    weights: Any = None
+    params_map: Mapping[int, Any] | None = None
+    devices: Sequence[Any] | None = None
+    device_map_fn: Callable[[int, Any], Any] | None = None
+    num_workers: int | None = None
+    may_be_elastic: bool = False
+
+    @property
+    def elastic(self) -> bool:
+        """Whether nothing says how many workers there will be, and nothing has to."""
+        told = (self.params_map, self.devices, self.device_map_fn, self.num_workers)
+        return self.may_be_elastic and all(argument is None for argument in told)
+
+    def clash(self, chosen: str, *forbidden: str) -> None:
+        """Raise if an argument was given that ``chosen`` leaves no room for."""
+        given = [name for name in forbidden if self.__dict__[name] is not None]
+        if given:
+            raise InvalidArgumentError(
+                f"{chosen} says all there is to say: it cannot be combined with {', '.join(given)}"
+            )
+
+
+def make_plan(args: SenderArguments, *, per_worker: bool) -> SenderPlan:
+    """Check the arguments and bring them into one form.
+
+    Raises:
+        InvalidArgumentError: a mix that makes no sense; the message names the arguments that clash.
+        AttributeError: ``model_id`` leads nowhere on ``context``.
+    """
+    if args.params_map is not None:
+        args.clash("params_map", "context", "model", "weights", "devices", "device_map_fn", "num_workers")
+        return _from_params_map(args.params_map)
+    if args.context is not None:
+        args.clash("context", "model", "weights", "devices", "device_map_fn")
+        return _from_context(args, per_worker)
+    if args.model is not None:
+        args.clash("model", "weights")
+        if not isinstance(args.model, nn.Module):
+            raise InvalidArgumentError(
+                f"model: expected an nn.Module, got {type(args.model).__name__} (give tensors as weights=)"
+            )
+    source = args.model if args.model is not None else args.weights
+    if source is None:
+        raise InvalidArgumentError(
+            "init_on_sender needs params_map=, or context= with model_id=, or model= or weights= with "
+            "devices=, device_map_fn= or num_workers="
+        )
+    if args.elastic:
+        return _elastic(source, per_worker)
+    if args.device_map_fn is not None:
+        args.clash("device_map_fn", "devices")
+        count = _count("num_workers (needed with device_map_fn)", args.num_workers)
+        groups = tuple(GroupPlan((w,), CPU) for w in range(count))
+        return SenderPlan(groups, source, args.device_map_fn, per_worker=True)
+    return SenderPlan(_by_device(_devices(args), per_worker), source, per_worker=per_worker)
+
+
+def _elastic(source: Any, per_worker: bool) -> SenderPlan:
+    if per_worker:
+        raise InvalidArgumentError("per_worker_weights=True needs num_workers=: whose weights would they be?")
+    return SenderPlan((GroupPlan((), CPU),), source, elastic=True)
+
+
+def model_of(context: Any, model_id: str) -> Any:
+    """The model that a context knows by this name, through its ``get_model`` or as a dotted path.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    get_model = getattr(context, "get_model", None)
+    return get_model(model_id) if callable(get_model) else resolve_model(context, model_id)
+
+
+def _from_params_map(params_map: Mapping[int, Any]) -> SenderPlan:
+    if not isinstance(params_map, Mapping) or not params_map:
+        raise InvalidArgumentError("params_map: expected a dict of worker index -> weights")
+    groups: dict[Hashable, tuple[list[int], Any]] = {}
+    for worker, weights in params_map.items():
+        if isinstance(worker, bool) or not isinstance(worker, int) or worker < 0:
+            raise InvalidArgumentError(f"params_map: expected worker indices >= 0, got {worker!r}")
+        groups.setdefault(id(weights), ([], weights))[0].append(worker)
+    plans = tuple(GroupPlan(tuple(ws), _device_of(weights), weights) for ws, weights in groups.values())
+    return SenderPlan(plans, per_worker=all(len(p.workers) == 1 for p in plans))
+
+
+def _from_context(args: SenderArguments, per_worker: bool) -> SenderPlan:
+    context = args.context
+    if args.model_id is None:
+        raise InvalidArgumentError("context= needs model_id=, the name of the model on it")
+    devices = getattr(context, "policy_device", None)
+    count = getattr(context, "num_workers", None)
+    if count is None and devices is None and args.elastic:
+        return _elastic(None, per_worker)
+    if isinstance(devices, list | tuple):
+        if count is not None and count != len(devices):
+            raise InvalidArgumentError(
+                f"the context has num_workers={count} and {len(devices)} policy devices"
+            )
+        count = len(devices)
+    else:
+        count = _count("the context's num_workers", count if count is not None else args.num_workers)
+        devices = [devices] * count
+    if args.num_workers is not None and args.num_workers != count:
+        raise InvalidArgumentError(f"num_workers={args.num_workers}, but the context has {count} workers")
+    targets = [_as_device(device) for device in devices]
+    if args.model_id == "policy" and _lacks_policy(context):
+        return _from_factories(context, targets, per_worker)
+    model = model_of(context, args.model_id)
+    if model is None:
+        raise InvalidArgumentError(f"the context's {args.model_id!r} is None: there is nothing to send")
+    return SenderPlan(_by_device(targets, per_worker), per_worker=per_worker)
+
+
+def _lacks_policy(context: Any) -> bool:
+    """Whether there is no policy on a context that may have what makes one."""
+    try:
+        return model_of(context, "policy") is None
+    except (AttributeError, ValueError):
+        if getattr(context, "policy_factory", None) is None:
+            raise
+        return True
+
+
+def _from_factories(context: Any, devices: list[torch.device], per_worker: bool) -> SenderPlan:
+    """No policy here, only what makes one in each worker: the factory's model gives the weights."""
+    factories = getattr(context, "policy_factory", None)
+    if not isinstance(factories, list | tuple):
+        factories = [factories] * len(devices)
+    if not factories or any(f is None for f in factories):
+        raise InvalidArgumentError("the context has neither a policy nor a policy_factory for each worker")
+    if all(f is factories[0] for f in factories):
+        made, groups = factories[0](), _by_device(devices, per_worker)
+        return SenderPlan(groups, made, per_worker=per_worker, made_here=True)
+    groups = tuple(GroupPlan((w,), devices[w], make()) for w, make in enumerate(factories))
+    return SenderPlan(groups, per_worker=True, made_here=True)
+
+
+def _devices(args: SenderArguments) -> list[torch.device]:
+    if args.devices is None:
+        return [CPU] * _count("devices= or num_workers=", args.num_workers)
+    devices = [_as_device(device) for device in args.devices]
+    if args.num_workers is not None and args.num_workers != len(devices):
+        raise InvalidArgumentError(
+            f"num_workers={args.num_workers} and {len(devices)} devices: give one device per worker"
+        )
+    if not devices:
+        raise InvalidArgumentError("devices is empty: give one device per worker")
+    return devices
+
+
+def _by_device(devices: Sequence[torch.device], per_worker: bool) -> tuple[GroupPlan, ...]:
+    if per_worker:
+        return tuple(GroupPlan((w,), device) for w, device in enumerate(devices))
+    groups: dict[torch.device, list[int]] = {}
+    for worker, device in enumerate(devices):
+        groups.setdefault(device, []).append(worker)
+    return tuple(GroupPlan(tuple(workers), device) for device, workers in groups.items())
+
+
+def _as_device(device: Any) -> torch.device:
+    """Where the copy for a worker lies: on its CUDA device, for any other device in CPU memory, from
+    which the worker takes it to its own."""
+    try:
+        wanted = CPU if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as exc:
+        raise InvalidArgumentError(f"expected a torch device, got {device!r}") from exc
+    return wanted if wanted.type == "cuda" else CPU
+
+
+def _device_of(weights: Any) -> torch.device:
+    values = weights.parameters() if isinstance(weights, nn.Module) else weights.values()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return _as_device(value.device)
+    return CPU
+
+
+def _count(what: str, count: int | None) -> int:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InvalidArgumentError(f"{what}: expected a number of workers >= 1, got {count!r}")
+    return count

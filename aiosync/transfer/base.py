@@ -1,0 +1,248 @@
+"""The two sides of a transfer: how a version's bytes get from the sender to one worker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from aiosync.protocol.events import Fetched
+from aiosync.protocol.frames import Update
+from aiosync.transfer.slots import SlotVersion
+from aiosync.transports.base import Transport
+from aiosync.weights.arena import Slot
+
+__all__ = ["BroadcastMember", "InboundTransfer", "OutboundTransfer"]
+
+
+class BroadcastMember(Protocol):
+    """A worker's connection, as far as a transfer uses it."""
+
+    worker: int
+    due: SlotVersion | None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the worker has sent a Fetch, and the version that is due can be offered."""
+
+    def serve(self) -> None:
+        """Send the worker the version that it waits for, if that can be sent now."""
+
+
+class OutboundTransfer(ABC):
+    """The sender's side of the transfer to one worker.
+
+    All methods are called on the sender's event loop, in this order::
+
+        knows(codecs)                the worker's Hello has named the encodings that it can decode
+        enter(connection)            the worker is admitted
+        for each version:
+            may_begin(version)       it has sent a Fetch. False: ask again when that may have changed
+            instead(version)         → the version to send; an older one if that is ready sooner
+            payload(version, fetch)  → what the Update frame says of this transfer
+            base()                   → a second slot that is read while the version is sent, or None
+            begin(version, on_sent)  the Update frame has been written: move the bytes
+            cut()                    only if the slot is needed for another version: stop
+            answered()               the worker acknowledged or refused the version, or gave it back
+        leave()                      the worker is gone
+
+    A subclass must implement :meth:`payload`. The other methods do nothing by default.
+
+    Attributes:
+        maps: whether the worker reads the sender's own memory.
+        carries: whether there is more to do for an update than to send its frame. If not, only ``enter``,
+            ``may_begin``, ``instead``, ``payload``, ``cut`` and ``leave`` are called.
+        holds: whether the worker goes on reading a slot while that version is in service, because its model
+            views the memory; False: only until it has answered.
+    """
+
+    maps: ClassVar[bool]
+    carries: ClassVar[bool] = True
+    holds = False
+
+    @abstractmethod
+    def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
+        """What the Update frame says of this transfer, as msgpack can carry it.
+
+        Args:
+            published: the version to send.
+            fetched: the worker's last Fetch.
+        """
+
+    def enter(self, connection: BroadcastMember) -> None:
+        """Called once, with the worker's connection."""
+        return
+
+    def may_begin(self, published: SlotVersion) -> bool:
+        """Whether the version can be sent now. If not, this is asked again when that may have changed."""
+        return True
+
+    def instead(self, due: SlotVersion) -> SlotVersion:
+        """The version to send now: ``due``, or an older one if ``due`` can never be sent."""
+        return due
+
+    def begin(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
+        """Move the bytes: the Update frame has been written.
+
+        Args:
+            published: the version.
+            on_sent: called on the event loop once the slot is not read any more.
+        """
+        return
+
+    def knows(self, codecs: Sequence[str]) -> None:
+        """Note the encodings that the worker can decode."""
+        return
+
+    def base(self) -> Slot | None:
+        """A second slot that is read while the version is being sent; None: there is none."""
+        return None
+
+    def cut(self) -> bool:
+        """Stop reading the slot at once. Return whether that took the update back from the worker."""
+        return False
+
+    @property
+    def reads_on(self) -> bool:
+        """Whether the worker reads the slot until it answers, although all bytes were sent.
+
+        The worker notices if the slot is written over meanwhile.
+        """
+        return False
+
+    def answered(self) -> None:
+        """The worker acknowledged or refused its last update."""
+        return
+
+    def leave(self) -> None:
+        """The worker is gone."""
+        return
+
+    @property
+    def progress(self) -> int:
+        """Bytes that the kernel has taken from the connection, if that carries the weights; else 0."""
+        return 0
+
+    @property
+    def moved(self) -> Hashable:
+        """A value that changes as long as bytes move."""
+        return None
+
+
+class InboundTransfer(ABC):
+    """The worker's side of a transfer.
+
+    Methods are called on the receiver's event loop, in this order; those marked (thread) may block and may be
+    called in a thread::
+
+        prepare()                (thread) allocate what the first update needs
+        attach(transport)        updates arrive over this connection; again after a reconnection
+        reserve()                (thread) allocate what later updates need
+        for each update:
+            expect(update)       its frame has arrived
+            is_here(update)      → whether find() needs no arrive() before
+            arrive(update)       wait for its bytes
+            is_quick(update)     → whether find() may be called on the event loop
+            find(update)         (thread) → its buffer and tensors
+            make_room(names)     (thread) only for a partial update: have memory for the next one
+            committed(names)     it is in service; or
+            forget()             it will not be committed
+        close()                  release everything
+
+    A subclass must implement :meth:`is_quick`, :meth:`find` and :meth:`close`.
+
+    Attributes:
+        borrowed: whether the memory is the sender's, which the sender will write into again.
+        holds: whether the model may view that memory while a version is in service.
+        nbytes: bytes that this object has allocated in this process.
+    """
+
+    borrowed: ClassVar[bool]
+    holds = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this object has allocated in this process."""
+        return 0
+
+    def prepare(self) -> None:
+        """Allocate what the first update needs. Blocking."""
+        return
+
+    def attach(self, transport: Transport) -> None:
+        """Updates arrive over this connection from now on."""
+        return
+
+    def expect(self, update: Update) -> None:
+        """Note an update that has arrived, also if it will not be applied.
+
+        Raises:
+            ProtocolError: a field is missing in the frame, or has a wrong value.
+        """
+        return
+
+    def is_here(self, update: Update) -> bool:
+        """Whether :meth:`find` can be called without :meth:`arrive`."""
+        return True
+
+    async def arrive(self, update: Update) -> None:
+        """Wait until the bytes have arrived. If cancelled, the transfer goes on and can be awaited again.
+
+        Raises:
+            WorkerLostError: the connection was lost before.
+        """
+        return
+
+    @property
+    def peeks(self) -> bool:
+        """Whether this process can read blocks of an update in the sender's memory."""
+        return False
+
+    def reserve(self) -> None:
+        """Allocate what all later updates need. Blocking."""
+        return
+
+    @abstractmethod
+    def is_quick(self, update: Update) -> bool:
+        """Whether :meth:`find` returns at once, so that it needs no thread."""
+
+    @abstractmethod
+    def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
+        """The buffer of an update that has arrived, and every name's view of it. Blocking.
+
+        Raises:
+            ProtocolError: it does not say where it lies, cannot be mapped, or arrived damaged.
+        """
+
+    def forget(self) -> None:
+        """The update that arrived last will not be committed."""
+        return
+
+    def is_lent(self, address: int) -> bool:
+        """Whether later updates will be written into the memory at this address."""
+        return False
+
+    written: Callable[[Collection[str]], Collection[str]] | None = None
+
+    def make_room(self, names: Collection[str]) -> Collection[str]:
+        """Have memory for the update after the one that was found last, which is not about all entries.
+        Blocking.
+
+        Args:
+            names: the entries that the last one is about.
+
+        Returns:
+            Entries that the last one is not about, and whose tensors have to get memory of their own when it
+            is committed, so that the slots which they view can be used again.
+        """
+        return ()
+
+    def committed(self, names: Collection[str] | None) -> None:
+        """What was found last is in service now, for these entries; None: for all."""
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything; tensors in service stay valid."""

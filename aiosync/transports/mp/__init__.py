@@ -1,0 +1,1 @@
+"""Queues and pipes of ``multiprocessing``."""

@@ -1,0 +1,1 @@
+"""Sockets that a thread moves beside the caller's event loop."""

@@ -1,0 +1,1 @@
+"""Processes that meet in a torch store, and weights that a process group moves."""

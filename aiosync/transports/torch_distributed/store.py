@@ -1,0 +1,304 @@
+"""Where sender and workers that know nothing but a store of torch.distributed find each other.
+
+What lies in the store, all of it under ``aiosync/<model_id>/``:
+
+``arrivals``      a queue: a worker puts in a name that it has just made up
+``met/<name>``    the sender's answer to it: where it listens, and the token; the worker deletes it
+
+(And under ``aiosync/ranks/<key>`` what ranks say to each other to make a process group, until it stands.)
+
+There is no polling: the sender waits in a thread that the store wakes when a worker arrives, and a worker in
+a thread that the store wakes when the answer is there. A side that gives up wakes its own thread by writing
+the key that the thread waits for.
+A blocking call keeps its connection to the store busy, so each thread has one of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from aiosync.errors import InvalidArgumentError, WorkerLostError
+from aiosync.transports.tcp.address import is_loopback
+
+__all__ = ["StoreAddress", "StoreLookup", "StoreResponder", "first_line"]
+
+logger = logging.getLogger("aiosync")
+
+_c10d: Any = dist  # which exports its stores by no name that a type checker knows
+_FOR_EVER = timedelta(days=365)
+_CONNECT = timedelta(seconds=60)
+_BACKLOG = 4096
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """Which store: one that was given, or the way to one.
+
+    Attributes:
+        store: given; stays in this process.
+        host, port: of a TCPStore; port 0: not known yet.
+        serves: whether the sender starts it there if no process has.
+    """
+
+    store: Any = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    serves: bool = True
+
+    @classmethod
+    def at(cls, store: Any, init_method: str | None) -> StoreAddress:
+        """What a scheme's arguments, or else the environment, say.
+
+        Raises:
+            InvalidArgumentError: they make no sense.
+        """
+        if store is not None and init_method is not None:
+            raise InvalidArgumentError("give store= or init_method=, not both")
+        if store is not None:
+            if not isinstance(store, _c10d.Store):
+                raise InvalidArgumentError(
+                    f"store: expected a torch.distributed Store, got {type(store).__name__}"
+                )
+            return cls(store=store)
+        if init_method is None and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            return cls()
+        parts = urlsplit(init_method or "env://")
+        if parts.scheme == "env":
+            try:
+                host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            except (KeyError, ValueError) as exc:
+                raise InvalidArgumentError(
+                    f"init_method='env://' needs MASTER_ADDR and MASTER_PORT: {exc}"
+                ) from exc
+        elif parts.scheme == "tcp" and parts.hostname and parts.port:
+            host, port = parts.hostname, parts.port
+        else:
+            raise InvalidArgumentError(
+                f"init_method={init_method!r}: expected 'env://' or 'tcp://host:port' (or give a store=)"
+            )
+        return cls(host=host, port=port, serves=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
+
+    def open(self) -> tuple[StoreAddress, Any]:
+        """On the sender: a store to keep, and how workers get there.
+
+        Raises:
+            InvalidArgumentError: there is no store there, and none can be.
+        """
+        if self.store is not None:
+            return self, self.store.clone()
+        if self.serves:
+            with suppress(RuntimeError):  # another group of the same job serves it
+                store = self._serve()
+                return StoreAddress(None, self.host, store.port, serves=False), store
+        return self, self.connect()
+
+    def _serve(self) -> Any:
+        """A store that listens at the host's address alone. By itself a TCPStore listens at all addresses of
+        the machine, and answers any client (pytorch issue 173909)."""
+        port, descriptor, inode = self.port, None, 0
+        try:
+            sock = _listening(self.host, port)
+        except OSError as exc:
+            # In use: by a store of this process, which torch then shares, or by another one.
+            if exc.errno != errno.EADDRINUSE:
+                logger.warning(
+                    "the store of this job listens at all addresses of this machine: %s is none of them (%s)",
+                    self.host,
+                    exc.strerror or exc,
+                )
+        else:
+            port, descriptor = sock.getsockname()[1], sock.detach()
+            inode = _inode(descriptor)
+        try:
+            return _c10d.TCPStore(
+                self.host,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=descriptor,
+            )
+        except RuntimeError:
+            if descriptor is not None and _inode(descriptor) == inode:  # torch may have closed it
+                os.close(descriptor)
+            raise
+
+    def by_address(self) -> StoreAddress:
+        """The way to a TCPStore that was given."""
+        store = self.store
+        if not isinstance(store, _c10d.TCPStore):
+            return StoreAddress(serves=False)
+        return StoreAddress(None, store.host, store.port, serves=False)
+
+    def check_known(self) -> None:
+        """Raise InvalidArgumentError if the store's address was not given."""
+        if self.store is None and not self.port:
+            raise InvalidArgumentError(
+                "this scheme does not know where its store is: give worker and sender the same store= or "
+                "init_method=, set MASTER_ADDR and MASTER_PORT, or hand the worker the sender's scheme"
+            )
+
+    def connect(self) -> Any:
+        """A connection to the store. Blocking.
+
+        Raises:
+            WorkerLostError: there is none.
+        """
+        if self.store is not None:
+            return self.store.clone()
+        try:
+            return _c10d.TCPStore(
+                self.host, self.port, is_master=False, wait_for_workers=False, timeout=_CONNECT
+            )
+        except RuntimeError as exc:
+            raise WorkerLostError((), f"no store at {self.host}:{self.port}: {first_line(exc)}") from exc
+
+    @property
+    def bind(self) -> str:
+        """Where the sender is to listen so that those who reach the store reach it too."""
+        return "127.0.0.1" if is_loopback(self._store_address()) else "0.0.0.0"
+
+    @property
+    def reachable(self) -> str:
+        """This machine's address, as those who reach the store see it."""
+        address = self._store_address()
+        if is_loopback(address):
+            return "127.0.0.1"
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, self.port or 1))  # sends nothing
+            return str(probe.getsockname()[0])
+
+    def _store_address(self) -> str:
+        host = self.host
+        store = self.store
+        while isinstance(store, _c10d.PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, _c10d.TCPStore):
+            host = store.host
+        return socket.gethostbyname(host)
+
+
+def _inode(descriptor: int) -> int:
+    """The number of the open socket; -1: it is closed."""
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
+        return -1
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket that listens at the first address of ``host``; at one of IPv4 if it has one, because workers
+    look for those."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def prefixed(store: Any, model_id: str | None, *more: str) -> Any:
+    """The part of a store that is one model's."""
+    return _c10d.PrefixStore("/".join(("aiosync", model_id or "", *more)), store)
+
+
+class StoreResponder:
+    """The sender's side: answers those who arrive. To be run in a thread.
+
+    Args:
+        kept: the store, which is kept for as long as this waits in it.
+        answer: what they are told.
+    """
+
+    def __init__(self, kept: Any, model_id: str | None, answer: bytes) -> None:
+        self._kept = kept
+        store, other = kept.clone(), kept.clone()
+        self._store = prefixed(store, model_id)
+        self._other = prefixed(other, model_id)
+        self._answer = answer
+        self._closed = False
+        store.set_timeout(_FOR_EVER)
+
+    def run(self) -> str:
+        """Answer until :meth:`close`, or until the store is no more; why it ended."""
+        while True:
+            try:
+                name = self._store.queue_pop("arrivals")
+                if self._closed:
+                    if name:
+                        self._store.queue_push("arrivals", name)  # for the next sender
+                    return ""
+                if name:
+                    self._store.set(f"met/{name.decode()}", self._answer)
+            except (RuntimeError, UnicodeDecodeError) as exc:
+                return first_line(exc)
+
+    def close(self) -> None:
+        """Have :meth:`run` return. Blocking, shortly."""
+        self._closed = True
+        with suppress(RuntimeError):
+            self._other.queue_push("arrivals", b"")
+
+
+class StoreLookup:
+    """A worker's side: looks for the sender. :meth:`run` is for a thread, :meth:`give_up` for another.
+
+    Args:
+        meeting: which store.
+        model_id: what sender it looks for.
+    """
+
+    def __init__(self, meeting: StoreAddress, model_id: str | None) -> None:
+        self._meeting = meeting
+        self._model_id = model_id
+        self._name = secrets.token_hex(8)
+        self._other: Any = None
+        self._given_up = False
+
+    def run(self) -> tuple[bytes, Any] | None:
+        """Wait for the sender's answer; that and the store, or None after :meth:`give_up`.
+
+        Raises:
+            WorkerLostError: there is no store, or it is no more.
+        """
+        store = self._meeting.connect()
+        store.set_timeout(_FOR_EVER)
+        mine, key = prefixed(store, self._model_id), f"met/{self._name}"
+        try:
+            self._other = prefixed(store.clone(), self._model_id)
+            if self._given_up:
+                return None
+            mine.queue_push("arrivals", self._name)
+            answer = mine.get(key)
+            mine.delete_key(key)
+        except RuntimeError as exc:
+            raise WorkerLostError((), f"the store is no more: {first_line(exc)}") from exc
+        return None if self._given_up else (answer, store)
+
+    def give_up(self) -> None:
+        """Have :meth:`run` return. Blocking, shortly."""
+        self._given_up = True
+        if self._other is not None:
+            with suppress(RuntimeError):
+                self._other.set(f"met/{self._name}", b"")
+
+
+def first_line(exc: Exception) -> str:
+    """The first line of an exception's text."""
+    return str(exc).splitlines()[0] if str(exc) else repr(exc)

@@ -1,0 +1,1 @@
+"""Connections that are found, and weights that are moved, through torch RPC."""

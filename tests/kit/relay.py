@@ -1,0 +1,43 @@
+"""Relays on loopback, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiosync import TCPWeightSyncScheme, WeightRelay
+from tests.kit.clock import PATIENCE, within
+from tests.kit.tcp import TOKEN
+
+__all__ = ["connect", "relay_below", "serve"]
+
+
+@asynccontextmanager
+async def relay_below(
+    upstream: str, listen: str = "tcp://127.0.0.1:0", **options: Any
+) -> AsyncIterator[WeightRelay]:
+    """A relay, connected by whoever enters it; its trainer connects meanwhile."""
+    above = TCPWeightSyncScheme(upstream, token=TOKEN, timeout=PATIENCE)
+    below = TCPWeightSyncScheme(listen, token=TOKEN, timeout=PATIENCE, **options)
+    relay = WeightRelay(above, below, model_id="policy")
+    try:
+        yield relay
+    finally:
+        await within(relay.aclose())
+
+
+async def connect(scheme: TCPWeightSyncScheme, *relays: WeightRelay) -> None:
+    """A trainer and its relays."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(scheme.connect(min_workers=len(relays)))
+        for relay in relays:
+            tasks.create_task(relay.connect())
+
+
+async def serve(*workers: Any) -> None:
+    """Workers that connect now."""
+    for worker in workers:
+        await worker.connect()
+        await worker.serve()

@@ -1,0 +1,142 @@
+"""The gate: commits land between readers, in whatever order readers and commits come."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiosync import SyncTimeoutError
+from aiosync._deadline import Deadline
+from aiosync.receiver.commit_gate import CommitGate, commit_now, submit
+from tests.kit.clock import BRIEF, PATIENCE, steps, within
+
+EVENTS = st.tuples(st.sampled_from(["enter", "leave", "commit", "withdraw"]), st.integers(0, 3))
+
+
+@given(st.lists(EVENTS, max_size=60))
+def test_no_commit_lands_while_anybody_reads(events: list[tuple[str, int]]) -> None:
+    gate = CommitGate()
+    inside: set[int] = set()
+    jobs: list[Any] = []
+    landed: list[int] = []
+
+    def commit(number: int) -> None:
+        assert not inside
+        landed.append(number)
+
+    for what, who in events:
+        if what == "enter" and who not in inside:
+            waiting = any(not job.done.done() for job in jobs)
+            entered = gate.try_enter(who, who)
+            assert entered == (not waiting)
+            inside |= {who} if entered else set()
+        elif what == "leave":
+            inside.discard(who)
+            gate.leave(who)
+        elif what == "commit":
+            number = len(jobs)
+            jobs.append(submit([gate], partial(commit, number)))
+        elif what == "withdraw" and jobs:
+            job = jobs[who % len(jobs)]
+            was_done = job.done.done()
+            assert job.withdraw() is not was_done
+    for who in list(inside):
+        inside.discard(who)
+        gate.leave(who)
+    assert all(job.done.done() for job in jobs)
+    assert landed == [n for n, job in enumerate(jobs) if not job.done.cancelled()]
+
+
+def test_a_reader_does_not_wait_for_a_commit_that_it_holds_up() -> None:
+    gate = CommitGate()
+    assert gate.try_enter("outer", "me")
+    job = submit([gate], lambda: None)
+    assert not gate.try_enter("stranger", "you")
+    assert gate.try_enter("inner", "me")
+    gate.leave("inner")
+    assert not job.done.done()
+    gate.leave("outer")
+    assert job.done.done()
+
+
+def test_a_joint_commit_waits_for_all_gates() -> None:
+    one, two = CommitGate(), CommitGate()
+    one.try_enter("a", "a")
+    two.try_enter("b", "b")
+    done: list[str] = []
+    submit([one, two], lambda: done.append("both"))
+    one.leave("a")
+    assert done == []
+    assert not one.try_enter("c", "c")
+    assert one.try_enter("d", "b")  # who reads two holds it up, and may read one as well
+    two.leave("b")
+    assert done == []
+    one.leave("d")
+    assert done == ["both"]
+
+
+def test_what_a_commit_raises_goes_to_who_submitted_it() -> None:
+    gate = CommitGate()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    assert isinstance(submit([gate], fail).done.exception(), ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError):
+        commit_now(gate, fail)
+    gate.try_enter("a", "a")
+    assert not commit_now(gate, fail)
+    job = submit([gate], fail)
+    gate.leave("a")  # raises nothing here
+    assert isinstance(job.done.exception(), ZeroDivisionError)
+    assert gate.try_enter("b", "b")
+
+
+async def test_entering_has_a_deadline() -> None:
+    gate = CommitGate()
+    gate.try_enter("a", "a")
+    submit([gate], lambda: None)
+    with pytest.raises(SyncTimeoutError, match="pin"):
+        await gate.enter("b", "b", Deadline.after(BRIEF / 3))
+    waiting = asyncio.create_task(gate.enter("b", "b", Deadline.after(PATIENCE)))
+    await steps(3)
+    assert not waiting.done()
+    gate.leave("a")
+    await within(waiting)
+
+
+async def test_readers_and_commits_take_turns_without_end() -> None:
+    """Back-to-back commits do not starve a reader, nor back-to-back readers a commit."""
+    gate = CommitGate()
+    commits = 0
+
+    def count() -> None:
+        nonlocal commits
+        commits += 1
+
+    async def read() -> int:
+        for turn in range(200):
+            ticket = object()
+            await gate.enter(ticket, ticket, Deadline.after(PATIENCE))
+            await asyncio.sleep(0)
+            gate.leave(ticket)
+            assert turn >= 0
+        return 200
+
+    async def commit() -> None:
+        while True:
+            job = submit([gate], count)
+            await asyncio.wait([asyncio.wrap_future(job.done)])
+            await asyncio.sleep(0)
+
+    committing = asyncio.create_task(commit())
+    readers = [asyncio.create_task(read()) for _ in range(3)]
+    assert await within(asyncio.gather(*readers)) == [200, 200, 200]
+    committing.cancel()
+    await asyncio.wait([committing])
+    assert commits > 20

@@ -1,0 +1,251 @@
+"""The guard of the blocking twins: commits stay out of forward passes, and users find their own module."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import pickle
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from aiosync.receiver.commit_gate import CommitGate, commit_now, submit
+from aiosync.receiver.forward_guard import ForwardGuard
+from tests.kit.clock import PATIENCE
+
+T = TypeVar("T")
+
+
+class _Slow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.inside = threading.Event()
+        self.go_on = threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.weight * 1
+        self.inside.set()
+        assert self.go_on.wait(PATIENCE)
+        return x + before - self.weight
+
+
+def test_a_guarded_forward_pass_keeps_commits_out() -> None:
+    gate, module = CommitGate(), _Slow()
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
+    out: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: out.append(module(torch.zeros(1)).detach()))
+    thread.start()
+    assert module.inside.wait(PATIENCE)
+
+    def commit() -> None:
+        module.weight.data = torch.ones(1)
+
+    assert not commit_now(gate, commit)
+    job = submit([gate], commit)
+    module.go_on.set()
+    thread.join()
+    assert out == [torch.zeros(1)]
+    assert job.done.done()
+    assert module.weight.item() == 1
+    guard.remove()
+    guard.remove()
+    assert type(module) is _Slow
+
+
+class _Outer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x) + 1
+        return out
+
+
+class _Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x))
+
+
+@pytest.fixture
+def entered() -> list[object]:
+    """Tickets of all readers that have entered the gate of ``guarded``."""
+    return []
+
+
+@pytest.fixture
+def guarded(entered: list[object]) -> Iterator[nn.Module]:
+    class Counting(CommitGate):
+        def try_enter(self, ticket: object, reader: object) -> bool:
+            entered.append(ticket)
+            return super().try_enter(ticket, reader)
+
+    module = _Policy()
+    guard = ForwardGuard(Counting(), module, PATIENCE, lambda: None)
+    yield module
+    guard.remove()
+    assert type(module) is _Policy
+
+
+X = torch.ones(3, 2)
+
+REGISTERED: dict[str, type] = {}
+
+
+class _Registering(_Policy):
+    """Its subclasses need an argument and a name of their own."""
+
+    def __init_subclass__(cls, *, key: str) -> None:
+        super().__init_subclass__()
+        if key in REGISTERED:
+            raise ValueError(key)
+        REGISTERED[key] = cls
+
+
+class _Registered(_Registering, key="policy"):
+    pass
+
+
+class _Meta(abc.ABCMeta):
+    def __init__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> None:
+        super().__init__(name, bases, body)
+        if name in REGISTERED:
+            raise ValueError(name)
+        REGISTERED[name] = cls
+
+
+class _OfMeta(_Policy, metaclass=_Meta):
+    pass
+
+
+class _Slotted(_Policy):
+    __slots__ = ("extra",)
+
+
+class _Generic(_Policy, Generic[T]):
+    pass
+
+
+class _Typed(_Generic[int]):
+    pass
+
+
+@pytest.mark.parametrize("original", [_Registered, _OfMeta, _Slotted, _Generic, _Typed])
+def test_classes_that_look_at_their_subclasses(original: Any) -> None:
+    before = dict(REGISTERED)
+    module = original()
+    seen: list[int] = []
+    guard = ForwardGuard(CommitGate(), module, PATIENCE, lambda: seen.append(1))
+    assert module(X).shape == (3, 2)
+    assert seen == [1]
+    assert isinstance(module, original)
+    assert isinstance(copy.deepcopy(module), _Policy)
+    guard.remove()
+    assert type(module) is original
+    assert before == REGISTERED
+
+
+def test_subclasses_of_a_guarded_class_are_announced() -> None:
+    module = _Registered()
+    guard = ForwardGuard(CommitGate(), module, PATIENCE, lambda: None)
+    guarded: Any = type(module)
+    made = types.new_class("Made", (guarded,), {"key": "made"})
+    assert REGISTERED.pop("made") is made
+    guard.remove()
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_a_copy_is_not_guarded(guarded: Any, entered: list[object], copied: Any) -> None:
+    other: Any = copied(guarded)
+    assert type(other) is _Policy
+    other.__dict__["forward"] = lambda x: x * 7  # its own pass, not the original's
+    assert torch.equal(other(X), X * 7)
+    assert entered == []
+    assert guarded(X).shape == (3, 2)
+    assert len(entered) == 1
+
+
+def test_a_replica_runs_its_own_pass(guarded: Any, entered: list[object]) -> None:
+    replica = guarded._replicate_for_data_parallel()  # as DataParallel makes them
+    replica.linear = nn.Linear(2, 1)
+    assert replica(X).shape == (3, 1)
+    assert entered == []
+
+
+def test_a_patched_forward_is_kept(guarded: Any, entered: list[object]) -> None:
+    guarded.forward = lambda x: x * 7
+    assert torch.equal(guarded(X), X * 7)
+    assert torch.equal(copy.deepcopy(guarded)(X), X * 7)
+    assert len(entered) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["compile", "compile()", "outer", "script", "trace", "export", "strict"])
+def test_compilers_see_the_users_own_code(guarded: Any, entered: list[object], how: str) -> None:
+    plain = copy.deepcopy(guarded)
+    out: Any
+    compiled: Any
+    jit: Any = torch.jit
+    if how == "compile":
+        compiled = torch.compile(guarded, fullgraph=True, backend="eager")
+        out = compiled(X)
+        assert len(entered) == 1
+    elif how == "compile()":
+        guarded.compile(fullgraph=True, backend="eager")
+        out = guarded(X)
+        assert len(entered) == 1
+        guarded._compiled_call_impl = None
+    elif how == "outer":
+        compiled = torch.compile(_Outer(guarded), fullgraph=True, backend="eager")
+        out = compiled(X) - 1
+    elif how == "script":
+        out = jit.script(guarded)(X)
+    elif how == "trace":
+        out = jit.trace(guarded, X)(X)
+    else:
+        out = torch.export.export(guarded, (X,), strict=how == "strict").module()(X)
+    assert torch.allclose(out, plain(X))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["scripted", "compiled", "tensordict"])
+def test_modules_of_other_makes(kind: str) -> None:
+    gate = CommitGate()
+    jit: Any = torch.jit
+    make_tensordict_module: Any = TensorDictModule
+    makers: dict[str, Any] = {
+        "scripted": lambda: jit.script(_Policy()),
+        "compiled": lambda: torch.compile(_Policy(), backend="eager"),
+        "tensordict": lambda: make_tensordict_module(_Policy(), in_keys=["x"], out_keys=["y"]),
+    }
+    module = makers[kind]()
+    seen: list[int] = []
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: seen.append(len(gate._inside)))
+    module(TensorDict({"x": X}, [3]) if kind == "tensordict" else X)
+    assert seen == [1]
+    guard.remove()
+
+
+def test_a_forward_pass_that_raises_leaves_the_gate() -> None:
+    gate, module = CommitGate(), nn.Linear(2, 2)
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
+    with pytest.raises(RuntimeError):
+        module(torch.zeros(3))
+    assert commit_now(gate, lambda: None)
+    guard.remove()

@@ -1,0 +1,76 @@
+"""A channel by itself: what becomes of a connection whose socket cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+import pytest
+
+from aiosync.errors import ProtocolError
+from aiosync.protocol.frames import Bye, Frame, encode
+from aiosync.transports._offload import LoopThread
+from aiosync.transports.tcp.socket_thread import SocketThread
+from tests.kit.clock import eventually
+
+
+class Owner:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.frames: list[Frame] = []
+        self.ended: str | None = None
+
+    def channel_open(self) -> None:
+        self.open = True
+
+    def channel_frames(self, frames: list[Frame]) -> None:
+        self.frames += frames
+
+    def channel_ended(self, reason: str, error: ProtocolError | None) -> None:
+        self.ended = reason
+
+
+class Failing(socket.socket):
+    """A socket whose writes fail."""
+
+    code = 0
+
+    def sendmsg(self, *args: object) -> int:
+        raise OSError(self.code, os.strerror(self.code))
+
+
+@pytest.mark.parametrize(
+    ("code", "lost"),
+    [
+        (errno.ENOBUFS, True),
+        (errno.ENOMEM, True),
+        (errno.EHOSTUNREACH, True),
+        (errno.EPIPE, False),  # what the peer said before its end is still to be read
+        (errno.ECONNRESET, False),
+    ],
+)
+async def test_a_write_that_fails(code: int, lost: bool) -> None:
+    ours, theirs = socket.socketpair()
+    sock = Failing(fileno=ours.detach())
+    sock.code = code
+    thread, owner = LoopThread("test-channel"), Owner()
+    channel = SocketThread(thread, sock, owner)
+    channel.start(None)
+    await eventually(lambda: owner.open, "it is open")
+    try:
+        channel.write(encode(Bye(reason="never arrives")))
+        if lost:
+            await eventually(lambda: owner.ended is not None, "the loss is told")
+            assert owner.ended == f"its channel broke: {os.strerror(code)}"
+        else:
+            theirs.sendall(encode(Bye(reason="the last word")))
+            theirs.close()
+            await eventually(lambda: owner.ended is not None, "the end is read")
+            assert [frame.reason for frame in owner.frames if isinstance(frame, Bye)] == ["the last word"]
+    finally:
+        await channel.aclose()
+        thread.close()
+        theirs.close()

@@ -1,0 +1,176 @@
+"""Unix sockets for frames: what a peer that does not read may cost."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+
+import pytest
+
+from aiosync.protocol.frames import FROM_SENDER, Abort, Frame, FrameDecoder, encode
+from aiosync.transports import unix_socket as shared_memory
+from aiosync.transports.base import Transport
+from aiosync.transports.unix_socket import _MAX_UNSENT, UnixListener, _os_address
+
+pytestmark = pytest.mark.asyncio
+
+
+class Sink:
+    """Hears of frames, unless it ``fails`` at them, and of the end."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.frames: list[Frame] = []
+        self.reason: str | None = None
+        self.ended = asyncio.Event()
+        self._fails = fails
+
+    def frame_received(self, frame: Frame) -> None:
+        if self._fails:
+            raise ValueError("a fault")
+        self.frames.append(frame)
+
+    def connection_lost(self, reason: str) -> None:
+        self.reason = reason
+        self.ended.set()
+
+
+async def _connected(listener: UnixListener) -> tuple[socket.socket, Transport]:
+    accepted: asyncio.Queue[Transport] = asyncio.Queue()
+    await listener.listen(accepted.put_nowait, lambda worker, reason: None)
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    peer.connect(_os_address(listener.address))
+    peer.setblocking(False)
+    return peer, await accepted.get()
+
+
+async def test_frames_do_not_pile_up_for_a_peer_that_does_not_read() -> None:
+    listener, sink = UnixListener(), Sink()
+    peer, transport = await _connected(listener)
+    transport.start(sink)
+    long = Abort(joint="a" * 8192)
+    written = 0
+    while sink.reason is None and written < 10_000:
+        transport.write(long)
+        written += 1
+    assert sink.reason is not None and "does not read" in sink.reason
+    taken = b""
+    while True:
+        try:
+            taken += peer.recv(1 << 20)
+        except BlockingIOError:
+            break
+    decoder = FrameDecoder(FROM_SENDER)
+    in_kernel = len([*decoder.feed(taken)]) + (1 if decoder.buffered else 0)
+    # Besides those: the one that the kernel did not take whole, and the one that was refused.
+    assert written - in_kernel <= _MAX_UNSENT + 2
+    await transport.aclose()
+    peer.close()
+    listener.close()
+
+
+async def test_a_peer_that_catches_up_is_kept() -> None:
+    listener, sink = UnixListener(), Sink()
+    peer, transport = await _connected(listener)
+    transport.start(sink)
+    long = Abort(joint="a" * 8192)
+    loop = asyncio.get_running_loop()
+    decoder = FrameDecoder(FROM_SENDER)
+    received = 0
+    for _ in range(20):
+        # As much as the kernel takes, and a few frames over.
+        written = 0
+        while not transport._unsent:  # type: ignore[attr-defined]
+            transport.write(long)
+            written += 1
+        for _ in range(_MAX_UNSENT - 1):
+            transport.write(long)
+            written += 1
+        expected = received + written
+        while received < expected:
+            data = await asyncio.wait_for(loop.sock_recv(peer, 1 << 20), 10)
+            for frame in decoder.feed(data):
+                assert frame == long
+                received += 1
+    assert sink.reason is None
+    await transport.aclose()
+    peer.close()
+    listener.close()
+
+
+async def test_what_a_peer_said_last_is_heard_though_it_reads_no_more() -> None:
+    listener, sink = UnixListener(), Sink()
+    peer, transport = await _connected(listener)
+    transport.trust(FROM_SENDER)
+    transport.start(sink)
+    peer.send(encode(Abort(joint="last")))
+    peer.close()
+    transport.write(Abort(joint="too late"))
+    assert sink.reason is None
+    await asyncio.wait_for(sink.ended.wait(), 10)
+    assert sink.frames == [Abort(joint="last")]
+    assert sink.reason is not None and "its channel closed" in sink.reason
+    transport.write(Abort(joint="nobody"))
+    await transport.aclose()
+    listener.close()
+
+
+async def test_a_fault_in_here_ends_one_connection(caplog: pytest.LogCaptureFixture) -> None:
+    listener, sink = UnixListener(), Sink(fails=True)
+    peer, transport = await _connected(listener)
+    transport.trust(FROM_SENDER)
+    transport.start(sink)
+    peer.send(encode(Abort(joint="any")))
+    await asyncio.wait_for(sink.ended.wait(), 10)
+    assert peer.recv(10) == b""
+    assert "given up" in caplog.text
+    await transport.aclose()
+    peer.close()
+    listener.close()
+
+
+async def test_without_a_descriptor_it_listens_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_memory, "_RETRY", 0.05)
+    listener = UnixListener()
+
+    class Short:
+        """A listening socket in a process that has no descriptor left."""
+
+        def __init__(self, sock: socket.socket) -> None:
+            self.fileno = sock.fileno
+
+        def accept(self) -> None:
+            listener._socket = whole
+            raise OSError(errno.EMFILE, "too many open files")
+
+    whole, listener._socket = listener._socket, Short(listener._socket)  # type: ignore[assignment]
+    peer, transport = await _connected(listener)
+    assert "no worker can connect" in caplog.text
+    await transport.aclose()
+    peer.close()
+    listener.close()
+
+
+async def test_a_write_that_fails_for_another_reason_is_the_end() -> None:
+    listener, sink = UnixListener(), Sink()
+    peer, transport = await _connected(listener)
+    transport.start(sink)
+    assert isinstance(transport, shared_memory.SharedMemTransport)
+    whole = transport._sock
+    assert whole is not None
+
+    class Full:
+        """A socket that the kernel has no memory for."""
+
+        def send(self, data: bytes) -> int:
+            raise OSError(errno.ENOMEM, "no memory")
+
+    transport._sock = Full()  # type: ignore[assignment]
+    transport.write(Abort(joint="any"))
+    assert sink.reason is not None and "no memory" in sink.reason
+    transport._sock = whole
+    await transport.aclose()
+    peer.close()
+    listener.close()
