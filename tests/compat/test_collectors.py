@@ -76,8 +76,9 @@ def test_every_frame_claims_the_version_that_acted(kind: str, scheme: str) -> No
 
 
 def test_a_shared_replay_buffer_that_is_filled_beside() -> None:
+    size = 20_000
     policy = make_policy()
-    buffer = ReplayBuffer(storage=LazyTensorStorage(20_000), batch_size=FRAMES, shared=True)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(size), batch_size=size, shared=True)
     schemes = {"policy": sync.SharedMemWeightSyncScheme(timeout=PATIENCE)}
     options: dict[str, Any] = {"total_frames": -1, "replay_buffer": buffer}
     with collecting(MultiAsyncCollector, policy, schemes, **options) as collector:
@@ -86,11 +87,10 @@ def test_a_shared_replay_buffer_that_is_filled_beside() -> None:
         for version in range(1, UPDATES + 1):
             mark(policy, version)
             collector.update_policy_weights_()
-        while UPDATES not in check(buffer[:]) and time.monotonic() < deadline:
-            before = buffer.write_count
-            while buffer.write_count < before + FRAMES and time.monotonic() < deadline:
-                os.sched_yield()
-        assert UPDATES in check(buffer[:])
+        # A sample waits for the workers' writes; buffer[:] shows frames that they have not written.
+        while not buffer.write_count or UPDATES not in check(buffer.sample()):
+            assert time.monotonic() < deadline
+            os.sched_yield()
 
 
 @pytest.mark.parametrize("given", [_soak(True), False], ids=["with a policy", "without"])
