@@ -21,18 +21,19 @@ from aiosync.protocol.nack import DownstreamError
 from aiosync.receiver.applier import PendingUpdate, WeightApplier
 from aiosync.receiver.listeners import UpdateListener
 from aiosync.schemes.tcp import TCPWeightSyncScheme
+from aiosync.sender.away_workers import AwayWorkers
 from aiosync.sender.connection import LATE_AFTER
-from aiosync.sender.pending_acks import Round, first_failure
-from aiosync.sender.publisher import Prepared, Publisher
-from aiosync.sender.registry import AwayWorkers, WorkerRegistry
-from aiosync.sender.worker_group import SlotWrite, WeightGroup
+from aiosync.sender.pending_acks import PendingAcks, first_failure
+from aiosync.sender.publisher import Publication, Publisher
+from aiosync.sender.registry import WorkerRegistry
+from aiosync.sender.worker_group import SlotWrite, WorkerGroup
 from aiosync.sender.worker_plan import CPU
-from aiosync.transfer.slots import JointRound, SlotVersion
+from aiosync.transfer.slots import JointParts, SlotPool
 from aiosync.transfer.stream_inbound import StreamInbound
 from aiosync.transports._offload import Offloader
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.transports.base import Transport
-from aiosync.weights.arena import Arena, Slot
+from aiosync.weights.arena import Slot
 from aiosync.weights.copying import Filling
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
@@ -165,10 +166,10 @@ class RelayForwarder(WeightApplier):
         self._home = asyncio.get_running_loop()
         self._host = BackgroundTasks("aiosync-relay")
         self._copier = Offloader("aiosync-relay")
-        self._group: WeightGroup | None = None
+        self._group: WorkerGroup | None = None
         self._landing: _RelayLanding | None = None
-        self._draft: SlotWrite | None = None
-        self._prepared: Prepared | None = None
+        self._write: SlotWrite | None = None
+        self._publication: Publication | None = None
         assert scheme._listener is not None
         self._listener = scheme._listener
         self.registry = WorkerRegistry(
@@ -183,14 +184,14 @@ class RelayForwarder(WeightApplier):
         )
         self._id = self.registry.via[-1]
         # What commit() waits for, and since when.
-        self._round: Round | None = None
+        self._acks: PendingAcks | None = None
         self._since = 0.0
         self.registry.away = AwayWorkers(scheme._reconnect_for)
         self._publisher: Publisher | None = None
 
     def _landing_for(self, layout: Layout, transport: Transport, source: torch.device) -> StreamInbound:
-        arena = Arena(layout, Segment.private, self._scheme._spec.max_slots)
-        self._group = WeightGroup((), CPU, arena, self._copier, streams="checked")
+        pool = SlotPool(layout, Segment.private, self._scheme._spec.max_slots)
+        self._group = WorkerGroup((), CPU, pool, self._copier, streams="checked")
         self._publisher = Publisher([self._group], self.registry, self._host)
         self._landing = _RelayLanding(layout, self)
         return self._landing
@@ -213,22 +214,17 @@ class RelayForwarder(WeightApplier):
     @property
     def may_fetch(self) -> bool:
         """Whether a slot has been taken for the next update."""
-        return self._draft is not None
+        return self._write is not None
 
     async def make_room(self) -> None:
         """Take a slot for the next update."""
         group, landing = self._group, self._landing
         assert group is not None and landing is not None
-        self.registry.make_room(group)
-        targets = set(self.registry.workers)
         deadline = Deadline.after(self._spec.seconds(None))
-        draft = await group.draft_to_fill(targets, lambda: self.registry.parked(group), deadline)
-        if draft.reclaimed and group.latest is not None:
-            for connection in self.registry.members(group):
-                connection.revoke(group.latest)
-        if draft.slot is landing.front:
+        write = await group.begin_fill(set(self.registry.workers), deadline)
+        if write.slot is landing.front:
             landing.front = None  # no worker had fetched it, and now it is written over
-        self._draft, landing.next = draft, draft.slot
+        self._write, landing.next = write, write.slot
 
     @property
     def have(self) -> int:
@@ -239,19 +235,19 @@ class RelayForwarder(WeightApplier):
 
     def started(self, update: Update, arriving: _Arriving) -> None:
         """The first bytes of an update are about to come: tell the workers."""
-        draft, publisher, group = self._draft, self._publisher, self._group
-        assert draft is not None and publisher is not None and group is not None
+        write, publisher = self._write, self._publisher
+        assert write is not None and publisher is not None
         self._settle()  # the one before, which came whole just when the link broke
-        self._draft = None
-        draft.begun, draft.copying = True, arriving
+        self._write = None
+        write.begun, write.copying = True, arriving
         if update.names is not None and update.base == self.version:
-            draft.names = tuple(update.names)
+            write.names = tuple(update.names)
         joint = update.joint
-        mark = None if joint is None else JointRound(joint, lambda w: self.registry.abort(joint, w))
+        parts = None if joint is None else JointParts(joint, lambda w: self.registry.abort(joint, w))
         deadline = Deadline.after(self._spec.seconds(None))
-        self._prepared = Prepared([draft], set(self.registry.workers), mark, deadline)
+        self._publication = Publication(publisher, set(self.registry.workers), parts, deadline, [write])
         publisher.version = update.version - 1
-        publisher.announce(self._prepared, fallback=True)
+        publisher.announce(self._publication, fallback=True)
 
     def forget(self) -> None:
         """See :meth:`WeightApplier.forget`: this version was here before, and has been sent again."""
@@ -260,37 +256,20 @@ class RelayForwarder(WeightApplier):
 
     def _settle(self) -> None:
         """All workers have answered, or are not awaited: the slot of the version before can be written."""
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None and self._publisher is not None:
-            # The trainer has been told that this version is here.
-            self._publisher.settle(prepared, may_withdraw=False)
+        publication, self._publication = self._publication, None
+        if publication is not None:
+            # The trainer knows that this version is here.
+            publication.publisher.settle(publication, may_withdraw=False)
 
     def aborted(self) -> None:
         """What was arriving will not come whole."""
-        prepared, group = self._prepared, self._group
-        if prepared is None or group is None or group.latest is None:
+        publication, self._publication = self._publication, None
+        if publication is None:
             return
-        self._prepared = None
-        broken, (before,) = group.latest, prepared.before
-        for connection in self.registry.members(group):
-            connection.withdraw(broken)
-            connection.forget_revoked(overwritten=True)
-        group.changes.withdraw(broken.version)
-        broken.slot.holders.clear()
-        broken.slot.version = -1
-        group.latest = before if before is not None and before.slot.version == before.version else None
-        self._tell_again(group.latest)
-        if self._publisher is not None:
-            self._publisher.settle(prepared)
-
-    def _tell_again(self, latest: SlotVersion | None) -> None:
-        assert self._group is not None
-        if latest is not None:
-            latest.slot.holders.add("latest")
-            for connection in self.registry.members(self._group):
-                if connection.reaches < latest.version:
-                    connection.announce(latest)
-                connection.serve()
+        (write,) = publication.writes
+        if write.group.newest is not None:
+            write.group.abandon(write)
+        publication.publisher.settle(publication)
 
     # -- whole ----------------------------------------------------------------------------------------
 
@@ -304,19 +283,20 @@ class RelayForwarder(WeightApplier):
         Raises:
             DownstreamError: some of them refused, were lost or did not answer; the others have it.
         """
-        prepared, publisher = self._prepared, self._publisher
-        if prepared is None or prepared.round is None or publisher is None or self._landing is None:
+        publication = self._publication
+        if publication is None or publication.acks is None or self._landing is None:
             raise NotConnectedError("this relay was closed, or lost the update, before its workers had it")
         self.version, self.weights = pending.update.version, pending.staged.views if pending.staged else {}
         self._landing.committed(None)
-        round_ = self._round = prepared.round
+        acks, deadline = publication.acks, publication.deadline
+        self._acks = acks
         self._since = self._home.time()
-        while await round_.wait(prepared.deadline, self.registry.timer):
-            if self.registry.away is None or not await self.registry.away.one_returns(prepared.deadline):
+        while await acks.wait(deadline, self.registry.timer):
+            if self.registry.away is None or not await self.registry.away.one_returns(deadline):
                 break
-        failure = first_failure(round_.reports.values(), prepared.deadline)
-        silent = sorted(round_.pending)
-        self._round = None
+        failure = first_failure(acks.reports.values(), deadline)
+        silent = sorted(acks.pending)
+        self._acks = None
         self._settle()
         words = [str(failure)] if failure is not None else []
         if failure is None and silent:
@@ -342,8 +322,8 @@ class RelayForwarder(WeightApplier):
         self._hurry()
 
     def _hurry(self) -> None:
-        if self._round is not None:
-            self._home.call_at(self._since + LATE_AFTER, self._round.give_up)
+        if self._acks is not None:
+            self._home.call_at(self._since + LATE_AFTER, self._acks.give_up)
 
     def follow(self, via: Sequence[str]) -> None:
         """See :meth:`WeightApplier.follow`.
@@ -365,7 +345,7 @@ class RelayForwarder(WeightApplier):
         self.registry.begin_anew("the relay follows another sender")
         # A worker that comes back waits for the new sender's first version, and must not get an older one.
         if self._group is not None and self._landing is not None:
-            self._group.forget_latest()
+            self._group.forget_newest()
             self._landing.front = None
 
     async def close(self) -> None:

@@ -26,7 +26,7 @@ from aiosync.schemes.contexts import first_worker, listener_for
 from aiosync.sender.endpoint import WeightSender
 from aiosync.sender.sharded.gather import GatherLeader, ShardContributor
 from aiosync.sender.sharded.ranks import Shards
-from aiosync.sender.worker_group import Streams, WeightGroup
+from aiosync.sender.worker_group import Streams, WorkerGroup
 from aiosync.sender.worker_plan import SenderArguments, SenderPlan, make_plan, model_of
 from aiosync.transfer.base import InboundTransfer, OutboundTransfer
 from aiosync.transfer.mapped import MappedInbound, MappedOutbound
@@ -133,7 +133,7 @@ class SchemeRecipe(ABC):
         """Memory for a slot."""
         return Segment.shared(nbytes, device)
 
-    def _deliver(self, transport: Transport, group: WeightGroup) -> OutboundTransfer:
+    def _deliver(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
         """How a group's versions get over a connection."""
         return MappedOutbound(group, holds=self._holds)
 

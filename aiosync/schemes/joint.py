@@ -17,9 +17,9 @@ from aiosync.protocol.frames import Joint
 from aiosync.reports import SendReport
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.sender.endpoint import WeightSender
-from aiosync.sender.pending_acks import Round, first_failure
-from aiosync.sender.publisher import Prepared, publish_together
-from aiosync.transfer.slots import JointRound
+from aiosync.sender.pending_acks import first_failure
+from aiosync.sender.publisher import Publication, publish_together
+from aiosync.transfer.slots import JointParts
 
 __all__ = ["JointUpdate", "atomic"]
 
@@ -34,7 +34,7 @@ class _Part:
 class _UnderWay:
     scheme: WeightSyncScheme
     sender: WeightSender
-    prepared: Prepared
+    publication: Publication
 
 
 class JointUpdate:
@@ -118,17 +118,16 @@ class JointUpdate:
             # each other.
             for scheme in sorted(self._parts, key=id):
                 await pending.enter_async_context(scheme.get_sender().publisher.lock.hold(deadline))
-            under_way = await self._prepare_all(JointRound(mark, abort), deadline)
-            items = [(item.sender.publisher, item.prepared) for item in under_way]
-            rounds = await publish_together(items, fallback=True)
-        await self._finish_all(under_way, rounds)
+            under_way = await self._prepare_all(JointParts(mark, abort), deadline)
+            await publish_together([item.publication for item in under_way], fallback=True)
+        await self._finish_all(under_way)
         reports = [(worker, report) for r in self.reports.values() for worker, report in r.workers.items()]
         failure = first_failure((report for _, report in reports), deadline)
         if failure is not None:
             failure.report = next(r for r in self.reports.values() if not r.ok)
             raise failure
 
-    async def _prepare_all(self, joint: JointRound, deadline: Deadline) -> list[_UnderWay]:
+    async def _prepare_all(self, joint: JointParts, deadline: Deadline) -> list[_UnderWay]:
         senders = [scheme.get_sender() for scheme in self._parts]
         targets = set.intersection(*(sender.registry.workers for sender in senders))
         under_way: list[_UnderWay] = []
@@ -137,30 +136,30 @@ class JointUpdate:
                 sender = scheme.get_sender()
                 sender.check_open()
                 sources = await scheme._sources(part.weights, targets)
-                prepared = await sender.publisher.prepare(
+                publication = await sender.publisher.prepare(
                     sources, set(targets), strict=part.strict, joint=joint, deadline=deadline
                 )
-                await sender.publisher.fill(prepared, None)
-                under_way.append(_UnderWay(scheme, sender, prepared))
+                await sender.publisher.fill(publication, None)
+                under_way.append(_UnderWay(scheme, sender, publication))
         except BaseException:
             for item in under_way:
-                item.sender.publisher.discard(item.prepared)
+                item.sender.publisher.discard(item.publication)
             raise
         return under_way
 
-    async def _finish_all(self, under_way: list[_UnderWay], rounds: list[Round]) -> None:
+    async def _finish_all(self, under_way: list[_UnderWay]) -> None:
         reports: dict[WeightSyncScheme, SendReport] = {}
 
-        async def finish(item: _UnderWay, round_: Round) -> None:
-            reports[item.scheme] = await item.sender.finish(item.prepared, round_, wait=True)
+        async def finish(item: _UnderWay) -> None:
+            reports[item.scheme] = await item.sender.finish(item.publication, wait=True)
 
         try:
             async with anyio.create_task_group() as tasks:
-                for item, round_ in zip(under_way, rounds, strict=True):
-                    tasks.start_soon(finish, item, round_)
+                for item in under_way:
+                    tasks.start_soon(finish, item)
         finally:
             for item in under_way:  # cancelled at once, a task may not have begun
-                item.sender.publisher.settle(item.prepared)
+                item.sender.publisher.settle(item.publication)
         self.reports = reports
 
 

@@ -14,7 +14,7 @@ import torch
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.contexts import adapter_for
-from aiosync.sender.worker_group import WeightGroup
+from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.base import InboundTransfer, OutboundTransfer
 from aiosync.transfer.mapped import MappedInbound, MappedOutbound
 from aiosync.transports.base import Listener, Transport
@@ -103,7 +103,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             )
         return PipeListener(self._pipes, lambda worker, message: self._other(worker, message))
 
-    def _deliver(self, transport: Transport, group: WeightGroup) -> OutboundTransfer:
+    def _deliver(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
         return MappedOutbound(group, holds=_is_mapped(group.device))
 
     def _make_inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:

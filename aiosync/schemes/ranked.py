@@ -10,7 +10,7 @@ import torch
 
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.sender.worker_group import Streams, WeightGroup
+from aiosync.sender.worker_group import Streams, WorkerGroup
 from aiosync.transfer.base import InboundTransfer, OutboundTransfer
 from aiosync.transfer.broadcast import BroadcastGroup
 from aiosync.transfer.mapped import MappedInbound
@@ -68,7 +68,7 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         self._collective: Collective = collective
         self._share_memory = share_memory
         self._reconnect_for = reconnect_for
-        self._broadcast_groups: dict[WeightGroup, BroadcastGroup] = {}
+        self._broadcast_groups: dict[WorkerGroup, BroadcastGroup] = {}
 
     async def reconnect(self, *, timeout: float | None = None) -> None:
         """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
@@ -105,7 +105,7 @@ class RankedWeightSyncScheme(WeightSyncScheme):
             return Segment.shared(nbytes)
         return Segment.private(nbytes, device_of(self._backend))
 
-    def _deliver(self, transport: Transport, group: WeightGroup) -> OutboundTransfer:
+    def _deliver(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
         if self._collective == "broadcast" and group not in self._broadcast_groups:
             self._broadcast_groups[group] = BroadcastGroup(group, self._rank_zero)
         broadcast_group = self._broadcast_groups.get(group)

@@ -16,7 +16,7 @@ from aiosync.events import logger
 from aiosync.schemes.attach import enlist
 from aiosync.schemes.initialization import checked_index
 from aiosync.schemes.ranked import Collective, RankedWeightSyncScheme
-from aiosync.sender.worker_group import WeightGroup
+from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.base import InboundTransfer, OutboundTransfer
 from aiosync.transfer.object_store import ObjectStoreInbound, ObjectStoreOutbound, ObjectStorePublisher
 from aiosync.transfer.stream import EncodedVersion, Encoding, StreamOutbound
@@ -113,8 +113,8 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
     def _begin_known(self, known: SenderInfo | None) -> None:
         self._known = known
         self._actors: dict[int, Any] = {}
-        self._publishers: dict[WeightGroup, ObjectStorePublisher] = {}
-        self._ready: dict[WeightGroup, dict[tuple[int, Encoding], EncodedVersion]] = {}
+        self._publishers: dict[WorkerGroup, ObjectStorePublisher] = {}
+        self._ready: dict[WorkerGroup, dict[tuple[int, Encoding], EncodedVersion]] = {}
 
     def _set_streams(self) -> None:
         plane = self._data_plane
@@ -262,7 +262,7 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         """Whether actors on the sender's machine view its slots."""
         return super()._shares and self._data_plane != "tcp"
 
-    def _deliver(self, transport: Transport, group: WeightGroup) -> OutboundTransfer:
+    def _deliver(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
         if self._data_plane == "distributed" or transport.maps:
             return super()._deliver(transport, group)
         assert isinstance(transport, TCPTransport)

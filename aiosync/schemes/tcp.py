@@ -19,7 +19,7 @@ from aiosync.receiver.applier import WeightApplier
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.initialization import Secret
-from aiosync.sender.worker_group import WeightGroup
+from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.base import InboundTransfer, OutboundTransfer
 from aiosync.transfer.stream import EncodedVersion, Encoding, StreamOutbound
 from aiosync.transfer.stream_inbound import StreamInbound
@@ -123,7 +123,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         check_available()
         check_codec(codec)
         self._codec = codec
-        self._ready: dict[WeightGroup, dict[tuple[int, Encoding], EncodedVersion]] = {}
+        self._ready: dict[WorkerGroup, dict[tuple[int, Encoding], EncodedVersion]] = {}
 
     @property
     def address(self) -> str:
@@ -183,7 +183,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
                 return Segment.shared(nbytes)
         return Segment.private(nbytes)
 
-    def _deliver(self, transport: Transport, group: WeightGroup) -> OutboundTransfer:
+    def _deliver(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
         assert isinstance(transport, TCPTransport)
         return StreamOutbound(transport, group, self._codec, self._ready.setdefault(group, {}))
 

@@ -1,34 +1,34 @@
-"""One connected worker, on the sender: its session, its transfer, and the slots that it reads.
+"""One connected worker, on the sender: its session, its transfer, and its leases on slots.
 
-A version goes through three stages for a worker: *due* (the worker was notified, or will be), *leased* (the
-worker got the Update frame and has not answered), and *in service* (the worker acknowledged it).
+A version goes through three stages for a worker: *notified* (the worker was notified, or will be), *in
+flight* (the worker got the Update frame and has not answered), and *current* (the worker acknowledged it).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from aiosync.errors import ProtocolError, WorkerLostError
-from aiosync.protocol.events import Fetched, SenderEvent
+from aiosync.errors import ProtocolError
+from aiosync.protocol.events import Applied, Fetched, Left, Rejected, SenderEvent, StageDone
 from aiosync.protocol.frames import Bye, Frame, Joint, Nack, Update, Welcome
 from aiosync.protocol.sender_session import SenderSession, SenderState
-from aiosync.sender.worker_group import WeightGroup
+from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.base import OutboundTransfer
-from aiosync.transfer.slots import JointRound, SlotVersion
+from aiosync.transfer.slots import JointParts, Lease, LeaseKind, SlotVersion
 from aiosync.transports.base import Transport
 from aiosync.transports.process_watch import ProcessWatch
 
-__all__ = ["DroppedConnection", "Introduction", "WorkerConnection"]
+__all__ = ["ConnectionOwner", "DroppedConnection", "Introduction", "WorkerConnection"]
 
 EAGER_LIMIT = 1 << 20
 """Bytes up to which a worker gets an update without a Notify before it. This saves a round trip. It costs a
 slot if the worker hangs at that moment."""
 
 LATE_AFTER = 2.0
-"""Seconds without an answer and without a byte moved, after which a worker counts as late: the slots that it
-holds then do not count towards ``max_slots``."""
+"""Seconds without an answer and without a byte moved, after which a worker counts as unresponsive: the slots
+that it holds then do not count towards ``max_slots``."""
 
 SAMPLE = 0.5
 """Seconds between two checks of whether bytes move."""
@@ -51,20 +51,36 @@ class Introduction(NamedTuple):
     via: Sequence[str]
 
 
+class ConnectionOwner(Protocol):
+    """Gets the three outcomes of a connection: an acknowledgement, a refusal, the end."""
+
+    def acknowledged(self, connection: WorkerConnection, event: Applied, *, first: bool) -> None:
+        """The worker runs on a version; ``first``: its first over this connection."""
+
+    def refused(self, connection: WorkerConnection, nack: Nack) -> None:
+        """The worker refused a version."""
+
+    def lost(self, connection: WorkerConnection, reason: str, *, orderly: bool = False) -> None:
+        """The connection has ended; ``orderly``: the worker said goodbye and released its slots."""
+
+
 class WorkerConnection:
     """A connected worker.
 
     Args:
         worker: its index.
         pid: its process, for noticing its end; 0 if unknown.
+        transport: the connection.
+        session: its session, after the handshake.
+        group: the workers that share its copy of the weights.
         outbound: how versions get there.
         introduction: what its welcome says of the sender.
-        on_event: called with this connection and each event of its session.
-        on_lost: called with this connection and the reason when it is lost.
+        owner: gets the outcomes.
 
     Attributes:
-        due: the version that the worker was notified of and has not fetched.
-        late: it has not answered for a while, or missed a deadline.
+        notified: the version that the worker was notified of and has not fetched.
+        staged: whether the worker has staged the version in flight and waits to commit it.
+        unresponsive: the worker has not answered for a while, or missed a deadline.
         died: its process has ended.
     """
 
@@ -74,69 +90,69 @@ class WorkerConnection:
         pid: int,
         transport: Transport,
         session: SenderSession,
-        group: WeightGroup,
+        group: WorkerGroup,
         outbound: OutboundTransfer,
         introduction: Introduction,
-        *,
-        on_event: Callable[[WorkerConnection, SenderEvent], None],
-        on_lost: Callable[[WorkerConnection, str], None],
+        owner: ConnectionOwner,
     ) -> None:
         self.worker = worker
         self.pid = pid
         self.transport = transport
         self.session = session
         self.group = group
-        self.due: SlotVersion | None = None
-        # The version that was due and whose slot is being overwritten, until the copy has ended.
+        self.notified: SlotVersion | None = None
+        self._notified_lease: Lease | None = None
+        # The version that was notified and whose slot is being overwritten, until the copy has ended.
         self._revoked: SlotVersion | None = None
-        self.late = False
+        self.staged = False
+        self.unresponsive = False
         self.died = False
         # The version that the worker was sent and has not answered for.
-        self._leased: SlotVersion | None = None
-        # The version that the worker acknowledged last.
-        self._in_service: SlotVersion | None = None
+        self._in_flight: SlotVersion | None = None
+        # The slots that the worker may read for that; empty once it has copied the version.
+        self._reading: list[Lease] = []
+        # The version that the worker acknowledged last; its slot is leased if the worker's model views it.
+        self._current: SlotVersion | None = None
+        self._current_lease: Lease | None = None
         self._outbound = outbound
         self._introduction = introduction
         # The worker's last Fetch: the version whose bytes it has, and whether it can read our memory.
         self._fetched = Fetched()
-        # (progress of the transfer, when it last changed): decides whether a silent worker counts as late.
+        # (progress of the transfer, when it last changed): decides whether a silent worker is unresponsive.
         self._moved: tuple[Hashable, float] = (None, 0.0)
         self._loop = asyncio.get_running_loop()
-        # Runs while a version is leased, to find a worker that hangs.
+        # Runs while a version is in flight, to find a worker that hangs.
         self._timer: asyncio.TimerHandle | None = None
-        # Whether the worker has copied the leased version, so that it reads the slot no more.
-        self._copied = False
-        self._on_event = on_event
-        self._on_lost = on_lost
+        self._owner = owner
         self._watch = ProcessWatch(pid, self._process_ended)
-        outbound.enter(self)
+        outbound.attach(self)
 
     @property
-    def behind(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether a version is on its way to the worker that it has not answered for."""
-        return self._to_spill or self.due is not None or self._leased is not None
+        return (
+            self.notified is not None
+            or self._in_flight is not None
+            or self.group.awaits_overflow(self.worker)
+        )
 
     @property
-    def reaches(self) -> int:
+    def target_version(self) -> int:
         """The version that the worker will run on once it has answered for all versions; -1: none."""
-        spill = self.group.spill if self._to_spill else None
-        newest = spill or self.due or self._leased or self._in_service
+        overflow = self.group.overflow if self.group.awaits_overflow(self.worker) else None
+        newest = overflow or self.notified or self._in_flight or self._current
         return newest.version if newest else -1
 
     @property
-    def _to_spill(self) -> bool:
-        return self.group.spill is not None and self.worker in self.group.spill_targets
-
-    @property
     def ready(self) -> bool:
-        """Whether the worker has sent a Fetch, and the version that is due can be offered."""
-        return self.session.state is SenderState.READY and self.group.offerable(self.due)
+        """Whether the worker has sent a Fetch, and the version that it was notified of can be offered."""
+        return self.session.state is SenderState.READY and self.group.offerable(self.notified)
 
     @property
-    def parked(self) -> bool:
-        """Whether the worker is not expected to release its slot: it is late, or nothing is due."""
+    def stalled(self) -> bool:
+        """Whether the worker is not expected to release its slots: it hangs, or was notified of nothing."""
         waiting = self.session.state in (SenderState.IDLE, SenderState.READY)
-        return self.late or (waiting and self.due is None)
+        return self.unresponsive or (waiting and self.notified is None)
 
     @property
     def wire_nbytes(self) -> int:
@@ -147,12 +163,6 @@ class WorkerConnection:
     def maps(self) -> bool:
         """Whether the worker's process maps the slots."""
         return self._outbound.maps
-
-    @property
-    def reading(self) -> bool:
-        """Whether the worker's process may be reading a slot now."""
-        unfinished = self._leased is not None and not self._copied
-        return self._outbound.maps and (self._outbound.holds or unfinished)
 
     # -- the transport's sink ----------------------------------------------------------------------
 
@@ -165,236 +175,125 @@ class WorkerConnection:
             self.transport.flush(self.session)
             raise
         for event in events:
-            self._on_event(self, event)
+            self._handle(event)
         if self.session.outgoing:
             self.transport.flush(self.session)
 
     def connection_lost(self, reason: str) -> None:
         """Handle the loss of the connection."""
-        self._on_lost(self, reason)
+        self._owner.lost(self, reason)
 
     def _process_ended(self) -> None:
         self.died = True
         self.connection_lost(f"its process {self.pid} has ended")
 
+    def _handle(self, event: SenderEvent) -> None:
+        match event:
+            case Applied():
+                first = self._current is None
+                self._clear_notified()
+                self._answered(accepted=True)
+                self._owner.acknowledged(self, event, first=first)
+            case Fetched():
+                self._fetched = event
+                if self._in_flight is not None:  # the worker gives back what it has not answered for
+                    self._keep_notified(self._in_flight)
+                    self._answered(accepted=False)
+                if self.notified is not None:
+                    self.offer_next()
+            case StageDone(copied=copied):
+                self.staged = True
+                if copied:
+                    self._copied()
+            case Rejected(nack=nack):
+                below = nack.kind == "below"  # a relay has the version, a worker below it refused
+                if not below:
+                    self._cancel_joint(self._in_flight)
+                self._clear_notified()
+                self._answered(accepted=below)
+                self._owner.refused(self, nack)
+            case Left(reason=reason, dropped=dropped):
+                # A worker that says that it was dropped has not released what it reads.
+                self._owner.lost(self, reason or "it closed its side", orderly=not dropped)
+            case _:
+                pass
+
     def holds_part_of(self, joint: Joint) -> bool:
         """Whether the worker was sent its part of this joint update, and has not answered."""
-        part = self._leased.joint if self._leased is not None else None
+        part = self._in_flight.joint if self._in_flight is not None else None
         return part is not None and part.mark.id == joint.id
 
-    # -- what the sender tells it ------------------------------------------------------------------
+    # -- from the sender to the worker -------------------------------------------------------------
 
-    def announce(self, published: SlotVersion) -> None:
-        """Make ``published`` the version that is due. Call :meth:`serve` after it."""
-        if self.due is not None and self.due is not published:
-            self._forgo(self.due)
-        self.due = published
-        published.slot.holders.add(("due", self.worker))
+    def notify(self, published: SlotVersion) -> None:
+        """Make ``published`` the version that the worker is to fetch; :meth:`offer_next` sends it."""
+        if self.notified is not published:
+            if self.notified is not None:
+                self._drop_notified(self.notified)
+            self.notified = published
+            self._notified_lease = self.group.pool.lease(published.slot, LeaseKind.NOTIFIED, self)
         self.session.publish(published.round)
 
     def revoke(self, published: SlotVersion) -> None:
-        """``published`` is about to be overwritten, so it is not due any more.
+        """``published`` is about to be overwritten: do not offer it.
 
         Call :meth:`forget_revoked` once the copy has ended.
         """
-        if self.due is published:
-            published.slot.holders.discard(("due", self.worker))
-            self.due = None
+        if self.notified is published:
             self._revoked = published
+            self._release_notified()
 
     def forget_revoked(self, *, overwritten: bool) -> None:
-        """The copy has ended: the revoked version was overwritten, or may be announced again."""
+        """The copy has ended: the revoked version was overwritten, or the worker may be notified again."""
         revoked, self._revoked = self._revoked, None
         if overwritten:
-            self._call_off(revoked)
+            self._cancel_joint(revoked)
 
-    def serve(self) -> None:
+    def offer_next(self) -> None:
         """Send the worker the Update or the Welcome that it waits for, if it waits and there is one."""
-        group, state, due = self.group, self.session.state, self.due
+        group, state, notified = self.group, self.session.state, self.notified
         if state is SenderState.READY:
-            if due is not None and group.offerable(due) and self._outbound.may_begin(due):
-                self._offer(self._outbound.instead(due))
-        elif state is SenderState.WELCOMING and group.offerable(group.latest):
-            assert group.latest is not None
-            self.session.welcome(self._welcome(group.latest))
-            group.addressed[self.worker] = group.latest.version
-            self.announce(group.latest)
+            if notified is not None and group.offerable(notified) and self._outbound.can_start(notified):
+                self._offer(notified)
+        elif state is SenderState.WELCOMING and group.offerable(group.newest):
+            assert group.newest is not None
+            self.session.welcome(self._welcome(group.newest))
+            group.addressed[self.worker] = group.newest.version
+            self.notify(group.newest)
             self.transport.flush(self.session)
-        else:
+        elif self.session.outgoing:
             self.transport.flush(self.session)
 
-    def _offer(self, published: SlotVersion) -> None:
+    def _offer(self, notified: SlotVersion) -> None:
+        published = self._outbound.substitute(notified)
         joint = published.joint
-        if joint is not None and self._in_service is None:
+        if joint is not None and self._current is None:
             # A worker applies its first version alone: the receivers of its other models may not run yet.
-            joint.call_off(self.worker)
+            joint.cancel_for(self.worker)
             joint = None
-        if joint is not None and joint.is_called_off(self.worker):
+        if joint is not None and joint.is_cancelled_for(self.worker):
             self.session.abort(joint.mark.id)  # the worker refuses the part as soon as it arrives
-        self.session.offer(self._lease(published, joint))
+        self.session.offer(self._start(published, joint))
         self.transport.write(*self.session.frames_to_send())
         if self._outbound.carries:
-            self._outbound.begin(published, lambda: self._sent(published))
+            self._outbound.start(published, lambda: self._sent(published))
 
-    def _welcome(self, latest: SlotVersion) -> Welcome:
-        layout, hello = self.group.arena.layout, self.session.hello
-        known = hello is not None and hello.signature == layout.identity
-        return Welcome(
-            layout=None if known else layout.to_wire(),
-            signature=layout.identity,
-            version=latest.version,
-            worker=self.worker,
-            instance=self._introduction.instance,
-            device=str(latest.slot.segment.buffer.device),
-            eager=layout.nbytes <= EAGER_LIMIT,
-            ticket=self._introduction.ticket,
-            via=list(self._introduction.via),
-        )
-
-    def applied(self) -> bool:
-        """The worker acknowledged the leased version. Return whether it is the worker's first."""
-        first = self._in_service is None
-        self._in_service = self._leased
-        if self.due is not None:
-            self._clear_due()
-        self._answered()
-        return first
-
-    def rejected(self, nack: Nack) -> None:
-        """The worker refused the leased version. A relay: it has the version, a worker below it refused."""
-        if nack.kind == "below":
-            self._in_service = self._leased
-        else:
-            self._call_off(self._leased)
-        self._clear_due()
-        self._answered()
-
-    def _clear_due(self) -> None:
-        """The worker need not fetch the leased version again."""
-        if self.due is not None and self.due is self._leased:
-            self.due.slot.holders.discard(("due", self.worker))
-            self.due = None
-
-    def fetched(self, event: Fetched) -> None:
-        """The worker sent a Fetch. If it had not answered for a leased version, it gives that back."""
-        self._fetched = event
-        if self._leased is not None:
-            self._keep_due(self._leased)
-            self._answered()
-
-    def _keep_due(self, leased: SlotVersion) -> None:
-        """The worker still has to fetch the leased version, or a newer one.
-
-        Call this before the slot is released: a slot without holders may be reused or freed at once.
-        """
-        if self.due is not leased:
-            if self.due is not None or leased.slot.version != leased.version:
-                self._call_off(leased)  # the worker will never get that one
-                return
-            self.due = leased
-        self.due.slot.holders.add(("due", self.worker))
-
-    def _sent(self, published: SlotVersion) -> None:
-        """All bytes of ``published`` have been handed to the kernel."""
-        if self._leased is not published or self._outbound.holds:
-            return
-        if self._outbound.reads_on:
-            self.group.release(self.worker, keep=published.slot)
-        else:
-            self.copied()
-
-    def cut(self) -> None:
-        """Take back an update that is being sent to a worker that does not read, to free the slot.
-
-        A worker that is merely slow keeps its update: otherwise it would never get a whole version.
-        """
-        if self._leased is None or self._still() <= PATIENCE:
-            return
-        if self._outbound.cut():
-            self._keep_due(self._leased)
-            self._answered()
-            self.session.recall(again=True)
-            self.transport.flush(self.session)
-        elif self._outbound.reads_on:
-            # If a newer version overwrites the slot, the worker notices by the checksums.
-            self._keep_due(self._leased)
-            self.copied()
-
-    def withdraw(self, published: SlotVersion) -> None:
-        """``published`` will never be complete: cancel it for this worker."""
-        if self.due is published:
-            self._forgo(published)
-        if self._leased is published and self._outbound.cut():
-            self._answered()
-            self.session.recall(again=self.due is not None)
-            self.transport.flush(self.session)
-
-    def copied(self) -> None:
-        """The worker has copied the leased version into memory of its own."""
-        self._copied = True
-        self.group.release(self.worker)
-
-    def leave(self, reason: str, *, orphan: Hashable | None = None) -> WorkerLostError:
-        """End this connection's bookkeeping.
-
-        Args:
-            orphan: the holder that keeps the slots which the worker's process may still read; None: none.
-
-        Returns:
-            The error for calls that wait for this worker.
-        """
-        self._watch.close()
-        self._stop_timer()
-        self._outbound.cut()
-        self._outbound.leave()
-        self._call_off(self._leased)
-        self.forget_revoked(overwritten=True)
-        if self.due is not None:
-            self._forgo(self.due)
-        if orphan is not None:
-            for slot in self.group.arena.slots:
-                if self.worker in slot.holders:
-                    slot.holders.add(orphan)
-        self.group.release(self.worker)
-        return WorkerLostError([self.worker], reason)
-
-    def _forgo(self, due: SlotVersion) -> None:
-        """The worker will not fetch ``due`` any more."""
-        due.slot.holders.discard(("due", self.worker))
-        self.due = None
-        self._call_off(due)
-
-    def _call_off(self, published: SlotVersion | None) -> None:
-        if published is not None and published.joint is not None:
-            published.joint.call_off(self.worker)
-
-    def _answered(self) -> None:
-        self.late = False
-        self._leased = None
-        if self._outbound.carries:
-            self._outbound.answered()
-        keep = self._in_service.slot if self._outbound.holds and self._in_service else None
-        self.group.release(self.worker, keep=keep)
-
-    def _lease(self, published: SlotVersion, joint: JointRound | None) -> Update:
-        if self.due is published:
-            published.slot.holders.discard(("due", self.worker))
-            self.due = None
-        published.slot.holders.add(self.worker)
-        self._leased = published
-        self._copied = False
-        outbound = self._outbound
+    def _start(self, published: SlotVersion, joint: JointParts | None) -> Update:
+        pool, outbound = self.group.pool, self._outbound
+        self._reading.append(pool.lease(published.slot, LeaseKind.READING, self))
+        self._in_flight = published
+        if self.notified is published:
+            self._release_notified()
         payload = outbound.payload(published, self._fetched)
         moved: Hashable = None
         if outbound.carries:
-            moved, base = outbound.moved, outbound.base()
+            moved, base = outbound.moved, outbound.base_slot()
             if base is not None:
-                base.holders.add(self.worker)
+                self._reading.append(pool.lease(base, LeaseKind.READING, self))
         self._moved = moved, self._loop.time()
-        if (
-            self._timer is None
-        ):  # one timer serves many leases, since making one costs as much as a tenth of a small send
-            self._timer = self._loop.call_later(min(SAMPLE, LATE_AFTER), self._look)
+        if self._timer is None:
+            # One timer serves many updates: making one costs as much as a tenth of a small send.
+            self._timer = self._loop.call_later(min(SAMPLE, LATE_AFTER), self._check_progress)
         have = self.session.acked_version
         update = Update(
             round=published.round,
@@ -408,29 +307,171 @@ class WorkerConnection:
             published.offered = update
         return published.offered  # the same object for most workers, so that it is encoded once
 
-    def _look(self) -> None:
+    def _welcome(self, newest: SlotVersion) -> Welcome:
+        layout, hello = self.group.pool.layout, self.session.hello
+        known = hello is not None and hello.signature == layout.identity
+        return Welcome(
+            layout=None if known else layout.to_wire(),
+            signature=layout.identity,
+            version=newest.version,
+            worker=self.worker,
+            instance=self._introduction.instance,
+            device=str(newest.slot.segment.buffer.device),
+            eager=layout.nbytes <= EAGER_LIMIT,
+            ticket=self._introduction.ticket,
+            via=list(self._introduction.via),
+        )
+
+    # -- from the worker ---------------------------------------------------------------------------
+
+    def _answered(self, *, accepted: bool) -> None:
+        """The worker has answered for the version in flight: release what it read for that."""
+        self.unresponsive = self.staged = False
+        reading, self._reading = self._reading, []
+        if accepted:
+            self._current = self._in_flight
+            if self._outbound.holds:
+                before, self._current_lease = self._current_lease, reading.pop(0) if reading else None
+                if before is not None:
+                    reading.append(before)
+        self._in_flight = None
+        if self._outbound.carries:
+            self._outbound.answered()
+        for lease in reading:
+            lease.release()
+
+    def _clear_notified(self) -> None:
+        """The worker need not fetch the version in flight again."""
+        if self.notified is not None and self.notified is self._in_flight:
+            self._release_notified()
+
+    def _keep_notified(self, in_flight: SlotVersion) -> None:
+        """The worker still has to fetch the version in flight, or a newer one.
+
+        Call this before the slot is released: a slot without leases may be reused or freed at once.
+        """
+        if self.notified is in_flight:
+            return
+        if self.notified is not None or not self.group.offerable(in_flight):
+            self._cancel_joint(in_flight)  # the worker will never get that one
+        else:
+            self.notified = in_flight
+            self._notified_lease = self.group.pool.lease(in_flight.slot, LeaseKind.NOTIFIED, self)
+
+    def _sent(self, published: SlotVersion) -> None:
+        """All bytes of ``published`` have been handed to the kernel."""
+        if self._in_flight is not published or self._outbound.holds:
+            return
+        if self._outbound.reads_on:
+            first, *further = self._reading
+            self._reading = [first]
+            for lease in further:
+                lease.release()
+        else:
+            self._copied()
+
+    def _copied(self) -> None:
+        """The worker has copied the version in flight into memory of its own."""
+        reading, self._reading = self._reading, []
+        for lease in reading:
+            lease.release()
+
+    # -- taking back -------------------------------------------------------------------------------
+
+    def cancel_if_stuck(self) -> None:
+        """Take back an update that is being sent to a worker that does not read, to free the slot.
+
+        A worker that is merely slow keeps its update: otherwise it would never get a whole version.
+        """
+        if self._in_flight is None or self._idle_seconds() <= PATIENCE:
+            return
+        if self._outbound.cancel():
+            self._keep_notified(self._in_flight)
+            self._answered(accepted=False)
+            self.session.recall(again=True)
+            self.transport.flush(self.session)
+        elif self._outbound.reads_on:
+            # If a newer version overwrites the slot, the worker notices by the checksums.
+            self._keep_notified(self._in_flight)
+            self._copied()
+
+    def cancel(self, published: SlotVersion) -> None:
+        """``published`` will never be whole: do not send it, and take it back if it is being sent."""
+        if self.notified is published:
+            self._drop_notified(published)
+        if self._in_flight is not published:
+            return
+        if self._outbound.cancel():
+            self._answered(accepted=False)
+            self.session.recall(again=self.notified is not None)
+            self.transport.flush(self.session)
+        else:
+            self._copied()
+
+    def detach(self) -> list[Lease]:
+        """End this connection's bookkeeping.
+
+        Returns:
+            Leases on the slots that the worker's process may still read.
+        """
+        self._watch.close()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        viewed = [] if self._current_lease is None else [self._current_lease]
+        leases = self._reading + viewed
+        self._reading, self._current_lease = [], None
+        self._outbound.cancel()
+        self._outbound.detach()
+        self._cancel_joint(self._in_flight)
+        self.forget_revoked(overwritten=True)
+        if self.notified is not None:
+            self._drop_notified(self.notified)
+        for lease in leases:
+            if self._outbound.maps:
+                lease.detach()
+            else:
+                lease.release()
+        return leases if self._outbound.maps else []
+
+    def _drop_notified(self, notified: SlotVersion) -> None:
+        """The worker will never fetch the version that it was notified of."""
+        self._release_notified()
+        self._cancel_joint(notified)
+
+    def _release_notified(self) -> None:
+        lease, self._notified_lease, self.notified = self._notified_lease, None, None
+        if lease is not None:
+            lease.release()
+
+    def _cancel_joint(self, published: SlotVersion | None) -> None:
+        if published is not None and published.joint is not None:
+            published.joint.cancel_for(self.worker)
+
+    # -- a worker that hangs -----------------------------------------------------------------------
+
+    def _check_progress(self) -> None:
         """Check whether the worker hangs. The slot of a worker that hangs must not hold up the others."""
         self._timer = None
-        if self._leased is None:
+        if self._in_flight is None:
             return
-        left = LATE_AFTER - self._still()
+        left = LATE_AFTER - self._idle_seconds()
         if left > 0:
-            self._timer = self._loop.call_later(min(SAMPLE, left), self._look)
+            self._timer = self._loop.call_later(min(SAMPLE, left), self._check_progress)
         else:
-            self.late = True
-            self.group.wake()
+            self.mark_unresponsive()
 
-    def _still(self) -> float:
-        """Seconds for which no byte of the leased version has moved, as far as was checked."""
+    def mark_unresponsive(self) -> None:
+        """The worker hangs or missed a deadline: until it answers, its slots do not count."""
+        self.unresponsive = True
+        self.group.pool.changed()
+
+    def _idle_seconds(self) -> float:
+        """Seconds for which no byte of the version in flight has moved, as far as was checked."""
         moved, now = self._outbound.moved, self._loop.time()
         if moved != self._moved[0]:
             self._moved = moved, now
         return now - self._moved[1]
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class DroppedConnection:

@@ -23,16 +23,16 @@ from aiosync._options import SchemeOptions
 from aiosync.errors import NotConnectedError, SyncTimeoutError
 from aiosync.events import EventSource, SchemeStats, logger
 from aiosync.reports import SendReport, WorkerReport
-from aiosync.sender.pending_acks import Round, first_failure
-from aiosync.sender.publisher import Prepared, Publisher, Sources, publish_together
+from aiosync.sender.pending_acks import PendingAcks, first_failure
+from aiosync.sender.publisher import Publication, Publisher, Sources, publish_together
 from aiosync.sender.registry import Deliver, WorkerRegistry
 from aiosync.sender.sharded.gather import ShardGather
-from aiosync.sender.worker_group import Streams, WeightGroup
+from aiosync.sender.worker_group import Streams, WorkerGroup
 from aiosync.sender.worker_plan import SenderPlan
+from aiosync.transfer.slots import SlotPool
 from aiosync.transports._offload import Offloader, uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.transports.base import Listener
-from aiosync.weights.arena import Arena
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
@@ -90,7 +90,7 @@ class WeightSender:
         self._allocate = allocate
         self._host = BackgroundTasks("aiosync-sender")
         self._offloader = Offloader("aiosync-sender")
-        self._groups: list[WeightGroup] = []
+        self._groups: list[WorkerGroup] = []
         self.publisher = Publisher(self._groups, self.registry, self._host, spec.first_version)
         self._live = False
         self._closed = False
@@ -108,13 +108,13 @@ class WeightSender:
         stats = self.registry.stats
         stats.lag = {w: self.version - self.registry.version_of(w) for w in sorted(self.registry.workers)}
         stats.wire_nbytes = self.registry.wire_nbytes
-        stats.memory = sum(group.arena.nbytes for group in self._groups)
+        stats.memory = sum(group.pool.nbytes for group in self._groups)
         return stats
 
     def published(self) -> Mapping[str, Tensor] | None:
         """The newest version's tensors, in the memory that workers read; of the first group. They are new
         tensors: a caller that shares one with another process has torch move that one alone."""
-        latest = self._groups[0].latest if self._groups else None
+        latest = self._groups[0].newest if self._groups else None
         return latest.slot.fresh_views() if latest is not None else None
 
     # -- connect ----------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class WeightSender:
             if not self._live:
                 await self._open(sources, deadline, optional, gathering)
             if min_workers is not None:
-                await self.registry.gather(min_workers, deadline)
+                await self.registry.wait_for_workers(min_workers, deadline)
             else:
                 await self._await_all(self.registry.workers, deadline)
         self._events.tell("connected", self.model_id, self.version)
@@ -177,11 +177,12 @@ class WeightSender:
             Exception: what ``join`` raises.
         """
         self.check_open()
-        number = self.registry.expect(worker, may_be_new=not self.plan.per_worker)
+        indices = self.registry.indices
+        number = indices.expect(worker, self.registry.connections, may_be_new=not self.plan.per_worker)
         try:
             await self._await_all({number}, deadline, lambda: join(number))
         finally:
-            self.registry.expect_no_more(number)
+            indices.expect_no_more(number)
         return number
 
     async def _await_all(
@@ -192,19 +193,15 @@ class WeightSender:
     ) -> None:
         """Wait until these run on some version; ``join`` has them come."""
         registry = self.registry
-        round_ = Round(-1, 0, workers, phase="connect")
-        for worker in list(round_.pending):
+        acks = PendingAcks(0, workers, phase="connect")
+        for worker in list(acks.pending):
             if registry.version_of(worker) >= 0:
-                round_.settle(WorkerReport(worker, "applied", registry.version_of(worker)))
-        registry.rounds.append(round_)
-        try:
+                acks.settle(WorkerReport(worker, "applied", registry.version_of(worker)))
+        with registry.tracking(acks):
             if join is not None:
                 await join()
-            await round_.wait(deadline, self.registry.timer)
-        finally:
-            registry.rounds.remove(round_)
-        report = self._conclude(round_, Prepared([], set(), None, deadline), waited=True)
-        self._raise_failure(report, deadline)
+            await acks.wait(deadline, registry.timer)
+        self._raise_failure(self._conclude(acks, deadline, waited=True), deadline)
 
     async def _open(
         self,
@@ -218,18 +215,18 @@ class WeightSender:
         try:
             for number, plan in enumerate(self.plan.groups):
                 layout = Layout.of(sources[number], cast=self.spec.cast, optional=optional)
-                arena = Arena(layout, self._allocator(plan.device), self.spec.max_slots)
-                group = WeightGroup(plan.workers, plan.device, arena, self._offloader, streams=self._streams)
+                pool = SlotPool(layout, self._allocator(plan.device), self.spec.max_slots)
+                group = WorkerGroup(plan.workers, plan.device, pool, self._offloader, streams=self._streams)
                 self._groups.append(group)
                 # Two at once: the first send after this one then runs into warm pages too.
                 await group.reserve(2)
             async with self.publisher.lock.hold(deadline):
-                prepared = await self.publisher.prepare(
+                publication = await self.publisher.prepare(
                     sources, set(), strict=True, joint=None, deadline=deadline
                 )
-                await self.publisher.fill(prepared, gathering)
-                await publish_together([(self.publisher, prepared)], fallback=False)
-            self.registry.rounds.clear()
+                await self.publisher.fill(publication, gathering)
+                await publish_together([publication], fallback=False)
+                self.publisher.settle(publication)
             await self.registry.open(self._host, self._groups)
         except BaseException:
             await self._abandon()
@@ -273,38 +270,44 @@ class WeightSender:
         if not publisher.lock.acquire_nowait():
             await publisher.lock.acquire(deadline)
         try:
-            prepared = await publisher.prepare(
+            publication = await publisher.prepare(
                 sources,
                 targets,
                 strict=strict,
                 joint=None,
                 deadline=deadline,
-                may_spill=not wait and gathering is None,
+                may_overflow=not wait and gathering is None,
             )
-            if gathering is not None or prepared.sharded:
-                await publisher.fill(prepared, gathering)
+            if gathering is not None or publication.sharded:
+                await publisher.fill(publication, gathering)
             try:
-                (round_,) = await publish_together([(publisher, prepared)], fallback=wait)
+                await publish_together([publication], fallback=wait)
             finally:
-                if gathering is not None and prepared.round is not None:  # also if this was cancelled since
+                if gathering is not None and publication.acks is not None:  # also if this was cancelled since
                     gathering.published(self.version)
         finally:
             publisher.lock.release()
-        report = await self.finish(prepared, round_, wait=wait)
-        if not wait or round_.troubled or round_.pending:
+        report = await self.finish(publication, wait=wait)
+        acks = publication.acks
+        if not wait or acks is None or acks.troubled or acks.pending:
             self._raise_failure(report, deadline)
         return report
 
-    async def finish(self, prepared: Prepared, round_: Round, *, wait: bool) -> SendReport:
-        """Wait for the answers if told to, and report; raises nothing but a cancellation."""
+    async def finish(self, publication: Publication, *, wait: bool) -> SendReport:
+        """Wait for the answers if ``wait``, and report; raises nothing but a cancellation."""
         begun = time.perf_counter()
+        acks, seconds = publication.acks, publication.seconds
+        assert acks is not None
         try:
             if wait:
-                await round_.wait(prepared.deadline, self.registry.timer)
+                await acks.wait(publication.deadline, self.registry.timer)
         finally:
-            self.publisher.settle(prepared)
-        prepared.seconds["ack"] = time.perf_counter() - begun
-        report = self._conclude(round_, prepared, waited=wait)
+            self.publisher.settle(publication)
+        now = time.perf_counter()
+        seconds["ack"], seconds["total"] = now - begun, now - publication.started
+        report = self._conclude(
+            acks, publication.deadline, waited=wait, nbytes=publication.nbytes, seconds=seconds
+        )
         stats = self.registry.stats
         stats.updates += 1
         stats.nbytes += report.nbytes
@@ -313,51 +316,55 @@ class WeightSender:
         return report
 
     async def wait_ack(self, targets: set[int], deadline: Deadline) -> SendReport:
-        """Wait until ``targets`` run on what was last published to them."""
+        """Wait until ``targets`` run on the version that was last published to them."""
         self.check_open()
-        prepared = Prepared([], targets, None, deadline)
-        round_ = self.registry.await_all(targets)
-        try:
-            await round_.wait(deadline, self.registry.timer)
-        finally:
-            self.registry.rounds.remove(round_)
-        report = self._conclude(round_, prepared, waited=True)
+        started = time.perf_counter()
+        acks = self.registry.acks_for_current(targets)
+        with self.registry.tracking(acks):
+            await acks.wait(deadline, self.registry.timer)
+        seconds = {"total": time.perf_counter() - started}
+        report = self._conclude(acks, deadline, waited=True, seconds=seconds)
         self._raise_failure(report, deadline)
         return report
 
     # -- reports ------------------------------------------------------------------------------------
 
-    def _conclude(self, round_: Round, prepared: Prepared, *, waited: bool) -> SendReport:
-        reports = dict(round_.reports)
-        for worker in round_.pending:
+    def _conclude(
+        self,
+        acks: PendingAcks,
+        deadline: Deadline,
+        *,
+        waited: bool,
+        nbytes: int = 0,
+        seconds: dict[str, float] | None = None,
+    ) -> SendReport:
+        reports = dict(acks.reports)
+        for worker in acks.pending:
             version = self.registry.version_of(worker)
-            if not waited:
+            if waited:
+                error = self._timeout(worker, acks, deadline)
+                reports[worker] = WorkerReport(worker, "timeout", version, error=error)
+                self.registry.mark_unresponsive(worker)
+            else:
                 reports[worker] = WorkerReport(worker, "published", version)
-                continue
-            error = SyncTimeoutError(
-                round_.phases[worker],
-                seconds=prepared.deadline.seconds,
-                workers=[worker],
-                version=round_.version,
-                hint=self._hint(worker),
-            )
-            reports[worker] = WorkerReport(worker, "timeout", version, error=error)
-            self.registry.mark_late(worker)
         if not waited:
-            earlier = self.registry.take_unreported(prepared.targets)
-            reports.update({report.worker: report for report in earlier})
+            reports.update(self.registry.take_unreported(reports))
         dropped = self._drop(reports.values()) if self.spec.on_failure == "drop" else ()
-        prepared.seconds["total"] = time.perf_counter() - prepared.started
-        return SendReport(
-            round_.version,
-            prepared.nbytes,
-            dict(sorted(reports.items())),
-            prepared.seconds,
-            dropped,
+        return SendReport(acks.version, nbytes, dict(sorted(reports.items())), seconds or {}, dropped)
+
+    def _timeout(self, worker: int, acks: PendingAcks, deadline: Deadline) -> SyncTimeoutError:
+        connection = self.registry.connections.get(worker)
+        staged = connection is not None and connection.staged
+        return SyncTimeoutError(
+            "commit" if staged else acks.phase,
+            seconds=deadline.seconds,
+            workers=[worker],
+            version=acks.version,
+            hint=self._hint(worker),
         )
 
     def _hint(self, worker: int) -> str:
-        refused = self.registry.reception.refused
+        refused = self.registry.admission.refused
         if not refused or worker in self.registry.connections:
             return ""
         return f"connections were refused meanwhile: {'; '.join(dict.fromkeys(refused))}"

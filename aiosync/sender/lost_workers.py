@@ -1,60 +1,66 @@
-"""Processes that have lost their sender, or were dropped by it, and may still be reading its memory."""
+"""Processes that have lost their sender, or were dropped by it, and may still read its memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
 
-from aiosync.sender.connection import WorkerConnection
+from aiosync.transfer.slots import Lease
 from aiosync.transports.process_watch import ProcessWatch
 
 __all__ = ["LostWorkers"]
 
 
 class LostWorkers:
-    """A process that lost its channel but runs on may be computing with a slot: the slot stays held in its
-    name until it has ended, is back, or says that it has let go."""
+    """Keeps the leases of processes that lost their connection but run on.
+
+    Such a process may be computing with a slot. Its leases end when the process has ended, when its worker
+    connects again, or when the worker says that it has released the slots.
+    """
 
     def __init__(self) -> None:
-        self._watches: dict[tuple[int, int], tuple[ProcessWatch, Callable[[], None]]] = {}
+        # By worker and process, because a worker's index may go to another process.
+        self._watches: dict[tuple[int, int], ProcessWatch] = {}
+        self._leases: dict[tuple[int, int], list[Lease]] = {}
 
-    def adopt(self, connection: WorkerConnection, unseen: Hashable | None = None) -> Hashable | None:
-        """The name in which what a worker reads is to be held; None if it reads nothing any more.
+    def keep(self, worker: int, pid: int, leases: list[Lease]) -> list[Lease]:
+        """Keep leases until the process has ended.
 
         Args:
-            connection: the worker.
-            unseen: the name if its process cannot be watched, or is this one; None: then its channel is all
-                there is.
+            worker: the worker's index.
+            pid: its process; 0 if unknown.
+            leases: leases on the slots that the process may read.
+
+        Returns:
+            The leases that stay the caller's, because the process cannot be watched or is this one.
         """
-        pid, group = connection.pid, connection.group
-        if not connection.reading:
-            return None
-        if pid in (0, os.getpid()):
-            return unseen
-        key, name = (connection.worker, pid), ("orphan", connection.worker, pid)
-
-        def over() -> None:
-            self._watches.pop(key, None)
-            group.release(name)
-
-        watch = ProcessWatch(pid, over)
+        if not leases or pid in (0, os.getpid()):
+            return leases
+        watch = ProcessWatch(pid, lambda: self.release(worker, pid))
+        if watch.gone:
+            for lease in leases:
+                lease.release()
+            return []
         if not watch.watching:
-            return None if watch.gone else unseen
-        if key in self._watches:  # another of the same index: both are over when the process is
-            self._watches.pop(key)[0].close()
-        self._watches[key] = watch, over
-        return name
+            return leases
+        self._close_watch(worker, pid)
+        self._watches[worker, pid] = watch
+        self._leases.setdefault((worker, pid), []).extend(leases)
+        return []
 
-    def let_go(self, worker: int, pid: int) -> None:
-        """It reads nothing any more: so it says, or it has connected again."""
-        found = self._watches.get((worker, pid))
-        if found is not None:
-            watch, over = found
+    def release(self, worker: int, pid: int) -> None:
+        """The process reads nothing any more: it has ended, has said so, or has connected again."""
+        self._close_watch(worker, pid)
+        for lease in self._leases.pop((worker, pid), ()):
+            lease.release()
+
+    def _close_watch(self, worker: int, pid: int) -> None:
+        watch = self._watches.pop((worker, pid), None)
+        if watch is not None:
             watch.close()
-            over()
 
     def close(self) -> None:
         """Stop watching all processes."""
-        for watch, _ in self._watches.values():
+        for watch in self._watches.values():
             watch.close()
         self._watches.clear()
+        self._leases.clear()

@@ -1,9 +1,9 @@
-"""Rounds: one published version, and who has answered for it."""
+"""The answers that a call waits for, and the one error to raise for them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from aiosync._deadline import Deadline, DeadlineTimer
 from aiosync.errors import (
@@ -14,55 +14,55 @@ from aiosync.errors import (
     WorkerLostError,
 )
 from aiosync.reports import WorkerReport
-from aiosync.transfer.slots import JointRound
 
-__all__ = ["Round", "first_failure"]
+__all__ = ["PendingAcks", "first_failure"]
 
 
-class Round:
+class PendingAcks:
     """Waits for the answers of some workers.
 
+    Args:
+        version: the version that the workers have to reach.
+        workers: their indices.
+        phase: the phase that an error names for a worker that has not answered and has not staged.
+        versions: the version that a worker has to reach, where that differs.
+
     Attributes:
-        number: never used twice; -1 for one that only waits for what was sent before.
-        version: the version that workers have to reach.
-        reports: the answers so far.
-        phases: how far each worker got that has not answered.
-        pending: the workers that have not.
-        troubled: whether one has answered anything but that it has the version.
-        wanted: the version that each worker has to reach.
-        joint: set if this is one part of a joint update.
+        reports: worker -> its answer.
+        pending: the workers that have not answered.
+        troubled: whether a worker has answered anything but that it has the version.
     """
 
     def __init__(
         self,
-        number: int,
         version: int,
         workers: Iterable[int],
-        joint: JointRound | None = None,
         *,
         phase: Phase = "stage",
+        versions: Mapping[int, int] | None = None,
     ) -> None:
-        self.number = number
         self.version = version
+        self.phase: Phase = phase
         self.reports: dict[int, WorkerReport] = {}
-        self.joint = joint
-        self.phases: dict[int, Phase] = dict.fromkeys(workers, phase)
-        self.wanted: dict[int, int] = dict.fromkeys(self.phases, version)
-        self.pending = set(self.phases)
+        self.pending = set(workers)
         self.troubled = False
+        self._versions = versions or {}
         self._refused = 0
         self._waiter: asyncio.Future[None] | None = None
 
     @property
-    def withdrawn(self) -> bool:
-        """Whether every worker answered that it did not take this version. One that was lost may have it."""
-        return 0 < self._refused == len(self.phases)
+    def all_refused(self) -> bool:
+        """Whether every worker refused the version. A worker that was lost may have it."""
+        return 0 < self._refused == len(self.reports) and not self.pending
 
-    def include(self, worker: int, phase: Phase = "stage") -> None:
+    def include(self, worker: int) -> None:
         """Wait for this worker too."""
-        if worker not in self.phases:
-            self.phases[worker], self.wanted[worker] = phase, self.version
+        if worker not in self.reports:
             self.pending.add(worker)
+
+    def expects(self, worker: int, version: int) -> bool:
+        """Whether a worker's answer for this version is what the call waits for."""
+        return worker in self.pending and version >= self._versions.get(worker, self.version)
 
     def settle(self, report: WorkerReport) -> None:
         """Take a worker's answer; only its first counts."""
@@ -72,11 +72,11 @@ class Round:
             if report.status != "applied":
                 self.troubled = True
                 self._refused += report.status == "failed"
-            if self._waiter is not None and not self._waiter.done() and not self.pending:
-                self._waiter.set_result(None)
+            if not self.pending:
+                self.give_up()
 
     def give_up(self) -> None:
-        """End a :meth:`wait` for those that are pending."""
+        """End a :meth:`wait` although workers are pending."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -1,10 +1,12 @@
-"""Publish versions: take slots, copy weights into them, and notify the workers.
+"""Publish versions: lease slots, copy weights into them, and notify the workers.
 
-What a cancellation leaves behind:
+States of a publication, and what a cancellation leaves behind in each:
 
-1. while *drafting*: slots were taken, nothing was written. The slots are given back.
-2. while *writing*: the copy stops at its next piece and the slots are given back; unless a version that
-   no worker had fetched yet is being overwritten: then it is finished and published.
+1. PREPARING: slots are leased, nothing is written. Cancelled, the slots are released.
+2. WRITING: cancelled, the copy stops at its next piece and the slots are released; unless a version that no
+   worker has fetched yet is being overwritten: then the copy is finished and the version published.
+3. PUBLISHED: workers were notified. Cancelled, the version stays published.
+4. SETTLED: no call waits for answers any more.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import msgspec
 from torch import Tensor
@@ -20,40 +21,53 @@ from torch import Tensor
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, NotConnectedError
 from aiosync.sender.fair_lock import FairLock
-from aiosync.sender.pending_acks import Round
+from aiosync.sender.pending_acks import PendingAcks
 from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.sharded.gather import ShardGather
 from aiosync.sender.sharded.ranks import ShardRequest
-from aiosync.sender.worker_group import SlotWrite, WeightGroup
-from aiosync.transfer.slots import JointRound, SlotVersion
+from aiosync.sender.worker_group import SlotWrite, WorkerGroup
+from aiosync.transfer.slots import JointParts
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.weights.fit import Fit, fit
 
-__all__ = ["Prepared", "Publisher", "Sources", "publish_together"]
+__all__ = ["Publication", "Publisher", "Sources", "publish_together"]
 
 Sources = Mapping[int, Mapping[str, Tensor]]
 """Number of the group -> entry name -> tensor."""
 
 
-class Prepared(msgspec.Struct, eq=False):
-    """A version on its way.
+class Publication(msgspec.Struct, eq=False):
+    """One version on its way from a call of ``send`` to the workers.
 
     Attributes:
-        sharded: whether any of it is spread over ranks.
-        before: for each draft, what was the newest until this version was published.
-        round: set when it has been published.
+        publisher: publishes it.
+        targets: the workers that it is for.
+        joint: the joint update that it is a part of.
+        deadline: when the call ends.
+        writes: its slots, one in each group.
+        nbytes: bytes of the weights.
+        sharded: whether an entry is spread over ranks.
+        round: its number; -1 until it is published.
+        version: its version number; -1 until it is published.
+        acks: the workers' answers; set when it is published.
+        settled: no call waits for answers.
+        seconds: phase -> its duration.
+        started: when it was begun, in seconds of ``time.perf_counter``.
     """
 
-    drafts: list[SlotWrite]
+    publisher: Publisher
     targets: set[int]
-    joint: JointRound | None
+    joint: JointParts | None
     deadline: Deadline
+    writes: list[SlotWrite] = []
     nbytes: int = 0
     sharded: bool = False
+    round: int = -1
+    version: int = -1
+    acks: PendingAcks | None = None
+    settled: bool = False
     seconds: dict[str, float] = {}
-    before: list[SlotVersion | None] = []
-    round: Round | None = None
     started: float = msgspec.field(default_factory=time.perf_counter)
 
 
@@ -67,23 +81,25 @@ class Publisher:
         first_version: the number of the first version.
 
     Attributes:
+        groups: the copies of the weights.
         version: the version last published, -1 before the first.
-        lock: held by the one ``send`` that may draft and publish.
+        lock: held by the one ``send`` that may prepare and publish.
         stopped: whether nothing more may be published.
     """
 
     def __init__(
         self,
-        groups: Sequence[WeightGroup],
+        groups: Sequence[WorkerGroup],
         registry: WorkerRegistry,
         host: BackgroundTasks,
         first_version: int = 0,
     ) -> None:
         self.version = -1
         self._first = first_version
-        self._groups = groups
+        self.groups = groups
         self._registry = registry
         self._host = host
+        # The number of the last publication; it is never used twice.
         self._round = -1
         self.stopped = False
         self._stopping: asyncio.Future[None] | None = None
@@ -98,7 +114,7 @@ class Publisher:
         self.stopped = True
         if self._stopping is not None and not self._stopping.done():
             self._stopping.set_result(None)
-        for group in self._groups:
+        for group in self.groups:
             group.stop()
         async with self.lock.hold():
             return
@@ -108,75 +124,60 @@ class Publisher:
         if self.stopped:
             raise NotConnectedError("the sender was closed before this version was published")
 
+    # -- preparing --------------------------------------------------------------------------------
+
     async def prepare(
         self,
         sources: Sources,
         targets: set[int],
         *,
         strict: bool,
-        joint: JointRound | None,
+        joint: JointParts | None,
         deadline: Deadline,
-        may_spill: bool = False,
-    ) -> Prepared:
-        """Check the sources and take slots. What it returns is to be published or discarded.
+        may_overflow: bool = False,
+    ) -> Publication:
+        """Check the sources and lease slots. The caller publishes or discards what this returns.
 
-        ``may_spill``: no call waits for the answers, so the version may wait for a free slot.
+        Args:
+            sources: the weights.
+            targets: the workers that they are for.
+            strict: whether every entry has to be there.
+            joint: the joint update that this is a part of.
+            deadline: when to stop waiting for a slot.
+            may_overflow: no call waits for the answers, so the version may wait for a free slot.
+
+        Raises:
+            LayoutMismatchError, InvalidArgumentError: the sources do not fit.
+            SyncTimeoutError, NotConnectedError, ArenaAllocationError: see :meth:`WorkerGroup.begin_write`.
         """
         if self.stopped:
             self.check_open()
-        prepared = Prepared([], targets, joint, deadline)
-        fitted: list[tuple[WeightGroup, Fit]] = []
-        for n, group in enumerate(self._groups):
+        publication = Publication(self, targets, joint, deadline)
+        fitted: list[tuple[WorkerGroup, Fit]] = []
+        for n, group in enumerate(self.groups):
             if not targets or group.workers & targets:
-                fitted.append((group, fit(group.arena.layout, sources[n], strict=strict)))
+                fitted.append((group, fit(group.pool.layout, sources[n], strict=strict)))
         try:
             for group, given in fitted:
-                if not given.whole:
-                    self._check_base(group, targets)
-                self._registry.make_room(group)
-                parked = partial(self._registry.parked, group)
-                draft = await group.draft(given, targets, parked, deadline, may_spill=may_spill)
-                prepared.drafts.append(draft)
-                prepared.nbytes += given.nbytes
-                prepared.sharded |= given.sharded
-                if draft.reclaimed and not draft.spilled and group.latest is not None:
-                    for connection in self._registry.members(group):
-                        connection.revoke(group.latest)
+                write = await group.begin_write(given, targets, deadline, may_overflow=may_overflow)
+                publication.writes.append(write)
+                publication.nbytes += given.nbytes
+                publication.sharded |= given.sharded
         except BaseException:
-            self.discard(prepared)
+            self.discard(publication)
             raise
-        return prepared
+        return publication
 
-    def _check_base(self, group: WeightGroup, targets: set[int]) -> None:
-        """A part builds on the version before, so that has to be there, and to have been for the same
-        workers."""
-        if group.latest is None:
-            raise InvalidArgumentError(
-                "strict=False builds on the version before, and that one was lost: send all entries once"
-            )
-        newest = group.spill or group.latest
-        left_out = sorted(w for w in targets & group.workers if group.addressed.get(w) != newest.version)
-        if left_out:
-            raise InvalidArgumentError(
-                f"strict=False builds on version {newest.version}, which was not for workers {left_out}: "
-                "send those all entries once, or use per_worker_weights=True: they share no copy then"
-            )
-
-    async def fill(self, prepared: Prepared, gathering: ShardGather | None) -> None:
-        """Bring what is spread over ranks into the slots; if that fails, the version is given up.
+    async def fill(self, publication: Publication, gathering: ShardGather | None) -> None:
+        """Bring entries that are spread over ranks into the slots; if that fails, discard the publication.
 
         Raises:
-            InvalidArgumentError: ``init_on_sender`` did not hear of the ranks.
+            InvalidArgumentError: ``init_on_sender`` did not get the sharded model.
             GatherError, SyncTimeoutError: see :class:`ShardGather`.
         """
-        drafts = [draft for draft in prepared.drafts if draft.sharded]
-        if gathering is None and not drafts:
+        writes = [write for write in publication.writes if write.sharded]
+        if gathering is None and not writes:
             return
-        await self._gather(prepared, drafts, gathering)
-
-    async def _gather(
-        self, prepared: Prepared, drafts: Sequence[SlotWrite], gathering: ShardGather | None
-    ) -> None:
         try:
             if gathering is None:
                 raise InvalidArgumentError(
@@ -184,212 +185,193 @@ class Publisher:
                     "all of those ranks"
                 )
             wanted = [
-                ShardRequest(self._groups.index(draft.group), draft.group.names_of(name), destination, source)
-                for draft in drafts
-                for name, destination, source in draft.sharded
+                ShardRequest(self.groups.index(write.group), write.group.names_of(name), destination, source)
+                for write in writes
+                for name, destination, source in write.sharded
             ]
             self._stopping = asyncio.get_running_loop().create_future()
-            await gathering.gather(wanted, lambda: _begin(drafts), self._stopping)
+            await gathering.gather(wanted, lambda: _begin(writes), self._stopping)
         except BaseException:
             if gathering is not None and gathering.work is not None:
-                for draft in drafts:
-                    draft.group.reserve_until(gathering.work, draft.slot)
-            self.discard(prepared)
+                for write in writes:
+                    write.group.keep_until(gathering.work, write.slot)
+            self.discard(publication)
             raise
 
-    def discard(self, prepared: Prepared) -> None:
-        """Give up a version that was not published."""
-        for draft in prepared.drafts:
-            draft.group.discard(draft)
-            latest = draft.group.latest
-            for connection in self._registry.members(draft.group):
-                connection.forget_revoked(overwritten=draft.begun)
-                if draft.reclaimed and latest is not None and connection.reaches < latest.version:
-                    connection.announce(latest)
-                connection.serve()
+    def discard(self, publication: Publication) -> None:
+        """Release the slots of a version that was not published."""
+        for write in publication.writes:
+            write.group.discard(write)
 
-    def announce(self, prepared: Prepared, *, fallback: bool) -> Round:
-        """What has been written is the next version: tell the workers."""
-        self.version = self._first if self.version < 0 else self.version + 1
-        round_ = Round(self._round + 1, self.version, prepared.targets, prepared.joint)
-        self._registry.rounds.append(round_)
-        prepared.round = round_
-        for draft in prepared.drafts:
-            prepared.before.append(draft.group.latest)
-            self._announce(draft, round_, fallback=fallback)
-        prepared.seconds["stage"] = time.perf_counter() - prepared.started
-        return round_
+    # -- publishing -------------------------------------------------------------------------------
 
-    def _announce(self, draft: SlotWrite, round_: Round, *, fallback: bool) -> None:
-        """Make a written draft the newest of its group and tell the round's workers there."""
-        group = draft.group
-        self._round = max(self._round, round_.number)
-        # Workers waiting for the superseded version receive this one.
-        targets = (set(round_.phases) & group.workers) | group.spill_targets
-        group.publish(draft, round_.number, round_.version, fallback=fallback, joint=round_.joint)
-        group.addressed.update(dict.fromkeys(targets, round_.version))
-        if draft.reclaimed:
-            for connection in self._registry.members(group):
-                connection.forget_revoked(overwritten=True)
-        if draft.spilled:
-            group.spill_targets = targets
-            self._registry.note_absent(round_, group)
-            if not group.unspilling:
-                group.unspilling = True
-                self._host.spawn(self._unspill, group)
-            return
-        group.spill_targets = set()
-        self._registry.tell(round_, targets)
-        group.wake()
-        if self._registry.connections.keys() - targets:
-            self.serve(group)  # workers that connected while the slot was being written
-
-    def serve(self, group: WeightGroup) -> None:
-        """Give the workers of a group what they have come for."""
-        for connection in self._registry.members(group):
-            connection.serve()
-
-    def overlaps(self, draft: SlotWrite) -> bool:
-        """Whether the draft can be sent while it is being copied: not to those who map the slots."""
-        group = draft.group
-        return group.overlaps(draft) and not any(
-            connection.maps for connection in self._registry.members(group)
-        )
-
-    async def _unspill(self, group: WeightGroup) -> None:
-        """Bring the spilled version into a slot as soon as there is one."""
-        try:
-            await self._until_unspilled(group)
-        finally:
-            group.unspilling = False
-
-    async def _until_unspilled(self, group: WeightGroup) -> None:
-        while group.spill is not None:
-            async with self.lock.hold():
-                draft = await group.draft_unspilled(partial(self._registry.parked, group))
-                spill = group.spill
-                if draft is not None and spill is not None:
-                    await group.write(draft, lambda: False)
-                    self._announce(draft, Round(self._round + 1, spill.version, ()), fallback=False)
-                    return
-            # Nothing is awaited between finding no slot and this, so no slot is freed unnoticed.
-            await group.freed()
-
-    def settle(self, prepared: Prepared, *, may_withdraw: bool = True) -> None:
-        """No call waits for answers any more, so what was replaced may go; or is the newest again, if every
-        worker refused. Nothing happens if it was not published, or has been settled.
+    def announce(self, publication: Publication, *, fallback: bool) -> PendingAcks:
+        """Make a written version the next one, and notify the workers. Nothing is awaited.
 
         Args:
+            publication: the version.
+            fallback: keep the version that it replaces until :meth:`settle`: all workers may refuse this one.
+        """
+        self.version = self._first if self.version < 0 else self.version + 1
+        self._round += 1
+        publication.round, publication.version = self._round, self.version
+        acks = publication.acks = PendingAcks(self.version, publication.targets)
+        self._registry.track(acks)
+        for write in publication.writes:
+            group, joint = write.group, publication.joint
+            targets = group.publish(
+                write, self._round, self.version, publication.targets, fallback=fallback, joint=joint
+            )
+            for worker in targets - group.connections.keys():
+                if joint is not None:
+                    joint.cancel_for(worker)
+                self._registry.settle_absent(acks, worker)
+            if write.overflow and not group.draining:
+                group.draining = True
+                self._host.spawn(self._drain, group)
+        publication.seconds["stage"] = time.perf_counter() - publication.started
+        return acks
+
+    async def announce_and_write(self, publication: Publication, *, fallback: bool) -> PendingAcks:
+        """Copy while the first blocks are already being sent.
+
+        From the announcement on the version cannot be taken back, and nothing can fail: all that is left is
+        moving bytes.
+        """
+        try:
+            for write in publication.writes:
+                await write.group.begin_copy(write)
+            self.check_open()
+        except BaseException:
+            self.discard(publication)
+            raise
+        acks = self.announce(publication, fallback=fallback)
+        for write in publication.writes:
+            await write.group.finish_copy(write, paced=fallback)
+            write.group.reconcile()  # workers that view the slots have waited for the whole version
+        publication.seconds["stage"] = time.perf_counter() - publication.started
+        return acks
+
+    async def _drain(self, group: WorkerGroup) -> None:
+        """Copy the overflow version into a slot as soon as one is free."""
+        try:
+            await self._until_drained(group)
+        finally:
+            group.draining = False
+
+    async def _until_drained(self, group: WorkerGroup) -> None:
+        while group.overflow is not None:
+            async with self.lock.hold():
+                write, overflow = await group.begin_drain(), group.overflow
+                if write is not None and overflow is not None:
+                    await group.write(write, lambda: False)
+                    self._round += 1
+                    group.publish(write, self._round, overflow.version, set(), fallback=False)
+                    return
+            # Nothing is awaited between finding no slot and this, so no slot is freed unnoticed.
+            await group.pool.freed()
+
+    def settle(self, publication: Publication, *, may_withdraw: bool = True) -> None:
+        """No call waits for answers any more: release the version that was replaced.
+
+        If every worker refused, that version is the newest again instead. Nothing happens to a publication
+        that was not published, or has been settled.
+
+        Args:
+            publication: the version.
             may_withdraw: False: others count on this version, although every worker refused it.
         """
-        round_, prepared.round = prepared.round, None
-        if round_ is None:
+        acks = publication.acks
+        if acks is None or publication.settled:
             return
-        self._registry.rounds.remove(round_)
+        publication.settled = True
+        self._registry.untrack(acks)
+        version = publication.version
         withdrawn = (
             may_withdraw
-            and round_.withdrawn
-            and round_.version == self.version
+            and acks.all_refused
+            and version == self.version
             # A worker that joined meanwhile may have it, or be about to. What it was written over is gone.
-            and all(connection.reaches < round_.version for connection in self._registry.connections.values())
-            and not any(d.reclaimed or d.spilled or d.replaces_spill for d in prepared.drafts)
+            and all(c.target_version < version for c in self._registry.connections.values())
+            and not any(w.reclaimed or w.overflow or w.replaced_overflow for w in publication.writes)
         )
         if withdrawn:
             self.version -= 1
-        for draft, before in zip(prepared.drafts, prepared.before):  # noqa: B905 - strict= takes 2 us
-            draft.group.settle(round_.number, round_.version, before, withdrawn=withdrawn)
-            if withdrawn:
-                draft.slot.version = -1  # the number will be another's
-            if withdrawn and before is not None:
-                draft.group.addressed.update(dict.fromkeys(round_.phases, before.version))
+        for write in publication.writes:
+            write.group.settle(write, publication.round, version, withdrawn=withdrawn)
+            if withdrawn and write.superseded is not None:
+                write.group.addressed.update(dict.fromkeys(publication.targets, write.superseded.version))
 
 
-def _begin(drafts: Sequence[SlotWrite]) -> None:
-    for draft in drafts:
-        draft.begun = True
+def _begin(writes: Sequence[SlotWrite]) -> None:
+    for write in writes:
+        write.begun = True
 
 
-async def publish_together(items: Sequence[tuple[Publisher, Prepared]], *, fallback: bool) -> list[Round]:
-    """Copy all, then tell the workers of all, with nothing awaited in between: so either all have been
-    published or none. When it raises it is none; unless the caller was cancelled while a version
-    that no worker had fetched was being overwritten.
+async def publish_together(publications: Sequence[Publication], *, fallback: bool) -> None:
+    """Copy all, then notify the workers of all, with nothing awaited in between.
+
+    So either all are published or none. When this raises it is none; unless the caller was cancelled while a
+    version that no worker had fetched was being overwritten.
 
     Args:
-        fallback: keep what is replaced until the round is settled, in case all workers refuse.
+        publications: of different publishers.
+        fallback: keep the versions that are replaced until they are settled, in case all workers refuse.
     """
-    for _, prepared in items:
-        for draft in prepared.drafts:
-            if not draft.group.writes_inline:
-                return await _publish_from_threads(items, fallback)
-    return _publish_at_once(items, fallback)
-
-
-def _publish_at_once(items: Sequence[tuple[Publisher, Prepared]], fallback: bool) -> list[Round]:
-    """Nothing is awaited in here, so nothing can be cancelled."""
+    for publication in publications:
+        for write in publication.writes:
+            if not write.group.writes_inline:
+                await _publish_from_threads(publications, fallback)
+                return
+    # Small models: nothing is awaited in here, so nothing can be cancelled. A thread would take longer.
     try:
-        for publisher, prepared in items:
-            for draft in prepared.drafts:
-                draft.group.write_inline(draft)
-            if publisher.stopped:
-                publisher.check_open()
+        for publication in publications:
+            for write in publication.writes:
+                write.group.write_inline(write)
+            publication.publisher.check_open()
     except BaseException:
-        for publisher, prepared in items:
-            publisher.discard(prepared)
+        _discard(publications)
         raise
-    rounds = []
-    for publisher, prepared in items:
-        rounds.append(publisher.announce(prepared, fallback=fallback))
-    return rounds
+    for publication in publications:
+        publication.publisher.announce(publication, fallback=fallback)
 
 
-async def _publish_from_threads(items: Sequence[tuple[Publisher, Prepared]], fallback: bool) -> list[Round]:
+async def _publish_from_threads(publications: Sequence[Publication], fallback: bool) -> None:
     try:
-        return await uninterrupted(lambda gone: _write_and_announce(items, gone, fallback))
+        await uninterrupted(lambda gone: _write_and_announce(publications, gone, fallback))
     except asyncio.CancelledError:
-        for publisher, prepared in items:
-            publisher.settle(prepared)
+        for publication in publications:
+            publication.publisher.settle(publication)
         raise
-
-
-async def _announce_and_write(publisher: Publisher, prepared: Prepared, fallback: bool) -> Round:
-    """Copy while the first blocks are already on their way. From the announcement on there is no way back,
-    and nothing that could fail: what is left is moving bytes."""
-    try:
-        for draft in prepared.drafts:
-            await draft.group.begin(draft)
-        publisher.check_open()
-    except BaseException:
-        publisher.discard(prepared)
-        raise
-    round_ = publisher.announce(prepared, fallback=fallback)
-    for draft in prepared.drafts:
-        await draft.group.finish(draft, paced=fallback)
-        publisher.serve(draft.group)  # who came meanwhile, and views what is whole
-    prepared.seconds["stage"] = time.perf_counter() - prepared.started
-    return round_
 
 
 async def _write_and_announce(
-    items: Sequence[tuple[Publisher, Prepared]], gone: Callable[[], bool], fallback: bool
-) -> list[Round]:
-    drafts = [draft for _, prepared in items for draft in prepared.drafts]
-    publishers = [publisher for publisher, _ in items]
-    if len(items) == 1 and drafts and all(publishers[0].overlaps(draft) for draft in drafts):
-        return [await _announce_and_write(*items[0], fallback)]
-    no_way_back = any(draft.reclaimed for draft in drafts)
+    publications: Sequence[Publication], gone: Callable[[], bool], fallback: bool
+) -> None:
+    writes = [write for publication in publications for write in publication.writes]
+    publishers = [publication.publisher for publication in publications]
+    if len(publications) == 1 and writes and all(write.group.overlaps(write) for write in writes):
+        await publishers[0].announce_and_write(publications[0], fallback=fallback)
+        return
+    no_way_back = any(write.reclaimed for write in writes)
 
-    def cut_off() -> bool:
+    def cancelled() -> bool:
         return (gone() and not no_way_back) or any(publisher.stopped for publisher in publishers)
 
     try:
-        for draft in drafts:
-            whole = await draft.group.write(draft, cut_off)
+        for write in writes:
+            whole = await write.group.write(write, cancelled)
             for publisher in publishers:
                 publisher.check_open()
             if not whole:
                 raise asyncio.CancelledError
     except BaseException:
-        for publisher, prepared in items:
-            publisher.discard(prepared)
+        _discard(publications)
         raise
-    return [publisher.announce(prepared, fallback=fallback) for publisher, prepared in items]
+    for publication in publications:
+        publication.publisher.announce(publication, fallback=fallback)
+
+
+def _discard(publications: Sequence[Publication]) -> None:
+    for publication in publications:
+        publication.publisher.discard(publication)

@@ -1,44 +1,43 @@
-"""One copy of the weights on the sender, and the workers that read it.
+"""The workers that share one copy of the weights, and the versions of that copy.
 
-Who may still read a slot is written into its holders:
-
-``worker``              has it in service, or is fetching it
-``("due", worker)``     was notified of it and has not fetched it yet
-``LATEST``              it is the newest: a worker that joins late gets it, a partial update builds on it
-``("fallback", round)`` it is what the newest replaced, as long as all workers may yet refuse the newest
-``WRITER``              it is being written
-``("sending", ...)``    is read by what cannot be told to stop
-``("orphan", ...)``     a process that lost its channel but still runs may be computing with it
-
-Where every slot is held and the sender is not to wait, a version is *spilled*: written into memory of
-this process alone, over the version spilled before it if that is still there. It moves into a slot as
-soon as one is free. So a sender that does not wait never does, and nothing queues up.
+A version is written into a free slot and becomes the newest. The slot stays leased until no worker reads it
+(see :class:`~aiosync.transfer.slots.LeaseKind`). Where every slot is leased, a sender that must not wait
+writes into *overflow* memory of its own process, over the version that is there. The overflow version moves
+into a slot as soon as one is free. So such a sender never waits, and no queue grows.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 import torch
 from torch import Tensor
 
 from aiosync._deadline import Deadline
-from aiosync.errors import ArenaAllocationError, NotConnectedError, SyncTimeoutError
+from aiosync.errors import (
+    ArenaAllocationError,
+    InvalidArgumentError,
+    NotConnectedError,
+    SyncTimeoutError,
+)
 from aiosync.protocol.stream import BLOCK
 from aiosync.sender.change_log import ChangeLog
-from aiosync.transfer.slots import JointRound, SlotVersion
+from aiosync.transfer.slots import JointParts, Lease, LeaseKind, SlotPool, SlotVersion
 from aiosync.transports._offload import Offloader, call_when_done
-from aiosync.weights.arena import Arena, Slot
+from aiosync.weights.arena import Slot
 from aiosync.weights.copying import INLINE_LIMIT, BlockCopy, Filling, copy_few
 from aiosync.weights.fit import Fit
 from aiosync.weights.segment import Segment
 from aiosync.weights.sharded import is_sharded
 
-__all__ = ["SlotWrite", "Streams", "WeightGroup"]
+if TYPE_CHECKING:
+    from aiosync.sender.connection import WorkerConnection
+
+__all__ = ["SlotWrite", "Streams", "WorkerGroup"]
 
 _WORTH_OVERLAPPING = 4 << 20
 """Bytes from which copying and sending are done at the same time."""
@@ -46,369 +45,443 @@ _WORTH_OVERLAPPING = 4 << 20
 Streams: TypeAlias = Literal["", "plain", "checked"]
 """Whether versions are sent block after block, while the last are still being copied; and with checksums."""
 
-Parked: TypeAlias = Callable[[], set[Hashable]]
-"""Gives the holders of slots that are not expected to move on."""
-
-LATEST = "latest"
-WRITER = "writer"
-
 
 class SlotWrite(msgspec.Struct, eq=False):
-    """A slot about to be written, and what goes in.
+    """A slot about to be written, and the weights that go in.
 
     Attributes:
+        lease: keeps the slot for the writer until the version is published or discarded.
         pairs: (destination, source) tensors.
+        names: the entries that the version is about; None: all.
+        reclaimed: the memory holds a version that was published and that no worker has fetched: from the
+            first byte written there is no way back, so the copy goes on even if its caller is cancelled.
+        overflow: the memory is not a slot that workers can read.
         sharded: (name, destination, source) where the source is spread over the ranks of the trainer.
-        reclaimed: the slot holds a version that was published and not fetched: from the first byte
-            written there is no way back, so this write goes through even if its caller is cancelled.
-        spilled: the slot is not one that workers can read.
-        begun: it may have been written into.
+        begun: the memory may have been written.
         copying: the copy, if it goes on beside the sending.
-        replaces_spill: a version that waited for a slot was given up for it.
+        superseded: the version that was the newest before this one.
+        fallback: keeps the slot of that version until all workers have answered.
+        replaced_overflow: an overflow version was given up for this one.
     """
 
-    group: WeightGroup
+    group: WorkerGroup
     slot: Slot
+    lease: Lease
     pairs: list[tuple[Tensor, Tensor]]
     names: tuple[str, ...] | None
     reclaimed: bool
-    spilled: bool = False
+    overflow: bool = False
+    sharded: Sequence[tuple[str, Tensor, Tensor]] = ()
     begun: bool = False
     copying: Filling | None = None
-    sharded: Sequence[tuple[str, Tensor, Tensor]] = ()
-    replaces_spill: bool = False
+    superseded: SlotVersion | None = None
+    fallback: Lease | None = None
+    replaced_overflow: bool = False
 
 
-class WeightGroup:
+class WorkerGroup:
     """Workers that share one copy of the weights.
 
     Args:
         workers: their indices.
         device: where the copy lies.
-        arena: its slots.
+        pool: its slots.
         offloader: the threads that copy.
         streams: whether versions are sent block after block, and with checksums.
 
     Attributes:
-        latest: the newest version in a slot.
-        spill: a newer version that waits for a slot.
-        spill_targets: the workers that it is for.
-        unspilling: whether a task is copying it into a slot.
+        connections: worker -> its connection; the registry adds and removes them.
+        newest: the newest version in a slot.
+        overflow: a newer version that waits for a slot.
+        draining: whether a task is copying the overflow version into a slot.
         addressed: worker -> the newest version that was for it.
-        unstoppable: holders that read a slot until work elsewhere is done.
         writes_inline: whether a version is so small that no thread is needed to write it.
-        changes: which entries each version is about.
+        changes: the entries that each version is about.
+        stopped: whether the sender is being closed.
     """
 
     def __init__(
         self,
         workers: Iterable[int],
         device: torch.device,
-        arena: Arena,
+        pool: SlotPool,
         offloader: Offloader,
         *,
         streams: Streams = "",
     ) -> None:
         self.workers = set(workers)
+        self.connections: dict[int, WorkerConnection] = {}
         self.device = device
-        self.arena = arena
-        self.latest: SlotVersion | None = None
-        self.spill: SlotVersion | None = None
-        self.spill_targets: set[int] = set()
-        self._spill_slot: Slot | None = None
+        self.pool = pool
+        self.newest: SlotVersion | None = None
+        self._newest_lease: Lease | None = None
+        self.overflow: SlotVersion | None = None
+        # The workers that the overflow version is for.
+        self._overflow_targets: set[int] = set()
+        self._overflow_slot: Slot | None = None
+        self.draining = False
         self.streams = streams
         self._offloader = offloader
-        self.unspilling = False
         self.addressed: dict[int, int] = {}
-        self.unstoppable: set[Hashable] = set()
-        self.writes_inline = device.type == "cpu" and arena.layout.nbytes <= INLINE_LIMIT
+        self.writes_inline = device.type == "cpu" and pool.layout.nbytes <= INLINE_LIMIT
         self.changes = ChangeLog()
-        self._freed = asyncio.Event()
-        self._stopped = False
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the sender is being closed."""
-        return self._stopped
+        self.stopped = False
 
     async def reserve(self, count: int) -> None:
-        """Take memory for this many slots."""
-        while len(self.arena.slots) < count:
+        """Allocate this many slots."""
+        while len(self.pool.slots) < count:
             await self._grow()
 
-    # -- writing --------------------------------------------------------------------------------
+    # -- before a version is published ----------------------------------------------------------
 
-    async def draft(
-        self,
-        given: Fit,
-        targets: set[int],
-        parked: Parked,
-        deadline: Deadline,
-        *,
-        may_spill: bool,
+    async def begin_write(
+        self, given: Fit, targets: set[int], deadline: Deadline, *, may_overflow: bool
     ) -> SlotWrite:
-        """Take a slot and pair its tensors with the ``given`` ones.
+        """Lease a slot and pair its tensors with the ``given`` ones.
 
         Entries that are not given keep the newest version's values.
 
         Raises:
+            InvalidArgumentError: some entries are missing, and there is no version to take their values from.
             SyncTimeoutError: every slot was in use until the deadline; names the workers that read them.
             NotConnectedError: the sender is being closed.
             ArenaAllocationError: there is no memory for another slot.
         """
-        slot, reclaimed = await self._slot_for(targets, parked, deadline, may_spill=may_spill)
-        spilled = slot is self._spill_slot
-        views, dense, names = slot.views, given.pairs, None
-        sharded: list[tuple[str, Tensor, Tensor]] = []
+        if not given.whole:
+            self._check_base(targets)
+        write = await self._lease_slot(targets, deadline, may_overflow=may_overflow)
+        views, dense = write.slot.views, given.pairs
         if given.sharded:
             dense = [(name, tensor) for name, tensor in given.pairs if not is_sharded(tensor)]
-            sharded = [(name, views[name], tensor) for name, tensor in given.pairs if is_sharded(tensor)]
-        pairs = []
+            write.sharded = [
+                (name, views[name], tensor) for name, tensor in given.pairs if is_sharded(tensor)
+            ]
+        pairs = write.pairs
         for name, tensor in dense:
             pairs.append((views[name], tensor))
         if not given.whole:
-            names = tuple(name for name, _ in given.pairs)
-            pairs += self._rest(slot, {name for name, _ in given.pairs})
-        return SlotWrite(self, slot, pairs, names, reclaimed, spilled, sharded=sharded)
+            write.names = tuple(name for name, _ in given.pairs)
+            pairs += self._rest(write.slot, set(write.names))
+        return write
 
-    async def draft_to_fill(self, targets: set[int], parked: Parked, deadline: Deadline) -> SlotWrite:
-        """A slot for a version that the caller writes."""
-        slot, reclaimed = await self._slot_for(targets, parked, deadline, may_spill=False)
-        return SlotWrite(self, slot, [], None, reclaimed)
+    async def begin_fill(self, targets: set[int], deadline: Deadline) -> SlotWrite:
+        """Lease a slot for a version that the caller writes. Raises as :meth:`begin_write`."""
+        return await self._lease_slot(targets, deadline, may_overflow=False)
 
-    async def _slot_for(
-        self,
-        targets: set[int],
-        parked: Parked,
-        deadline: Deadline,
-        *,
-        may_spill: bool,
-    ) -> tuple[Slot, bool]:
-        """A slot that is the writer's from now on, and whether it is reclaimed."""
+    async def begin_drain(self) -> SlotWrite | None:
+        """Lease a slot for the overflow version; None if there is no such version or no free slot."""
+        try:
+            slot = self.pool.free_slot() or (await self._grow() if self.pool.may_grow() else None)
+        except ArenaAllocationError:
+            slot = None  # a slot that a worker releases will do as well
+        overflow = self.overflow
+        if slot is None or overflow is None:
+            return None
+        write = self._write_of(slot)
+        entries = self.pool.layout.entries
+        write.pairs = [(slot.views[e.name], overflow.slot.views[e.name]) for e in entries]
+        return write
+
+    def _check_base(self, targets: set[int]) -> None:
+        """A partial version builds on the newest one, which must have been for the same workers."""
+        if self.newest is None:
+            raise InvalidArgumentError(
+                "strict=False builds on the version before, and that one was lost: send all entries once"
+            )
+        newest = self.overflow or self.newest
+        left_out = sorted(w for w in targets & self.workers if self.addressed.get(w) != newest.version)
+        if left_out:
+            raise InvalidArgumentError(
+                f"strict=False builds on version {newest.version}, which was not for workers {left_out}: "
+                "send those all entries once, or use per_worker_weights=True: they share no copy then"
+            )
+
+    async def _lease_slot(self, targets: set[int], deadline: Deadline, *, may_overflow: bool) -> SlotWrite:
+        if self.pool.free_slot() is None:
+            for connection in self.connections.values():
+                connection.cancel_if_stuck()
         while True:
-            if self._stopped:
+            if self.stopped:
                 raise NotConnectedError("the sender was closed before this version could be written")
-            slot, reclaimed = self.arena.free_slot(), False
-            if slot is None:
-                slot, reclaimed = await self._another_slot(targets, parked)
-            if slot is None and may_spill:
-                slot, reclaimed = await self._spillable_slot(), self.spill is not None
+            slot = self.pool.free_slot()
+            if slot is None and self.pool.may_grow():
+                slot = await self._grow()
             if slot is not None:
-                slot.holders.add(WRITER)
-                slot.version = -1
-                return slot, reclaimed
+                return self._write_of(slot)
+            newest = self.newest
+            if newest is not None and self._may_reclaim(newest.slot, targets):
+                for connection in self.connections.values():
+                    connection.revoke(newest)
+                return self._write_of(newest.slot, reclaimed=True)
+            if may_overflow:
+                overflow_slot = await self._overflow_memory()
+                return self._write_of(overflow_slot, reclaimed=self.overflow is not None, overflow=True)
             await self._until_freed(deadline)
 
-    async def draft_unspilled(self, parked: Parked) -> SlotWrite | None:
-        """A slot for the spilled version, if it is still waiting and a slot is free."""
-        try:
-            slot = self.arena.free_slot() or (await self._another_slot(set(), parked))[0]
-        except ArenaAllocationError:
-            slot = None  # one that is freed will do as well
-        spill = self.spill
-        if slot is None or spill is None:
-            return None
-        slot.holders.add(WRITER)
+    def _write_of(self, slot: Slot, *, reclaimed: bool = False, overflow: bool = False) -> SlotWrite:
         slot.version = -1
-        pairs = [(slot.views[e.name], spill.slot.views[e.name]) for e in self.arena.layout.entries]
-        return SlotWrite(self, slot, pairs, None, reclaimed=False)
+        lease = self.pool.lease(slot, LeaseKind.WRITING)
+        return SlotWrite(self, slot, lease, [], None, reclaimed, overflow)
 
-    async def write(self, draft: SlotWrite, cancelled: Callable[[], bool]) -> bool:
-        """Copy; returns whether all was copied (not, if cancelled in between)."""
-        if self.writes_inline:
-            self.write_inline(draft)
-            return True
-        draft.begun = True
-        return await self._offloader.copy(draft.pairs, cancelled)
-
-    def write_inline(self, draft: SlotWrite) -> None:
-        """Copy here and now."""
-        draft.begun = True
-        copy_few(draft.pairs)
-
-    def overlaps(self, draft: SlotWrite) -> bool:
-        """Whether the draft can be sent while it is being copied."""
-        worth = draft.slot.segment.buffer.is_cpu and self.arena.layout.nbytes > _WORTH_OVERLAPPING
-        return self.streams != "" and not draft.spilled and worth
-
-    async def begin(self, draft: SlotWrite) -> None:
-        """Begin a copy that goes on beside the sending."""
-        draft.begun = True
-        buffer, nbytes = draft.slot.segment.buffer, self.arena.layout.nbytes
-        checked = self.streams == "checked"
-        draft.copying = await self._offloader.run(
-            lambda _: BlockCopy(buffer, nbytes, draft.pairs, BLOCK, checked=checked)
+    def _may_reclaim(self, slot: Slot, targets: set[int]) -> bool:
+        """Whether no worker has fetched the newest version, and all that were notified get the next one."""
+        return bool(targets) and all(
+            lease.kind is LeaseKind.NEWEST
+            or (
+                lease.kind is LeaseKind.NOTIFIED
+                and lease.reader is not None
+                and lease.reader.worker in targets
+            )
+            for lease in slot.leases
         )
 
-    async def finish(self, draft: SlotWrite, *, paced: bool) -> None:
-        """Finish the copy.
-
-        Args:
-            draft: a copy that :meth:`begin` began.
-            paced: copy no faster than the version is sent, since the caller waits for that anyway.
-        """
-        copying = draft.copying
-        assert isinstance(copying, BlockCopy)
-        await self._offloader.run(lambda _: copying.complete(paced=paced))
-
-    def publish(
-        self, draft: SlotWrite, round_: int, version: int, *, fallback: bool, joint: JointRound | None = None
-    ) -> SlotVersion:
-        """Make what was drafted the newest."""
-        draft.slot.version = version
-        draft.slot.holders.discard(WRITER)
-        unspilled = self.spill is not None and self.spill.version == version
-        if not unspilled:
-            self.changes.add(version, draft.names)
-        if draft.spilled:
-            self.spill = SlotVersion(draft.slot, round_, version)
-            return self.spill
-        draft.replaces_spill = self.spill is not None and not unspilled
-        self.spill = None
-        before = self.latest
-        published = SlotVersion(draft.slot, round_, version, joint, draft.copying)
-        if before is not None:
-            before.slot.holders.discard(LATEST)
-            if fallback and before.slot is not draft.slot:
-                before.slot.holders.add(("fallback", round_))
-        draft.slot.holders.add(LATEST)
-        self.latest = published
-        return published
-
-    def discard(self, draft: SlotWrite) -> None:
-        """Give a drafted slot back unpublished."""
-        draft.slot.holders.discard(WRITER)
-        if draft.begun and draft.spilled:
-            self.spill = None
-        elif draft.begun and draft.reclaimed:
-            # Its copy failed half way and what it held before is gone: no worker may read it.
-            draft.slot.holders &= self.unstoppable
-            self.latest = None
-        elif draft.reclaimed and self.latest is not None and self.latest.slot is draft.slot:
-            draft.slot.version = self.latest.version  # it still has that
-        self.wake()
-
-    def forget_latest(self) -> None:
-        """There is no newest version any more, and versions are counted anew; no worker reads it."""
-        latest, self.latest = self.latest, None
-        self.changes = ChangeLog()
-        if latest is not None:
-            latest.slot.holders &= {WRITER}  # it may be about to be written over
-            latest.slot.version = -1
-        self.wake()
-
-    def slot_of(self, version: int) -> Slot | None:
-        """The slot that still holds this version, whole."""
-        return next((slot for slot in self.arena.slots if slot.version == version >= 0), None)
-
-    def offerable(self, published: SlotVersion | None) -> bool:
-        """Whether a worker may be given this version now."""
-        return published is not None and WRITER not in published.slot.holders
-
-    def names_of(self, name: str) -> tuple[str, ...]:
-        """An entry's name, and those that are tied to it."""
-        aliases = self.arena.layout.aliases
-        return (name, *(alias for alias, entry in aliases.items() if entry == name))
-
-    def reserve_until(self, work: Future[None], slot: Slot) -> None:
-        """Reserve this slot until some work is done that cannot be cancelled."""
-        holder = ("gathering", object())
-        slot.holders.add(holder)
-        self.unstoppable.add(holder)
-
-        def over(_: Future[None]) -> None:
-            self.unstoppable.discard(holder)
-            self.release(holder)
-
-        call_when_done(work, over)
-
-    def settle(self, round_: int, version: int, before: SlotVersion | None, *, withdrawn: bool) -> None:
-        """A round is over. ``withdrawn``: no worker took it, so what it replaced is the newest again."""
-        latest = self.latest
-        if withdrawn:
-            self.changes.withdraw(version)
-        else:
-            self.changes.keep(version)
-        if withdrawn and before is not None and latest is not None and latest.round == round_:
-            latest.slot.holders.discard(LATEST)
-            before.slot.holders.add(LATEST)
-            self.latest = before
-        self.release(("fallback", round_))
-
-    # -- readers --------------------------------------------------------------------------------
-
-    def release(self, holder: Hashable, *, keep: Slot | None = None) -> None:
-        """``holder`` reads no slot any more but ``keep``."""
-        self.arena.release(holder, keep=keep)
-        self.wake()
-
-    def wake(self) -> None:
-        """A slot may have become free."""
-        arena = self.arena
-        if len(arena.slots) > arena.max_slots:
-            arena.trim()
-        self._freed.set()
-
-    def stop(self) -> None:
-        """Hand out no more slots. Calls that wait for one raise NotConnectedError."""
-        self._stopped = True
-        self._freed.set()
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.arena.close()
-        self._freed.set()
-
     def _rest(self, slot: Slot, given: set[str]) -> list[tuple[Tensor, Tensor]]:
-        newest = self.spill or self.latest
+        newest = self.overflow or self.newest
         if newest is None or newest.slot is slot:
             return []
         return [
             (slot.views[entry.name], newest.slot.views[entry.name])
-            for entry in self.arena.layout.entries
+            for entry in self.pool.layout.entries
             if entry.name not in given
         ]
 
-    async def _another_slot(self, targets: set[int], parked: Parked) -> tuple[Slot | None, bool]:
-        """A slot to write where none is free, and whether it is reclaimed; None if every slot is in use."""
-        if self.arena.may_grow(parked()):
-            return await self._grow(), False
-        slot = self._superseded(targets) if targets else None
-        return slot, slot is not None
-
-    async def _spillable_slot(self) -> Slot:
-        if self._spill_slot is None:
-            layout = self.arena.layout
-            self._spill_slot = await self._offloader.run(
+    async def _overflow_memory(self) -> Slot:
+        if self._overflow_slot is None:
+            layout = self.pool.layout
+            self._overflow_slot = await self._offloader.run(
                 lambda _: Slot(-1, Segment.private(layout.nbytes, self.device), layout)
             )
-        return self._spill_slot
-
-    async def freed(self) -> None:
-        """Wait until a slot may have become free."""
-        self._freed.clear()
-        await self._freed.wait()
+        return self._overflow_slot
 
     async def _grow(self) -> Slot:
         if self.writes_inline:
-            return self.arena.grow()
-        return await self._offloader.run(lambda _: self.arena.grow())
-
-    def _superseded(self, targets: set[int]) -> Slot | None:
-        """The newest slot, if all that it waits for is workers that the next version goes to."""
-        slot = self.latest.slot if self.latest else None
-        allowed = {LATEST, *(("due", worker) for worker in targets)}
-        return slot if slot is not None and slot.holders <= allowed else None
+            return self.pool.grow()
+        return await self._offloader.run(lambda _: self.pool.grow())
 
     async def _until_freed(self, deadline: Deadline) -> None:
         try:
             async with asyncio.timeout(deadline.remaining()):
-                await self.freed()
+                await self.pool.freed()
         except TimeoutError:
-            holders = {h for slot in self.arena.slots for h in slot.holders if isinstance(h, int)}
             raise SyncTimeoutError(
                 "stage",
                 seconds=deadline.seconds,
-                workers=holders,
+                workers=self.pool.readers(),
                 hint="every slot is in use by these workers; raise max_slots, or send less often",
             ) from None
+
+    def keep_until(
+        self, work: Future[Any], slot: Slot, then: Callable[[Future[Any]], object] | None = None
+    ) -> None:
+        """Keep a slot until an operation that cannot be cancelled has ended, and then call ``then``."""
+        lease = self.pool.lease(slot, LeaseKind.UNSTOPPABLE)
+
+        def ended(work: Future[Any]) -> None:
+            lease.release()
+            if then is not None:
+                then(work)
+
+        call_when_done(work, ended)
+
+    # -- copying --------------------------------------------------------------------------------
+
+    async def write(self, write: SlotWrite, cancelled: Callable[[], bool]) -> bool:
+        """Copy. Return whether all was copied: False if ``cancelled()`` became true."""
+        if self.writes_inline:
+            self.write_inline(write)
+            return True
+        write.begun = True
+        return await self._offloader.copy(write.pairs, cancelled)
+
+    def write_inline(self, write: SlotWrite) -> None:
+        """Copy on this thread."""
+        write.begun = True
+        copy_few(write.pairs)
+
+    def overlaps(self, write: SlotWrite) -> bool:
+        """Whether the version can be sent while it is being copied: not to workers that map the slots."""
+        worth = write.slot.segment.buffer.is_cpu and self.pool.layout.nbytes > _WORTH_OVERLAPPING
+        mapped = any(connection.maps for connection in self.connections.values())
+        return self.streams != "" and not write.overflow and worth and not mapped
+
+    async def begin_copy(self, write: SlotWrite) -> None:
+        """Begin a copy that goes on beside the sending."""
+        write.begun = True
+        buffer, nbytes = write.slot.segment.buffer, self.pool.layout.nbytes
+        checked = self.streams == "checked"
+        write.copying = await self._offloader.run(
+            lambda _: BlockCopy(buffer, nbytes, write.pairs, BLOCK, checked=checked)
+        )
+
+    async def finish_copy(self, write: SlotWrite, *, paced: bool) -> None:
+        """Finish the copy.
+
+        Args:
+            write: a write that :meth:`begin_copy` began.
+            paced: copy no faster than the version is sent, since the caller waits for that anyway.
+        """
+        copying = write.copying
+        assert isinstance(copying, BlockCopy)
+        await self._offloader.run(lambda _: copying.complete(paced=paced))
+
+    # -- versions -------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        write: SlotWrite,
+        round_: int,
+        version: int,
+        targets: set[int],
+        *,
+        fallback: bool,
+        joint: JointParts | None = None,
+    ) -> set[int]:
+        """Make a written version the newest, and notify the connected workers among ``targets``.
+
+        Args:
+            write: its slot.
+            round_: the number of the publication.
+            version: its version number.
+            targets: the workers that it is for.
+            fallback: keep the version that it replaces until :meth:`settle`.
+            joint: the joint update that it is a part of.
+
+        Returns:
+            The workers of this group that the version is for: also those of an overflow version before it.
+        """
+        slot, overflow = write.slot, self.overflow
+        slot.version = version
+        targets = (targets & self.workers) | self._overflow_targets
+        self.addressed.update(dict.fromkeys(targets, version))
+        if overflow is None or overflow.version != version:
+            self.changes.add(version, write.names)
+            write.replaced_overflow = overflow is not None and not write.overflow
+        if write.reclaimed:
+            for connection in self.connections.values():
+                connection.forget_revoked(overwritten=True)
+        if write.overflow:
+            self.overflow, self._overflow_targets = SlotVersion(slot, round_, version), targets
+            write.lease.release()
+            return targets
+        write.superseded = before = self.newest
+        if fallback and before is not None and before.slot is not slot:
+            write.fallback = self.pool.lease(before.slot, LeaseKind.FALLBACK)
+        self.overflow = None
+        if self._overflow_targets:
+            self._overflow_targets = set()
+        self._make_newest(newest := SlotVersion(slot, round_, version, joint, write.copying))
+        write.lease.release()
+        for worker in targets:
+            member = self.connections.get(worker)
+            if member is not None:
+                member.notify(newest)
+        self.reconcile()
+        return targets
+
+    def discard(self, write: SlotWrite) -> None:
+        """Release a slot whose version was not published."""
+        write.lease.release()
+        newest = self.newest
+        if write.begun and write.overflow:
+            self.overflow = None
+        elif write.begun and write.reclaimed:
+            # The copy failed half way, and the version that the slot held is gone: no worker may read it.
+            self._make_newest(newest := None)
+        elif write.reclaimed and newest is not None and newest.slot is write.slot:
+            newest.slot.version = newest.version  # the slot still holds that
+        for connection in self.connections.values():
+            connection.forget_revoked(overwritten=write.begun)
+            if write.reclaimed and newest is not None and connection.target_version < newest.version:
+                connection.notify(newest)
+        self.reconcile()
+
+    def abandon(self, write: SlotWrite) -> None:
+        """A version that was published while it was being written will never be whole: cancel it.
+
+        The version that it replaced is the newest again, if its slot still holds it.
+        """
+        broken, before = self.newest, write.superseded
+        assert broken is not None
+        for connection in self.connections.values():
+            connection.cancel(broken)
+            connection.forget_revoked(overwritten=True)
+        self.changes.withdraw(broken.version)
+        broken.slot.version = -1
+        newest = before if before is not None and before.slot.version == before.version else None
+        self._make_newest(newest)
+        if newest is not None:
+            for connection in self.connections.values():
+                if connection.target_version < newest.version:
+                    connection.notify(newest)
+        self.reconcile()
+
+    def settle(self, write: SlotWrite, round_: int, version: int, *, withdrawn: bool) -> None:
+        """All workers have answered, or no call waits for their answers.
+
+        Args:
+            write: the version's slot.
+            round_: the number of its publication.
+            version: its version number.
+            withdrawn: no worker took the version, so the version that it replaced is the newest again.
+        """
+        if withdrawn:
+            self.changes.withdraw(version)
+            if write.superseded is not None and self.newest is not None and self.newest.round == round_:
+                self._make_newest(write.superseded)
+            write.slot.version = -1  # the number will be another's
+        else:
+            self.changes.keep(version)
+        if write.fallback is not None:
+            write.fallback.release()
+
+    def forget_newest(self) -> None:
+        """Versions are counted anew, and no worker reads one of the old: there is no newest version."""
+        newest, self.changes = self.newest, ChangeLog()
+        if newest is not None:
+            newest.slot.version = -1
+        self._make_newest(None)
+
+    def _make_newest(self, newest: SlotVersion | None) -> None:
+        before, self.newest = self._newest_lease, newest
+        self._newest_lease = None if newest is None else self.pool.lease(newest.slot, LeaseKind.NEWEST)
+        if before is not None:
+            before.release()
+
+    def reconcile(self) -> None:
+        """Bring slots and workers into step. Call this after any event that changed a slot or a version.
+
+        Calls that wait for a slot are woken, surplus slots are released, and each worker that has sent a
+        Fetch is sent the version that it was notified of.
+        """
+        self.pool.changed()
+        for connection in tuple(self.connections.values()):
+            connection.offer_next()
+
+    def slot_of(self, version: int) -> Slot | None:
+        """The slot that still holds this version, whole."""
+        return next((slot for slot in self.pool.slots if slot.version == version >= 0), None)
+
+    def offerable(self, published: SlotVersion | None) -> bool:
+        """Whether the slot still holds this version: not if it is being overwritten."""
+        return published is not None and published.slot.version == published.version
+
+    def awaits_overflow(self, worker: int) -> bool:
+        """Whether the overflow version is for this worker."""
+        return self.overflow is not None and worker in self._overflow_targets
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """An entry's name, and those that are tied to it."""
+        aliases = self.pool.layout.aliases
+        return (name, *(alias for alias, entry in aliases.items() if entry == name))
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Lease no more slots. Calls that wait for one raise NotConnectedError."""
+        self.stopped = True
+        self.pool.changed()
+
+    def close(self) -> None:
+        """Release the memory."""
+        self.pool.close()
+        self.pool.changed()

@@ -14,20 +14,25 @@ from aiosync.transfer.slots import SlotVersion
 from aiosync.transports.base import Transport
 from aiosync.weights.arena import Slot
 
-__all__ = ["BroadcastMember", "InboundTransfer", "OutboundTransfer"]
+__all__ = ["InboundTransfer", "OutboundTransfer", "TransferConnection"]
 
 
-class BroadcastMember(Protocol):
-    """A worker's connection, as far as a transfer uses it."""
+class TransferConnection(Protocol):
+    """A worker's connection, as far as a transfer uses it.
+
+    Attributes:
+        worker: the worker's index.
+        notified: the version that the worker was notified of and has not fetched.
+    """
 
     worker: int
-    due: SlotVersion | None
+    notified: SlotVersion | None
 
     @property
     def ready(self) -> bool:
-        """Whether the worker has sent a Fetch, and the version that is due can be offered."""
+        """Whether the worker has sent a Fetch, and ``notified`` can be offered."""
 
-    def serve(self) -> None:
+    def offer_next(self) -> None:
         """Send the worker the version that it waits for, if that can be sent now."""
 
 
@@ -36,24 +41,24 @@ class OutboundTransfer(ABC):
 
     All methods are called on the sender's event loop, in this order::
 
-        knows(codecs)                the worker's Hello has named the encodings that it can decode
-        enter(connection)            the worker is admitted
+        accept_codecs(codecs)                the worker's Hello has named the encodings that it can decode
+        attach(connection)           the worker is admitted
         for each version:
-            may_begin(version)       it has sent a Fetch. False: ask again when that may have changed
-            instead(version)         → the version to send; an older one if that is ready sooner
+            can_start(version)       it has sent a Fetch. False: ask again when that may have changed
+            substitute(version)         → the version to send; an older one if that is ready sooner
             payload(version, fetch)  → what the Update frame says of this transfer
-            base()                   → a second slot that is read while the version is sent, or None
-            begin(version, on_sent)  the Update frame has been written: move the bytes
-            cut()                    only if the slot is needed for another version: stop
+            base_slot()              → a second slot that is read while the version is sent, or None
+            start(version, on_sent)  the Update frame has been written: move the bytes
+            cancel()                 only if the slot is needed for another version: stop
             answered()               the worker acknowledged or refused the version, or gave it back
-        leave()                      the worker is gone
+        detach()                     the worker is gone
 
     A subclass must implement :meth:`payload`. The other methods do nothing by default.
 
     Attributes:
         maps: whether the worker reads the sender's own memory.
-        carries: whether there is more to do for an update than to send its frame. If not, only ``enter``,
-            ``may_begin``, ``instead``, ``payload``, ``cut`` and ``leave`` are called.
+        carries: whether there is more to do for an update than to send its frame. If not, only ``attach``,
+            ``can_start``, ``substitute``, ``payload``, ``cancel`` and ``detach`` are called.
         holds: whether the worker goes on reading a slot while that version is in service, because its model
             views the memory; False: only until it has answered.
     """
@@ -71,19 +76,19 @@ class OutboundTransfer(ABC):
             fetched: the worker's last Fetch.
         """
 
-    def enter(self, connection: BroadcastMember) -> None:
+    def attach(self, connection: TransferConnection) -> None:
         """Called once, with the worker's connection."""
         return
 
-    def may_begin(self, published: SlotVersion) -> bool:
+    def can_start(self, published: SlotVersion) -> bool:
         """Whether the version can be sent now. If not, this is asked again when that may have changed."""
         return True
 
-    def instead(self, due: SlotVersion) -> SlotVersion:
-        """The version to send now: ``due``, or an older one if ``due`` can never be sent."""
-        return due
+    def substitute(self, notified: SlotVersion) -> SlotVersion:
+        """The version to send now: ``notified``, or an older one if ``notified`` can never be sent."""
+        return notified
 
-    def begin(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
+    def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
         """Move the bytes: the Update frame has been written.
 
         Args:
@@ -92,15 +97,15 @@ class OutboundTransfer(ABC):
         """
         return
 
-    def knows(self, codecs: Sequence[str]) -> None:
+    def accept_codecs(self, codecs: Sequence[str]) -> None:
         """Note the encodings that the worker can decode."""
         return
 
-    def base(self) -> Slot | None:
+    def base_slot(self) -> Slot | None:
         """A second slot that is read while the version is being sent; None: there is none."""
         return None
 
-    def cut(self) -> bool:
+    def cancel(self) -> bool:
         """Stop reading the slot at once. Return whether that took the update back from the worker."""
         return False
 
@@ -116,7 +121,7 @@ class OutboundTransfer(ABC):
         """The worker acknowledged or refused its last update."""
         return
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """The worker is gone."""
         return
 

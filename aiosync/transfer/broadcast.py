@@ -16,17 +16,15 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from aiosync.protocol.stream import BLOCK
-from aiosync.transfer.base import BroadcastMember
+from aiosync.transfer.base import TransferConnection
 from aiosync.transfer.slots import SlotVersion
-from aiosync.transports._offload import call_when_done
 from aiosync.transports.torch_distributed.process_group import ProcessGroupMember
 
 if TYPE_CHECKING:
-    from aiosync.sender.worker_group import WeightGroup
+    from aiosync.sender.worker_group import WorkerGroup
 
 __all__ = ["BroadcastGroup", "send_by", "tag_of"]
 
@@ -40,32 +38,24 @@ _MOMENT = 0.5
 
 def send_by(
     ranks: ProcessGroupMember,
-    group: WeightGroup,
+    group: WorkerGroup,
     published: SlotVersion,
     ended: Callable[[BaseException | None], None],
 ) -> None:
     """Send a version by a process group; ``ended`` is called on the event loop.
 
-    The version holds its slot in a name of its own: torch.distributed cannot be told to stop, and reads it
-    until the workers have it or the process group has broken, whatever has become of them.
+    The slot has a lease of its own: torch.distributed cannot be interrupted, and reads the slot until the
+    workers have the version or the process group has broken, also if their connections end before.
     """
     slot, copying = published.slot, published.copying
-    holder = ("sending", object())
-    slot.holders.add(holder)
-    group.unstoppable.add(holder)
 
     def ready(nbytes: int) -> None:
         if copying is not None:
             copying.ready((nbytes - 1) // BLOCK)
 
-    def over(future: Future[None]) -> None:
-        group.unstoppable.discard(holder)
-        group.release(holder)
-        ended(future.exception())
-
-    buffer = slot.segment.buffer[: group.arena.layout.nbytes]
+    buffer = slot.segment.buffer[: group.pool.layout.nbytes]
     future = ranks.send(buffer, tag_of(published.round), ready)
-    call_when_done(future, over)
+    group.keep_until(future, slot, lambda future: ended(future.exception()))
 
 
 class BroadcastGroup:
@@ -76,10 +66,10 @@ class BroadcastGroup:
         join: makes rank 0's part of a process group, of a key and a size.
     """
 
-    def __init__(self, group: WeightGroup, join: Callable[[str, int], ProcessGroupMember]) -> None:
+    def __init__(self, group: WorkerGroup, join: Callable[[str, int], ProcessGroupMember]) -> None:
         self._group = group
         self._join = join
-        self._members: dict[int, BroadcastMember] = {}
+        self._members: dict[int, TransferConnection] = {}
         self._expected = set(group.workers)
         self._ranks: ProcessGroupMember | None = None
         self._key = ""
@@ -91,7 +81,7 @@ class BroadcastGroup:
         self._soon = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def enter(self, member: BroadcastMember) -> None:
+    def attach(self, member: TransferConnection) -> None:
         """A worker is connected."""
         self._members[member.worker] = member
         self._expected.add(member.worker)
@@ -102,7 +92,7 @@ class BroadcastGroup:
         self._expected.discard(worker)
         self._look_again()
 
-    def leave(self, member: BroadcastMember) -> None:
+    def detach(self, member: TransferConnection) -> None:
         """It is not any more."""
         if self._members.get(member.worker) is member:
             del self._members[member.worker]
@@ -117,7 +107,7 @@ class BroadcastGroup:
 
     # -- one version ---------------------------------------------------------------------------------
 
-    def may_begin(self, published: SlotVersion) -> bool:
+    def can_start(self, published: SlotVersion) -> bool:
         """Whether a worker that has come for a version may be given it now."""
         if published.round == self._sent:
             self._break("a worker came again for what had been broadcast")
@@ -142,7 +132,7 @@ class BroadcastGroup:
         order = sorted(self._members)
         return {"group": self._key, "rank": 1 + order.index(worker), "size": 1 + len(order)}
 
-    def begin(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
+    def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
         """One more worker has been told; the last one begins it."""
         self._told.append(on_sent)
         ranks = self._ranks
@@ -167,7 +157,7 @@ class BroadcastGroup:
         if newest is None:
             return
         members = [self._members.get(worker) for worker in self._expected]
-        here = [member for member in members if member is not None and member.due is newest]
+        here = [member for member in members if member is not None and member.notified is newest]
         if self._broken or len(here) < len(members):
             self._go(alone=newest.round)
         elif all(member.ready for member in here):
@@ -180,8 +170,9 @@ class BroadcastGroup:
 
     def _newest(self) -> SlotVersion | None:
         """The newest version that a worker has fetched."""
-        due = [member.due for member in self._members.values() if member.ready and member.due is not None]
-        return max(due, key=lambda published: published.round, default=None)
+        members = self._members.values()
+        notified = [m.notified for m in members if m.ready and m.notified is not None]
+        return max(notified, key=lambda published: published.round, default=None)
 
     def _waited(self) -> None:
         newest = self._newest()
@@ -192,7 +183,7 @@ class BroadcastGroup:
         self._chosen, self._alone, self._told = chosen, max(alone, self._alone), []
         for member in list(self._members.values()):
             if member.ready:
-                member.serve()
+                member.offer_next()
 
     def _break(self, why: str) -> None:
         if self._ranks is None:

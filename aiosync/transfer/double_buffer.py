@@ -45,6 +45,8 @@ class DoubleBuffer(InboundTransfer):
         self._newest: Slot | None = None
         # Where the model's tensor of each entry is, if it is not in the newest slot.
         self._elsewhere: dict[str, Slot] = {}
+        # Indices of the slots that the model views: they must not be written.
+        self._viewed: set[int] = set()
         # Entries that get memory of their own in the next commit.
         self._leaving: set[str] = set()
 
@@ -69,10 +71,14 @@ class DoubleBuffer(InboundTransfer):
         Raises:
             ProtocolError: there is none, so the update was not asked for.
         """
-        self._slot = self._arena.free_slot()
+        self._slot = self.free_slot()
         if self._slot is None:
             raise ProtocolError("an update came that was not asked for")
         return self._slot
+
+    def free_slot(self) -> Slot | None:
+        """A slot that the model does not view; None: there is none."""
+        return next((slot for slot in self._arena.slots if slot.index not in self._viewed), None)
 
     def is_quick(self, update: Update) -> bool:
         """Always: it is here by then."""
@@ -107,10 +113,9 @@ class DoubleBuffer(InboundTransfer):
         self._elsewhere = {name: slot for name, slot in elsewhere.items() if name not in self._leaving}
         self._newest, self._leaving = self._slot, set()
         viewed = {slot.index for slot in self._elsewhere.values()}
-        for slot in self._arena.slots:
-            slot.holders.clear()
-            if slot is self._newest or slot.index in viewed:
-                slot.holders.add("viewed")
+        if self._newest is not None:
+            viewed.add(self._newest.index)
+        self._viewed = viewed  # at once: the connection's thread looks for a free slot meanwhile
 
     def close(self) -> None:
         """Let go of the slots; tensors in service keep theirs."""

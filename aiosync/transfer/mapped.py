@@ -18,7 +18,7 @@ from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
 if TYPE_CHECKING:
-    from aiosync.sender.worker_group import WeightGroup
+    from aiosync.sender.worker_group import WorkerGroup
 
 __all__ = ["MappedInbound", "MappedOutbound"]
 
@@ -34,18 +34,18 @@ class MappedOutbound(OutboundTransfer):
     maps = True
     carries = False
 
-    def __init__(self, group: WeightGroup, *, holds: bool) -> None:
+    def __init__(self, group: WorkerGroup, *, holds: bool) -> None:
         self.holds = holds
         self._group = group
         self._told: list[int] = []
 
-    def may_begin(self, published: SlotVersion) -> bool:
+    def can_start(self, published: SlotVersion) -> bool:
         """Only of a version that is whole."""
         return published.copying is None or published.copying.whole
 
     def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
         """Where the version lies."""
-        slots, told = self._group.arena.slots, self._told
+        slots, told = self._group.pool.slots, self._told
         there = [slot.index for slot in slots]
         payload: dict[str, Any] = {"slot": published.slot.index}
         if there != told:

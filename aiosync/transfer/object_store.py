@@ -15,7 +15,7 @@ from torch import Tensor
 from aiosync.errors import ProtocolError
 from aiosync.protocol.events import Fetched
 from aiosync.protocol.frames import Update
-from aiosync.transfer.base import BroadcastMember, InboundTransfer, OutboundTransfer
+from aiosync.transfer.base import InboundTransfer, OutboundTransfer, TransferConnection
 from aiosync.transfer.slots import SlotVersion
 from aiosync.transports._offload import DetachedThread, call_when_done
 from aiosync.transports.base import Transport
@@ -24,7 +24,7 @@ from aiosync.transports.tcp.connection import TCPTransport
 from aiosync.weights.layout import Layout
 
 if TYPE_CHECKING:
-    from aiosync.sender.worker_group import WeightGroup
+    from aiosync.sender.worker_group import WorkerGroup
 
 __all__ = ["ObjectStoreInbound", "ObjectStoreOutbound", "ObjectStorePublisher"]
 
@@ -43,7 +43,7 @@ class ObjectStorePublisher:
         number: which of all that were put there is the newest, if that is there; else -1.
     """
 
-    def __init__(self, group: WeightGroup, office: Any, tensor_transport: str) -> None:
+    def __init__(self, group: WorkerGroup, office: Any, tensor_transport: str) -> None:
         self.name = secrets.token_hex(8)
         self._group = group
         self._office = office
@@ -62,18 +62,18 @@ class ObjectStorePublisher:
     @property
     def nbytes(self) -> int:
         """Bytes of one version."""
-        return self._group.arena.layout.nbytes
+        return self._group.pool.layout.nbytes
 
     def offers(self, published: SlotVersion, reader: ObjectStoreOutbound) -> bool:
         """Whether a version is there for a reader: who, if so, is to begin at once, and to be :meth:`done`.
 
         If not it is put, and the reader served again when it is there. Only one is put at a time, so that no
-        more than one slot is held by that (under a holder of its own, because a put cannot be cancelled).
+        more than one slot is held by that (by a lease of its own, because a put cannot be cancelled).
         """
         if self._storing:
             self._waiting.add(reader)
             return False
-        if (self.number >= 0 and self._round == published.round) or self.instead(
+        if (self.number >= 0 and self._round == published.round) or self.substitute(
             published, reader
         ) is not published:
             return True
@@ -82,16 +82,14 @@ class ObjectStorePublisher:
             self._store(published)
         return False
 
-    def instead(self, due: SlotVersion, reader: ObjectStoreOutbound) -> SlotVersion:
+    def substitute(self, due: SlotVersion, reader: ObjectStoreOutbound) -> SlotVersion:
         """What a reader gets that has waited for a version, where there is a newer one by now: if each put
         were for nothing when it is done, a sender that is quicker than that would never be heard of."""
         waited = self._last if reader in self._served else None
         return due if waited is None or due.joint is not None or waited.joint is not None else waited
 
     def _store(self, published: SlotVersion) -> None:
-        slot, holder = published.slot, ("sending", object())
-        slot.holders.add(holder)
-        self._group.unstoppable.add(holder)
+        slot = published.slot
         buffer, number = slot.segment.buffer[: self.nbytes], self._puts
         self._puts += 1
         self._storing = True
@@ -103,8 +101,6 @@ class ObjectStorePublisher:
             self._office.keep.remote(self.name, number, [put(buffer, self._tensor_transport)])
 
         def stored(future: Future[Any]) -> None:
-            self._group.unstoppable.discard(holder)
-            self._group.release(holder)
             self._storing = False
             if self._closed:
                 return
@@ -119,7 +115,7 @@ class ObjectStorePublisher:
             self._served, self._last = set(), None
             self._drop_if_unread(number)
 
-        call_when_done(self._thread.submit(store), stored)
+        self._group.keep_until(self._thread.submit(store), slot, stored)
 
     def reads(self, reader: ObjectStoreOutbound) -> None:
         """It has been sent this version."""
@@ -161,24 +157,24 @@ class ObjectStoreOutbound(OutboundTransfer):
         self._transport = transport
         self._publisher = publisher
         self._inline = publisher.nbytes <= inline
-        self._connection: BroadcastMember | None = None
+        self._connection: TransferConnection | None = None
 
-    def enter(self, connection: BroadcastMember) -> None:
+    def attach(self, connection: TransferConnection) -> None:
         self._connection = connection
 
-    def may_begin(self, published: SlotVersion) -> bool:
+    def can_start(self, published: SlotVersion) -> bool:
         """Whether it is in the store; if not, it will be."""
         return self._inline or self._publisher.offers(published, self)
 
-    def instead(self, due: SlotVersion) -> SlotVersion:
-        return due if self._inline else self._publisher.instead(due, self)
+    def substitute(self, due: SlotVersion) -> SlotVersion:
+        return due if self._inline else self._publisher.substitute(due, self)
 
     def stored(self, error: BaseException | None) -> None:
         """The shelf has something else, or could not."""
         if self._connection is None:
             return
         if error is None:
-            self._connection.serve()
+            self._connection.offer_next()
         else:
             self._transport.give_up(f"Ray's object store did not take a version: {error}")
 
@@ -188,7 +184,7 @@ class ObjectStoreOutbound(OutboundTransfer):
             return {"bytes": published.slot.segment.buffer[: self._publisher.nbytes].numpy().tobytes()}
         return {"object": self._publisher.name, "number": self._publisher.number}
 
-    def begin(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
+    def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
         """Nothing more is to be sent."""
         if not self._inline:
             self._publisher.reads(self)
@@ -198,7 +194,7 @@ class ObjectStoreOutbound(OutboundTransfer):
         """It has looked."""
         self._publisher.done(self)
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         self._connection = None
         self._publisher.done(self)
 

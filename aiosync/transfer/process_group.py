@@ -14,7 +14,7 @@ from torch import Tensor
 from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.events import Fetched
 from aiosync.protocol.frames import Update
-from aiosync.transfer.base import BroadcastMember, OutboundTransfer
+from aiosync.transfer.base import OutboundTransfer, TransferConnection
 from aiosync.transfer.broadcast import BroadcastGroup, send_by, tag_of
 from aiosync.transfer.double_buffer import DoubleBuffer
 from aiosync.transfer.mapped import MappedOutbound
@@ -28,7 +28,7 @@ from aiosync.transports.torch_distributed.process_group import ProcessGroupMembe
 from aiosync.weights.layout import Layout
 
 if TYPE_CHECKING:
-    from aiosync.sender.worker_group import WeightGroup
+    from aiosync.sender.worker_group import WorkerGroup
 
 __all__ = ["NearRankZero", "ProcessGroupInbound", "ProcessGroupOutbound"]
 
@@ -51,7 +51,7 @@ class ProcessGroupOutbound(OutboundTransfer):
     def __init__(
         self,
         transport: TCPTransport,
-        group: WeightGroup,
+        group: WorkerGroup,
         join: Callable[[str], ProcessGroupMember],
         broadcast_group: BroadcastGroup | None,
         inline: int,
@@ -61,21 +61,21 @@ class ProcessGroupOutbound(OutboundTransfer):
         self._key = secrets.token_hex(8)
         self._ranks = join(self._key)
         self._broadcast_group = broadcast_group
-        self._inline = broadcast_group is None and group.arena.layout.nbytes <= inline
-        self._connection: BroadcastMember | None = None
+        self._inline = broadcast_group is None and group.pool.layout.nbytes <= inline
+        self._connection: TransferConnection | None = None
 
-    def enter(self, connection: BroadcastMember) -> None:
+    def attach(self, connection: TransferConnection) -> None:
         self._connection = connection
         if self._broadcast_group is not None:
-            self._broadcast_group.enter(connection)
+            self._broadcast_group.attach(connection)
 
-    def may_begin(self, published: SlotVersion) -> bool:
-        return self._broadcast_group is None or self._broadcast_group.may_begin(published)
+    def can_start(self, published: SlotVersion) -> bool:
+        return self._broadcast_group is None or self._broadcast_group.can_start(published)
 
     def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
         """Which process group it comes through; or the bytes themselves."""
         if self._inline:
-            buffer = published.slot.segment.buffer[: self._group.arena.layout.nbytes]
+            buffer = published.slot.segment.buffer[: self._group.pool.layout.nbytes]
             return {"bytes": buffer.numpy().tobytes()}
         if (
             self._broadcast_group is not None
@@ -85,13 +85,13 @@ class ProcessGroupOutbound(OutboundTransfer):
             return self._broadcast_group.payload(self._connection.worker)
         return {"group": self._key, "rank": 1, "size": 2}
 
-    def begin(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
+    def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
         """Send the bytes."""
         if self._inline:
             on_sent()
             return
         if self._broadcast_group is not None and self._broadcast_group.broadcasts(published):
-            self._broadcast_group.begin(published, on_sent)
+            self._broadcast_group.start(published, on_sent)
             return
 
         def ended(error: BaseException | None) -> None:
@@ -102,11 +102,11 @@ class ProcessGroupOutbound(OutboundTransfer):
 
         send_by(self._ranks, self._group, published, ended)
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """The worker is gone."""
         self._ranks.close()
         if self._broadcast_group is not None and self._connection is not None:
-            self._broadcast_group.leave(self._connection)
+            self._broadcast_group.detach(self._connection)
 
     @property
     def progress(self) -> int:
@@ -125,11 +125,11 @@ class NearRankZero(MappedOutbound):
         broadcast_group: of the others.
     """
 
-    def __init__(self, group: WeightGroup, broadcast_group: BroadcastGroup | None) -> None:
+    def __init__(self, group: WorkerGroup, broadcast_group: BroadcastGroup | None) -> None:
         super().__init__(group, holds=True)
         self._broadcast_group = broadcast_group
 
-    def enter(self, connection: BroadcastMember) -> None:
+    def attach(self, connection: TransferConnection) -> None:
         if self._broadcast_group is not None:
             self._broadcast_group.excuse(connection.worker)
 

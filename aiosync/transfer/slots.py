@@ -1,49 +1,188 @@
-"""Versions in the sender's slots."""
+"""The sender's slots: the pool that they come from, the leases on them, and the versions in them.
+
+A slot may be written when it has no lease. Each reader and each writer has a lease of its own and releases it
+itself, so no code has to know who else uses a slot.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import enum
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
 from aiosync.protocol.frames import Joint, Update
-from aiosync.weights.arena import Slot
+from aiosync.weights.arena import Arena, Slot
 from aiosync.weights.copying import Filling
+from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
 
-__all__ = ["JointRound", "SlotVersion"]
+__all__ = ["JointParts", "Lease", "LeaseKind", "SlotPool", "SlotReader", "SlotVersion"]
 
 
-class JointRound:
-    """What the parts of one joint update share on the sender.
+class LeaseKind(enum.Enum):
+    """Why a slot must not be written."""
 
-    Every version published in it refers to this for as long as the version can be fetched, also after the
-    call has returned: a worker that fetches one part late still commits it with the others.
+    WRITING = "writing"
+    """The sender writes it."""
+    NEWEST = "newest"
+    """It holds the newest version: a worker that joins gets it, a partial update builds on it."""
+    FALLBACK = "fallback"
+    """It holds the version that the newest replaced. All workers may still refuse the newest."""
+    NOTIFIED = "notified"
+    """A worker was notified of its version and has not fetched it."""
+    READING = "reading"
+    """A worker fetches its version, or its model views the slot."""
+    UNSTOPPABLE = "unstoppable"
+    """An operation that cannot be cancelled reads or writes it."""
+    DETACHED = "detached"
+    """A process that has lost its connection may still read it."""
+
+
+class SlotReader(Protocol):
+    """A worker's connection, as far as leases need it."""
+
+    worker: int
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the worker is not expected to release its leases soon."""
+
+
+class Lease:
+    """One reason for which a slot must not be written.
+
+    Attributes:
+        slot: the slot.
+        kind: the reason.
+        reader: the worker's connection, for NOTIFIED and READING.
+    """
+
+    __slots__ = ("_pool", "kind", "reader", "slot")
+
+    def __init__(self, pool: SlotPool, slot: Slot, kind: LeaseKind, reader: SlotReader | None) -> None:
+        self.slot = slot
+        self.kind = kind
+        self.reader = reader
+        self._pool = pool
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the lease is not expected to end soon."""
+        if self.reader is not None:
+            return self.reader.stalled
+        return self.kind is LeaseKind.UNSTOPPABLE or self.kind is LeaseKind.DETACHED
+
+    def detach(self) -> None:
+        """The reader's connection was lost, and its process may still read the slot."""
+        self.kind, self.reader = LeaseKind.DETACHED, None
+
+    def release(self) -> None:
+        """End the lease; idempotent. The slot may be reused or freed at once if this was its last lease."""
+        leases = self.slot.leases
+        if self in leases:
+            leases.remove(self)
+            self._pool.changed()
+
+
+class SlotPool(Arena):
+    """An arena whose slots are leased. All methods but :meth:`grow` are called on the sender's event loop.
+
+    Args:
+        layout: what a slot holds.
+        allocate: takes a number of bytes and returns a segment of at least that many.
+        max_slots: how many slots there may be at a time. Slots that only stalled leases keep do not count.
+    """
+
+    def __init__(self, layout: Layout, allocate: Callable[[int], Segment], max_slots: int = 3) -> None:
+        super().__init__(layout, allocate, max_slots)
+        self._freed = asyncio.Event()
+
+    def lease(self, slot: Slot, kind: LeaseKind, reader: SlotReader | None = None) -> Lease:
+        """Keep a slot from being written until the lease is released."""
+        lease = Lease(self, slot, kind, reader)
+        slot.leases.add(lease)
+        return lease
+
+    def free_slot(self) -> Slot | None:
+        """A slot without a lease, or None."""
+        for slot in self.slots:
+            if not slot.leases:
+                return slot
+        return None
+
+    def may_grow(self) -> bool:
+        """Whether a slot may be added.
+
+        A slot that only stalled leases keep (of a worker that hangs, or that later updates are not addressed
+        to) does not count: it would starve the other workers.
+        """
+        busy = sum(1 for slot in self.slots if not slot.leases or not all(x.stalled for x in slot.leases))
+        return busy < self.max_slots
+
+    def changed(self) -> None:
+        """A lease has ended or is stalled: release surplus slots, and wake the calls that wait for one."""
+        if len(self.slots) > self.max_slots:
+            self._trim()
+        self._freed.set()
+
+    def _trim(self) -> None:
+        surplus = len(self.slots) - self.max_slots
+        for slot in [slot for slot in self.slots if not slot.leases][:surplus]:
+            self.remove(slot)
+
+    async def freed(self) -> None:
+        """Wait until a slot may have become free."""
+        self._freed.clear()
+        await self._freed.wait()
+
+    def readers(self) -> set[int]:
+        """The workers that read a slot."""
+        return {
+            lease.reader.worker
+            for slot in self.slots
+            for lease in slot.leases
+            if lease.kind is LeaseKind.READING and lease.reader is not None
+        }
+
+
+class JointParts:
+    """State that the parts of one joint update share on the sender.
+
+    Every version published in the joint update refers to this object for as long as the version can be
+    fetched, also after the call has returned: a worker that fetches one part late still commits it with the
+    others.
 
     Args:
         mark: goes to the workers with each part.
-        abort: takes a worker, and aborts the parts that it has been offered.
+        abort: takes a worker, and aborts the parts that the worker has been offered.
     """
 
     def __init__(self, mark: Joint, abort: Callable[[int], None]) -> None:
         self.mark = mark
         self._abort = abort
-        self._called_off: set[int] = set()
+        self._cancelled: set[int] = set()
 
-    def call_off(self, worker: int) -> None:
-        """This worker does not get all parts: the parts that it has, or will be offered, are aborted."""
-        self._called_off.add(worker)
+    def cancel_for(self, worker: int) -> None:
+        """This worker does not get all parts: abort those that it has, and those that it will be offered."""
+        self._cancelled.add(worker)
         self._abort(worker)
 
-    def is_called_off(self, worker: int) -> bool:
+    def is_cancelled_for(self, worker: int) -> bool:
         """Whether this worker is to abort its parts."""
-        return worker in self._called_off
+        return worker in self._cancelled
 
 
 class SlotVersion(msgspec.Struct, eq=False):
     """One version in its slot.
 
     Attributes:
-        joint: what it is a part of.
+        slot: where it lies.
+        round: the number of its publication, never used twice by one sender.
+        version: its version number, which is used again when every worker refused the version.
+        joint: the joint update that it is a part of.
         copying: set if it may not have been copied to its end yet.
         offered: the frame that a worker was last offered it with.
     """
@@ -51,6 +190,6 @@ class SlotVersion(msgspec.Struct, eq=False):
     slot: Slot
     round: int
     version: int
-    joint: JointRound | None = None
+    joint: JointParts | None = None
     copying: Filling | None = None
     offered: Update | None = None

@@ -22,7 +22,7 @@ from aiosync.weights.codec import encode as encode_block
 from aiosync.weights.layout import Layout
 
 if TYPE_CHECKING:
-    from aiosync.sender.worker_group import WeightGroup
+    from aiosync.sender.worker_group import WorkerGroup
 
 __all__ = ["EncodedVersion", "Encoding", "StreamOutbound"]
 
@@ -133,7 +133,7 @@ class StreamOutbound(OutboundTransfer):
     def __init__(
         self,
         transport: TCPTransport,
-        group: WeightGroup,
+        group: WorkerGroup,
         codec: Codec,
         ready: dict[tuple[int, Encoding], EncodedVersion],
     ) -> None:
@@ -143,7 +143,7 @@ class StreamOutbound(OutboundTransfer):
         self._ready = ready
         self._variant = Encoding("full", -1)
 
-    def knows(self, codecs: Sequence[str]) -> None:
+    def accept_codecs(self, codecs: Sequence[str]) -> None:
         """Which encodings the worker can read."""
         if self._codec not in codecs:
             self._codec = "full"
@@ -164,14 +164,14 @@ class StreamOutbound(OutboundTransfer):
         self._variant = Encoding(self._codec, base, shared=True)
         return {"base": base, "memory": [handle["fd"], handle["inode"]]}
 
-    def begin(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
+    def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
         """Send the bytes."""
         variant = self._variant
         key = (published.round, variant)
         outgoing = self._ready.get(key)
         if outgoing is None:
             base = self._group.slot_of(variant.base)
-            outgoing = EncodedVersion(published, self._group.arena.layout, variant, base)
+            outgoing = EncodedVersion(published, self._group.pool.layout, variant, base)
             for other in [k for k in self._ready if k[0] != published.round]:
                 del self._ready[other]
             self._ready[key] = outgoing
@@ -181,11 +181,11 @@ class StreamOutbound(OutboundTransfer):
     def reads_on(self) -> bool:
         return self._variant.shared
 
-    def base(self) -> Slot | None:
+    def base_slot(self) -> Slot | None:
         """A further slot that is read while this update is being sent."""
         return self._group.slot_of(self._variant.base)
 
-    def cut(self) -> bool:
+    def cancel(self) -> bool:
         return self._transport.cut()
 
     @property

@@ -106,7 +106,7 @@ class StreamInbound(DoubleBuffer):
 
     def _slots(self) -> tuple[Slot | None, Slot | None]:
         """Where to put the next update, and the version in service."""
-        return self._arena.free_slot(), self._newest
+        return self.free_slot(), self._newest
 
     def place(self, chunk: Chunk) -> memoryview:
         """Where a block's bytes belong."""

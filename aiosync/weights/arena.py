@@ -1,14 +1,13 @@
-"""The arena: a few slots of one layout, taken once and used again for ever.
+"""The arena: a few slots of one layout, which are allocated once and reused.
 
-Each slot holds one version whole. Who may still read a slot is written down as its holders; a slot
-without holders is free to be written. Writing into warm pages runs about ten times as fast as into
-fresh ones, so slots are not given back while they may be needed again.
+A slot holds one whole version. Writing into warm pages is about ten times as fast as into fresh ones, so the
+memory of a slot is kept as long as the slot may be needed again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -21,21 +20,22 @@ __all__ = ["Arena", "LentTensors", "LentViews", "Slot"]
 
 
 class Slot:
-    """One version's place.
+    """The memory of one version.
 
     Attributes:
         index: its number, never used twice in one arena.
         segment: its memory.
-        views: entry name -> tensor in that memory (aliases included). What is written through them must
-            reach the slot, so they are never handed out: see :meth:`fresh_views` and :class:`LentViews`.
-        holders: who may still read it.
-        version: the version it holds, -1 while it is empty or being written.
+        views: entry name -> tensor in that memory (aliases included). Writes through these tensors must reach
+            the slot, so they are never handed out: see :meth:`fresh_views` and :class:`LentViews`.
+        leases: the reasons for which the slot must not be written; only
+            :class:`~aiosync.transfer.slots.SlotPool` changes them.
+        version: the version that the slot holds, -1 while it is empty or being written.
     """
 
     def __init__(self, index: int, segment: Segment, layout: Layout) -> None:
         self.index = index
         self.segment = segment
-        self.holders: set[Hashable] = set()
+        self.leases: set[Any] = set()
         self.version = -1
         self._layout = layout
 
@@ -105,13 +105,12 @@ class LentTensors(dict[str, Tensor]):
 
 
 class Arena:
-    """Slots of one layout.
+    """Slots of one layout, and their memory.
 
     Args:
         layout: what a slot holds.
         allocate: takes a number of bytes and returns a segment of at least that many.
-        max_slots: how many slots there may be at a time. Slots that only ``parked`` holders keep (see
-            :meth:`may_grow`) do not count.
+        max_slots: how many slots there may be at a time.
     """
 
     def __init__(self, layout: Layout, allocate: Callable[[int], Segment], max_slots: int = 3) -> None:
@@ -123,55 +122,27 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken by all slots."""
+        """Bytes of all slots."""
         return sum(slot.segment.nbytes for slot in self.slots)
 
-    def free_slot(self) -> Slot | None:
-        """A slot without holders, or None."""
-        for slot in self.slots:
-            if not slot.holders:
-                return slot
-        return None
-
-    def may_grow(self, parked: Iterable[Hashable] = ()) -> bool:
-        """Whether a slot may be added.
-
-        ``parked`` holders are those that are not expected to move on: a worker that hangs, or one that
-        later updates are not addressed to. A slot that is kept by them alone would starve the others
-        if it counted.
-        """
-        waiting = set(parked)
-        busy = sum(1 for slot in self.slots if not slot.holders or not slot.holders <= waiting)
-        return busy < self.max_slots
-
     def grow(self) -> Slot:
-        """Add a slot (its memory is taken here, which takes time: call it in a thread).
+        """Add a slot. The allocation takes time: call this in a thread.
 
         Raises:
-            ArenaAllocationError: if the memory is not there.
+            ArenaAllocationError: there is not enough memory.
         """
         slot = Slot(self._created, self._allocate(self.layout.nbytes), self.layout)
         self._created += 1
         self.slots.append(slot)
         return slot
 
-    def release(self, holder: Hashable, *, keep: Slot | None = None) -> None:
-        """``holder`` reads no slot any more but ``keep``."""
-        for slot in self.slots:
-            if slot is not keep:
-                slot.holders.discard(holder)
-
-    def trim(self) -> list[Slot]:
-        """Give back the free slots that exceed ``max_slots``; returns them."""
-        surplus = len(self.slots) - self.max_slots
-        spare = [slot for slot in self.slots if not slot.holders][: max(0, surplus)]
-        for slot in spare:
-            self.slots.remove(slot)
-            slot.segment.close()
-        return spare
+    def remove(self, slot: Slot) -> None:
+        """Release a slot's memory. Tensors that view it stay valid."""
+        self.slots.remove(slot)
+        slot.segment.close()
 
     def close(self) -> None:
-        """Give every slot back; idempotent. Tensors that view them stay valid."""
+        """Release the memory of every slot; idempotent. Tensors that view it stay valid."""
         slots, self.slots = self.slots, []
         for slot in slots:
             slot.segment.close()

@@ -36,8 +36,8 @@ from aiosync.protocol.frames import Joint, Update
 from aiosync.receiver import joint_commit as joint
 from aiosync.receiver.commit_gate import CommitGate
 from aiosync.sender import connection as link
-from aiosync.sender.endpoint import WeightSender
 from aiosync.transfer.mapped import MappedInbound
+from aiosync.transfer.slots import LeaseKind
 from aiosync.transports.mp.queues import QueueListener
 from aiosync.weights.segment import Segment
 from tests.kit import scenarios
@@ -46,6 +46,7 @@ from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalCluster, LocalWorker
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.processes import ProcessCluster
+from tests.kit.seams import connections_of, groups_of, leases_of
 
 CASES = {case.name: case for case in SCHEMES}
 SHARED, PROCESS, PIPES = CASES["shared"], CASES["process"], CASES["process-pipes"]
@@ -106,11 +107,11 @@ async def test_a_hung_worker_does_not_starve_the_others(monkeypatch: pytest.Monk
             await cluster.scheme.send()
         await eventually(lambda: well.scheme.version == 11, "the healthy worker has the newest version")
         assert value_of(well.model) == 11
-        unspilling = [task for task in asyncio.all_tasks() if "_unspill" in repr(task.get_coro())]
-        assert len(unspilling) <= 1
-        connections = cluster.scheme.get_sender().registry.connections
+        draining = [task for task in asyncio.all_tasks() if "_drain" in repr(task.get_coro())]
+        assert len(draining) <= 1
+        connections = connections_of(cluster.scheme)
         # Before that, a send may wait for its slot, for as long as this one has.
-        await eventually(lambda: connections[0].late, "the hung worker counts as late")
+        await eventually(lambda: connections[0].unresponsive, "the hung worker counts as unresponsive")
         fill(cluster.model, 12)
         with pytest.raises(SyncTimeoutError) as caught:
             await cluster.scheme.send(wait=True, timeout=3 * BRIEF)
@@ -162,16 +163,17 @@ async def test_a_version_that_somebody_has_is_not_taken_back(monkeypatch: pytest
 
 async def test_nothing_is_taken_back_where_a_slot_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     async with LocalCluster(SHARED) as cluster:
-        registry = cluster.scheme.get_sender().registry
         cut: list[int] = []
-        for worker, its in registry.connections.items():
-            monkeypatch.setattr(its, "cut", lambda worker=worker: cut.append(worker))
-        group = registry.connections[0].group
-        registry.make_room(group)
+        for worker, its in connections_of(cluster.scheme).items():
+            monkeypatch.setattr(its, "cancel_if_stuck", lambda worker=worker: cut.append(worker))
+        (group,) = groups_of(cluster.scheme)
+        await cluster.scheme.send()
         assert cut == []
-        monkeypatch.setattr(group.arena, "free_slot", lambda: None)
-        registry.make_room(group)
+        leases = [group.pool.lease(slot, LeaseKind.DETACHED) for slot in group.pool.slots]
+        await cluster.scheme.send()
         assert sorted(cut) == [0, 1]
+        for lease in leases:
+            lease.release()
 
 
 async def test_a_dropped_worker_that_is_still_copying(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,8 +295,7 @@ async def test_no_memory_for_a_slot_in_the_background(monkeypatch: pytest.Monkey
     monkeypatch.setattr(link, "LATE_AFTER", BRIEF)
     async with LocalCluster(SHARED, sync=False) as cluster:
         hung, well = cluster.workers
-        sender: WeightSender = cluster.scheme.get_sender()
-        arena = sender._groups[0].arena
+        (group,) = groups_of(cluster.scheme)
         _hang(hung)
         with monkeypatch.context() as patch:
 
@@ -304,7 +305,7 @@ async def test_no_memory_for_a_slot_in_the_background(monkeypatch: pytest.Monkey
             for version in range(1, 6):
                 fill(cluster.model, version)
                 await cluster.scheme.send()
-            patch.setattr(arena, "_allocate", allocate)
+            patch.setattr(group.pool, "_allocate", allocate)
             with pytest.raises(SyncTimeoutError):
                 await cluster.scheme.wait_ack(timeout=3 * BRIEF)
         _wake(hung)
@@ -492,11 +493,9 @@ async def test_a_body_that_waits_for_a_lost_sender_is_cut_short() -> None:
                     raise TimeoutError("the body's own")
 
 
-def _lost_workers(cluster: ProcessCluster) -> set[object]:
-    """Who holds slots without being a worker any more."""
-    slots = [slot for group in cluster.scheme.get_sender()._groups for slot in group.arena.slots]
-    found = {holder for slot in slots for holder in slot.holders}
-    return {holder for holder in found if isinstance(holder, tuple) and holder[0] == "orphan"}
+def _detached(cluster: ProcessCluster) -> bool:
+    """Whether a process that is no worker any more keeps a slot."""
+    return any(lease.kind is LeaseKind.DETACHED for lease in leases_of(cluster.scheme))
 
 
 @pytest.mark.parametrize("case", [SHARED, PROCESS, PIPES], ids=lambda case: case.name)
@@ -509,10 +508,10 @@ async def test_what_a_dropped_process_reads_is_its_own_until_it_has_ended(case: 
         for version in range(2, 6):
             fill(cluster.model, version)
             assert (await cluster.scheme.send()).ok
-        assert _lost_workers(cluster)
+        assert _detached(cluster)
         stopped.kill()
         await stopped.ended()
-        await eventually(lambda: not _lost_workers(cluster), "nobody holds what it read")
+        await eventually(lambda: not _detached(cluster), "nobody holds what it read")
 
 
 @pytest.mark.parametrize("case", [SHARED, PROCESS, PIPES], ids=lambda case: case.name)
@@ -522,7 +521,7 @@ async def test_what_a_dropped_process_reads_is_its_own_until_it_says_otherwise(c
         late.stop()
         fill(cluster.model, 1)
         assert (await cluster.scheme.send(timeout=BRIEF)).dropped == (1,)
-        assert _lost_workers(cluster)
+        assert _detached(cluster)
         late.resume()
         await late.run(scenarios.aclose)
-        await eventually(lambda: not _lost_workers(cluster), "nobody holds what it read")
+        await eventually(lambda: not _detached(cluster), "nobody holds what it read")

@@ -22,9 +22,10 @@ from aiosync import (
     WeightStrategy,
     WeightSyncScheme,
 )
-from aiosync.sender.worker_group import WeightGroup
+from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.broadcast import BroadcastGroup
 from aiosync.transfer.double_buffer import DoubleBuffer
+from aiosync.transfer.slots import LeaseKind
 from aiosync.transports.torch_distributed.connection import RankedListener
 from aiosync.transports.torch_distributed.transport import DistributedTransport
 from aiosync.transports.unix_socket import SharedMemTransport
@@ -36,6 +37,7 @@ from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalWorker
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.processes import ProcessCluster
+from tests.kit.seams import connections_of, leases_of, slots_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="maps another process's memory by /proc")
 
@@ -213,13 +215,13 @@ async def test_nobody_sees_half_a_version() -> None:
 
 async def test_a_broadcast_is_for_those_to_whom_something_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds: list[int] = []
-    begin = BroadcastGroup.begin
+    begin = BroadcastGroup.start
 
     def note(self: BroadcastGroup, published: Any, on_sent: Any) -> None:
         rounds.append(published.version)
         begin(self, published, on_sent)
 
-    monkeypatch.setattr(BroadcastGroup, "begin", note)
+    monkeypatch.setattr(BroadcastGroup, "start", note)
     async with job(False, True, False, collective="broadcast") as (scheme, model, workers):
         for value in (1, 2):
             await sent(scheme, model, workers, value)
@@ -227,11 +229,11 @@ async def test_a_broadcast_is_for_those_to_whom_something_is_sent(monkeypatch: p
 
 
 async def test_who_comes_in_the_middle_of_a_copy_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, finish = asyncio.Event(), WeightGroup.finish
+    go_on, finish = asyncio.Event(), WorkerGroup.finish_copy
 
-    async def finish_later(self: WeightGroup, draft: Any, *, paced: bool) -> None:
+    async def finish_later(self: WorkerGroup, write: Any, *, paced: bool) -> None:
         await go_on.wait()
-        await finish(self, draft, paced=False)
+        await finish(self, write, paced=False)
 
     store, model = a_store(), Uniform(size=LARGE)
     scheme = a_sender(store, model, 2)
@@ -241,7 +243,7 @@ async def test_who_comes_in_the_middle_of_a_copy_waits_for_its_end(monkeypatch: 
     connecting = asyncio.create_task(scheme.connect())
     await within(far.connect())
     # Not served: or what it is sent would have been copied to its end by who sends it.
-    monkeypatch.setattr(WeightGroup, "finish", finish_later)
+    monkeypatch.setattr(WorkerGroup, "finish_copy", finish_later)
     await within(near.connect())
     await within(connecting)
     await near.close()
@@ -252,10 +254,10 @@ async def test_who_comes_in_the_middle_of_a_copy_waits_for_its_end(monkeypatch: 
     await eventually(lambda: scheme.version == 1, "it has been published")
     again = a_worker(store, 1, LARGE)
     coming = asyncio.create_task(again.connect())
-    links = scheme.get_sender().registry.connections
+    links = connections_of(scheme)
     await eventually(lambda: 1 in links and links[1].ready, "it is there, and has come for it")
     for _ in range(50):
-        links[1].serve()
+        links[1].offer_next()
         await asyncio.sleep(0)
     assert links[1].ready
     assert again.scheme.version == -1
@@ -395,7 +397,6 @@ def _has_another(scheme: WeightSyncScheme, known: set[Any]) -> bool:
 async def test_a_process_that_has_lost_the_sender_lets_go_of_its_slots() -> None:
     async with ProcessCluster(COMING_BACK, workers=1, size=LARGE) as cluster:
         scheme, worker = cluster.scheme, cluster.workers[0]
-        (group,) = scheme.get_sender()._groups
         for value in range(1, 7):
             fill(cluster.model, value)
             assert (await scheme.send()).ok
@@ -404,6 +405,9 @@ async def test_a_process_that_has_lost_the_sender_lets_go_of_its_slots() -> None
             await eventually(partial(_has_another, scheme, known), "it is back")
             await eventually(lambda: scheme.workers[0].version == scheme.version, "it has the newest")
             assert await worker.run(scenarios.report) == {"version": value, "value": value}
-        assert len(group.arena.slots) <= 3
-        holders = {holder for slot in group.arena.slots for holder in slot.holders}
-        assert holders <= {0, "latest", ("due", 0)}
+        assert len(slots_of(scheme)) <= 3
+        assert {lease.kind for lease in leases_of(scheme)} <= {
+            LeaseKind.NEWEST,
+            LeaseKind.NOTIFIED,
+            LeaseKind.READING,
+        }

@@ -36,6 +36,7 @@ from tests.kit.clock import PATIENCE, eventually, within
 from tests.kit.local import LocalWorker
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.raw_peer import RawWorker, hello
+from tests.kit.seams import registry_of
 from tests.kit.strategies import nacks
 
 T = TypeVar("T")
@@ -254,11 +255,11 @@ class Network(RuleBasedStateMachine):
         for worker in self.workers:
             assert worker.scheme.ended is None
             assert worker.wrong == [], worker.events
-        registry = self.trainer.get_sender().registry
+        registry = registry_of(self.trainer)
         most = 2 * MOST + len(self.adversaries) + 1
         assert len(registry.connections) <= most
-        for kept in (registry._last, registry._lost, registry._unreported, registry.rounds):
-            assert len(kept) <= most
+        assert len(registry.records) <= most
+        assert len(registry.awaited) <= most
         assert len(asyncio.all_tasks()) <= 12 * most
 
     def teardown(self) -> None:

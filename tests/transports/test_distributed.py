@@ -35,6 +35,7 @@ from tests.kit.local import LocalCluster, LocalWorker
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.ports import free_port
 from tests.kit.processes import ProcessCluster
+from tests.kit.seams import connections_of
 
 LARGE = 1 << 20
 BROADCAST = SchemeCase("distributed-broadcast", distributed("broadcast"))
@@ -198,14 +199,14 @@ async def test_the_default_group_is_left_alone() -> None:
 def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The versions that went to all at once."""
     sent: list[int] = []
-    begin = BroadcastGroup.begin
+    begin = BroadcastGroup.start
 
     def note(self: BroadcastGroup, published: Any, on_sent: Any) -> None:
         if published.version not in sent:
             sent.append(published.version)
         begin(self, published, on_sent)
 
-    monkeypatch.setattr(BroadcastGroup, "begin", note)
+    monkeypatch.setattr(BroadcastGroup, "start", note)
     return sent
 
 
@@ -290,7 +291,7 @@ async def test_who_waits_for_one_that_dies_is_not_forgotten() -> None:
         await ready.serve()
         fill(cluster.model, 1)
         sending = asyncio.create_task(scheme.send())
-        link = scheme.get_sender().registry.connections[0]
+        link = connections_of(scheme)[0]
         await eventually(lambda: link.ready, "one has come for it")
         transport = busy.scheme.receiver_transport
         assert transport is not None

@@ -32,6 +32,7 @@ from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.proxy import ChaosProxy
 from tests.kit.relay import connect, relay_below, serve
+from tests.kit.seams import connections_of
 from tests.kit.tcp import TOKEN, break_off, join, make_worker, sender_of
 
 LARGE = 1 << 19
@@ -332,11 +333,11 @@ async def test_an_update_that_is_cut_and_offered_again_above_a_relay(
         fill(model, 1)
         await scheme.send(wait=False)
         await eventually(lambda: proxy.passed["to_worker"] > 33 << 20, "some of it has come")
-        (link,) = scheme.get_sender().registry.connections.values()
+        (link,) = connections_of(scheme).values()
         with monkeypatch.context() as patch:
-            patch.setattr(link, "_still", lambda: STUCK_AFTER + 1)
-            link.cut()
-        assert link.due is not None
+            patch.setattr(link, "_idle_seconds", lambda: STUCK_AFTER + 1)
+            link.cancel_if_stuck()
+        assert link.notified is not None
         proxy.weather["to_worker"].rate = 0.0
         await eventually(lambda: value_of(worker.model) == 1, "it comes again")
         assert scheme.stats.lost == 0
