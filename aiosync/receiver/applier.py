@@ -22,7 +22,7 @@ from aiosync.receiver.forward_guard import ForwardGuard
 from aiosync.receiver.joint_commit import JointPart, drop_out, join, leave
 from aiosync.receiver.listeners import UpdateListener, in_format
 from aiosync.receiver.staging import StagingBuffers
-from aiosync.transfer.base import InboundTransfer
+from aiosync.transfer.base import InboundTransfer, MemoryAccess, Transfer
 from aiosync.transports._offload import Offloader
 from aiosync.transports.base import Transport
 from aiosync.weights.binding import Binding, Staged
@@ -73,12 +73,11 @@ class WeightApplier:
         worker: the worker's index.
         may_view: whether the model may view the sender's memory. False if other code writes into its
             parameters.
-        make_inbound: takes the layout, a connection and the device of the sender's weights. Returns the
-            transfer by which updates arrive.
+        transfer: makes the transfer by which updates arrive.
         bind: takes the sender's layout. Returns the model's binding to it.
 
     Attributes:
-        inbound: that transfer, once there is a connection.
+        inbound: the transfer by which updates arrive, once there is a connection.
         version: the version in service, -1 before the first.
         weights: the tensors in service, name -> tensor.
         gate: blocks commits while a reader uses the model.
@@ -94,7 +93,7 @@ class WeightApplier:
         worker: int,
         *,
         may_view: bool,
-        make_inbound: Callable[[Layout, Transport, torch.device], InboundTransfer],
+        transfer: Transfer,
         bind: Callable[[Layout], Binding],
     ) -> None:
         self.model = model
@@ -107,7 +106,7 @@ class WeightApplier:
         self._follower = follower
         self.worker = worker
         self._may_view = may_view
-        self._make_inbound = make_inbound
+        self._transfer = transfer
         self._bind = bind
         # Whether the version in service lies in the sender's memory.
         self._viewing = False
@@ -191,12 +190,12 @@ class WeightApplier:
     @property
     def borrows(self) -> bool:
         """Whether updates lie in the sender's memory, so that this process keeps no bytes of them."""
-        return self.inbound is not None and self.inbound.borrowed
+        return self.inbound is not None and self.inbound.access.lent
 
     @property
     def have(self) -> int:
         """The version whose bytes, as they arrived, this process still has; -1 for none."""
-        return self.version if self.inbound is not None and not self.inbound.borrowed else -1
+        return self.version if self.inbound is not None and not self.inbound.access.lent else -1
 
     def expect(self, update: Update) -> None:
         """Note an update that has arrived, also if it will not be applied."""
@@ -204,9 +203,9 @@ class WeightApplier:
             self.inbound.expect(update)
 
     @property
-    def peeks(self) -> bool:
+    def can_read_sender(self) -> bool:
         """Whether blocks of the next update may be left in the sender's memory."""
-        return self.inbound is not None and self.inbound.peeks
+        return self.inbound is not None and self.inbound.can_read_sender
 
     def follow(self, via: Sequence[str]) -> None:
         """Note the ids of the senders that this connection's updates pass. A relay raises if its own is among
@@ -220,13 +219,13 @@ class WeightApplier:
         """Prepare for updates over this connection."""
         inbound, back_buffers = self.inbound, self._back_buffers
         before: StagingBuffers | None = None
-        if inbound is None or back_buffers is None or inbound.borrowed != transport.maps:
+        if inbound is None or back_buffers is None or inbound.access.lent != transport.maps:
             # The first connection, or one of another kind than before.
             before = back_buffers
             inbound, back_buffers = self._new_stager(transport)
         if before is not None:
             await self._offloader.run(lambda _: back_buffers.reserve())
-        elif not inbound.borrowed:
+        elif not inbound.access.lent:
             await self._offloader.run(lambda _: inbound.prepare())
         # Set only now: if prepare() is cancelled above, the next call begins anew.
         self.inbound, self._back_buffers = inbound, back_buffers
@@ -236,18 +235,18 @@ class WeightApplier:
 
     def _new_stager(self, transport: Transport) -> tuple[InboundTransfer, StagingBuffers]:
         assert self._binding is not None
-        inbound = self._make_inbound(self._binding.layout, transport, self._source)
+        inbound = self._transfer.inbound(self._binding.layout, transport, self._source)
         return inbound, self._back_buffers_for(self._binding, inbound)
 
     def _back_buffers_for(self, binding: Binding, inbound: InboundTransfer) -> StagingBuffers:
-        elsewhere = inbound.borrowed or inbound.holds  # the update does not lie in memory of this process
-        copies = elsewhere and not (inbound.holds and self._may_view)
+        views = inbound.access.viewable and self._may_view
+        copies = inbound.access is not MemoryAccess.PRIVATE and not views
         return StagingBuffers(binding, inbound, self._source, copies=copies)
 
     @property
     def views_sender(self) -> bool:
         """Whether the next commit makes the model view the sender's memory."""
-        return self._may_view and self.inbound is not None and self.inbound.holds
+        return self._may_view and self.inbound is not None and self.inbound.access.viewable
 
     @property
     def needs_sender(self) -> bool:

@@ -592,7 +592,7 @@ class WeightReceiver:
     def _say_what_is_here(self) -> None:
         """Say in the next Fetch which version this process has, and what it can read."""
         session = self._connection.session
-        session.have, session.maps = self.applier.have, self.applier.peeks
+        session.have, session.maps = self.applier.have, self.applier.can_read_sender
 
     def _held_up(self) -> None:
         """Tell the sender that the staged update waits for readers."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aiosync.protocol.frames import Update
-from aiosync.transfer.base import InboundTransfer
+from aiosync.transfer.base import InboundTransfer, MemoryAccess
 from aiosync.weights.arena import LentViews
 from aiosync.weights.binding import Binding, Staged
 from aiosync.weights.copying import INLINE_LIMIT, Pairs
@@ -51,9 +51,9 @@ class StagingBuffers:
         self.converts = any(buffer.converts for buffer in self._buffers)
         everything = frozenset(binding.layout.names)
         staged = frozenset(name for buffer in self._buffers for name in buffer.names)
-        self._own = staged if inbound.borrowed or inbound.holds else everything
-        self._lasting = staged if inbound.borrowed else everything
-        self.hears_commits = bool(self._buffers) or not inbound.borrowed or inbound.written is not None
+        self._own = everything if inbound.access is MemoryAccess.PRIVATE else staged
+        self._lasting = staged if inbound.access.lent else everything
+        self.hears_commits = bool(self._buffers) or not inbound.access.lent or inbound.written is not None
 
     @property
     def nbytes(self) -> int:
@@ -210,8 +210,9 @@ def _double_buffers(
     targets = {
         names[name]: target for name, target in binding.needs().items() if names[name] not in differing
     }
-    elsewhere = inbound.borrowed or inbound.holds
-    own = {layout[name].name for name in binding.needs_own()} if elsewhere else ()
+    own: Collection[str] = ()
+    if inbound.access is not MemoryAccess.PRIVATE:
+        own = {layout[name].name for name in binding.needs_own()}
     for entry in layout:
         target = targets.get(entry.name)
         device = source if target is None or target.is_meta else target.device

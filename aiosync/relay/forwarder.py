@@ -29,6 +29,7 @@ from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.worker_group import SlotWrite, WorkerGroup
 from aiosync.sender.worker_plan import CPU
 from aiosync.transfer.slots import JointParts, SlotPool
+from aiosync.transfer.stream import StreamTransfer
 from aiosync.transfer.stream_inbound import StreamInbound
 from aiosync.transports._offload import Offloader
 from aiosync.transports._tasks import BackgroundTasks
@@ -142,6 +143,21 @@ class _RelayLanding(StreamInbound):
         self.front = self._slot
 
 
+class _RelayTransfer(StreamTransfer):
+    """Updates land in slots of the downstream side.
+
+    Args:
+        owner: the downstream side.
+    """
+
+    def __init__(self, owner: RelayForwarder) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> StreamInbound:
+        return self._owner.open_landing(layout)
+
+
 class RelayForwarder(WeightApplier):
     """The upstream side's: hands updates on instead of applying them.
 
@@ -159,7 +175,7 @@ class RelayForwarder(WeightApplier):
             UpdateListener(),
             -1,
             may_view=True,
-            make_inbound=self._landing_for,
+            transfer=_RelayTransfer(self),
             bind=scheme._bind,
         )
         self._scheme = scheme
@@ -178,7 +194,7 @@ class RelayForwarder(WeightApplier):
             self._listener,
             scheme._token,
             elastic=True,
-            deliver=scheme._deliver,
+            deliver=StreamTransfer(scheme._codec).outbound,
             events=scheme._events,
             stats=SchemeStats(),
         )
@@ -189,7 +205,8 @@ class RelayForwarder(WeightApplier):
         self.registry.away = AwayWorkers(scheme._reconnect_for)
         self._publisher: Publisher | None = None
 
-    def _landing_for(self, layout: Layout, transport: Transport, source: torch.device) -> StreamInbound:
+    def open_landing(self, layout: Layout) -> StreamInbound:
+        """Make the slots that updates land in. The layout is known now."""
         pool = SlotPool(layout, Segment.private, self._scheme._spec.max_slots)
         self._group = WorkerGroup((), CPU, pool, self._copier, streams="checked")
         self._publisher = Publisher([self._group], self.registry, self._host)

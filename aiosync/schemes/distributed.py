@@ -9,7 +9,8 @@ from typing import Any
 
 from aiosync._options import OnSenderClose, check_reconnecting
 from aiosync.errors import InvalidArgumentError
-from aiosync.schemes.ranked import Collective, RankedWeightSyncScheme
+from aiosync.schemes.ranked import RankedWeightSyncScheme
+from aiosync.transfer.process_group import Collective
 from aiosync.transports.base import Listener
 from aiosync.transports.torch_distributed.store import StoreAddress
 from aiosync.transports.torch_distributed.transport import DistributedListener, DistributedTransport

@@ -44,9 +44,7 @@ class SchemeEndpoints(SchemeRecipe):
                 self._model_id,
                 self._listener,
                 self._token,
-                allocate=self._allocate,
-                streams=self._streams,
-                deliver=self._deliver,
+                transfer=self._make_transfer(),
                 events=self._events,
             )
         return self._sender
@@ -73,7 +71,7 @@ class SchemeEndpoints(SchemeRecipe):
                 self._follower,
                 asked,
                 may_view=self._may_view,
-                make_inbound=self._make_inbound,
+                transfer=self._make_transfer(),
                 bind=self._bind,
             )
             self._receiver = self._receiver_type(

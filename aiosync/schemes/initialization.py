@@ -26,15 +26,12 @@ from aiosync.schemes.contexts import first_worker, listener_for
 from aiosync.sender.endpoint import WeightSender
 from aiosync.sender.sharded.gather import GatherLeader, ShardContributor
 from aiosync.sender.sharded.ranks import Shards
-from aiosync.sender.worker_group import Streams, WorkerGroup
 from aiosync.sender.worker_plan import SenderArguments, SenderPlan, make_plan, model_of
-from aiosync.transfer.base import InboundTransfer, OutboundTransfer
-from aiosync.transfer.mapped import MappedInbound, MappedOutbound
+from aiosync.transfer.base import Transfer
 from aiosync.transports.base import Listener, Transport
 from aiosync.weights.binding import Binding, CommitMode
 from aiosync.weights.layout import Layout
 from aiosync.weights.module_binding import bind
-from aiosync.weights.segment import Segment
 from aiosync.weights.sharded import mesh_of
 from aiosync.weights.strategy import WeightStrategy
 
@@ -48,9 +45,7 @@ class SchemeRecipe(ABC):
 
     backends: ClassVar[tuple[str, ...]] = ()
     _registry: ClassVar[dict[str, type[SchemeRecipe]]] = {}
-    _holds: ClassVar[bool] = True
     _elastic: ClassVar[bool] = False
-    _streams: Streams = ""
     _reconnect_for: float = 0.0
     # None: there is no address at which another sender could be found.
     _on_sender_close: OnSenderClose | None = None
@@ -129,17 +124,9 @@ class SchemeRecipe(ABC):
     def create_transport(self, *, worker_idx: int) -> Transport:
         """A worker's way to the sender, not open yet."""
 
-    def _allocate(self, nbytes: int, device: torch.device) -> Segment:
-        """Memory for a slot."""
-        return Segment.shared(nbytes, device)
-
-    def _deliver(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
-        """How a group's versions get over a connection."""
-        return MappedOutbound(group, holds=self._holds)
-
-    def _make_inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
-        """Where a worker's updates come in that a connection brings; ``source``: where the sender's lie."""
-        return MappedInbound(layout, holds=self._holds)
+    @abstractmethod
+    def _make_transfer(self) -> Transfer:
+        """How versions get across; made for each endpoint."""
 
     def _bind(self, layout: Layout) -> Binding:
         """How commits reach a worker's model, given the sender's layout; raises as :func:`bind`."""

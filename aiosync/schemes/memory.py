@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any
 
-import torch
-
 from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.transfer.base import MemoryAccess, Transfer
+from aiosync.transfer.mapped import MappedTransfer
 from aiosync.transports.base import Listener
 from aiosync.transports.memory import Fault, MemoryListener, MemoryTransport
 from aiosync.weights.segment import Segment
@@ -29,7 +29,6 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
     """
 
     backends = ("memory",)
-    _holds = False
 
     def __init__(self, *, faults: Sequence[Fault] = (), **options: Any) -> None:
         super().__init__(**options)
@@ -53,8 +52,8 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
             )
         return MemoryTransport(self._address, worker_idx)
 
-    def _allocate(self, nbytes: int, device: torch.device) -> Segment:
-        return Segment.local(nbytes, device)
+    def _make_transfer(self) -> Transfer:
+        return MappedTransfer(MemoryAccess.READ_ONCE, Segment.local)
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
         return {"address": self._address, "faults": self._faults}

@@ -9,20 +9,15 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any
 
-import torch
-
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.contexts import adapter_for
-from aiosync.sender.worker_group import WorkerGroup
-from aiosync.transfer.base import InboundTransfer, OutboundTransfer
-from aiosync.transfer.mapped import MappedInbound, MappedOutbound
+from aiosync.transfer.base import Transfer
+from aiosync.transfer.mapped import PrivatelyMappedTransfer
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.mp.base import MPTransport
 from aiosync.transports.mp.pipes import PipeCarrier, PipeListener, UnexpectedMessage
 from aiosync.transports.mp.queues import QueueCarrier, QueueListener, QueuePair
-from aiosync.weights.layout import Layout
-from aiosync.weights.private_mapping import AVAILABLE
 
 __all__ = ["MultiProcessWeightSyncScheme"]
 
@@ -103,12 +98,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             )
         return PipeListener(self._pipes, lambda worker, message: self._other(worker, message))
 
-    def _deliver(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
-        return MappedOutbound(group, holds=_is_mapped(group.device))
-
-    def _make_inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
-        mapped = _is_mapped(source)
-        return MappedInbound(layout, holds=mapped, private=mapped)
+    def _make_transfer(self) -> Transfer:
+        return PrivatelyMappedTransfer()
 
     def _other(self, worker: int, message: Any) -> None:
         if self.on_other_message is None:
@@ -152,8 +143,3 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         self._pairs = dict(recipe["pairs"])
         self.on_other_message = recipe["on_other"]
         self._pipes = self._pipe = None
-
-
-def _is_mapped(device: torch.device) -> bool:
-    """Whether workers map what lies there, each for itself."""
-    return AVAILABLE and device.type == "cpu"

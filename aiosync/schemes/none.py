@@ -12,6 +12,7 @@ from aiosync.errors import NotConnectedError
 from aiosync.receiver.listeners import weakly
 from aiosync.reports import SendReport
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.transfer.base import Transfer
 from aiosync.transports.base import Listener, Transport
 
 __all__ = ["NoWeightSyncScheme"]
@@ -160,6 +161,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
         return self._synchronized and self._role == "receiver"
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
+        raise NotConnectedError("there is nothing to connect to in NoWeightSyncScheme")
+
+    def _make_transfer(self) -> Transfer:
         raise NotConnectedError("there is nothing to connect to in NoWeightSyncScheme")
 
     def create_transport(self, *, worker_idx: int) -> Transport:

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeAlias
-
-import torch
+from typing import Any, ClassVar
 
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.sender.worker_group import Streams, WorkerGroup
-from aiosync.transfer.base import InboundTransfer, OutboundTransfer
-from aiosync.transfer.broadcast import BroadcastGroup
-from aiosync.transfer.mapped import MappedInbound
-from aiosync.transfer.process_group import NearRankZero, ProcessGroupInbound, ProcessGroupOutbound
-from aiosync.transports.base import Transport
-from aiosync.transports.tcp.connection import TCPTransport
-from aiosync.transports.torch_distributed.connection import RankedListener, RankedTransport
-from aiosync.transports.torch_distributed.process_group import ProcessGroupMember, check_backend, device_of
+from aiosync.transfer.base import Transfer
+from aiosync.transfer.process_group import Collective, ProcessGroupTransfer
+from aiosync.transports.torch_distributed.connection import RankedTransport
+from aiosync.transports.torch_distributed.process_group import check_backend
 from aiosync.weights.copying import INLINE_LIMIT
-from aiosync.weights.layout import Layout
-from aiosync.weights.segment import Segment
 
 __all__ = ["Collective", "RankedWeightSyncScheme"]
-
-Collective: TypeAlias = Literal["p2p", "broadcast"]
 
 
 class RankedWeightSyncScheme(WeightSyncScheme):
@@ -46,7 +35,6 @@ class RankedWeightSyncScheme(WeightSyncScheme):
     _known: Any = None
     """What a copy of the scheme tells of its sender, where it does; it has that's ``place``."""
 
-    _streams: Streams = "plain"
     _inline: ClassVar[int] = INLINE_LIMIT
 
     def __init__(
@@ -68,7 +56,6 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         self._collective: Collective = collective
         self._share_memory = share_memory
         self._reconnect_for = reconnect_for
-        self._broadcast_groups: dict[WorkerGroup, BroadcastGroup] = {}
 
     async def reconnect(self, *, timeout: float | None = None) -> None:
         """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
@@ -81,9 +68,9 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         """
         if self._contributor is not None:
             return
-        await self.get_sender().await_workers(self._deadline(timeout))
-        for broadcast_group in self._broadcast_groups.values():
-            broadcast_group.renew()
+        sender = self.get_sender()
+        await sender.await_workers(self._deadline(timeout))
+        sender.transfer.renew()
 
     @abstractmethod
     def create_transport(self, *, worker_idx: int) -> RankedTransport:
@@ -99,37 +86,10 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         """Whether memory may be shared; a GPU's is not."""
         return self._share_memory and self._backend == "gloo"
 
-    def _allocate(self, nbytes: int, device: torch.device) -> Segment:
-        listener = self._listener
-        if isinstance(listener, RankedListener) and listener.place.near is not None:
-            return Segment.shared(nbytes)
-        return Segment.private(nbytes, device_of(self._backend))
-
-    def _deliver(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
-        if self._collective == "broadcast" and group not in self._broadcast_groups:
-            self._broadcast_groups[group] = BroadcastGroup(group, self._rank_zero)
-        broadcast_group = self._broadcast_groups.get(group)
-        if transport.maps:
-            return NearRankZero(group, broadcast_group)
-        assert isinstance(transport, TCPTransport)
-        inline = self._inline if self._backend == "gloo" else 0  # slots of the others are on a device
-        return ProcessGroupOutbound(transport, group, self._rank_zero, broadcast_group, inline)
-
-    def _rank_zero(self, key: str, size: int = 2) -> ProcessGroupMember:
-        listener = self._listener
-        assert isinstance(listener, RankedListener)
-        return ProcessGroupMember(self._backend, listener.connection, key, 0, size, timeout=self.timeout)
-
-    def _release(self) -> None:
-        self._broadcast_groups.clear()
-
-    def _make_inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
-        if transport.maps:
-            return MappedInbound(layout, holds=True)
-        return ProcessGroupInbound(layout, device_of(self._backend), self._member)
-
-    def _member(self, transport: RankedTransport, key: str, rank: int, size: int) -> ProcessGroupMember:
-        return ProcessGroupMember(self._backend, transport.connection, key, rank, size, timeout=self.timeout)
+    def _make_transfer(self) -> Transfer:
+        return ProcessGroupTransfer(
+            self._backend, self._collective, self.timeout, self._listener, self._inline
+        )
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
         return {
@@ -144,4 +104,3 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         self._collective = recipe["collective"]
         self._share_memory = recipe["share_memory"]
         self._reconnect_for = recipe["reconnect_for"]
-        self._broadcast_groups = {}

@@ -8,24 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any, Literal, TypeAlias
 
-import torch
-
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.events import logger
 from aiosync.schemes.attach import enlist
 from aiosync.schemes.initialization import checked_index
-from aiosync.schemes.ranked import Collective, RankedWeightSyncScheme
-from aiosync.sender.worker_group import WorkerGroup
-from aiosync.transfer.base import InboundTransfer, OutboundTransfer
-from aiosync.transfer.object_store import ObjectStoreInbound, ObjectStoreOutbound, ObjectStorePublisher
-from aiosync.transfer.stream import EncodedVersion, Encoding, StreamOutbound
-from aiosync.transfer.stream_inbound import StreamInbound
-from aiosync.transports.base import Listener, Transport
+from aiosync.schemes.ranked import RankedWeightSyncScheme
+from aiosync.transfer.base import Transfer
+from aiosync.transfer.object_store import ObjectStoreTransfer
+from aiosync.transfer.process_group import Collective
+from aiosync.transfer.stream import StreamTransfer
+from aiosync.transports.base import Listener
 from aiosync.transports.ray.calls import ActorCall, handle_of, in_actor
 from aiosync.transports.ray.rendezvous import RayListener, RayWorkerTransport, SenderInfo
-from aiosync.transports.tcp.connection import TCPTransport
-from aiosync.weights.layout import Layout
 
 __all__ = ["RayWeightSyncScheme"]
 
@@ -107,18 +102,8 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
             )
         self._tensor_transport = tensor_transport
         self._data_plane = data_plane
-        self._set_streams()
-        self._begin_known(None)
-
-    def _begin_known(self, known: SenderInfo | None) -> None:
-        self._known = known
+        self._known: SenderInfo | None = None
         self._actors: dict[int, Any] = {}
-        self._publishers: dict[WorkerGroup, ObjectStorePublisher] = {}
-        self._ready: dict[WorkerGroup, dict[tuple[int, Encoding], EncodedVersion]] = {}
-
-    def _set_streams(self) -> None:
-        plane = self._data_plane
-        self._streams = "" if plane == "object_store" else "checked" if plane == "tcp" else "plain"
 
     def init_on_sender(
         self,
@@ -262,30 +247,16 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         """Whether actors on the sender's machine view its slots."""
         return super()._shares and self._data_plane != "tcp"
 
-    def _deliver(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
-        if self._data_plane == "distributed" or transport.maps:
-            return super()._deliver(transport, group)
-        assert isinstance(transport, TCPTransport)
+    def _make_transfer(self) -> Transfer:
+        if self._data_plane == "distributed":
+            return super()._make_transfer()
         if self._data_plane == "tcp":
-            return StreamOutbound(transport, group, "full", self._ready.setdefault(group, {}))
-        if group not in self._publishers:
-            assert self._known is not None
-            self._publishers[group] = ObjectStorePublisher(group, self._known.office, self._tensor_transport)
-        return ObjectStoreOutbound(transport, self._publishers[group], self._inline)
-
-    def _make_inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
-        if self._data_plane == "distributed" or transport.maps:
-            return super()._make_inbound(layout, transport, source)
-        if self._data_plane == "tcp":
-            return StreamInbound(layout)
-        assert self._known is not None
-        return ObjectStoreInbound(layout, self._known.office)
+            return StreamTransfer()
+        office = None if self._known is None else self._known.office
+        return ObjectStoreTransfer(office, self._tensor_transport, self._listener, self._inline)
 
     def _release(self) -> None:
-        super()._release()
-        for publisher in self._publishers.values():
-            publisher.close()
-        self._begin_known(self._known)
+        self._actors = {}
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
         return {
@@ -299,5 +270,5 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         super()._restore(recipe)
         self._tensor_transport = recipe["tensor_transport"]
         self._data_plane = recipe["data_plane"]
-        self._set_streams()
-        self._begin_known(recipe["known"])
+        self._known = recipe["known"]
+        self._actors = {}

@@ -11,7 +11,8 @@ from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.attach import enlist
 from aiosync.schemes.contexts import adapter_for
-from aiosync.schemes.ranked import Collective, RankedWeightSyncScheme
+from aiosync.schemes.ranked import RankedWeightSyncScheme
+from aiosync.transfer.process_group import Collective
 from aiosync.transports.base import Listener
 from aiosync.transports.torch_rpc.calls import rank_here
 from aiosync.transports.torch_rpc.rendezvous import RPCListener, RPCWorkerTransport, SenderInfo
@@ -132,7 +133,6 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
         return RPCWorkerTransport(self._model_id, self._sender_name, self._known, share_memory=self._shares)
 
     def _release(self) -> None:
-        super()._release()
         self._remote = ()
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.transfer.base import Transfer
+from aiosync.transfer.mapped import MappedTransfer
 from aiosync.transports.base import Listener
 from aiosync.transports.unix_socket import SharedMemTransport, UnixListener
 
@@ -59,6 +61,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
                 "this scheme does not know its sender: call init_on_sender() before handing it to workers"
             )
         return SharedMemTransport(self._address)
+
+    def _make_transfer(self) -> Transfer:
+        return MappedTransfer()
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
         return {"address": self._address}

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from functools import lru_cache
 from multiprocessing.context import BaseContext
 from typing import Any
 
-import torch
-
 from aiosync._options import OnSenderClose, check_reconnecting
-from aiosync.errors import ArenaAllocationError, InsecureTransportError, InvalidArgumentError
-from aiosync.protocol.stream import BLOCK
+from aiosync.errors import InsecureTransportError, InvalidArgumentError
 from aiosync.receiver.applier import WeightApplier
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.initialization import Secret
-from aiosync.sender.worker_group import WorkerGroup
-from aiosync.transfer.base import InboundTransfer, OutboundTransfer
-from aiosync.transfer.stream import EncodedVersion, Encoding, StreamOutbound
-from aiosync.transfer.stream_inbound import StreamInbound
-from aiosync.transports.base import Listener, Transport
+from aiosync.transfer.base import Transfer
+from aiosync.transfer.stream import StreamTransfer
+from aiosync.transports.base import Listener
 from aiosync.transports.tcp.address import Address
 from aiosync.transports.tcp.connection import DialledTransport, TCPTransport
 from aiosync.transports.tcp.listener import TCPListener
 from aiosync.transports.tcp.tls import TLSConfig
 from aiosync.weights.checksum import check_available
 from aiosync.weights.codec import Codec, check_codec
-from aiosync.weights.layout import Layout
-from aiosync.weights.segment import Segment
 
 __all__ = ["TCPWeightSyncScheme"]
 
@@ -89,7 +80,6 @@ class TCPWeightSyncScheme(WeightSyncScheme):
 
     backends = ("tcp",)
     _elastic = True
-    _streams = "checked"
 
     def __init__(
         self,
@@ -123,7 +113,6 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         check_available()
         check_codec(codec)
         self._codec = codec
-        self._ready: dict[WorkerGroup, dict[tuple[int, Encoding], EncodedVersion]] = {}
 
     @property
     def address(self) -> str:
@@ -175,23 +164,10 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         known = self._secured or self._tls is not None
         return DialledTransport(self._address, self._tls, any_user=known)
 
-    def _allocate(self, nbytes: int, device: torch.device) -> Segment:
-        plain = self._tls is None and self._codec == "full"
-        if self._address.path and plain and nbytes > BLOCK and "memfd_create" in dir(os):
-            # Workers at a Unix socket are on this machine, and can read the slots where they are.
-            with suppress(ArenaAllocationError):  # not allowed to, perhaps; it is not needed
-                return Segment.shared(nbytes)
-        return Segment.private(nbytes)
-
-    def _deliver(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
-        assert isinstance(transport, TCPTransport)
-        return StreamOutbound(transport, group, self._codec, self._ready.setdefault(group, {}))
-
-    def _make_inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
-        return StreamInbound(layout)
-
-    def _release(self) -> None:
-        self._ready.clear()
+    def _make_transfer(self) -> Transfer:
+        # Workers at a Unix socket are on this machine, and can read the slots where they are.
+        readable = bool(self._address.path) and self._tls is None and self._codec == "full"
+        return StreamTransfer(self._codec, readable=readable)
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
         return {
@@ -214,7 +190,6 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         self._on_sender_close = recipe["on_sender_close"]
         self._insecure = recipe["insecure"]
         self._max_connections = recipe["max_connections"]
-        self._ready = {}
 
 
 def _key_of(token: str | bytes | None) -> bytes:

@@ -15,7 +15,7 @@ from aiosync.protocol.events import Applied, Fetched, Left, Rejected, SenderEven
 from aiosync.protocol.frames import Bye, Frame, Joint, Nack, Update, Welcome
 from aiosync.protocol.sender_session import SenderSession, SenderState
 from aiosync.sender.worker_group import WorkerGroup
-from aiosync.transfer.base import OutboundTransfer
+from aiosync.transfer.base import MemoryAccess, OutboundTransfer
 from aiosync.transfer.slots import JointParts, Lease, LeaseKind, SlotVersion
 from aiosync.transports.base import Transport
 from aiosync.transports.process_watch import ProcessWatch
@@ -160,9 +160,9 @@ class WorkerConnection:
         return self._outbound.progress
 
     @property
-    def maps(self) -> bool:
-        """Whether the worker's process maps the slots."""
-        return self._outbound.maps
+    def access(self) -> MemoryAccess:
+        """How the worker uses the slots."""
+        return self._outbound.access
 
     # -- the transport's sink ----------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class WorkerConnection:
         reading, self._reading = self._reading, []
         if accepted:
             self._current = self._in_flight
-            if self._outbound.holds:
+            if self._outbound.access is MemoryAccess.VIEWED:
                 before, self._current_lease = self._current_lease, reading.pop(0) if reading else None
                 if before is not None:
                     reading.append(before)
@@ -360,9 +360,9 @@ class WorkerConnection:
 
     def _sent(self, published: SlotVersion) -> None:
         """All bytes of ``published`` have been handed to the kernel."""
-        if self._in_flight is not published or self._outbound.holds:
+        if self._in_flight is not published or self._outbound.access is MemoryAccess.VIEWED:
             return
-        if self._outbound.reads_on:
+        if self._outbound.access is MemoryAccess.CHECKED:
             first, *further = self._reading
             self._reading = [first]
             for lease in further:
@@ -390,7 +390,7 @@ class WorkerConnection:
             self._answered(accepted=False)
             self.session.recall(again=True)
             self.transport.flush(self.session)
-        elif self._outbound.reads_on:
+        elif self._outbound.access is MemoryAccess.CHECKED:
             # If a newer version overwrites the slot, the worker notices by the checksums.
             self._keep_notified(self._in_flight)
             self._copied()
@@ -427,12 +427,13 @@ class WorkerConnection:
         self.forget_revoked(overwritten=True)
         if self.notified is not None:
             self._drop_notified(self.notified)
-        for lease in leases:
-            if self._outbound.maps:
+        if self._outbound.access.lent:
+            for lease in leases:
                 lease.detach()
-            else:
-                lease.release()
-        return leases if self._outbound.maps else []
+            return leases
+        for lease in leases:
+            lease.release()
+        return []
 
     def _drop_notified(self, notified: SlotVersion) -> None:
         """The worker will never fetch the version that it was notified of."""

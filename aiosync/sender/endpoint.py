@@ -12,8 +12,8 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, ExitStack, suppress
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from aiosync._deadline import Deadline
@@ -25,16 +25,16 @@ from aiosync.events import EventSource, SchemeStats, logger
 from aiosync.reports import SendReport, WorkerReport
 from aiosync.sender.pending_acks import PendingAcks, first_failure
 from aiosync.sender.publisher import Publication, Publisher, Sources, publish_together
-from aiosync.sender.registry import Deliver, WorkerRegistry
+from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.sharded.gather import ShardGather
-from aiosync.sender.worker_group import Streams, WorkerGroup
+from aiosync.sender.worker_group import WorkerGroup
 from aiosync.sender.worker_plan import SenderPlan
+from aiosync.transfer.base import Transfer
 from aiosync.transfer.slots import SlotPool
 from aiosync.transports._offload import Offloader, uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.transports.base import Listener
 from aiosync.weights.layout import Layout
-from aiosync.weights.segment import Segment
 
 __all__ = ["WeightSender"]
 
@@ -48,14 +48,14 @@ class WeightSender:
         model_id: which model this is about.
         listener: where workers connect.
         token: the secret that workers must know.
-        allocate: makes a segment of so many bytes on a device.
-        streams: whether versions are sent block after block.
-        deliver: says how versions of a group get over a connection.
+        transfer: how versions get to workers; the sender closes it.
+        events: gets what happens.
 
     Attributes:
         home: the event loop that this lives on.
         registry: the workers.
-        publisher: drafts and publishes.
+        publisher: prepares and publishes versions.
+        transfer: how versions get to workers.
     """
 
     def __init__(
@@ -66,9 +66,7 @@ class WeightSender:
         listener: Listener,
         token: bytes,
         *,
-        allocate: Callable[[int, torch.device], Segment],
-        streams: Streams,
-        deliver: Deliver,
+        transfer: Transfer,
         events: EventSource,
     ) -> None:
         self.spec = spec
@@ -80,14 +78,13 @@ class WeightSender:
             listener,
             token,
             elastic=plan.elastic,
-            deliver=deliver,
+            deliver=transfer.outbound,
             events=events,
             stats=SchemeStats(),
         )
-        self._streams = streams
+        self.transfer = transfer
         self._events = events
         self._listener = listener
-        self._allocate = allocate
         self._host = BackgroundTasks("aiosync-sender")
         self._offloader = Offloader("aiosync-sender")
         self._groups: list[WorkerGroup] = []
@@ -215,8 +212,11 @@ class WeightSender:
         try:
             for number, plan in enumerate(self.plan.groups):
                 layout = Layout.of(sources[number], cast=self.spec.cast, optional=optional)
-                pool = SlotPool(layout, self._allocator(plan.device), self.spec.max_slots)
-                group = WorkerGroup(plan.workers, plan.device, pool, self._offloader, streams=self._streams)
+                allocate = partial(self.transfer.allocate, device=plan.device)
+                pool = SlotPool(layout, allocate, self.spec.max_slots)
+                group = WorkerGroup(
+                    plan.workers, plan.device, pool, self._offloader, streams=self.transfer.streams
+                )
                 self._groups.append(group)
                 # Two at once: the first send after this one then runs into warm pages too.
                 await group.reserve(2)
@@ -242,9 +242,6 @@ class WeightSender:
         self._groups.clear()
         self._host = BackgroundTasks("aiosync-sender")
         self.publisher = Publisher(self._groups, self.registry, self._host, self.spec.first_version)
-
-    def _allocator(self, device: torch.device) -> Callable[[int], Segment]:
-        return lambda nbytes: self._allocate(nbytes, device)
 
     # -- send -------------------------------------------------------------------------------------
 
@@ -421,6 +418,7 @@ class WeightSender:
     def _abandon_loop(self) -> None:
         """Release what can be released without the loop that this endpoint lived on."""
         with ExitStack() as last:
+            last.callback(self.transfer.close)
             last.callback(self._offloader.close)
             for group in self._groups:
                 last.callback(group.close)
@@ -431,6 +429,7 @@ class WeightSender:
         await self._calls.stop()
         async with AsyncExitStack() as last:  # the last first, whatever raises
             last.callback(self._events.tell, "closed", self.model_id, self.version)
+            last.callback(self.transfer.close)
             last.callback(self._offloader.close)
             for group in self._groups:
                 last.callback(group.close)

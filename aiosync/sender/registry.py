@@ -127,9 +127,10 @@ class WorkerRegistry:
                 acks.settle(WorkerReport(worker, "lost", self.version_of(worker), error=error))
         connections = list(self.connections.values())
         for connection in connections:
+            self._remove(connection)
             connection.session.close(reason)
             connection.transport.flush(connection.session)
-            for lease in self._remove(connection):
+            for lease in connection.detach():
                 lease.release()
         leaving = [*(connection.transport for connection in connections), *self._lingering]
         await asyncio.gather(*(transport.aclose() for transport in leaving))
@@ -387,7 +388,8 @@ class WorkerRegistry:
         # A local process that has ended cannot come back; one on another machine may have lost the link only.
         self.indices.tickets.leave(worker, reserve=not orderly and connection.pid == 0)
         self._wire_nbytes += connection.wire_nbytes
-        leases = self._remove(connection)
+        self._remove(connection)
+        leases = connection.detach()
         if not orderly:
             leases = self._lost_workers.keep(worker, connection.pid, leases)
         for lease in leases:
@@ -414,11 +416,10 @@ class WorkerRegistry:
         logger.log(logging.INFO if orderly else logging.WARNING, "worker %d has gone: %s", worker, reason)
         self._emit("lost", worker=worker, message=reason)
 
-    def _remove(self, connection: WorkerConnection) -> list[Lease]:
-        """End a connection's bookkeeping; returns the leases on slots that its process may still read."""
+    def _remove(self, connection: WorkerConnection) -> None:
+        """This worker is not connected any more. If its connection breaks now, that is no loss."""
         del self.connections[connection.worker]
         del connection.group.connections[connection.worker]
-        return connection.detach()
 
     def drop(self, worker: int, reason: str) -> None:
         """Go on without a worker. It gets a Bye, if its connection still works, and may come back."""
@@ -426,11 +427,12 @@ class WorkerRegistry:
         connection = self.connections.get(worker)
         if connection is not None:
             self.indices.tickets.leave(worker, reserve=False)
+            self._remove(connection)
             connection.session.close(reason, dropped=True)
             connection.transport.flush(connection.session)
             # The worker may be computing with a slot until it reads the Bye. Its leases end when it says that
             # it has released the slots, when its process has ended, or else when its connection has.
-            leases = self._lost_workers.keep(worker, connection.pid, self._remove(connection))
+            leases = self._lost_workers.keep(worker, connection.pid, connection.detach())
             error = WorkerLostError([worker], reason)
             unreported = self._record(worker).unreported
             self.records[worker] = WorkerRecord(connection.session.acked_version, error, unreported)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -26,6 +26,7 @@ from aiosync.errors import (
 )
 from aiosync.protocol.stream import BLOCK
 from aiosync.sender.change_log import ChangeLog
+from aiosync.transfer.base import Streams
 from aiosync.transfer.slots import JointParts, Lease, LeaseKind, SlotPool, SlotVersion
 from aiosync.transports._offload import Offloader, call_when_done
 from aiosync.weights.arena import Slot
@@ -37,13 +38,10 @@ from aiosync.weights.sharded import is_sharded
 if TYPE_CHECKING:
     from aiosync.sender.connection import WorkerConnection
 
-__all__ = ["SlotWrite", "Streams", "WorkerGroup"]
+__all__ = ["SlotWrite", "WorkerGroup"]
 
 _WORTH_OVERLAPPING = 4 << 20
 """Bytes from which copying and sending are done at the same time."""
-
-Streams: TypeAlias = Literal["", "plain", "checked"]
-"""Whether versions are sent block after block, while the last are still being copied; and with checksums."""
 
 
 class SlotWrite(msgspec.Struct, eq=False):
@@ -301,7 +299,7 @@ class WorkerGroup:
     def overlaps(self, write: SlotWrite) -> bool:
         """Whether the version can be sent while it is being copied: not to workers that map the slots."""
         worth = write.slot.segment.buffer.is_cpu and self.pool.layout.nbytes > _WORTH_OVERLAPPING
-        mapped = any(connection.maps for connection in self.connections.values())
+        mapped = any(connection.access.lent for connection in self.connections.values())
         return self.streams != "" and not write.overflow and worth and not mapped
 
     async def begin_copy(self, write: SlotWrite) -> None:

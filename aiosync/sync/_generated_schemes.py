@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 import aiosync
-from aiosync.schemes.ranked import Collective
+from aiosync.transfer.process_group import Collective
 from aiosync.schemes.ray import DataPlane, TensorTransport
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.reports import SendReport, WorkerState

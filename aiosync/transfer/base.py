@@ -1,11 +1,13 @@
-"""The two sides of a transfer: how a version's bytes get from the sender to one worker."""
+"""Transfers: how a version's bytes get from the sender to one worker, both sides of it."""
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from aiosync.protocol.events import Fetched
@@ -13,8 +15,94 @@ from aiosync.protocol.frames import Update
 from aiosync.transfer.slots import SlotVersion
 from aiosync.transports.base import Transport
 from aiosync.weights.arena import Slot
+from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
 
-__all__ = ["InboundTransfer", "OutboundTransfer", "TransferConnection"]
+if TYPE_CHECKING:
+    from aiosync.sender.worker_group import WorkerGroup
+
+__all__ = [
+    "InboundTransfer",
+    "MemoryAccess",
+    "OutboundTransfer",
+    "Streams",
+    "Transfer",
+    "TransferConnection",
+]
+
+Streams: TypeAlias = Literal["", "plain", "checked"]
+"""Whether versions are sent block after block, while the last are still being copied; and with checksums."""
+
+
+class MemoryAccess(enum.Enum):
+    """How a worker uses the memory that a version lies in when it has arrived."""
+
+    PRIVATE = "private"
+    """The memory is the worker's own."""
+    IMMUTABLE = "immutable"
+    """The worker's model views memory that is never written again."""
+    CHECKED = "checked"
+    """The worker copies from the sender's slot and finds out by checksums if the slot is overwritten."""
+    READ_ONCE = "read once"
+    """The worker copies from the sender's slot until it has answered."""
+    VIEWED = "viewed"
+    """The worker's model views the sender's slot until a later version is in service."""
+
+    def __init__(self, kind: str) -> None:
+        # Plain attributes, because they are read for each update.
+        self.lent = kind in ("read once", "viewed")
+        self.viewable = kind in ("immutable", "viewed")
+
+    lent: bool
+    """Whether the sender will write into the memory again and must wait for the worker with that."""
+    viewable: bool
+    """Whether a model may view the memory although it is not the worker's own."""
+
+
+class Transfer(ABC):
+    """One way to move versions. It makes both sides, and lives as long as the endpoint that it is made for.
+
+    A subclass must implement :meth:`outbound` and :meth:`inbound`.
+
+    Attributes:
+        streams: whether versions are sent block after block, and with checksums.
+    """
+
+    streams: Streams = ""
+
+    def allocate(self, nbytes: int, device: torch.device) -> Segment:
+        """On the sender: memory for a slot. Blocking; called in a thread.
+
+        Args:
+            nbytes: its size, in bytes.
+            device: the device of the group's copy of the weights.
+
+        Raises:
+            ArenaAllocationError: there is not enough memory.
+        """
+        return Segment.shared(nbytes, device)
+
+    @abstractmethod
+    def outbound(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
+        """The sender's side towards a worker of ``group`` that has connected by ``transport``."""
+
+    @abstractmethod
+    def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
+        """The worker's side.
+
+        Args:
+            layout: what a version holds.
+            transport: the connection to the sender.
+            source: the device of the sender's weights.
+        """
+
+    def renew(self) -> None:
+        """On the sender: all workers are connected again."""
+        return
+
+    def close(self) -> None:
+        """On the sender, which has closed: release what the transfers share."""
+        return
 
 
 class TransferConnection(Protocol):
@@ -41,7 +129,7 @@ class OutboundTransfer(ABC):
 
     All methods are called on the sender's event loop, in this order::
 
-        accept_codecs(codecs)                the worker's Hello has named the encodings that it can decode
+        accept_codecs(codecs)        the worker's Hello has named the encodings that it can decode
         attach(connection)           the worker is admitted
         for each version:
             can_start(version)       it has sent a Fetch. False: ask again when that may have changed
@@ -56,16 +144,13 @@ class OutboundTransfer(ABC):
     A subclass must implement :meth:`payload`. The other methods do nothing by default.
 
     Attributes:
-        maps: whether the worker reads the sender's own memory.
+        access: how the worker uses the slot of the version in flight.
         carries: whether there is more to do for an update than to send its frame. If not, only ``attach``,
             ``can_start``, ``substitute``, ``payload``, ``cancel`` and ``detach`` are called.
-        holds: whether the worker goes on reading a slot while that version is in service, because its model
-            views the memory; False: only until it has answered.
     """
 
-    maps: ClassVar[bool]
-    carries: ClassVar[bool] = True
-    holds = False
+    access = MemoryAccess.PRIVATE
+    carries = True
 
     @abstractmethod
     def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
@@ -107,14 +192,6 @@ class OutboundTransfer(ABC):
 
     def cancel(self) -> bool:
         """Stop reading the slot at once. Return whether that took the update back from the worker."""
-        return False
-
-    @property
-    def reads_on(self) -> bool:
-        """Whether the worker reads the slot until it answers, although all bytes were sent.
-
-        The worker notices if the slot is written over meanwhile.
-        """
         return False
 
     def answered(self) -> None:
@@ -159,13 +236,11 @@ class InboundTransfer(ABC):
     A subclass must implement :meth:`is_quick`, :meth:`find` and :meth:`close`.
 
     Attributes:
-        borrowed: whether the memory is the sender's, which the sender will write into again.
-        holds: whether the model may view that memory while a version is in service.
+        access: how this worker uses the memory that :meth:`find` returns.
         nbytes: bytes that this object has allocated in this process.
     """
 
-    borrowed: ClassVar[bool]
-    holds = False
+    access = MemoryAccess.PRIVATE
 
     @property
     def nbytes(self) -> int:
@@ -201,7 +276,7 @@ class InboundTransfer(ABC):
         return
 
     @property
-    def peeks(self) -> bool:
+    def can_read_sender(self) -> bool:
         """Whether this process can read blocks of an update in the sender's memory."""
         return False
 

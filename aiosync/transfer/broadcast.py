@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from aiosync.protocol.payloads import ProcessGroupPayload
 from aiosync.protocol.stream import BLOCK
 from aiosync.transfer.base import TransferConnection
 from aiosync.transfer.slots import SlotVersion
@@ -127,10 +128,10 @@ class BroadcastGroup:
         """Whether this version goes to all at once."""
         return published.round == self._chosen
 
-    def payload(self, worker: int) -> dict[str, object]:
+    def payload(self, worker: int) -> ProcessGroupPayload:
         """What a worker's Update says of the process group."""
         order = sorted(self._members)
-        return {"group": self._key, "rank": 1 + order.index(worker), "size": 1 + len(order)}
+        return ProcessGroupPayload(self._key, rank=1 + order.index(worker), size=1 + len(order))
 
     def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
         """One more worker has been told; the last one begins it."""

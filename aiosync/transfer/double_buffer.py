@@ -34,8 +34,6 @@ class DoubleBuffer(InboundTransfer):
         device: where they are.
     """
 
-    borrowed = False
-
     def __init__(self, layout: Layout, device: torch.device = _CPU) -> None:
         self._layout = layout
         self._entries = [entry.name for entry in layout]
@@ -81,7 +79,6 @@ class DoubleBuffer(InboundTransfer):
         return next((slot for slot in self._arena.slots if slot.index not in self._viewed), None)
 
     def is_quick(self, update: Update) -> bool:
-        """Always: it is here by then."""
         return True
 
     def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:

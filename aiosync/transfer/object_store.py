@@ -1,4 +1,4 @@
-"""Versions that lie in Ray's object store, as :mod:`aiosync.transports.ray.object_store` keeps them."""
+"""Versions that lie in Ray's object store; :mod:`aiosync.transports.ray.object_store` puts them there."""
 
 from __future__ import annotations
 
@@ -15,32 +15,82 @@ from torch import Tensor
 from aiosync.errors import ProtocolError
 from aiosync.protocol.events import Fetched
 from aiosync.protocol.frames import Update
-from aiosync.transfer.base import InboundTransfer, OutboundTransfer, TransferConnection
+from aiosync.protocol.payloads import InlinePayload, ObjectPayload, decode, encode
+from aiosync.transfer.base import (
+    InboundTransfer,
+    MemoryAccess,
+    OutboundTransfer,
+    Transfer,
+    TransferConnection,
+)
+from aiosync.transfer.mapped import MappedInbound, MappedOutbound
+from aiosync.transfer.process_group import allocate_near
 from aiosync.transfer.slots import SlotVersion
 from aiosync.transports._offload import DetachedThread, call_when_done
-from aiosync.transports.base import Transport
+from aiosync.transports.base import Listener, Transport
 from aiosync.transports.ray.object_store import put, take, tell, warn_if_tight
 from aiosync.transports.tcp.connection import TCPTransport
 from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
 
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
 
-__all__ = ["ObjectStoreInbound", "ObjectStoreOutbound", "ObjectStorePublisher"]
+__all__ = ["ObjectStoreInbound", "ObjectStoreOutbound", "ObjectStorePublisher", "ObjectStoreTransfer"]
+
+
+class ObjectStoreTransfer(Transfer):
+    """Ray's object store holds the versions. Workers that can map the slots view them instead.
+
+    Args:
+        office: the actor that keeps the references; None: this process has none yet.
+        tensor_transport: how Ray moves objects.
+        listener: on the sender: where workers connect.
+        inline: bytes up to which an update carries the weights itself: putting an object takes longer.
+    """
+
+    def __init__(self, office: Any, tensor_transport: str, listener: Listener | None, inline: int) -> None:
+        self._office = office
+        self._tensor_transport = tensor_transport
+        self._listener = listener
+        self._inline = inline
+        self._publishers: dict[WorkerGroup, ObjectStorePublisher] = {}
+
+    def allocate(self, nbytes: int, device: torch.device) -> Segment:
+        return allocate_near(self._listener, nbytes, torch.device("cpu"))
+
+    def outbound(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
+        if transport.maps:
+            return MappedOutbound(group, MemoryAccess.VIEWED)
+        assert isinstance(transport, TCPTransport)
+        if group not in self._publishers:
+            self._publishers[group] = ObjectStorePublisher(group, self._office, self._tensor_transport)
+        return ObjectStoreOutbound(transport, self._publishers[group], self._inline)
+
+    def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
+        if transport.maps:
+            return MappedInbound(layout, MemoryAccess.VIEWED)
+        return ObjectStoreInbound(layout, self._office)
+
+    def close(self) -> None:
+        publishers, self._publishers = self._publishers, {}
+        for publisher in publishers.values():
+            publisher.close()
 
 
 class ObjectStorePublisher:
-    """A group's newest version as an object, and older versions that a worker still reads (one at most per
-    worker).
+    """Puts a group's newest version into the object store, and keeps older ones that a worker still reads.
+
+    At most one older version per worker is kept.
 
     Args:
-        group: whose versions.
-        office: keeps the reference.
-        tensor_transport: how Ray moves it.
+        group: the group.
+        office: the actor that keeps the references.
+        tensor_transport: how Ray moves objects.
 
     Attributes:
-        name: by which the office keeps it.
-        number: which of all that were put there is the newest, if that is there; else -1.
+        name: the name by which the office keeps the references.
+        number: the number of the newest object; -1: the newest version is not there.
     """
 
     def __init__(self, group: WorkerGroup, office: Any, tensor_transport: str) -> None:
@@ -65,10 +115,10 @@ class ObjectStorePublisher:
         return self._group.pool.layout.nbytes
 
     def offers(self, published: SlotVersion, reader: ObjectStoreOutbound) -> bool:
-        """Whether a version is there for a reader: who, if so, is to begin at once, and to be :meth:`done`.
+        """Whether a version is there for a reader. If it is, the reader begins at once.
 
-        If not it is put, and the reader served again when it is there. Only one is put at a time, so that no
-        more than one slot is held by that (by a lease of its own, because a put cannot be cancelled).
+        If not, it is put, and the reader is offered it again when it is there. Only one version is put at a
+        time, so that this leases no more than one slot: a put cannot be cancelled.
         """
         if self._storing:
             self._waiting.add(reader)
@@ -83,8 +133,10 @@ class ObjectStorePublisher:
         return False
 
     def substitute(self, due: SlotVersion, reader: ObjectStoreOutbound) -> SlotVersion:
-        """What a reader gets that has waited for a version, where there is a newer one by now: if each put
-        were for nothing when it is done, a sender that is quicker than that would never be heard of."""
+        """The version that a reader gets: the one that it has waited for, although there is a newer one.
+
+        Otherwise a sender that publishes faster than objects are put would never get a version across.
+        """
         waited = self._last if reader in self._served else None
         return due if waited is None or due.joint is not None or waited.joint is not None else waited
 
@@ -97,7 +149,7 @@ class ObjectStorePublisher:
         def store() -> None:
             if number == 0:
                 warn_if_tight(self.nbytes)
-            # A worker that asks for it waits at the office until this call has arrived there.
+            # A worker that asks for the object waits at the office until this call has arrived there.
             self._office.keep.remote(self.name, number, [put(buffer, self._tensor_transport)])
 
         def stored(future: Future[Any]) -> None:
@@ -118,11 +170,11 @@ class ObjectStorePublisher:
         self._group.keep_until(self._thread.submit(store), slot, stored)
 
     def reads(self, reader: ObjectStoreOutbound) -> None:
-        """It has been sent this version."""
+        """The reader has been sent the newest version."""
         self._readers[reader] = self.number
 
     def done(self, reader: ObjectStoreOutbound) -> None:
-        """It has looked, or does not any more: the last one lets it go."""
+        """The reader needs its version no more. The last reader's object is dropped."""
         self._waiting.discard(reader)
         self._drop_if_unread(self._readers.pop(reader, -1))
 
@@ -133,7 +185,7 @@ class ObjectStorePublisher:
                 self.number = -1
 
     def close(self) -> None:
-        """Let go of all, also of what is being put now."""
+        """Drop all objects, also the one that is being put."""
         self._closed = True
         self._waiting.clear()
         self._readers.clear()
@@ -146,12 +198,10 @@ class ObjectStoreOutbound(OutboundTransfer):
     """The sender's side: a worker is sent a version once the object store has it.
 
     Args:
-        transport: the worker's.
-        publisher: of its group.
-        inline: bytes up to which a version goes with the word of it: putting it takes longer.
+        transport: the worker's connection.
+        publisher: puts the versions of the worker's group.
+        inline: bytes up to which an update carries the weights itself.
     """
-
-    maps = False
 
     def __init__(self, transport: TCPTransport, publisher: ObjectStorePublisher, inline: int) -> None:
         self._transport = transport
@@ -163,14 +213,14 @@ class ObjectStoreOutbound(OutboundTransfer):
         self._connection = connection
 
     def can_start(self, published: SlotVersion) -> bool:
-        """Whether it is in the store; if not, it will be."""
+        """Whether the version is in the store. If not, it will be put there."""
         return self._inline or self._publisher.offers(published, self)
 
     def substitute(self, due: SlotVersion) -> SlotVersion:
         return due if self._inline else self._publisher.substitute(due, self)
 
     def stored(self, error: BaseException | None) -> None:
-        """The shelf has something else, or could not."""
+        """Called when a version was put that this worker waits for, or when that failed."""
         if self._connection is None:
             return
         if error is None:
@@ -179,19 +229,17 @@ class ObjectStoreOutbound(OutboundTransfer):
             self._transport.give_up(f"Ray's object store did not take a version: {error}")
 
     def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
-        """By which name it is kept; or the bytes themselves."""
         if self._inline:
-            return {"bytes": published.slot.segment.buffer[: self._publisher.nbytes].numpy().tobytes()}
-        return {"object": self._publisher.name, "number": self._publisher.number}
+            buffer = published.slot.segment.buffer[: self._publisher.nbytes]
+            return encode(InlinePayload(buffer.numpy().tobytes()))
+        return encode(ObjectPayload(self._publisher.name, self._publisher.number))
 
     def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
-        """Nothing more is to be sent."""
         if not self._inline:
             self._publisher.reads(self)
         on_sent()
 
     def answered(self) -> None:
-        """It has looked."""
         self._publisher.done(self)
 
     def detach(self) -> None:
@@ -200,15 +248,14 @@ class ObjectStoreOutbound(OutboundTransfer):
 
 
 class ObjectStoreInbound(InboundTransfer):
-    """The worker's side. An object is never written again: parameters view it for as long as they like.
+    """The worker's side. An object is never written again, so that parameters may view it.
 
     Args:
         layout: what an object holds.
-        office: keeps the references.
+        office: the actor that keeps the references.
     """
 
-    borrowed = False
-    holds = True  # who leaves has the model take its weights along
+    access = MemoryAccess.IMMUTABLE
 
     def __init__(self, layout: Layout, office: Any) -> None:
         self._layout = layout
@@ -223,29 +270,25 @@ class ObjectStoreInbound(InboundTransfer):
         self._transport = transport
 
     def expect(self, update: Update) -> None:
-        """Look at it at once: it is here, or on its way from another node."""
-        match update.payload:
-            case {"object": str(name), "number": int(number)}:
-                future = self._thread.submit(lambda: take(self._office, name, number))
-            case {"bytes": bytes(data)}:
-                future = Future()
-                future.set_result(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            case _:
-                raise ProtocolError(f"an update names no object: {update.payload!r:.80}")
+        """Begin to get the object: it is here, or on its way from another node."""
+        payload = decode(update.payload, ObjectPayload, InlinePayload)
+        if isinstance(payload, InlinePayload):
+            future = Future[Tensor]()
+            future.set_result(torch.frombuffer(bytearray(payload.data), dtype=torch.uint8))
+        else:
+            future = self._thread.submit(lambda: take(self._office, payload.object, payload.number))
         self._arriving = update, future
 
     def is_here(self, update: Update) -> bool:
         return self._arriving is not None and self._arriving[0] is update and self._arriving[1].done()
 
     async def arrive(self, update: Update) -> None:
-        """Wait for it."""
         assert self._arriving is not None and self._arriving[0] is update
         ended = asyncio.Event()
         call_when_done(self._arriving[1], lambda _: ended.set())
         await ended.wait()
 
     def is_quick(self, update: Update) -> bool:
-        """Always: it is here by then."""
         return True
 
     def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
@@ -259,15 +302,14 @@ class ObjectStoreInbound(InboundTransfer):
         return buffer, self._layout.views(buffer)
 
     def is_lent(self, address: int) -> bool:
-        """Whether it lies in an object: these are the store's, and go with the connection."""
+        """Whether the address lies in an object: the store frees these when the connection ends."""
         return any(0 <= address - start < nbytes for start, nbytes in self._places)
 
     def forget(self) -> None:
         self._arriving = None
 
     def committed(self, names: Collection[str] | None) -> None:
-        """The tensors in service keep it alive."""
-        self._arriving = None
+        self._arriving = None  # the tensors in service keep the object alive
 
     def close(self) -> None:
         self._arriving = None

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,39 +14,117 @@ from torch import Tensor
 from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.events import Fetched
 from aiosync.protocol.frames import Update
-from aiosync.transfer.base import OutboundTransfer, TransferConnection
+from aiosync.protocol.payloads import InlinePayload, ProcessGroupPayload, decode, encode
+from aiosync.transfer.base import (
+    InboundTransfer,
+    MemoryAccess,
+    OutboundTransfer,
+    Streams,
+    Transfer,
+    TransferConnection,
+)
 from aiosync.transfer.broadcast import BroadcastGroup, send_by, tag_of
 from aiosync.transfer.double_buffer import DoubleBuffer
-from aiosync.transfer.mapped import MappedOutbound
+from aiosync.transfer.mapped import MappedInbound, MappedOutbound
 from aiosync.transfer.slots import SlotVersion
 from aiosync.transfer.stream_inbound import BaseLostError
 from aiosync.transports._offload import call_when_done
-from aiosync.transports.base import Transport
+from aiosync.transports.base import Listener, Transport
 from aiosync.transports.tcp.connection import TCPTransport
-from aiosync.transports.torch_distributed.connection import RankedTransport
-from aiosync.transports.torch_distributed.process_group import ProcessGroupMember
+from aiosync.transports.torch_distributed.connection import RankedListener, RankedTransport
+from aiosync.transports.torch_distributed.process_group import ProcessGroupMember, device_of
 from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
 
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
 
-__all__ = ["NearRankZero", "ProcessGroupInbound", "ProcessGroupOutbound"]
+__all__ = [
+    "Collective",
+    "ProcessGroupInbound",
+    "ProcessGroupOutbound",
+    "ProcessGroupTransfer",
+    "allocate_near",
+]
 
-_MOST_RANKS = 1 << 16
+Collective: TypeAlias = Literal["p2p", "broadcast"]
+
+
+class ProcessGroupTransfer(Transfer):
+    """Process groups of torch.distributed move the weights. Workers that can map the slots view them.
+
+    Args:
+        backend: the backend of the groups, "gloo" or "nccl".
+        collective: "p2p": from the sender to each worker; "broadcast": to all workers of a group at once.
+        timeout: seconds that an operation of a process group may take.
+        listener: on the sender: where workers connect.
+        inline: bytes up to which an update carries the weights itself: having threads meet takes longer.
+    """
+
+    streams: Streams = "plain"
+
+    def __init__(
+        self, backend: str, collective: Collective, timeout: float, listener: Listener | None, inline: int
+    ) -> None:
+        self._backend = backend
+        self._collective = collective
+        self._timeout = timeout
+        self._listener = listener
+        self._inline = inline if backend == "gloo" else 0  # slots of other backends are on a device
+        self._broadcast_groups: dict[WorkerGroup, BroadcastGroup] = {}
+
+    def allocate(self, nbytes: int, device: torch.device) -> Segment:
+        return allocate_near(self._listener, nbytes, device_of(self._backend))
+
+    def outbound(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
+        if self._collective == "broadcast" and group not in self._broadcast_groups:
+            self._broadcast_groups[group] = BroadcastGroup(group, self._rank_zero)
+        broadcast_group = self._broadcast_groups.get(group)
+        if transport.maps:
+            return _MappedBesideBroadcast(group, broadcast_group)
+        assert isinstance(transport, TCPTransport)
+        return ProcessGroupOutbound(transport, group, self._rank_zero, broadcast_group, self._inline)
+
+    def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
+        if transport.maps:
+            return MappedInbound(layout, MemoryAccess.VIEWED)
+        return ProcessGroupInbound(layout, device_of(self._backend), self._rank_of_worker)
+
+    def _rank_zero(self, key: str, size: int = 2) -> ProcessGroupMember:
+        listener = self._listener
+        assert isinstance(listener, RankedListener)
+        return ProcessGroupMember(self._backend, listener.connection, key, 0, size, timeout=self._timeout)
+
+    def _rank_of_worker(
+        self, transport: RankedTransport, key: str, rank: int, size: int
+    ) -> ProcessGroupMember:
+        return ProcessGroupMember(self._backend, transport.connection, key, rank, size, timeout=self._timeout)
+
+    def renew(self) -> None:
+        for broadcast_group in self._broadcast_groups.values():
+            broadcast_group.renew()
+
+    def close(self) -> None:
+        self._broadcast_groups.clear()
+
+
+def allocate_near(listener: Listener | None, nbytes: int, device: torch.device) -> Segment:
+    """Memory for a slot: shared, if workers on this machine may view it, else private and on ``device``."""
+    if isinstance(listener, RankedListener) and listener.place.near is not None:
+        return Segment.shared(nbytes)
+    return Segment.private(nbytes, device)
 
 
 class ProcessGroupOutbound(OutboundTransfer):
-    """The sender's side: what it says over the connection is which process group the bytes come through.
+    """The sender's side: an Update frame says which process group the bytes come through.
 
     Args:
-        transport: the worker's.
-        group: whose versions.
-        join: makes the sender's part of a process group of two, of a key.
-        broadcast_group: sends what all workers get to all at once; None: to each by itself.
-        inline: bytes up to which a version goes with the word of it: it takes longer to have threads meet.
+        transport: the worker's connection.
+        group: the worker's group.
+        join: takes a key, and makes the sender's member of a process group of two.
+        broadcast_group: sends to all workers at once; None: each worker is sent to by itself.
+        inline: bytes up to which an update carries the weights itself.
     """
-
-    maps = False
 
     def __init__(
         self,
@@ -73,20 +151,18 @@ class ProcessGroupOutbound(OutboundTransfer):
         return self._broadcast_group is None or self._broadcast_group.can_start(published)
 
     def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
-        """Which process group it comes through; or the bytes themselves."""
         if self._inline:
             buffer = published.slot.segment.buffer[: self._group.pool.layout.nbytes]
-            return {"bytes": buffer.numpy().tobytes()}
+            return encode(InlinePayload(buffer.numpy().tobytes()))
         if (
             self._broadcast_group is not None
             and self._connection is not None
             and self._broadcast_group.broadcasts(published)
         ):
-            return self._broadcast_group.payload(self._connection.worker)
-        return {"group": self._key, "rank": 1, "size": 2}
+            return encode(self._broadcast_group.payload(self._connection.worker))
+        return encode(ProcessGroupPayload(self._key, rank=1, size=2))
 
     def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
-        """Send the bytes."""
         if self._inline:
             on_sent()
             return
@@ -103,7 +179,6 @@ class ProcessGroupOutbound(OutboundTransfer):
         send_by(self._ranks, self._group, published, ended)
 
     def detach(self) -> None:
-        """The worker is gone."""
         self._ranks.close()
         if self._broadcast_group is not None and self._connection is not None:
             self._broadcast_group.detach(self._connection)
@@ -117,16 +192,16 @@ class ProcessGroupOutbound(OutboundTransfer):
         return self._ranks.moved
 
 
-class NearRankZero(MappedOutbound):
-    """The sender's side towards a worker that views its slots.
+class _MappedBesideBroadcast(MappedOutbound):
+    """The sender's side towards a worker that views the slots, so that a broadcast need not wait for it.
 
     Args:
-        group: whose versions.
-        broadcast_group: of the others.
+        group: the worker's group.
+        broadcast_group: the broadcast to the other workers.
     """
 
     def __init__(self, group: WorkerGroup, broadcast_group: BroadcastGroup | None) -> None:
-        super().__init__(group, holds=True)
+        super().__init__(group, MemoryAccess.VIEWED)
         self._broadcast_group = broadcast_group
 
     def attach(self, connection: TransferConnection) -> None:
@@ -162,14 +237,17 @@ class ProcessGroupInbound(DoubleBuffer):
 
     def expect(self, update: Update) -> None:
         """Receive it at once: the sender is sending it, and what follows comes behind it."""
-        match update.payload:
-            case {"bytes": bytes(data)} if len(data) == self._layout.nbytes:
-                self._take(update, data)
-                return
-            case {"group": str(key), "rank": int(rank), "size": int(size)} if 0 < rank < size <= _MOST_RANKS:
-                ranks = self._member_of(key, rank, size)
-            case _:
-                raise ProtocolError(f"an update names no process group: {update.payload!r:.80}")
+        payload = decode(update.payload, ProcessGroupPayload, InlinePayload)
+        if isinstance(payload, InlinePayload):
+            if len(payload.data) != self._layout.nbytes:
+                raise ProtocolError(
+                    f"an update carries {len(payload.data)} bytes, the layout needs {self._layout.nbytes}"
+                )
+            self._put(update, payload.data)
+            return
+        if payload.rank >= payload.size:
+            raise ProtocolError(f"an update names rank {payload.rank} of {payload.size}")
+        ranks = self._member_of(payload.group, payload.rank, payload.size)
         buffer = self._next_buffer()
         # What came by way of another process group may still be being written there.
         before = [] if self._arriving is None else [self._arriving[1]]
@@ -179,7 +257,7 @@ class ProcessGroupInbound(DoubleBuffer):
     def _next_buffer(self) -> Tensor:
         return self.take_slot().segment.buffer[: self._layout.nbytes]
 
-    def _take(self, update: Update, data: bytes) -> None:
+    def _put(self, update: Update, data: bytes) -> None:
         buffer, here = self._next_buffer(), Future[None]()
 
         def put(_: object = None) -> None:
@@ -223,7 +301,7 @@ class ProcessGroupInbound(DoubleBuffer):
 
     def _check(self, update: Update, future: Future[None]) -> None:
         error = future.exception()
-        if isinstance(error, WorkerLostError) and update.payload["size"] > 2:
+        if isinstance(error, WorkerLostError) and update.payload.get("size", 2) > 2:
             # It is one of the others that is gone, more likely than the sender.
             raise BaseLostError(error.reason)
         if isinstance(error, WorkerLostError) and self._transport is not None:

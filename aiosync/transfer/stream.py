@@ -1,18 +1,26 @@
-"""A version as blocks over a socket: the sender's side."""
+"""A version as blocks over a socket: the transfer, and the sender's side of it."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from aiosync.errors import ArenaAllocationError
 from aiosync.protocol.events import Fetched
 from aiosync.protocol.frames import Chunk, End, encode
+from aiosync.protocol.payloads import StreamPayload
+from aiosync.protocol.payloads import encode as encode_payload
 from aiosync.protocol.stream import BLOCK
-from aiosync.transfer.base import OutboundTransfer
+from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Streams, Transfer
 from aiosync.transfer.slots import SlotVersion
-from aiosync.transfer.stream_inbound import block_of, memory_of
+from aiosync.transfer.stream_inbound import StreamInbound, block_of, memory_of
+from aiosync.transports.base import Transport
 from aiosync.transports.tcp.connection import TCPTransport
 from aiosync.transports.tcp.send_queue import NotYet
 from aiosync.weights.arena import Slot
@@ -20,11 +28,12 @@ from aiosync.weights.checksum import checksum_of, digest_of
 from aiosync.weights.codec import Codec
 from aiosync.weights.codec import encode as encode_block
 from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
 
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
 
-__all__ = ["EncodedVersion", "Encoding", "StreamOutbound"]
+__all__ = ["EncodedVersion", "Encoding", "StreamOutbound", "StreamTransfer"]
 
 
 _NOTHING = memoryview(b"")
@@ -118,17 +127,48 @@ def _widths(layout: Layout) -> list[int]:
     return widths
 
 
-class StreamOutbound(OutboundTransfer):
-    """The connection carries the bytes.
+class StreamTransfer(Transfer):
+    """The connection carries the weights, in blocks.
 
     Args:
-        transport: the worker's.
-        group: whose versions.
-        codec: in which form they are wanted.
-        ready: what the group's workers are being sent, in each form; of the newest version only.
+        codec: how blocks are encoded.
+        readable: whether slots are made so that a worker on this machine can read blocks in them.
     """
 
-    maps = False
+    streams: Streams = "checked"
+
+    def __init__(self, codec: Codec = "full", *, readable: bool = False) -> None:
+        self._codec: Codec = codec
+        self._readable = readable
+        # What each group's workers are being sent, in each form; of the newest version only.
+        self._encoded: dict[WorkerGroup, dict[tuple[int, Encoding], EncodedVersion]] = {}
+
+    def allocate(self, nbytes: int, device: torch.device) -> Segment:
+        if self._readable and nbytes > BLOCK and "memfd_create" in dir(os):
+            with suppress(ArenaAllocationError):  # shared memory may be limited; it is not needed
+                return Segment.shared(nbytes)
+        return Segment.private(nbytes)
+
+    def outbound(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
+        assert isinstance(transport, TCPTransport)
+        return StreamOutbound(transport, group, self._codec, self._encoded.setdefault(group, {}))
+
+    def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
+        return StreamInbound(layout)
+
+    def close(self) -> None:
+        self._encoded.clear()
+
+
+class StreamOutbound(OutboundTransfer):
+    """The sender's side.
+
+    Args:
+        transport: the worker's connection.
+        group: the worker's group.
+        codec: how blocks are encoded, if the worker can decode that.
+        ready: the group's newest version in each form that a worker is being sent.
+    """
 
     def __init__(
         self,
@@ -144,13 +184,10 @@ class StreamOutbound(OutboundTransfer):
         self._variant = Encoding("full", -1)
 
     def accept_codecs(self, codecs: Sequence[str]) -> None:
-        """Which encodings the worker can read."""
         if self._codec not in codecs:
             self._codec = "full"
 
     def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
-        """What it is encoded against: the version that the worker has, if that is of use and still here; and
-        where it lies, if the worker can look."""
         have = fetched.have
         same = have == published.version
         partial = self._group.changes.since(have) is not None
@@ -160,12 +197,11 @@ class StreamOutbound(OutboundTransfer):
         handle = published.slot.segment.handle  # only of slots that were made to be read by others
         if not fetched.maps or self._codec != "full" or handle is None or handle["kind"] != "memfd":
             self._variant = Encoding(self._codec, base)
-            return {"base": base}
+            return encode_payload(StreamPayload(base))
         self._variant = Encoding(self._codec, base, shared=True)
-        return {"base": base, "memory": [handle["fd"], handle["inode"]]}
+        return encode_payload(StreamPayload(base, (handle["fd"], handle["inode"])))
 
     def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
-        """Send the bytes."""
         variant = self._variant
         key = (published.round, variant)
         outgoing = self._ready.get(key)
@@ -178,11 +214,11 @@ class StreamOutbound(OutboundTransfer):
         self._transport.stream(outgoing, on_sent)
 
     @property
-    def reads_on(self) -> bool:
-        return self._variant.shared
+    def access(self) -> MemoryAccess:  # type: ignore[override]
+        """CHECKED if the worker reads blocks in the slot, else PRIVATE."""
+        return MemoryAccess.CHECKED if self._variant.shared else MemoryAccess.PRIVATE
 
     def base_slot(self) -> Slot | None:
-        """A further slot that is read while this update is being sent."""
         return self._group.slot_of(self._variant.base)
 
     def cancel(self) -> bool:

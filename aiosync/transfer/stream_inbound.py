@@ -14,6 +14,8 @@ from torch import Tensor
 
 from aiosync.errors import ProtocolError
 from aiosync.protocol.frames import Chunk, End, Update
+from aiosync.protocol.payloads import StreamPayload
+from aiosync.protocol.payloads import decode as decode_payload
 from aiosync.protocol.stream import BLOCK, block_count
 from aiosync.transfer.double_buffer import DoubleBuffer
 from aiosync.transports.base import Transport
@@ -63,7 +65,7 @@ class StreamInbound(DoubleBuffer):
         transport.land(self)
 
     @property
-    def peeks(self) -> bool:
+    def can_read_sender(self) -> bool:
         return self._sender != 0
 
     def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
@@ -82,27 +84,26 @@ class StreamInbound(DoubleBuffer):
         slot, front = self._slots()
         if slot is None:
             raise ProtocolError("an update came that was not asked for")
-        based = update.payload.get("base", -1) != -1
+        payload = decode_payload(update.payload, StreamPayload)
+        based = payload.base != -1
         self._base = memory_of(front, self._layout.nbytes) if front is not None and based else None
         self._slot = slot
         self._memory = memory_of(slot, self._layout.nbytes)
         self._sums = {}
         self._filled = 0
         self._damage = None
-        self._shared = "memory" in update.payload
-        if self._shared:
-            self._peek(update.payload["memory"])
+        self._shared = payload.memory is not None
+        if payload.memory is not None:
+            self._open_memory(*payload.memory)
 
-    def _peek(self, memory: object) -> None:
+    def _open_memory(self, fd: int, inode: int) -> None:
         """Open the sender's memory that holds the update."""
-        match memory:
-            case [int(fd), int(inode)] if self._sender:
-                try:
-                    self._source = Segment.open(self._sender, fd, inode, self._layout.nbytes)
-                except (OSError, ProtocolError) as exc:
-                    self._harm(f"the sender's memory cannot be read: {exc}")
-            case _:
-                raise ProtocolError(f"an update lies in memory that cannot be read here: {memory!r:.80}")
+        if not self._sender:
+            raise ProtocolError(f"an update lies in memory that this process cannot read: {fd}, {inode}")
+        try:
+            self._source = Segment.open(self._sender, fd, inode, self._layout.nbytes)
+        except (OSError, ProtocolError) as exc:
+            self._harm(f"the sender's memory cannot be read: {exc}")
 
     def _slots(self) -> tuple[Slot | None, Slot | None]:
         """Where to put the next update, and the version in service."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from aiosync.protocol.frames import Update
 from aiosync.receiver.staging import StagingBuffers
-from aiosync.transfer.base import InboundTransfer
+from aiosync.transfer.base import InboundTransfer, MemoryAccess
 from aiosync.weights.copying import copy_pairs
 from aiosync.weights.layout import Layout
 from aiosync.weights.module_binding import ModuleBinding
@@ -21,9 +21,8 @@ CPU = torch.device("cpu")
 class _There(InboundTransfer):
     """An update in a piece of memory."""
 
-    def __init__(self, layout: Layout, buffer: Tensor, *, borrowed: bool, holds: bool) -> None:
-        self.borrowed = borrowed  # type: ignore[misc]
-        self.holds = holds
+    def __init__(self, layout: Layout, buffer: Tensor, access: MemoryAccess) -> None:
+        self.access = access
         self._buffer = buffer
         self._layout = layout
 
@@ -46,20 +45,20 @@ class _Tables(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("borrowed", "holds", "viewed"),
+    ("access", "viewed"),
     [
         # The sender's slots, a read-only object in a store, slots of this process.
-        (True, True, {"weight"}),
-        (False, True, {"weight"}),
-        (False, False, {"weight", "table"}),
+        (MemoryAccess.VIEWED, {"weight"}),
+        (MemoryAccess.IMMUTABLE, {"weight"}),
+        (MemoryAccess.PRIVATE, {"weight", "table"}),
     ],
     ids=["mapped", "stored", "own"],
 )
-def test_buffers_are_never_put_where_others_read(borrowed: bool, holds: bool, viewed: set[str]) -> None:
+def test_buffers_are_never_put_where_others_read(access: MemoryAccess, viewed: set[str]) -> None:
     model = _Tables()
     layout = Layout.of({**dict(model.named_parameters()), **dict(model.named_buffers())})
     there = torch.ones(layout.nbytes, dtype=torch.uint8)
-    inbound = _There(layout, there, borrowed=borrowed, holds=holds)
+    inbound = _There(layout, there, access)
     binding = ModuleBinding(model, layout, WeightStrategy(), "flip")
     back_buffers = StagingBuffers(binding, inbound, CPU, copies=False)
     update = Update(round=0, version=0, payload={})

@@ -36,6 +36,7 @@ from aiosync.protocol.frames import Joint, Update
 from aiosync.receiver import joint_commit as joint
 from aiosync.receiver.commit_gate import CommitGate
 from aiosync.sender import connection as link
+from aiosync.transfer.base import MemoryAccess
 from aiosync.transfer.mapped import MappedInbound
 from aiosync.transfer.slots import LeaseKind
 from aiosync.transports.mp.queues import QueueListener
@@ -272,7 +273,7 @@ async def test_closing_does_not_wait_for_a_worker_that_reads_nothing() -> None:
 def test_memory_that_could_not_be_mapped_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout.of({"weight": torch.zeros(4)})
     segment = Segment.local(layout.nbytes)
-    mapped = MappedInbound(layout, holds=True)
+    mapped = MappedInbound(layout, MemoryAccess.VIEWED)
     update = Update(round=0, version=0, payload={"slot": 7, "new": [[7, segment.handle]], "gone": []})
 
     def too_many(handle: dict[str, Any], **how: bool) -> Segment:

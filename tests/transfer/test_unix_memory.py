@@ -372,14 +372,14 @@ def _update(memory: object) -> f.Update:
     return f.Update(round=1, version=1, payload={"base": -1, "memory": memory})
 
 
-@pytest.mark.parametrize("memory", [None, 1, [], [1], ["1", 2], [1, 2, 3], [1.5, 2], {"fd": 1}])
+@pytest.mark.parametrize("memory", [1, [], [1], ["1", 2], [1, 2, 3], [1.5, 2], {"fd": 1}])
 def test_memory_that_is_no_memory(memory: object) -> None:
-    with pytest.raises(ProtocolError, match="cannot be read here"):
+    with pytest.raises(ProtocolError, match="payload cannot be used: .*memory"):
         _landing(os.getpid()).begin(_update(memory))
 
 
 def test_memory_that_was_not_asked_for() -> None:
-    with pytest.raises(ProtocolError, match="cannot be read here"):
+    with pytest.raises(ProtocolError, match="this process cannot read"):
         _landing(0).begin(_update([1, 2]))
     landed = _landing(0)
     landed.begin(f.Update(round=1, version=1, payload={"base": -1}))
