@@ -49,7 +49,7 @@ class WeightActorMixin:
         endpoints = _endpoints_of(self)
         before = endpoints.get(model_id or "policy")
         if before is not None:
-            receiver.applier.gate = before.applier.gate  # it may be pinned by that
+            receiver.model_applier.gate = before.model_applier.gate  # it may be pinned by that
         endpoints[model_id or "policy"] = receiver
         keep(asyncio.get_running_loop().create_task(serve(scheme, seat)))
 
@@ -72,7 +72,7 @@ class WeightActorMixin:
         found = _endpoints_of(self).get(model_id)
         if found is None:
             raise NotConnectedError(f"no sender of {model_id!r} has connected to this actor yet")
-        return found.applier.pinned(Deadline.after(default_timeout() if timeout is None else timeout))
+        return found.model_applier.pinned(Deadline.after(default_timeout() if timeout is None else timeout))
 
     def weight_version(self, model_id: str = "policy") -> int:
         """The version in service; -1 as long as no sender has connected."""

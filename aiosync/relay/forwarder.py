@@ -11,16 +11,15 @@ import asyncio
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-import torch
+from torch import Tensor
 
 from aiosync._deadline import Deadline
 from aiosync.errors import NotConnectedError, RelayRingError
 from aiosync.events import SchemeStats
-from aiosync.protocol.frames import Chunk, End, Update
+from aiosync.protocol.frames import Chunk, End, Update, Welcome
 from aiosync.protocol.nack import DownstreamError
-from aiosync.receiver.applier import PendingUpdate, WeightApplier
-from aiosync.receiver.listeners import UpdateListener
-from aiosync.schemes.tcp import TCPWeightSyncScheme
+from aiosync.receiver.updates import Applier, PendingUpdate, check_same_layout
+from aiosync.schemes.tcp import RelayParts
 from aiosync.sender.away_workers import AwayWorkers
 from aiosync.sender.connection import LATE_AFTER
 from aiosync.sender.pending_acks import PendingAcks, first_failure
@@ -29,12 +28,12 @@ from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.worker_group import SlotWrite, WorkerGroup
 from aiosync.sender.worker_plan import CPU
 from aiosync.transfer.slots import JointParts, SlotPool
-from aiosync.transfer.stream import StreamTransfer
 from aiosync.transfer.stream_inbound import StreamInbound
 from aiosync.transports._offload import Offloader
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.transports.base import Transport
 from aiosync.weights.arena import Slot
+from aiosync.weights.binding import Staged
 from aiosync.weights.copying import Filling
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
@@ -143,75 +142,100 @@ class _RelayLanding(StreamInbound):
         self.front = self._slot
 
 
-class _RelayTransfer(StreamTransfer):
-    """Updates land in slots of the downstream side.
+class RelayForwarder(Applier):
+    """The upstream side's applier: hands updates on instead of applying them.
 
     Args:
-        owner: the downstream side.
-    """
-
-    def __init__(self, owner: RelayForwarder) -> None:
-        super().__init__()
-        self._owner = owner
-
-    def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> StreamInbound:
-        return self._owner.open_landing(layout)
-
-
-class RelayForwarder(WeightApplier):
-    """The upstream side's: hands updates on instead of applying them.
-
-    Args:
-        scheme: the downstream side's options.
+        parts: the downstream side.
         model_id: the model's name.
+
+    Attributes:
+        registry: the relay's workers.
     """
 
-    def __init__(self, scheme: TCPWeightSyncScheme, model_id: str | None) -> None:
-        super().__init__(
-            scheme._spec,
-            scheme._strategy,
-            None,
-            model_id,
-            UpdateListener(),
-            -1,
-            may_view=True,
-            transfer=_RelayTransfer(self),
-            bind=scheme._bind,
-        )
-        self._scheme = scheme
+    def __init__(self, parts: RelayParts, model_id: str | None) -> None:
+        super().__init__(worker=-1)
+        self._options = parts.options
         self._home = asyncio.get_running_loop()
         self._host = BackgroundTasks("aiosync-relay")
         self._copier = Offloader("aiosync-relay")
+        self._layout: Layout | None = None
         self._group: WorkerGroup | None = None
+        self._publisher: Publisher | None = None
+        # Where the next update goes; and the slot that is leased for it.
         self._landing: _RelayLanding | None = None
         self._write: SlotWrite | None = None
+        # The version that is arriving, or that workers have not answered for.
         self._publication: Publication | None = None
-        assert scheme._listener is not None
-        self._listener = scheme._listener
+        self._listener = parts.listener
+        self._transfer = parts.transfer
         self.registry = WorkerRegistry(
             (),
             model_id,
-            self._listener,
-            scheme._token,
+            parts.listener,
+            parts.token,
             elastic=True,
-            deliver=StreamTransfer(scheme._codec).outbound,
-            events=scheme._events,
+            deliver=parts.transfer.outbound,
+            events=parts.events,
             stats=SchemeStats(),
         )
         self._id = self.registry.via[-1]
+        self._away = self.registry.away = AwayWorkers(parts.reconnect_for)
         # What commit() waits for, and since when.
         self._acks: PendingAcks | None = None
         self._since = 0.0
-        self.registry.away = AwayWorkers(scheme._reconnect_for)
-        self._publisher: Publisher | None = None
 
-    def open_landing(self, layout: Layout) -> StreamInbound:
-        """Make the slots that updates land in. The layout is known now."""
-        pool = SlotPool(layout, Segment.private, self._scheme._spec.max_slots)
+    # -- the connection -------------------------------------------------------------------------------
+
+    def follow(self, via: Sequence[str]) -> None:
+        if self._id in via:
+            raise RelayRingError(
+                "this relay was to follow a sender that follows this relay, over "
+                f"{len(via) - list(via).index(self._id) - 1} others: give one of them the trainer's address"
+            )
+        self.registry.via = (*via, self._id)
+
+    def follow_another(self) -> None:
+        """Another trainer: its versions begin anew, and workers must know that."""
+        super().follow_another()
+        self.aborted()
+        self.registry.begin_anew("the relay follows another sender")
+        # A worker that comes back waits for the new sender's first version, and must not get an older one.
+        if self._group is not None and self._landing is not None:
+            self._group.forget_newest()
+            self._landing.front = None
+
+    def open(self, wire_layout: object, device: str) -> None:
+        layout = self._layout = Layout.from_wire(wire_layout)
+        pool = SlotPool(layout, Segment.private, self._options.max_slots)
         self._group = WorkerGroup((), CPU, pool, self._copier, streams="checked")
         self._publisher = Publisher([self._group], self.registry, self._host)
         self._landing = _RelayLanding(layout, self)
-        return self._landing
+
+    @property
+    def ready(self) -> bool:
+        return self.inbound is not None
+
+    @property
+    def signature(self) -> str:
+        return "" if self._layout is None else self._layout.identity
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._layout is None else self._layout.nbytes
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def check_layout(self, welcome: Welcome) -> None:
+        assert self._layout is not None
+        check_same_layout(self._layout, welcome)
+
+    async def prepare(self, transport: Transport) -> None:
+        assert self._landing is not None
+        self.inbound = self._landing
+        self._landing.attach(transport)
 
     async def open_downstream(self) -> None:
         """Let workers in; the layout is known."""
@@ -237,7 +261,7 @@ class RelayForwarder(WeightApplier):
         """Take a slot for the next update."""
         group, landing = self._group, self._landing
         assert group is not None and landing is not None
-        deadline = Deadline.after(self._spec.seconds(None))
+        deadline = Deadline.after(self._options.seconds(None))
         write = await group.begin_fill(set(self.registry.workers), deadline)
         if write.slot is landing.front:
             landing.front = None  # no worker had fetched it, and now it is written over
@@ -261,13 +285,13 @@ class RelayForwarder(WeightApplier):
             write.names = tuple(update.names)
         joint = update.joint
         parts = None if joint is None else JointParts(joint, lambda w: self.registry.abort(joint, w))
-        deadline = Deadline.after(self._spec.seconds(None))
+        deadline = Deadline.after(self._options.seconds(None))
         self._publication = Publication(publisher, set(self.registry.workers), parts, deadline, [write])
         publisher.version = update.version - 1
         publisher.announce(self._publication, fallback=True)
 
     def forget(self) -> None:
-        """See :meth:`WeightApplier.forget`: this version was here before, and has been sent again."""
+        """This version was here before, and has been sent again."""
         super().forget()
         self._settle()
 
@@ -290,26 +314,32 @@ class RelayForwarder(WeightApplier):
 
     # -- whole ----------------------------------------------------------------------------------------
 
-    def take_at_once(self, pending: PendingUpdate) -> bool:
-        """Never: workers have to answer first."""
-        return False
+    async def stage(self, pending: PendingUpdate) -> None:
+        """Check the update: its blocks are in the slot."""
+        if self._landing is None:
+            raise NotConnectedError("this relay was closed before an update was whole")
+        _, views = self._landing.find(pending.update)
+        pending.staged = Staged(views, frozenset(), frozenset())
+
+    def has_staged(self, pending: PendingUpdate) -> bool:
+        return pending.staged is not None
 
     async def commit(self, pending: PendingUpdate, on_wait: Callable[[], None]) -> None:
         """Wait for the workers.
 
         Raises:
-            DownstreamError: some of them refused, were lost or did not answer; the others have it.
+            DownstreamError: some of them refused, were lost or did not answer; the others have the version.
         """
         publication = self._publication
         if publication is None or publication.acks is None or self._landing is None:
             raise NotConnectedError("this relay was closed, or lost the update, before its workers had it")
-        self.version, self.weights = pending.update.version, pending.staged.views if pending.staged else {}
+        self.version = pending.update.version
         self._landing.committed(None)
         acks, deadline = publication.acks, publication.deadline
         self._acks = acks
         self._since = self._home.time()
         while await acks.wait(deadline, self.registry.timer):
-            if self.registry.away is None or not await self.registry.away.one_returns(deadline):
+            if not await self._away.one_returns(deadline):
                 break
         failure = first_failure(acks.reports.values(), deadline)
         silent = sorted(acks.pending)
@@ -318,7 +348,7 @@ class RelayForwarder(WeightApplier):
         words = [str(failure)] if failure is not None else []
         if failure is None and silent:
             words.append(f"workers {silent} did not answer")
-        away = self.registry.away.now() if self.registry.away is not None else []
+        away = self._away.now()
         if away:
             words.append(f"workers {away} have lost this relay and may still act on an older version")
         if words:
@@ -326,44 +356,16 @@ class RelayForwarder(WeightApplier):
         pending.committed = True
 
     def overtake(self) -> None:
-        """The sender has a newer version: workers that do not answer hold the others up no longer than they
-        would at the sender itself."""
-        super().overtake()
+        """Workers that do not answer hold the others up no longer than they would at the sender itself."""
         self._hurry()
 
     def disconnected(self) -> None:
-        """See :meth:`WeightApplier.disconnected`.
-
-        The relay connects again without waiting for workers that do not answer.
-        """
+        """The relay connects again without waiting for workers that do not answer."""
         self._hurry()
 
     def _hurry(self) -> None:
         if self._acks is not None:
             self._home.call_at(self._since + LATE_AFTER, self._acks.give_up)
-
-    def follow(self, via: Sequence[str]) -> None:
-        """See :meth:`WeightApplier.follow`.
-
-        Raises:
-            RelayRingError: the sender follows this relay.
-        """
-        if self._id in via:
-            raise RelayRingError(
-                "this relay was to follow a sender that follows this relay, over "
-                f"{len(via) - list(via).index(self._id) - 1} others: give one of them the trainer's address"
-            )
-        self.registry.via = (*via, self._id)
-
-    def follow_another(self) -> None:
-        """Another trainer: its versions begin anew, and workers must know that."""
-        super().follow_another()
-        self.aborted()
-        self.registry.begin_anew("the relay follows another sender")
-        # A worker that comes back waits for the new sender's first version, and must not get an older one.
-        if self._group is not None and self._landing is not None:
-            self._group.forget_newest()
-            self._landing.front = None
 
     async def close(self) -> None:
         """Say goodbye downstream."""
@@ -373,7 +375,9 @@ class RelayForwarder(WeightApplier):
         await self.registry.close("the relay has closed")
         await self._host.aclose()
         self._listener.close()
-        await super().close()
+        if self._landing is not None:
+            self._landing.close()
         if self._group is not None:
             self._group.close()
+        self._transfer.close()
         self._copier.close()

@@ -15,7 +15,7 @@ from aiosync.errors import AiosyncError, NotConnectedError
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.relay.forwarder import RelayForwarder
 from aiosync.reports import WorkerState
-from aiosync.schemes.tcp import TCPWeightSyncScheme
+from aiosync.schemes.tcp import TCPWeightSyncScheme, relay_parts, upstream_receiver
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 
@@ -55,7 +55,9 @@ class WeightRelay(AsyncResource):
         self._upstream = upstream
         self._downstream = downstream
         self._model_id = model_id
-        downstream._init_relay(model_id)
+        self._parts = relay_parts(downstream, model_id)
+        # Whether the listener of these was closed.
+        self._closed = False
         self._applier: RelayForwarder | None = None
         self._receiver: WeightReceiver | None = None
         self._host = BackgroundTasks("aiosync-relay")
@@ -93,12 +95,14 @@ class WeightRelay(AsyncResource):
         Raises:
             WorkerLostError, HandshakeError, SyncTimeoutError: as a worker's ``connect``.
         """
-        if self._downstream._listener is None:  # an attempt before this one failed
-            self._downstream._init_relay(self._model_id)
-        applier = self._applier = RelayForwarder(self._downstream, self._model_id)
-        self._receiver = self._upstream._create_relay_receiver(applier, self._model_id)
+        if self._closed:  # an attempt before this one failed
+            self._parts, self._closed = relay_parts(self._downstream, self._model_id), False
+        applier = self._applier = RelayForwarder(self._parts, self._model_id)
+        self._receiver = upstream_receiver(self._upstream, applier, self._model_id)
         try:
-            await self._receiver.connect(Deadline.after(self._upstream._spec.seconds(timeout)))
+            await self._receiver.connect(
+                Deadline.after(self._upstream.timeout if timeout is None else timeout)
+            )
             await applier.open_downstream()
             await self._host.start()
             self._host.spawn(self._run)
@@ -124,7 +128,7 @@ class WeightRelay(AsyncResource):
         await uninterrupted(lambda _: self._close())
 
     async def _close(self) -> None:
-        receiver, self._receiver = self._receiver, None
+        receiver, self._receiver, self._closed = self._receiver, None, True
         await self._host.aclose()
         if receiver is not None:
             await receiver.aclose()

@@ -57,7 +57,7 @@ def enlist(target: Any, scheme: RankedWeightSyncScheme, model_id: str | None, wo
     seat = take_seat(target, scheme, model_id, worker_idx, again)
     if seat is not None:
         # Before anything is committed: from here on, none lands in a forward pass.
-        scheme.create_receiver().applier.guard_forwards(scheme.timeout)
+        scheme.create_receiver().model_applier.guard_forwards(scheme.timeout)
         thread = LoopThread("aiosync-enlisted")
         thread.call(_begin, thread, scheme, seat)
 

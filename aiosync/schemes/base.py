@@ -375,7 +375,7 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
         """
         receiver = self.get_receiver()
         receiver.check_open()
-        async with receiver.applier.pinned(self._deadline(timeout)) as version:
+        async with receiver.model_applier.pinned(self._deadline(timeout)) as version:
             yield version
 
     async def rebind(self, *, model: Any = None, context: Any = None) -> None:
@@ -398,7 +398,7 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
             may_view = not follower.writes
         self._model = before if model is None else model
         try:
-            await receiver.applier.rebind(self._model, follower, may_view=may_view)
+            await receiver.model_applier.rebind(self._model, follower, may_view=may_view)
         except BaseException:
             self._model = before
             raise

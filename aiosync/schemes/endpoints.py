@@ -11,6 +11,7 @@ from aiosync.events import SchemeStats
 from aiosync.receiver.applier import WeightApplier
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.receiver.listeners import in_format
+from aiosync.receiver.served_model import ServedModel
 from aiosync.reports import WorkerState
 from aiosync.schemes.initialization import SchemeRecipe
 from aiosync.sender.endpoint import WeightSender
@@ -63,17 +64,8 @@ class SchemeEndpoints(SchemeRecipe):
             raise NotInitializedError("a receiver needs its worker_idx, here or in init_on_receiver()")
         asked = -1 if self._worker_idx is None else self._worker_idx
         if self._receiver is None:
-            applier = WeightApplier(
-                self._spec,
-                self._strategy,
-                self._model,
-                self._model_id,
-                self._follower,
-                asked,
-                may_view=self._may_view,
-                transfer=self._make_transfer(),
-                bind=self._bind,
-            )
+            served = ServedModel(self._model, self._follower, may_view=self._may_view, bind=self._bind)
+            applier = WeightApplier(served, self._strategy, self._model_id, asked, self._make_transfer())
             self._receiver = self._receiver_type(
                 applier,
                 self._model_id,

@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, NamedTuple
 
-from aiosync._options import OnSenderClose, check_reconnecting
+from aiosync._options import OnSenderClose, SchemeOptions, check_reconnecting
 from aiosync.errors import InsecureTransportError, InvalidArgumentError
-from aiosync.receiver.applier import WeightApplier
+from aiosync.events import EventSource
 from aiosync.receiver.endpoint import WeightReceiver
+from aiosync.receiver.updates import Applier
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.initialization import Secret
 from aiosync.transfer.base import Transfer
@@ -24,7 +25,7 @@ from aiosync.transports.tcp.tls import TLSConfig
 from aiosync.weights.checksum import check_available
 from aiosync.weights.codec import Codec, check_codec
 
-__all__ = ["TCPWeightSyncScheme"]
+__all__ = ["RelayParts", "TCPWeightSyncScheme", "relay_parts", "upstream_receiver"]
 
 _SHORTEST_TOKEN = 16
 _FEWEST_CHARACTERS = 8
@@ -119,26 +120,6 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         """Where the sender listens; after ``init_on_sender`` with the real port."""
         return str(self._address)
 
-    def _init_relay(self, model_id: str | None) -> None:
-        """Say that a relay serves workers here; :class:`~aiosync.WeightRelay` does."""
-        self._check_no_endpoint()
-        self._forget_runtime()
-        self._model_id = model_id
-        self._listener = self._make_listener((), None)
-
-    def _create_relay_receiver(self, applier: WeightApplier, model_id: str | None) -> WeightReceiver:
-        """A relay's upstream end; :class:`~aiosync.WeightRelay` makes it."""
-        return WeightReceiver(
-            applier,
-            model_id,
-            -1,
-            lambda: self.create_transport(worker_idx=-1),
-            self._token,
-            reconnect_for=self._reconnect_for,
-            on_sender_close=self._on_sender_close,
-            events=self._events,
-        )
-
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
         listener = TCPListener(self._address, self._tls, max_connections=self._max_connections)
         authenticated = self._secured or (self._tls is not None and self._tls.mutual)
@@ -190,6 +171,46 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         self._on_sender_close = recipe["on_sender_close"]
         self._insecure = recipe["insecure"]
         self._max_connections = recipe["max_connections"]
+
+
+class RelayParts(NamedTuple):
+    """The parts of a scheme that the downstream side of a relay is built from."""
+
+    options: SchemeOptions
+    listener: Listener
+    token: bytes
+    events: EventSource
+    transfer: Transfer
+    reconnect_for: float
+
+
+def relay_parts(scheme: TCPWeightSyncScheme, model_id: str | None) -> RelayParts:
+    """Make ``scheme`` the downstream side of a :class:`~aiosync.WeightRelay`. It listens from now on.
+
+    Raises:
+        AlreadyConnectedError: the scheme has a live endpoint.
+        OSError, InsecureTransportError: as ``init_on_sender``.
+    """
+    scheme._check_no_endpoint()
+    scheme._forget_runtime()
+    scheme._model_id = model_id
+    listener = scheme._listener = scheme._make_listener((), None)
+    transfer = scheme._make_transfer()
+    return RelayParts(scheme._spec, listener, scheme._token, scheme._events, transfer, scheme._reconnect_for)
+
+
+def upstream_receiver(scheme: TCPWeightSyncScheme, applier: Applier, model_id: str | None) -> WeightReceiver:
+    """The upstream side of a :class:`~aiosync.WeightRelay`: a receiver that is not connected yet."""
+    return WeightReceiver(
+        applier,
+        model_id,
+        -1,
+        lambda: scheme.create_transport(worker_idx=-1),
+        scheme._token,
+        reconnect_for=scheme._reconnect_for,
+        on_sender_close=scheme._on_sender_close,
+        events=scheme._events,
+    )
 
 
 def _key_of(token: str | bytes | None) -> bytes:

@@ -89,7 +89,7 @@ class BlockingTwin:
         if receives and not scheme.synchronized_on_receiver:
             # From the first commit on, none may land in a running forward pass of another thread.
             receiver = scheme.create_receiver(worker_idx=arguments.get("worker_idx"))
-            receiver.applier.guard_forwards(scheme.timeout)
+            receiver.model_applier.guard_forwards(scheme.timeout)
         await scheme.connect(**arguments)
         portal().adopt(self, self._close)
         if receives:
@@ -109,7 +109,7 @@ class BlockingTwin:
         receiver = self._async.get_receiver()
         seconds = self._async._spec.seconds(timeout)
         ticket = object()
-        gate = receiver.applier.gate
+        gate = receiver.model_applier.gate
         try:
             if not gate.enter_blocking(ticket, threading.get_ident(), seconds):
                 raise SyncTimeoutError("pin", seconds=seconds, hint="a commit waits for other readers")

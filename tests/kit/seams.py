@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from aiosync import WeightSyncScheme
+from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.sender.connection import WorkerConnection
 from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.slots import Lease
+from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Slot
+from aiosync.weights.binding import Binding
 
-__all__ = ["connections_of", "groups_of", "leases_of", "registry_of", "slots_of"]
+__all__ = [
+    "binding_of",
+    "connections_of",
+    "copier_of",
+    "groups_of",
+    "has_pending_update",
+    "leases_of",
+    "lose_connection",
+    "registry_of",
+    "session_of",
+    "slots_of",
+    "stop_reading",
+    "ticket_of",
+    "waits_for_readers",
+    "wake_reading",
+]
 
 
 def registry_of(scheme: WeightSyncScheme) -> WorkerRegistry:
@@ -37,3 +57,51 @@ def slots_of(scheme: WeightSyncScheme) -> list[Slot]:
 def leases_of(scheme: WeightSyncScheme) -> list[Lease]:
     """The leases on the slots of a connected sender."""
     return [lease for slot in slots_of(scheme) for lease in slot.leases]
+
+
+# -- a receiver ------------------------------------------------------------------------------------
+
+
+def binding_of(scheme: WeightSyncScheme) -> Binding:
+    """How commits reach a connected receiver's model. Patch its ``check`` to have updates refused."""
+    return scheme.get_receiver().model_applier.served.binding
+
+
+def copier_of(scheme: WeightSyncScheme) -> Offloader:
+    """The threads that copy a connected receiver's updates."""
+    return scheme.get_receiver().model_applier._offloader
+
+
+def waits_for_readers(scheme: WeightSyncScheme) -> bool:
+    """Whether a connected receiver's commit waits for readers or for other parts."""
+    return scheme.get_receiver().model_applier._waiting is not None
+
+
+def has_pending_update(scheme: WeightSyncScheme) -> bool:
+    """Whether a connected receiver has an update that it has not answered."""
+    return scheme.get_receiver()._handler.pending is not None
+
+
+def session_of(scheme: WeightSyncScheme) -> ReceiverSession:
+    """The session of a receiver that may not be connected yet."""
+    return scheme.create_receiver()._connection.session
+
+
+def ticket_of(scheme: WeightSyncScheme) -> bytes:
+    """The ticket of a receiver that has been connected."""
+    return scheme.create_receiver()._connection._ticket
+
+
+def lose_connection(scheme: WeightSyncScheme, reason: str) -> None:
+    """Have a connected receiver lose its connection."""
+    scheme.get_receiver()._lose(reason)
+
+
+def stop_reading(transport: Any) -> None:
+    """Have this side of a Unix socket read nothing any more, as a process that hangs."""
+    asyncio.get_running_loop().remove_reader(transport._sock.fileno())
+
+
+def wake_reading(transport: Any) -> None:
+    """Undo :func:`stop_reading`."""
+    asyncio.get_running_loop().add_reader(transport._sock.fileno(), transport._readable)

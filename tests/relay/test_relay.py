@@ -17,6 +17,7 @@ from tests.kit.models import Uniform, fill, value_of
 from tests.kit.proxy import ChaosProxy
 from tests.kit.raw_peer import RawWorker
 from tests.kit.relay import connect, relay_below, serve
+from tests.kit.seams import binding_of, ticket_of
 from tests.kit.tcp import TOKEN, break_off, join, make_worker, sender_of
 
 LARGE = 1 << 19  # four tensors of 2 MiB: the update is longer than what sockets take at once
@@ -121,7 +122,7 @@ async def test_a_refusal_below_reaches_the_trainer(monkeypatch: pytest.MonkeyPat
             def check(views: object) -> None:
                 raise ValueError("not this one")
 
-            patch.setattr(bad.scheme.get_receiver().applier._binding, "check", check)
+            patch.setattr(binding_of(bad.scheme), "check", check)
             fill(model, 1)
             with pytest.raises(RemoteApplyError, match="not this one"):
                 await scheme.send()
@@ -276,9 +277,8 @@ async def test_a_relay_answers_for_a_worker_that_is_away(back_for_a_moment: bool
             proxy.cut()
             await eventually(lambda: not relay.workers, "the relay has noticed")
             if back_for_a_moment:
-                known = worker.scheme._receiver
-                assert known is not None
-                again: Any = {"ticket": known._connection._ticket, "signature": known.applier.signature}
+                signature = worker.scheme.get_receiver().applier.signature
+                again: Any = {"ticket": ticket_of(worker.scheme), "signature": signature}
                 await (await RawWorker.join(relay._downstream, before=0, **again)).close()
                 await eventually(lambda: not relay.workers, "the relay has noticed")
             fill(model, 2)

@@ -47,7 +47,17 @@ from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalCluster, LocalWorker
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.processes import ProcessCluster
-from tests.kit.seams import connections_of, groups_of, leases_of
+from tests.kit.seams import (
+    binding_of,
+    connections_of,
+    copier_of,
+    groups_of,
+    leases_of,
+    session_of,
+    stop_reading,
+    waits_for_readers,
+    wake_reading,
+)
 
 CASES = {case.name: case for case in SCHEMES}
 SHARED, PROCESS, PIPES = CASES["shared"], CASES["process"], CASES["process-pipes"]
@@ -56,23 +66,18 @@ MEMORY = CASES["memory"]
 
 def _hang(worker: LocalWorker) -> None:
     """The worker's process does nothing any more, as far as the sender can see."""
-    _stop_reading(worker.scheme.receiver_transport)
-
-
-def _stop_reading(transport: Any) -> None:
-    asyncio.get_running_loop().remove_reader(transport._sock.fileno())
+    stop_reading(worker.scheme.receiver_transport)
 
 
 def _wake(worker: LocalWorker) -> None:
-    transport: Any = worker.scheme.receiver_transport
-    asyncio.get_running_loop().add_reader(transport._sock.fileno(), transport._readable)
+    wake_reading(worker.scheme.receiver_transport)
 
 
 def _refuse(worker: LocalWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(views: object) -> None:
         raise ValueError("not this one")
 
-    monkeypatch.setattr(worker.scheme.get_receiver().applier._binding, "check", check)
+    monkeypatch.setattr(binding_of(worker.scheme), "check", check)
 
 
 def test_a_joint_commit_and_its_calling_off_take_the_same_lock() -> None:
@@ -181,7 +186,7 @@ async def test_a_dropped_worker_that_is_still_copying(monkeypatch: pytest.Monkey
     size = 1 << 20
     async with LocalCluster(MEMORY, model=lambda: Uniform(size=size), on_failure="drop") as cluster:
         slow, _ = cluster.workers
-        offloader = slow.scheme.get_receiver().applier._offloader
+        offloader = copier_of(slow.scheme)
         half_way, go_on = asyncio.Event(), asyncio.Event()
 
         async def copy_slowly(pairs: list[tuple[Tensor, Tensor]], *rest: object) -> bool:
@@ -212,8 +217,7 @@ async def test_nothing_is_committed_after_the_receiver_has_closed(case: SchemeCa
         async with closing.scheme.pinned():
             fill(cluster.model, 1)
             await cluster.scheme.send(wait=False)
-            job = closing.scheme.get_receiver().applier
-            await eventually(lambda: job._waiting is not None, "the commit waits for the reader")
+            await eventually(lambda: waits_for_readers(closing.scheme), "the commit waits for the reader")
             await closing.scheme.aclose()
         assert value_of(closing.model) == 0
         for version in range(2, 6):
@@ -252,11 +256,11 @@ async def test_closing_does_not_wait_for_a_worker_that_reads_nothing() -> None:
     stuck = copy.copy(scheme)
     stuck.init_on_receiver(worker_idx=0)
     receiver = stuck.create_receiver()
-    session = receiver._connection.session
+    session = session_of(stuck)
     answer = session._answer
 
     def answer_and_hang(challenge: Any) -> Any:
-        _stop_reading(receiver.transport)
+        stop_reading(receiver.transport)
         return answer(challenge)
 
     session._answer = answer_and_hang  # type: ignore[method-assign]

@@ -33,6 +33,7 @@ from tests.kit.clock import BRIEF, eventually, within
 from tests.kit.local import LocalWorker
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.relay import connect, relay_below, serve
+from tests.kit.seams import has_pending_update
 from tests.kit.tcp import TOKEN, join, make_worker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads another process's memory by /proc")
@@ -319,9 +320,7 @@ async def test_a_joint_part_that_gives_way_to_a_newer_version(instead_of_reading
             stall.go_on.set()
         await eventually(lambda: value_of(stopped.model) == 5, "it goes on with the newest")
         # Committed with the other one or given up, but not waiting for it for ever.
-        await eventually(
-            lambda: partner.scheme.get_receiver()._pending is None, "the other part is done with"
-        )
+        await eventually(lambda: not has_pending_update(partner.scheme), "the other part is done with")
         fill(value, 2)
         assert (await second.send()).ok
         for worker in (stopped, partner):
@@ -374,7 +373,7 @@ def _update(memory: object) -> f.Update:
 
 @pytest.mark.parametrize("memory", [1, [], [1], ["1", 2], [1, 2, 3], [1.5, 2], {"fd": 1}])
 def test_memory_that_is_no_memory(memory: object) -> None:
-    with pytest.raises(ProtocolError, match="payload cannot be used: .*memory"):
+    with pytest.raises(ProtocolError, match=r"payload cannot be used: .*memory"):
         _landing(os.getpid()).begin(_update(memory))
 
 

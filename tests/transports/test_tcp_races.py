@@ -32,7 +32,7 @@ from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.proxy import ChaosProxy
 from tests.kit.relay import connect, relay_below, serve
-from tests.kit.seams import connections_of
+from tests.kit.seams import binding_of, connections_of, lose_connection
 from tests.kit.tcp import TOKEN, break_off, join, make_worker, sender_of
 
 LARGE = 1 << 19
@@ -192,7 +192,7 @@ async def test_a_version_that_a_lost_worker_has_is_no_other_version_later() -> N
     async with sender_of(model) as scheme, ChaosProxy(scheme.address) as proxy:
         refusing, behind = make_worker(scheme.address), make_worker(proxy.address)
         await join(scheme, refusing, behind)
-        refuses: Any = refusing.scheme.get_receiver().applier._binding
+        refuses: Any = binding_of(refusing.scheme)
         right = refuses.check
 
         def check(views: object) -> None:
@@ -253,7 +253,7 @@ async def test_a_second_break_before_the_first_update_of_a_new_sender() -> None:
         break_off(first)
     receiver = worker.scheme.get_receiver()
     receiver.applier.follow_another()
-    receiver._lose("the link broke again")
+    lose_connection(worker.scheme, "the link broke again")
     assert worker.scheme.ended is None
     second = TCPWeightSyncScheme(address, token=TOKEN, timeout=PATIENCE)
     fill(model, 6)
@@ -422,9 +422,7 @@ async def test_a_part_that_is_refused_calls_the_other_off() -> None:
         def refuse(views: Any) -> None:
             raise ValueError("not this one")
 
-        binding = refusing.scheme.get_receiver().applier._binding
-        assert binding is not None
-        binding.check = refuse  # type: ignore[method-assign]
+        binding_of(refusing.scheme).check = refuse  # type: ignore[method-assign]
         fill(policy, 1)
         fill(value, 1)
         with pytest.raises(RemoteApplyError, match="not this one"):
