@@ -77,7 +77,7 @@ class WeightReceiver:
         self._on_sender_close = on_sender_close
         connection = self._connection = SenderConnection(make_transport, token, model_id, worker_idx)
         reporter = self._reporter = ReceiverReporter(events, model_id, applier, connection)
-        handler = self._handler = UpdateHandler(applier, connection, reporter)
+        handler = self._handler = UpdateHandler(applier, connection, reporter, events)
         self._connector = Connector(
             applier, connection, handler, reporter, reconnect_for, self._start_reading
         )

@@ -36,11 +36,6 @@ class ReceiverReporter:
             kind, self.model_id, self._applier.version, worker, seconds=seconds, message=message
         )
 
-    def committed(self, seconds: Mapping[str, float]) -> None:
-        """An update is in service."""
-        if self._events.hooks:
-            self.emit("committed", seconds=seconds)
-
     def followed(self, before: int, version: int) -> None:
         """This worker follows another sender, whose versions begin anew."""
         worker = self._connection.worker

@@ -46,6 +46,8 @@ class ServedModel:
     ) -> None:
         self.model = model
         self.listener = listener
+        # What a commit calls; None, if that does nothing.
+        self._notify_commit = _commit_hook(listener)
         self.may_view = may_view
         self.version = -1
         self.weights: Mapping[str, Tensor] = {}
@@ -141,7 +143,8 @@ class ServedModel:
         self.leftover |= views_sender and not self.viewing
         self.viewing = views_sender
         pending.committed = True
-        self.listener.committed(self.version)
+        if self._notify_commit is not None:
+            self._notify_commit(self.version)
         pending.seconds["commit"] = time.perf_counter() - started
 
     def acting(self) -> None:
@@ -154,6 +157,7 @@ class ServedModel:
         """Notify another listener from now on."""
         if listener is not self.listener:
             self.listener, self._acted = listener, -1
+            self._notify_commit = _commit_hook(listener)
 
     def forget_leftover(self) -> None:
         """Free the memory that the model had before its first commit. Blocking."""
@@ -171,6 +175,10 @@ class ServedModel:
         self.binding.forget_replaced()
         self.weights = {name: t.clone() for name, t in self.weights.items()} if keep else {}
         self.viewing = False
+
+
+def _commit_hook(listener: UpdateListener) -> Callable[[int], None] | None:
+    return None if type(listener).committed is UpdateListener.committed else listener.committed
 
 
 def own_copies(views: Mapping[str, Tensor], model: WeightTarget | None) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 
-from aiosync.events import SchemeStats
+from aiosync.events import EventSource, SchemeStats
 from aiosync.protocol.frames import Update
 from aiosync.protocol.nack import nack_of
 from aiosync.receiver.connection import SenderConnection
@@ -31,6 +31,7 @@ class UpdateHandler:
         applier: applies updates.
         connection: the way to the sender.
         reporter: emits events.
+        events: whether a hook is registered.
 
     Attributes:
         pending: the update that has arrived and is not answered yet.
@@ -41,7 +42,13 @@ class UpdateHandler:
         stats: this endpoint's figures.
     """
 
-    def __init__(self, applier: Applier, connection: SenderConnection, reporter: ReceiverReporter) -> None:
+    def __init__(
+        self,
+        applier: Applier,
+        connection: SenderConnection,
+        reporter: ReceiverReporter,
+        events: EventSource,
+    ) -> None:
         self.pending: PendingUpdate | None = None
         self.served = -1
         self.looping = False
@@ -51,6 +58,7 @@ class UpdateHandler:
         self._applier = applier
         self._connection = connection
         self._reporter = reporter
+        self._events = events
 
     def arrived(self, update: Update) -> None:
         """An Update frame has arrived.
@@ -58,7 +66,9 @@ class UpdateHandler:
         Raises:
             ProtocolError: it does not say where the update lies.
         """
-        self._applier.expect(update)
+        inbound = self._applier.inbound
+        if inbound is not None:
+            inbound.expect(update)
         self.pending = PendingUpdate(update)
 
     def take_at_once(self) -> bool:
@@ -162,8 +172,8 @@ class UpdateHandler:
         if pending.committed:
             self._count(pending)
         self.answered.set()
-        if pending.committed:
-            self._reporter.committed(pending.seconds)
+        if pending.committed and self._events.hooks:
+            self._reporter.emit("committed", seconds=pending.seconds)
 
     def _count(self, pending: PendingUpdate) -> None:
         stats = self.stats

@@ -57,7 +57,7 @@ class Applier(ABC):
         prepare(transport)           updates arrive over this connection
         for each update:
             may_fetch, make_room()   before the Fetch is sent
-            expect(update)           its frame has arrived
+            inbound.expect(update)   its frame has arrived
             take_at_once(pending)    → whether it was applied synchronously; if not
             stage(pending)
             commit(pending, on_wait)
@@ -165,15 +165,6 @@ class Applier(ABC):
     def needs_sender(self) -> bool:
         """Whether a staged update may be read again in the sender's memory."""
         return False
-
-    def expect(self, update: Update) -> None:
-        """Note an update that has arrived, also if it will not be applied.
-
-        Raises:
-            ProtocolError: the frame does not say where the update lies.
-        """
-        if self.inbound is not None:
-            self.inbound.expect(update)
 
     def take_at_once(self, pending: PendingUpdate) -> bool:
         """Stage and commit synchronously if no step needs to await. Return whether that was done.

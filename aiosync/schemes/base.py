@@ -246,7 +246,7 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
                 "no weights were given, and the context has only a policy_factory: say which to send"
             )
         targets = sender.registry.resolve(worker_ids)
-        if worker_ids is None and is_per_worker(weights):
+        if worker_ids is None and type(weights) is dict and is_per_worker(weights):
             targets = sender.registry.resolve(list(weights))
         sources = await self._sources(weights, targets)
         return await sender.send(

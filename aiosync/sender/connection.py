@@ -265,7 +265,7 @@ class WorkerConnection:
             self.transport.flush(self.session)
 
     def _offer(self, notified: SlotVersion) -> None:
-        published = self._outbound.substitute(notified)
+        published = self._outbound.substitute(notified) if self._outbound.carries else notified
         joint = published.joint
         if joint is not None and self._current is None:
             # A worker applies its first version alone: the receivers of its other models may not run yet.

@@ -146,7 +146,7 @@ class OutboundTransfer(ABC):
     Attributes:
         access: how the worker uses the slot of the version in flight.
         carries: whether there is more to do for an update than to send its frame. If not, only ``attach``,
-            ``can_start``, ``substitute``, ``payload``, ``cancel`` and ``detach`` are called.
+            ``can_start``, ``payload``, ``cancel`` and ``detach`` are called.
     """
 
     access = MemoryAccess.PRIVATE

@@ -134,6 +134,8 @@ class MappedInbound(InboundTransfer):
         """Note which slots the sender has now."""
         payload = decode(update.payload, MappedPayload)
         self._expected = update, payload
+        if len(update.payload) == 1:
+            return
         for index in payload.gone:
             self._attached.pop(index, None)
             self._announced.pop(index, None)
