@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import multiprocessing
-import socket
 import traceback
 import warnings
 from collections.abc import Callable, Coroutine
@@ -18,6 +17,7 @@ from torch.distributed import rpc
 from aiosync import RPCWeightSyncScheme
 from aiosync.transports.torch_rpc.calls import is_member
 from tests.kit.clock import PATIENCE
+from tests.kit.ports import free_port
 
 _Test = Callable[[], Coroutine[Any, Any, None]]
 
@@ -40,9 +40,7 @@ def join(address: str, rank: int, size: int | None = None) -> None:
 
 def free_address() -> str:
     """Where a world can be."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 class World:
