@@ -191,7 +191,7 @@ class Updates:
         scheme = self.schemes.get(model_id)
         if scheme is None or scheme.version < 0:
             return None
-        published = scheme.get_sender().published()
+        published = scheme.get_sender().weights_in_use
         if published is None:
             return None
         found = in_format(WeightStrategy(extract_as="tensordict"), published)

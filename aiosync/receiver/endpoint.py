@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from torch import Tensor
 
 from aiosync._deadline import Deadline
+from aiosync._endpoint import Endpoint
 from aiosync._home_loop import HomeLoop
 from aiosync._open_calls import OpenCalls
 from aiosync._options import OnSenderClose
@@ -30,17 +31,19 @@ from aiosync.receiver.applier import WeightApplier
 from aiosync.receiver.connection import SenderConnection
 from aiosync.receiver.connector import Connector
 from aiosync.receiver.joint_commit import give_up
+from aiosync.receiver.listeners import UpdateListener
 from aiosync.receiver.reporter import ReceiverReporter
 from aiosync.receiver.update_handler import UpdateHandler
 from aiosync.receiver.updates import Applier
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.transports.base import Transport
+from aiosync.weights.target import WeightTarget
 
 __all__ = ["WeightReceiver"]
 
 
-class WeightReceiver:
+class WeightReceiver(Endpoint):
     """The live receiving endpoint. Made by a scheme; see :class:`~aiosync.WeightSyncScheme` for its use.
 
     Args:
@@ -72,7 +75,7 @@ class WeightReceiver:
         events: EventSource,
     ) -> None:
         self.applier = applier
-        self.ended: str | None = None
+        self.ended = None
         self.lost = False
         self._on_sender_close = on_sender_close
         connection = self._connection = SenderConnection(make_transport, token, model_id, worker_idx)
@@ -121,6 +124,13 @@ class WeightReceiver:
     def transport(self) -> Transport:
         """The connection to the sender."""
         return self._connection.transport
+
+    @property
+    def weights_in_use(self) -> Mapping[str, Tensor] | None:
+        return self.applier.weights or None
+
+    def check_alive(self) -> None:
+        self.home.check_alive()
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -409,6 +419,16 @@ class WeightReceiver:
         return True
 
     # -- close --------------------------------------------------------------------------------------
+
+    def pinned(self, deadline: Deadline) -> AbstractAsyncContextManager[int]:
+        """See :meth:`WeightApplier.pinned`."""
+        self.check_open()
+        return self.model_applier.pinned(deadline)
+
+    async def rebind(self, model: WeightTarget | None, listener: UpdateListener, *, may_view: bool) -> None:
+        """See :meth:`WeightApplier.rebind`."""
+        self.check_open()
+        await self.model_applier.rebind(model, listener, may_view=may_view)
 
     async def wait_closed(self) -> None:
         """Wait until the sender has gone, however long that takes."""

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
 from typing import Any, Literal, Self
 
-from torch import Tensor, nn
-
 from aiosync._deadline import Deadline
+from aiosync._endpoint import Endpoint
 from aiosync._resource import AsyncResource
 from aiosync.errors import (
     AlreadyConnectedError,
     ForkedEndpointError,
     InvalidArgumentError,
-    NotConnectedError,
     NotInitializedError,
 )
 from aiosync.receiver.listeners import in_format, weakly
 from aiosync.reports import SendReport
 from aiosync.schemes.contexts import listener_for, watching_start
 from aiosync.schemes.endpoints import SchemeEndpoints
-from aiosync.sender.extraction import extract_groups, is_per_worker
-from aiosync.sender.sharded.gather import ShardGather, leading
+from aiosync.sender.endpoint import WeightSender
+from aiosync.sender.sharded.gather import ShardContributor
 from aiosync.sender.worker_plan import SenderPlan, model_of
-from aiosync.weights.flatten import optional_names
-from aiosync.weights.index import known_tensors
 from aiosync.weights.strategy import WeightStrategy
 
 __all__ = ["WeightSyncBackend", "WeightSyncScheme"]
@@ -140,14 +135,14 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
             if worker_idx is not None:
                 raise InvalidArgumentError("worker_idx belongs to a receiver; this is the sender")
             await self._connect_sender(self._plan, weights, min_workers, deadline)
-        elif self._receiver_initialized:
+        elif self._role == "receiver":
             if weights is not None or min_workers is not None:
                 raise InvalidArgumentError("weights and min_workers belong to the sender; this is a receiver")
             receiver = self.create_receiver(worker_idx=worker_idx)
             try:
                 await receiver.connect(deadline)
             except BaseException:
-                self._receiver = None
+                self._endpoint = Endpoint()
                 raise
             self._worker_idx = receiver.worker_idx
         else:
@@ -157,26 +152,15 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
     async def _connect_sender(
         self, plan: SenderPlan, weights: Any, min_workers: int | None, deadline: Deadline
     ) -> None:
-        if self._contributor is not None:
-            if self._contributor.version < 0:
-                await self._contributor.take_part("connect", lambda: self._sources(weights, set()), deadline)
+        if isinstance(self._endpoint, ShardContributor):
+            await self._endpoint.connect(weights, deadline)
             return
         sender = self.create_sender()
         enough = self._spec.min_workers if min_workers is None else min_workers
         if enough is None and plan.elastic:
             enough = 1
-        if sender.version >= 0:
-            await self._before_connect({}, deadline)  # those that have given up meanwhile are asked again
-            with watching_start(self.context, sender.registry):
-                await sender.connect({}, deadline, min_workers=enough)
-            return
-        async with leading(self._leader, "connect", deadline) as gathering:
-            weights = await self._before_connect(weights, deadline)
-            sources, optional = await self._sources(weights, sender.registry.workers), self._optional(weights)
-            with watching_start(self.context, sender.registry):
-                await sender.connect(
-                    sources, deadline, min_workers=enough, optional=optional, gathering=gathering
-                )
+        with watching_start(self.context, sender.registry):
+            await sender.connect(weights, deadline, min_workers=enough, before=self._before_connect)
 
     async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
         """What else the sender has to do; returns what to send as version 0, if it was given or found."""
@@ -220,52 +204,15 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
             SyncTimeoutError: workers did not answer in time.
         """
         deadline = Deadline.after(self._spec.seconds(timeout))
-        if self._contributor is not None:
-            if self._contributor.version < 0:
-                raise NotConnectedError("call connect() before send()")
-            given = partial(self._lent, weights)
-            return await self._contributor.take_part("send", given, deadline)
-        waits = self._spec.sync if wait is None else wait
-        if self._leader is None:
-            return await self._lead(weights, worker_ids, waits, strict, deadline, None)
-        async with self._leader.calling("send", deadline) as gathering:
-            return await self._lead(weights, worker_ids, waits, strict, deadline, gathering)
-
-    async def _lead(
-        self,
-        weights: Any,
-        worker_ids: int | list[int] | None,
-        wait: bool,
-        strict: bool,
-        deadline: Deadline,
-        gathering: ShardGather | None,
-    ) -> SendReport:
-        sender = self.get_sender()
-        if weights is None and self._plan is not None and self._plan.made_here:
-            raise InvalidArgumentError(
-                "no weights were given, and the context has only a policy_factory: say which to send"
-            )
-        targets = sender.registry.resolve(worker_ids)
-        if worker_ids is None and type(weights) is dict and is_per_worker(weights):
-            targets = sender.registry.resolve(list(weights))
-        sources = await self._sources(weights, targets)
-        return await sender.send(
-            sources, targets, wait=wait, strict=strict, deadline=deadline, gathering=gathering
-        )
-
-    async def _lent(self, weights: Any) -> dict[int, Mapping[str, Tensor]]:
-        """All that rank 0 may ask for."""
-        return await self._sources(weights, set(weights) if is_per_worker(weights) else set())
+        wait = self._spec.sync if wait is None else wait
+        return await self._sending().send(weights, worker_ids, wait=wait, strict=strict, deadline=deadline)
 
     async def wait_ack(
         self, worker_ids: int | list[int] | None = None, timeout: float | None = None
     ) -> SendReport:
         """Wait until workers run on what was last published to them. Raises as :meth:`send` does, also
         for what they refused since."""
-        if self._contributor is not None:
-            return self._contributor.report()
-        sender = self.get_sender()
-        return await sender.wait_ack(sender.registry.resolve(worker_ids), self._deadline(timeout))
+        return await self._sending().wait_ack(worker_ids, self._deadline(timeout))
 
     def prepare_weights(
         self,
@@ -293,45 +240,6 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
             weights = model_of(context, name)
         return (strategy or self._strategy).extract_weights(self._resolve(weights))
 
-    async def _sources(self, weights: Any, targets: Iterable[int]) -> dict[int, Mapping[str, Tensor]]:
-        plan = self._plan
-        assert plan is not None
-        given = weights
-        if weights is None and not plan.has_weights:
-            given = self._resolve(None)
-        elif isinstance(weights, str):
-            given = self._resolve(weights)
-        if plan.plain and isinstance(given, nn.Module) and type(self._strategy) is WeightStrategy:
-            tensors = known_tensors(given)
-            if tensors is not None:
-                return {0: tensors}  # as almost always
-        return await extract_groups(plan, given, set(targets), self._strategy)
-
-    def _optional(self, weights: Any) -> frozenset[str]:
-        """Names that the models here have and do not send (non-persistent buffers, say)."""
-        plan = self._plan
-        assert plan is not None
-        known = [m for m in (weights, plan.weights, *(g.weights for g in plan.groups)) if m is not None]
-        return frozenset().union(*(optional_names(model) for model in known or [self.model]))
-
-    def _resolve(self, weights: Any) -> Any:
-        """A source given as itself, as a dotted path, or not at all."""
-        if isinstance(weights, str):
-            if self.context is None:
-                raise InvalidArgumentError(f"weights={weights!r} is a path, and there is no context")
-            return model_of(self.context, weights)
-        if weights is not None:
-            return weights
-        if self._plan is not None and self._plan.weights is not None and self._model is None:
-            return self._plan.weights
-        model = self.model
-        if model is None:
-            gone = ": the context is gone, keep a reference to it" if self.context_is_gone else ""
-            raise InvalidArgumentError(
-                f"no weights were given, and there is no model to take them from{gone}"
-            )
-        return model
-
     # -- receiving -----------------------------------------------------------------------------------
 
     def receiving(self) -> AbstractAsyncContextManager[None]:
@@ -344,7 +252,7 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
             WorkerLostError: the sender went without a goodbye, or let this worker go: the body is cancelled.
                 (With a goodbye it goes on; see :attr:`ended`.)
         """
-        return self.get_receiver().receiving()
+        return self._receiving().receiving()
 
     async def receive(self, timeout: float | None = None) -> Any:
         """The weights of an update that no call before has returned, once they are in service, or None if
@@ -358,7 +266,7 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
             NotConnectedError: ``connect`` first.
             WorkerLostError: the sender has gone.
         """
-        receiver = self.get_receiver()
+        receiver = self._receiving()
         views = await receiver.receive(Deadline.after(self._spec.seconds(timeout)))
         return None if views is None else in_format(self._strategy, views)
 
@@ -373,9 +281,7 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
             NotConnectedError: ``connect`` first.
             SyncTimeoutError: a waiting commit was held up by other bodies until the timeout.
         """
-        receiver = self.get_receiver()
-        receiver.check_open()
-        async with receiver.model_applier.pinned(self._deadline(timeout)) as version:
+        async with self._receiving().pinned(self._deadline(timeout)) as version:
             yield version
 
     async def rebind(self, *, model: Any = None, context: Any = None) -> None:
@@ -390,15 +296,14 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
             NotConnectedError: ``connect`` first.
             LayoutMismatchError: the sender's weights do not fit the model; the one before goes on.
         """
-        receiver, before = self.get_receiver(), self._model
-        receiver.check_open()
+        receiver, before = self._receiving(), self._model
         follower, may_view = self._follower, self._may_view
         if context is not None:
             follower = listener_for(context, self._model_id)
             may_view = not follower.writes
         self._model = before if model is None else model
         try:
-            await receiver.model_applier.rebind(self._model, follower, may_view=may_view)
+            await receiver.rebind(self._model, follower, may_view=may_view)
         except BaseException:
             self._model = before
             raise
@@ -408,7 +313,7 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
 
     async def wait_closed(self) -> None:
         """On a receiver: wait until the sender has gone. Has no deadline: cancel it to stop waiting."""
-        await self.get_receiver().wait_closed()
+        await self._receiving().wait_closed()
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights to this receiver's model by hand. No version is counted.
@@ -417,7 +322,7 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
             NotInitializedError: not a receiver, or one without a model.
             LayoutMismatchError: they do not fit.
         """
-        if not self._receiver_initialized or self.model is None:
+        if self._role != "receiver" or self.model is None:
             raise NotInitializedError("apply_weights() needs init_on_receiver() with a model")
         self._strategy.apply_weights(self.model, weights, inplace=inplace)
 
@@ -431,30 +336,22 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
             WrongEventLoopError: the endpoint was connected on another event loop. If that loop is closed, the
                 endpoint has been released as far as that is possible without it.
         """
-        sender, receiver, listener = self._sender, self._receiver, self._listener
+        endpoint, listener, leader = self._endpoint, self._listener, self._leader
         if self._pid != os.getpid():
             self._forget_runtime()
             return
-        for endpoint in (sender, receiver):
-            if endpoint is not None:
-                endpoint.home.check_alive()
-        version, ended = self.version, self.ended
-        shards, self._shards, self._leader, self._contributor = self._shards, None, None, None
-        self._last_version, self._last_ended = version, ended
-        self._synchronized = False
-        self._sender = self._receiver = self._listener = None
+        endpoint.check_alive()
+        self._last_version, self._last_ended = self.version, self.ended
+        self._endpoint, self._listener, self._leader = Endpoint(), None, None
+        self._role, self._synchronized = "recipe", False
         self._plan = self._context = None
-        self._receiver_initialized = False
         try:
-            if sender is not None:
-                await sender.aclose()
-            elif listener is not None:
-                listener.close()
-            if receiver is not None:
-                await receiver.aclose()
+            if listener is not None and not isinstance(endpoint, WeightSender):
+                listener.close()  # the sender closes its own
+            await endpoint.aclose()
         finally:
-            if shards is not None:
-                shards.close()
+            if leader is not None:
+                leader.close()
             self._release()
 
     async def shutdown(self) -> None:

@@ -6,6 +6,7 @@ import os
 from functools import partial
 from typing import Any, ClassVar
 
+from aiosync._endpoint import Endpoint
 from aiosync.errors import ForkedEndpointError, NotConnectedError, NotInitializedError
 from aiosync.events import SchemeStats
 from aiosync.receiver.applier import WeightApplier
@@ -14,7 +15,9 @@ from aiosync.receiver.listeners import in_format
 from aiosync.receiver.served_model import ServedModel
 from aiosync.reports import WorkerState
 from aiosync.schemes.initialization import SchemeRecipe
+from aiosync.schemes.null_endpoint import NullEndpoint
 from aiosync.sender.endpoint import WeightSender
+from aiosync.sender.sharded.gather import ShardContributor
 from aiosync.transports.base import Listener, Transport
 
 __all__ = ["SchemeEndpoints"]
@@ -27,8 +30,7 @@ class SchemeEndpoints(SchemeRecipe):
     _receiver_type: ClassVar[type[WeightReceiver]] = WeightReceiver
 
     def __repr__(self) -> str:
-        role = "sender" if self._plan else "receiver" if self._receiver_initialized else "recipe"
-        return f"<{type(self).__name__} {role} model_id={self._model_id!r} version={self.version}>"
+        return f"<{type(self).__name__} {self._role} model_id={self._model_id!r} version={self.version}>"
 
     def create_sender(self) -> WeightSender:
         """The live sending endpoint; :meth:`connect` makes it, and makes it once.
@@ -38,17 +40,19 @@ class SchemeEndpoints(SchemeRecipe):
         """
         if self._plan is None or self._listener is None:
             raise NotInitializedError("call init_on_sender() first")
-        if self._sender is None:
-            self._sender = self._sender_type(
+        if not isinstance(self._endpoint, WeightSender):
+            leader, self._leader = self._leader, None
+            self._endpoint = self._sender_type(
                 self._spec,
-                self._plan,
+                self._weight_source(self._plan),
                 self._model_id,
                 self._listener,
                 self._token,
                 transfer=self._make_transfer(),
                 events=self._events,
+                leader=leader,
             )
-        return self._sender
+        return self._endpoint
 
     def create_receiver(self, *, worker_idx: int | None = None) -> WeightReceiver:
         """The live receiving endpoint; :meth:`connect` makes it, and makes it once.
@@ -56,17 +60,17 @@ class SchemeEndpoints(SchemeRecipe):
         Raises:
             NotInitializedError: ``init_on_receiver`` was not called, or no worker index is known.
         """
-        if not self._receiver_initialized:
+        if self._role != "receiver":
             raise NotInitializedError("call init_on_receiver() first")
         if worker_idx is not None:
             self._worker_idx = self._index_of(worker_idx)
         if self._worker_idx is None and not self._elastic:
             raise NotInitializedError("a receiver needs its worker_idx, here or in init_on_receiver()")
         asked = -1 if self._worker_idx is None else self._worker_idx
-        if self._receiver is None:
+        if not isinstance(self._endpoint, WeightReceiver):
             served = ServedModel(self._model, self._follower, may_view=self._may_view, bind=self._bind)
             applier = WeightApplier(served, self._strategy, self._model_id, asked, self._make_transfer())
-            self._receiver = self._receiver_type(
+            self._endpoint = self._receiver_type(
                 applier,
                 self._model_id,
                 asked,
@@ -76,7 +80,7 @@ class SchemeEndpoints(SchemeRecipe):
                 on_sender_close=self._on_sender_close,
                 events=self._events,
             )
-        return self._receiver
+        return self._endpoint
 
     def get_sender(self) -> WeightSender:
         """The live sending endpoint.
@@ -84,12 +88,20 @@ class SchemeEndpoints(SchemeRecipe):
         Raises:
             NotConnectedError: there is none in this process.
         """
+        endpoint = self._sending()
+        if not isinstance(endpoint, WeightSender):
+            raise NotConnectedError("this scheme has no sender here: rank 0 sends, or nothing is sent")
+        return endpoint
+
+    def _sending(self) -> WeightSender | ShardContributor | NullEndpoint:
+        """The live endpoint of the sender's side."""
+        endpoint = self._endpoint
         if self._pid != os.getpid():
             self._check_process()
-        if self._sender is None or not self._synchronized:
-            what = "connect()" if self._plan is not None else "init_on_sender() and connect()"
+        if not self._synchronized or not isinstance(endpoint, WeightSender | ShardContributor | NullEndpoint):
+            what = "connect()" if self._role == "sender" else "init_on_sender() and connect()"
             raise NotConnectedError(f"this scheme is not a connected sender: call {what} first")
-        return self._sender
+        return endpoint
 
     def get_receiver(self) -> WeightReceiver:
         """The live receiving endpoint.
@@ -97,11 +109,19 @@ class SchemeEndpoints(SchemeRecipe):
         Raises:
             NotConnectedError: there is none in this process.
         """
+        endpoint = self._receiving()
+        if not isinstance(endpoint, WeightReceiver):
+            raise NotConnectedError("this scheme has no receiver: nothing is sent")
+        return endpoint
+
+    def _receiving(self) -> WeightReceiver | NullEndpoint:
+        """The live endpoint of a worker's side."""
         self._check_process()
-        if self._receiver is None or not self._synchronized:
-            what = "connect()" if self._receiver_initialized else "init_on_receiver() and connect()"
+        endpoint = self._endpoint
+        if not self._synchronized or not isinstance(endpoint, WeightReceiver | NullEndpoint):
+            what = "connect()" if self._role == "receiver" else "init_on_receiver() and connect()"
             raise NotConnectedError(f"this scheme is not a connected receiver: call {what} first")
-        return self._receiver
+        return endpoint
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
@@ -115,73 +135,49 @@ class SchemeEndpoints(SchemeRecipe):
     @property
     def stats(self) -> SchemeStats:
         """Figures of the live endpoint; empty before ``connect``."""
-        if self._sender is not None:
-            return self._sender.stats
-        return self._receiver.stats if self._receiver is not None else SchemeStats()
+        return self._endpoint.stats
 
     @property
     def version(self) -> int:
         """The version last published (sender) or in service (receiver), also after :meth:`aclose`; -1 before
         ``connect``."""
-        for endpoint in (self._sender, self._contributor, self._receiver):
-            if endpoint is not None:
-                return endpoint.version
-        return self._last_version
+        return self._last_version if type(self._endpoint) is Endpoint else self._endpoint.version
 
     @property
     def workers(self) -> dict[int, WorkerState]:
         """On the sender: worker -> whether it is there, its version and its lag. Else empty."""
-        if self._sender is None:
-            return {}
-        registry, newest = self._sender.registry, self._sender.version
-        return {
-            worker: WorkerState(
-                worker in registry.connections, version, newest - version, registry.address_of(worker)
-            )
-            for worker in sorted(registry.workers)
-            for version in [registry.last_version_of(worker)]
-        }
+        return self._endpoint.workers
 
     @property
     def ended(self) -> str | None:
         """On a receiver: why nothing more will come, also after :meth:`aclose`; None as long as the sender is
         there."""
-        return self._receiver.ended if self._receiver is not None else self._last_ended
+        return self._last_ended if type(self._endpoint) is Endpoint else self._endpoint.ended
 
     @property
     def worker_versions(self) -> dict[int, int]:
         """On the sender: worker -> the version it last acknowledged, -1 for none. Else empty."""
-        if self._sender is None:
-            return {}
-        registry = self._sender.registry
-        return {worker: registry.last_version_of(worker) for worker in sorted(registry.workers)}
+        return {worker: state.version for worker, state in self._endpoint.workers.items()}
 
     @property
     def weights(self) -> Any:
         """The weights in service here (receiver) or last published (sender), in the strategy's form;
         before ``connect`` the model's own. Read only."""
-        if self._receiver is not None and self._receiver.weights:
-            return in_format(self._strategy, self._receiver.weights)
-        if self._sender is not None:
-            published = self._sender.published()
-            if published is not None:
-                return in_format(self._strategy, published)
+        found = self._endpoint.weights_in_use
+        if found is not None:
+            return in_format(self._strategy, found)
         model = self.model
         return None if model is None else self._strategy.extract_weights(model)
 
     @property
     def sender_transports(self) -> dict[int, Transport]:
         """On the sender: worker -> its connection, for those that are connected."""
-        if self._sender is None:
-            return {}
-        return {
-            w: connection.transport for w, connection in sorted(self._sender.registry.connections.items())
-        }
+        return self._endpoint.transports
 
     @property
     def receiver_transport(self) -> Transport | None:
         """On a receiver: its connection."""
-        return self._receiver.transport if self._receiver is not None else None
+        return self._endpoint.transport if isinstance(self._endpoint, WeightReceiver) else None
 
     @property
     def shared_transport(self) -> Listener | None:
@@ -191,19 +187,19 @@ class SchemeEndpoints(SchemeRecipe):
     @property
     def initialized_on_sender(self) -> bool:
         """Whether ``init_on_sender`` was called."""
-        return self._plan is not None
+        return self._role == "sender"
 
     @property
     def initialized_on_receiver(self) -> bool:
         """Whether ``init_on_receiver`` was called."""
-        return self._receiver_initialized
+        return self._role == "receiver"
 
     @property
     def synchronized_on_sender(self) -> bool:
         """Whether ``connect`` succeeded, on the sender."""
-        return self._synchronized and self._sender is not None
+        return self._synchronized and self._role == "sender"
 
     @property
     def synchronized_on_receiver(self) -> bool:
         """Whether ``connect`` succeeded, on a receiver."""
-        return self._synchronized and self._receiver is not None
+        return self._synchronized and self._role == "receiver"

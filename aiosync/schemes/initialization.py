@@ -7,12 +7,13 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.context import BaseContext, get_spawning_popen
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from aiosync._endpoint import Endpoint
 from aiosync._options import OnFailure, OnSenderClose, SchemeOptions, StrategyName
 from aiosync.errors import (
     AlreadyConnectedError,
@@ -23,7 +24,8 @@ from aiosync.events import EventHook, EventSource
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.receiver.listeners import UpdateListener, weakly
 from aiosync.schemes.contexts import first_worker, listener_for
-from aiosync.sender.endpoint import WeightSender
+from aiosync.schemes.values import Secret, checked_index
+from aiosync.sender.extraction import WeightSource
 from aiosync.sender.sharded.gather import GatherLeader, ShardContributor
 from aiosync.sender.sharded.ranks import Shards
 from aiosync.sender.worker_plan import SenderArguments, SenderPlan, make_plan, model_of
@@ -35,7 +37,7 @@ from aiosync.weights.module_binding import bind
 from aiosync.weights.sharded import mesh_of
 from aiosync.weights.strategy import WeightStrategy
 
-__all__ = ["SchemeRecipe", "checked_index"]
+__all__ = ["SchemeRecipe"]
 
 
 class SchemeRecipe(ABC):
@@ -98,12 +100,11 @@ class SchemeRecipe(ABC):
         self._worker_idx: int | None = None
         self._plan: SenderPlan | None = None
         self._listener: Listener | None = None
-        self._sender: WeightSender | None = None
-        self._shards: Shards | None = None
+        # Gathers the parts of a model that is spread over ranks, until the sender has it.
         self._leader: GatherLeader | None = None
-        self._contributor: ShardContributor | None = None
-        self._receiver: WeightReceiver | None = None
-        self._receiver_initialized = False
+        self._role: Literal["recipe", "sender", "receiver"] = "recipe"
+        self._endpoint = Endpoint()
+        # Whether connect() has succeeded.
         self._synchronized = False
         # What version and ended were when the endpoint was closed.
         self._last_version = -1
@@ -239,11 +240,12 @@ class SchemeRecipe(ABC):
         self._first_worker = first_worker(context)
         given = None if self._plan.made_here else self.model
         mesh = mesh_of((given, self._plan.weights, *(group.weights for group in self._plan.groups)))
-        self._shards = Shards(mesh) if mesh is not None else None
-        if self._shards is not None and not self._shards.leads:
-            self._contributor = ShardContributor(self._shards)
+        self._role = "sender"
+        shards = Shards(mesh) if mesh is not None else None
+        if shards is not None and not shards.leads:
+            self._endpoint = ShardContributor(shards, self._weight_source(self._plan))
             return
-        self._leader = GatherLeader(self._shards) if self._shards is not None else None
+        self._leader = GatherLeader(shards) if shards is not None else None
         self._listener = self._make_listener(self._plan.workers, ctx)
 
     def init_on_receiver(
@@ -283,7 +285,7 @@ class SchemeRecipe(ABC):
                 model = model_of(context, model_id)
                 may_view = not follower.writes
             worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
-        elif self.context is not None and not self._receiver_initialized:
+        elif self.context is not None and self._role != "receiver":
             context = self.context  # it was said before
             follower = listener_for(context, model_id)
             may_view = not follower.writes
@@ -296,7 +298,7 @@ class SchemeRecipe(ABC):
         self.context = context
         self._follower, self._may_view = follower, may_view
         self._worker_idx = self._usual_index() if worker_idx is None else self._index_of(worker_idx)
-        self._receiver_initialized = True
+        self._role = "receiver"
 
     init_on_worker = init_on_receiver
 
@@ -317,11 +319,38 @@ class SchemeRecipe(ABC):
     def _check_no_endpoint(self) -> None:
         if self._pid != os.getpid():
             return  # what is live belongs to the parent; this process starts from the recipe
-        contributes = self._contributor is not None and self._contributor.version >= 0
-        if self._sender is not None or self._receiver is not None or contributes:
+        lends = isinstance(self._endpoint, ShardContributor) and self._endpoint.version < 0
+        if type(self._endpoint) is not Endpoint and not lends:
             raise AlreadyConnectedError(
                 "this scheme object has a live endpoint; aclose() it first, or use a copy of the scheme"
             )
+
+    def _weight_source(self, plan: SenderPlan) -> WeightSource:
+        """Finds the weights of each call; follows the strategy and the model as the user sets them."""
+        return WeightSource(plan, self._resolve, lambda: self._strategy)
+
+    def _resolve(self, weights: Any) -> Any:
+        """Weights that were given as such, as a dotted path on the context, or not at all.
+
+        Raises:
+            InvalidArgumentError: there are none.
+            AttributeError: the context has nothing at that path.
+        """
+        if isinstance(weights, str):
+            if self.context is None:
+                raise InvalidArgumentError(f"weights={weights!r} is a path, and there is no context")
+            return model_of(self.context, weights)
+        if weights is not None:
+            return weights
+        if self._plan is not None and self._plan.weights is not None and self._model is None:
+            return self._plan.weights
+        model = self.model
+        if model is None:
+            gone = ": the context is gone, keep a reference to it" if self.context_is_gone else ""
+            raise InvalidArgumentError(
+                f"no weights were given, and there is no model to take them from{gone}"
+            )
+        return model
 
     # -- what can be asked ---------------------------------------------------------------------------
 
@@ -371,7 +400,7 @@ class SchemeRecipe(ABC):
         self._context = None if context is None else weakly(context)
 
     def _check_not_receiving(self, what: str) -> None:
-        if self._receiver is not None and self._pid == os.getpid():
+        if isinstance(self._endpoint, WeightReceiver) and self._pid == os.getpid():
             raise AlreadyConnectedError(
                 f"a connected receiver gets another {what} by `await scheme.rebind({what}=...)`"
             )
@@ -405,23 +434,3 @@ class SchemeRecipe(ABC):
     def strategy_str(self) -> str:
         """The strategy's name."""
         return self._strategy.extract_as
-
-
-class Secret(bytes):
-    """Bytes that do not show themselves."""
-
-    def __repr__(self) -> str:
-        return "<secret>"
-
-    __str__ = __repr__
-
-
-def checked_index(worker_idx: int) -> int:
-    """A worker's index as it was given.
-
-    Raises:
-        InvalidArgumentError: it is none.
-    """
-    if isinstance(worker_idx, bool) or not isinstance(worker_idx, int) or worker_idx < 0:
-        raise InvalidArgumentError(f"worker_idx: expected an integer >= 0, got {worker_idx!r}")
-    return worker_idx

@@ -86,8 +86,9 @@ class JointUpdate:
 
     async def __aenter__(self) -> Self:
         for scheme in self._parts:
-            scheme.get_sender().check_open()
-            if scheme._shards is not None:
+            sender = scheme.get_sender()
+            sender.check_open()
+            if sender.sharded:
                 raise InvalidArgumentError(
                     f"{scheme!r} sends a model that is spread over ranks, which cannot be part of a joint "
                     "update: send a dict of whole tensors (full_tensor() of each DTensor)"
@@ -104,7 +105,7 @@ class JointUpdate:
             await self._send_all()
 
     async def _send_all(self) -> None:
-        timeouts = [scheme._spec.seconds(self._timeout) for scheme in self._parts]
+        timeouts = [scheme.get_sender().spec.seconds(self._timeout) for scheme in self._parts]
         deadline = Deadline.after(max(timeouts))
         senders = [scheme.get_sender() for scheme in self._parts]
         mark = Joint(id=secrets.token_hex(8), size=len(senders))
@@ -135,7 +136,7 @@ class JointUpdate:
             for scheme, part in self._parts.items():
                 sender = scheme.get_sender()
                 sender.check_open()
-                sources = await scheme._sources(part.weights, targets)
+                sources = await sender.source.extract(part.weights, targets)
                 publication = await sender.publisher.prepare(
                     sources, set(targets), strict=part.strict, joint=joint, deadline=deadline
                 )

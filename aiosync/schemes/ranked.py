@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.sender.endpoint import WeightSender
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.process_group import Collective, ProcessGroupTransfer
 from aiosync.transports.torch_distributed.connection import RankedTransport
@@ -66,9 +67,9 @@ class RankedWeightSyncScheme(WeightSyncScheme):
             NotConnectedError: this is no connected sender.
             SyncTimeoutError: some did not come in time; it names them.
         """
-        if self._contributor is not None:
-            return
-        sender = self.get_sender()
+        sender = self._sending()
+        if not isinstance(sender, WeightSender):
+            return  # rank 0 waits for the workers
         await sender.await_workers(self._deadline(timeout))
         sender.transfer.renew()
 

@@ -12,8 +12,8 @@ from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.events import logger
 from aiosync.schemes.attach import enlist
-from aiosync.schemes.initialization import checked_index
 from aiosync.schemes.ranked import RankedWeightSyncScheme
+from aiosync.schemes.values import checked_index
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.object_store import ObjectStoreTransfer
 from aiosync.transfer.process_group import Collective

@@ -14,7 +14,7 @@ from aiosync.events import EventSource
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.receiver.updates import Applier
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.initialization import Secret
+from aiosync.schemes.values import Secret
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.stream import StreamTransfer
 from aiosync.transports.base import Listener

@@ -13,43 +13,46 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from aiosync._deadline import Deadline
+from aiosync._endpoint import Endpoint
 from aiosync._home_loop import HomeLoop
 from aiosync._open_calls import OpenCalls
 from aiosync._options import SchemeOptions
-from aiosync.errors import NotConnectedError, SyncTimeoutError
+from aiosync.errors import InvalidArgumentError, NotConnectedError, SyncTimeoutError
 from aiosync.events import EventSource, SchemeStats, logger
-from aiosync.reports import SendReport, WorkerReport
+from aiosync.reports import SendReport, WorkerReport, WorkerState
+from aiosync.sender.extraction import Sources, WeightSource, is_per_worker
 from aiosync.sender.pending_acks import PendingAcks, first_failure
-from aiosync.sender.publisher import Publication, Publisher, Sources, publish_together
+from aiosync.sender.publisher import Publication, Publisher, publish_together
 from aiosync.sender.registry import WorkerRegistry
-from aiosync.sender.sharded.gather import ShardGather
+from aiosync.sender.sharded.gather import GatherLeader, ShardGather, leading
 from aiosync.sender.worker_group import WorkerGroup
-from aiosync.sender.worker_plan import SenderPlan
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.slots import SlotPool
 from aiosync.transports._offload import Offloader, uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
-from aiosync.transports.base import Listener
+from aiosync.transports.base import Listener, Transport
 from aiosync.weights.layout import Layout
 
 __all__ = ["WeightSender"]
 
 
-class WeightSender:
+class WeightSender(Endpoint):
     """The live sending endpoint. Made by a scheme; see :class:`~aiosync.WeightSyncScheme` for its use.
 
     Args:
         spec: the scheme's options.
-        plan: whom to send to.
+        source: finds the weights to send; its plan says whom to send to.
         model_id: which model this is about.
         listener: where workers connect.
         token: the secret that workers must know.
         transfer: how versions get to workers; the sender closes it.
         events: gets what happens.
+        leader: gathers the parts of a model that is spread over ranks; the sender closes it.
 
     Attributes:
         home: the event loop that this lives on.
@@ -61,16 +64,19 @@ class WeightSender:
     def __init__(
         self,
         spec: SchemeOptions,
-        plan: SenderPlan,
+        source: WeightSource,
         model_id: str | None,
         listener: Listener,
         token: bytes,
         *,
         transfer: Transfer,
         events: EventSource,
+        leader: GatherLeader | None = None,
     ) -> None:
         self.spec = spec
-        self.plan = plan
+        self.source = source
+        self.plan = plan = source.plan
+        self._leader = leader
         self.model_id = model_id
         self.registry = WorkerRegistry(
             plan.workers,
@@ -108,39 +114,76 @@ class WeightSender:
         stats.memory = sum(group.pool.nbytes for group in self._groups)
         return stats
 
-    def published(self) -> Mapping[str, Tensor] | None:
+    @property
+    def workers(self) -> dict[int, WorkerState]:
+        """Worker -> whether it is connected, its version, its lag and its address."""
+        registry = self.registry
+        return {
+            worker: WorkerState(
+                worker in registry.connections, version, self.version - version, registry.address_of(worker)
+            )
+            for worker in sorted(registry.workers)
+            for version in [registry.last_version_of(worker)]
+        }
+
+    @property
+    def transports(self) -> dict[int, Transport]:
+        return {w: connection.transport for w, connection in sorted(self.registry.connections.items())}
+
+    @property
+    def weights_in_use(self) -> Mapping[str, Tensor] | None:
         """The newest version's tensors, in the memory that workers read; of the first group. They are new
         tensors: a caller that shares one with another process has torch move that one alone."""
-        latest = self._groups[0].newest if self._groups else None
-        return latest.slot.fresh_views() if latest is not None else None
+        newest = self._groups[0].newest if self._groups else None
+        return newest.slot.fresh_views() if newest is not None else None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the model is spread over the ranks of the trainer."""
+        return self._leader is not None
+
+    def check_alive(self) -> None:
+        self.home.check_alive()
 
     # -- connect ----------------------------------------------------------------------------------
 
     async def connect(
         self,
-        sources: Sources,
+        weights: Any,
         deadline: Deadline,
         *,
         min_workers: int | None = None,
-        optional: Collection[str] = (),
-        gathering: ShardGather | None = None,
+        before: Callable[[Any, Deadline], Awaitable[Any]] | None = None,
     ) -> None:
-        """Publish version 0 and wait until every worker runs on it; or ``min_workers`` of them, whichever.
+        """Publish version 0 and wait until every worker runs on it, or any ``min_workers`` of them.
 
         Args:
-            sources: what version 0 is; its names, shapes and dtypes are those of all that follow.
-            optional: further names that a later source may have, and that are not sent.
-            gathering: brings together what is spread over ranks.
+            weights: version 0; its names, shapes and dtypes are those of all that follow.
+            deadline: when to give up.
+            min_workers: how many workers are enough; None: all.
+            before: called first, with the weights; returns the weights, which it may have found.
 
         Raises:
-            SyncTimeoutError: some did not come in time; it names them. Call again to go on waiting.
+            SyncTimeoutError: some workers did not come in time; it names them. Call again to go on waiting.
             RemoteApplyError, LayoutMismatchError: a worker refused; it may connect again.
             NotConnectedError: this sender was closed meanwhile.
         """
         self.home.enter()
+        if self._live:
+            if before is not None:
+                await before({}, deadline)  # those that have given up meanwhile are asked again
+            await self._wait_for_start(min_workers, deadline)
+            return
+        async with leading(self._leader, "connect", deadline) as gathering:
+            if before is not None:
+                weights = await before(weights, deadline)
+            sources = await self.source.extract(weights, self.registry.workers)
+            async with self._calls.call():
+                await self._open(sources, deadline, self.source.optional(weights), gathering)
+            await self._wait_for_start(min_workers, deadline)
+
+    async def _wait_for_start(self, min_workers: int | None, deadline: Deadline) -> None:
         async with self._calls.call():
-            if not self._live:
-                await self._open(sources, deadline, optional, gathering)
             if min_workers is not None:
                 await self.registry.wait_for_workers(min_workers, deadline)
             else:
@@ -247,21 +290,36 @@ class WeightSender:
 
     async def send(
         self,
-        sources: Sources,
-        targets: set[int],
+        weights: Any,
+        worker_ids: int | list[int] | None,
         *,
         wait: bool,
         strict: bool,
         deadline: Deadline,
-        gathering: ShardGather | None = None,
     ) -> SendReport:
-        """Publish the next version to ``targets``; wait for their answers if told to.
+        """Publish the next version. Arguments and errors: see :meth:`aiosync.WeightSyncScheme.send`."""
+        if self._leader is None:
+            return await self._send(weights, worker_ids, wait, strict, deadline, None)
+        async with self._leader.calling("send", deadline) as gathering:
+            return await self._send(weights, worker_ids, wait, strict, deadline, gathering)
 
-        Raises:
-            LayoutMismatchError: the source does not fit; nothing was sent.
-            WorkerLostError, RemoteApplyError, SyncTimeoutError: see :func:`first_failure`; the healthy
-                workers have been updated.
-        """
+    async def _send(
+        self,
+        weights: Any,
+        worker_ids: int | list[int] | None,
+        wait: bool,
+        strict: bool,
+        deadline: Deadline,
+        gathering: ShardGather | None,
+    ) -> SendReport:
+        if weights is None and self.plan.made_here:
+            raise InvalidArgumentError(
+                "no weights were given, and the context has only a policy_factory: say which to send"
+            )
+        if worker_ids is None and type(weights) is dict and is_per_worker(weights):
+            worker_ids = list(weights)
+        targets = self.registry.resolve(worker_ids)
+        sources = await self.source.extract(weights, targets)
         self.check_open()
         publisher = self.publisher
         if not publisher.lock.acquire_nowait():
@@ -312,9 +370,10 @@ class WeightSender:
         self._tell_world(report)
         return report
 
-    async def wait_ack(self, targets: set[int], deadline: Deadline) -> SendReport:
-        """Wait until ``targets`` run on the version that was last published to them."""
+    async def wait_ack(self, worker_ids: int | list[int] | None, deadline: Deadline) -> SendReport:
+        """Wait until workers run on the version that was last published to them."""
         self.check_open()
+        targets = self.registry.resolve(worker_ids)
         started = time.perf_counter()
         acks = self.registry.acks_for_current(targets)
         with self.registry.tracking(acks):
@@ -418,6 +477,8 @@ class WeightSender:
     def _abandon_loop(self) -> None:
         """Release what can be released without the loop that this endpoint lived on."""
         with ExitStack() as last:
+            if self._leader is not None:
+                last.callback(self._leader.close)
             last.callback(self.transfer.close)
             last.callback(self._offloader.close)
             for group in self._groups:
@@ -429,6 +490,8 @@ class WeightSender:
         await self._calls.stop()
         async with AsyncExitStack() as last:  # the last first, whatever raises
             last.callback(self._events.tell, "closed", self.model_id, self.version)
+            if self._leader is not None:
+                last.callback(self._leader.close)
             last.callback(self.transfer.close)
             last.callback(self._offloader.close)
             for group in self._groups:

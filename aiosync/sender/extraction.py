@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -11,18 +11,64 @@ from torch import Tensor, nn
 from aiosync.errors import InvalidArgumentError
 from aiosync.sender.worker_plan import SenderPlan
 from aiosync.transports._offload import Offloader
-from aiosync.weights.flatten import named_tensors
-from aiosync.weights.index import module_tensors
+from aiosync.weights.flatten import named_tensors, optional_names
+from aiosync.weights.index import known_tensors, module_tensors
 from aiosync.weights.sharded import reshard
 from aiosync.weights.strategy import WeightStrategy, to_tensordict
 
-__all__ = ["extract_groups", "is_per_worker"]
+__all__ = ["Sources", "WeightSource", "extract_groups", "is_per_worker"]
+
+Sources: TypeAlias = Mapping[int, Mapping[str, Tensor]]
+"""Number of the group -> entry name -> tensor."""
 
 
 def is_per_worker(weights: Any) -> bool:
     """Whether this is a dict of worker index -> weights rather than weights."""
     # A TensorDict calls itself a mapping but cannot be asked whether it is empty.
     return type(weights) is dict and bool(weights) and all(isinstance(key, int) for key in weights)
+
+
+class WeightSource:
+    """Finds the weights that a call of ``send`` is to send.
+
+    Args:
+        plan: the workers, and what to send by default.
+        resolve: takes what a call was given (weights, a dotted path, or None) and returns the weights.
+        strategy: returns the scheme's strategy, which the user may set at any time.
+    """
+
+    def __init__(
+        self, plan: SenderPlan, resolve: Callable[[Any], Any], strategy: Callable[[], WeightStrategy]
+    ) -> None:
+        self.plan = plan
+        self._resolve = resolve
+        self._strategy = strategy
+
+    async def extract(self, weights: Any, targets: set[int]) -> Sources:
+        """The weights as named tensors, for each group that a target is in; without targets, for all groups.
+
+        Args:
+            weights: as for :meth:`aiosync.WeightSyncScheme.send`.
+            targets: the workers.
+
+        Raises:
+            InvalidArgumentError: there is nothing to send, or weights per worker where workers share a copy.
+            UnsupportedTensorError: a weight that cannot be sent.
+        """
+        plan, given, strategy = self.plan, weights, self._strategy()
+        if isinstance(weights, str) or (weights is None and not plan.has_weights):
+            given = self._resolve(weights)
+        if plan.plain and isinstance(given, nn.Module) and type(strategy) is WeightStrategy:
+            tensors = known_tensors(given)
+            if tensors is not None:
+                return {0: tensors}  # as almost always
+        return await extract_groups(plan, given, targets, strategy)
+
+    def optional(self, weights: Any) -> frozenset[str]:
+        """Names that the models have and that are not sent (non-persistent buffers, say)."""
+        plan = self.plan
+        known = [m for m in (weights, plan.weights, *(g.weights for g in plan.groups)) if m is not None]
+        return frozenset().union(*(optional_names(model) for model in known or [self._resolve(None)]))
 
 
 async def extract_groups(

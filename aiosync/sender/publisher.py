@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
-from torch import Tensor
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, NotConnectedError
+from aiosync.sender.extraction import Sources
 from aiosync.sender.fair_lock import FairLock
 from aiosync.sender.pending_acks import PendingAcks
 from aiosync.sender.registry import WorkerRegistry
@@ -31,10 +31,7 @@ from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.weights.fit import Fit, fit
 
-__all__ = ["Publication", "Publisher", "Sources", "publish_together"]
-
-Sources = Mapping[int, Mapping[str, Tensor]]
-"""Number of the group -> entry name -> tensor."""
+__all__ = ["Publication", "Publisher", "publish_together"]
 
 
 class Publication(msgspec.Struct, eq=False):

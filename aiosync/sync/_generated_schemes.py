@@ -1019,70 +1019,12 @@ class NoWeightSyncScheme(WeightSyncScheme):
     init_on_worker = init_on_receiver
 
     def connect(self, *, worker_idx: int | None=None, weights: Any=None, min_workers: int | None=None, timeout: float | None=None) -> None:
-        """Connected."""
+        """Be connected at once, with version 0."""
         self._blocking_connect(worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout)
 
-    def send(self, weights: Any=None, worker_ids: int | list[int] | None=None, *, wait: bool | None=None, strict: bool=True, timeout: float | None=None) -> SendReport:
-        """Counts one version."""
-        return portal().call(self._async.send, weights, worker_ids, wait=wait, strict=strict, timeout=timeout)
-
-    def wait_ack(self, worker_ids: int | list[int] | None=None, timeout: float | None=None) -> SendReport:
-        """Nothing is ever under way."""
-        return portal().call(self._async.wait_ack, worker_ids, timeout)
-
-    def receive(self, timeout: float | None=None) -> Any:
-        """Nothing ever comes: None, at once."""
-        return portal().call(self._async.receive, timeout)
-
-    def receiving(self) -> AbstractContextManager[None]:
-        """Nothing runs beside the body."""
-        return self._blocking_receiving()
-
-    def pinned(self, timeout: float | None=None) -> AbstractContextManager[int]:
-        """The version never changes."""
-        return self._blocking_pinned(timeout)
-
-    def rebind(self, *, model: Any=None, context: Any=None) -> None:
-        """Takes what another scheme would take."""
-        portal().call(self._async.rebind, model=model, context=context)
-
-    def wait_closed(self) -> None:
-        """Wait until this side closes: there is no other."""
-        portal().call(self._async.wait_closed)
-
     def apply_weights(self, weights: Any, inplace: bool=True) -> None:
-        """Applies nothing."""
+        """Apply nothing."""
         self._async.apply_weights(weights, inplace)
-
-    @property
-    def version(self) -> int:
-        """Versions sent (sender), or 0 (receiver); -1 before ``connect``."""
-        return self._async.version
-
-    @property
-    def worker_versions(self) -> dict[int, int]:
-        """There are no workers."""
-        return self._async.worker_versions
-
-    @property
-    def initialized_on_sender(self) -> bool:
-        """Whether ``init_on_sender`` was called."""
-        return self._async.initialized_on_sender
-
-    @property
-    def initialized_on_receiver(self) -> bool:
-        """Whether ``init_on_receiver`` was called."""
-        return self._async.initialized_on_receiver
-
-    @property
-    def synchronized_on_sender(self) -> bool:
-        """Whether ``connect`` was called, on the sender."""
-        return self._async.synchronized_on_sender
-
-    @property
-    def synchronized_on_receiver(self) -> bool:
-        """Whether ``connect`` was called, on a receiver."""
-        return self._async.synchronized_on_receiver
 
     def create_transport(self, *, worker_idx: int) -> Transport:
         """There is none.

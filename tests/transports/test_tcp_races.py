@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import socket
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ from aiosync.weights.copying import BlockCopy
 from tests.kit.certificates import certificates
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
+from tests.kit.ports import free_port
 from tests.kit.proxy import ChaosProxy
 from tests.kit.relay import connect, relay_below, serve
 from tests.kit.seams import binding_of, connections_of, lose_connection
@@ -111,9 +111,7 @@ async def test_a_layout_that_does_not_fit_is_said_to_an_elastic_sender() -> None
 
 
 async def test_a_worker_may_come_before_its_sender() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     early = make_worker(address)
     coming = asyncio.create_task(early.connect())
     await asyncio.sleep(0)

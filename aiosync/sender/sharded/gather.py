@@ -17,8 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from aiosync._deadline import Deadline
+from aiosync._endpoint import Endpoint
 from aiosync.errors import GatherError, NotConnectedError
 from aiosync.reports import SendReport
+from aiosync.sender.extraction import WeightSource, is_per_worker
 from aiosync.sender.sharded.ranks import ShardOffer, ShardRequest, Shards
 from aiosync.transports._offload import call_when_done
 
@@ -97,6 +99,10 @@ class GatherLeader:
         self._shards = shards
         self._last: asyncio.Future[None] | None = None
 
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self._shards.close()
+
     @asynccontextmanager
     async def calling(self, call: str, deadline: Deadline) -> AsyncIterator[ShardGather]:
         """Around a call: whatever becomes of it, the others hear of it.
@@ -144,19 +150,46 @@ def leading(
     return nullcontext() if leader is None else leader.calling(call, deadline)
 
 
-class ShardContributor:
-    """What the others have in place of a sender.
+class ShardContributor(Endpoint):
+    """The endpoint of the other ranks: it lends their parts to rank 0, which sends.
 
     Args:
         shards: the way to rank 0.
-
-    Attributes:
-        version: the last that rank 0 has published with this rank's parts; -1 before the first.
+        source: finds this rank's parts.
     """
 
-    def __init__(self, shards: Shards) -> None:
-        self.version = -1
+    def __init__(self, shards: Shards, source: WeightSource) -> None:
+        self._version = -1
         self._shards = shards
+        self._source = source
+
+    @property
+    def version(self) -> int:
+        """The last version that rank 0 has published with this rank's parts; -1 before the first."""
+        return self._version
+
+    async def connect(self, weights: Any, deadline: Deadline) -> None:
+        """Lend the parts of version 0. Raises as :meth:`take_part`."""
+        if self._version < 0:
+            await self.take_part("connect", lambda: self._source.extract(weights, set()), deadline)
+
+    async def send(
+        self, weights: Any, worker_ids: Any, *, wait: bool, strict: bool, deadline: Deadline
+    ) -> SendReport:
+        """Lend the parts of the next version. What this returns says nothing of workers.
+
+        Raises as :meth:`take_part`.
+        """
+        targets = set(weights) if is_per_worker(weights) else set[int]()
+        return await self.take_part("send", lambda: self._source.extract(weights, targets), deadline)
+
+    async def wait_ack(self, worker_ids: Any, deadline: Deadline) -> SendReport:
+        """The report of the last version."""
+        return self.report()
+
+    async def aclose(self) -> None:
+        """Leave the other ranks."""
+        self._shards.close()
 
     async def take_part(
         self,
@@ -193,12 +226,12 @@ class ShardContributor:
         return self.report(work.result())
 
     def _lend(self, lending: ShardOffer) -> int:
-        self.version = self._shards.lend(lending)
-        return self.version
+        self._version = self._shards.lend(lending)
+        return self._version
 
     def report(self, version: int | None = None) -> SendReport:
         """What there is to say of a version; of the last, if it is not said which."""
-        return SendReport(self.version if version is None else version, 0, {}, {}, ())
+        return SendReport(self._version if version is None else version, 0, {}, {}, ())
 
 
 async def _until_done(
