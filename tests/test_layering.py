@@ -30,6 +30,7 @@ LAYERS = (
     {"weights"},
     {"_options", "protocol"},
     {"transports"},
+    {"_endpoint"},
     {"transfer"},
     {"receiver", "sender"},
     {"schemes"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar, overload
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,7 @@ __all__ = [
     "ProcessGroupPayload",
     "StreamPayload",
     "decode",
+    "decode_either",
     "encode",
 ]
 
@@ -94,25 +95,22 @@ def encode(payload: msgspec.Struct) -> dict[str, Any]:
     return found
 
 
-@overload
-def decode(payload: dict[str, Any], one: type[A], /) -> A: ...
-
-
-@overload
-def decode(payload: dict[str, Any], one: type[A], other: type[B], /) -> A | B: ...
-
-
-def decode(payload: dict[str, Any], *types: type[msgspec.Struct]) -> msgspec.Struct:
-    """A payload as the one of ``types`` whose first field it has.
+def decode(payload: dict[str, Any], kind: type[A]) -> A:
+    """A payload as a struct.
 
     Raises:
-        ProtocolError: it is none of these, or a field has a wrong value.
+        ProtocolError: a field is missing or has a wrong value.
     """
-    problem = "it has none of the fields that are expected"
-    for kind in types:
-        if kind.__struct_encode_fields__[0] in payload:
-            try:
-                return msgspec.convert(payload, kind)
-            except msgspec.ValidationError as exc:
-                problem = str(exc)
-    raise ProtocolError(f"an update's payload cannot be used: {problem}: {payload!r:.80}")
+    try:
+        return msgspec.convert(payload, kind)
+    except msgspec.ValidationError as exc:
+        raise ProtocolError(f"an update's payload cannot be used: {exc}: {payload!r:.80}") from exc
+
+
+def decode_either(payload: dict[str, Any], one: type[A], other: type[B]) -> A | B:
+    """A payload as one of two structs: as ``one`` if it has the first field of that.
+
+    Raises:
+        ProtocolError: a field is missing or has a wrong value.
+    """
+    return decode(payload, one if one.__struct_encode_fields__[0] in payload else other)

@@ -15,7 +15,7 @@ from torch import Tensor
 from aiosync.errors import ProtocolError
 from aiosync.protocol.events import Fetched
 from aiosync.protocol.frames import Update
-from aiosync.protocol.payloads import InlinePayload, ObjectPayload, decode, encode
+from aiosync.protocol.payloads import InlinePayload, ObjectPayload, decode_either, encode
 from aiosync.transfer.base import (
     InboundTransfer,
     MemoryAccess,
@@ -271,7 +271,7 @@ class ObjectStoreInbound(InboundTransfer):
 
     def expect(self, update: Update) -> None:
         """Begin to get the object: it is here, or on its way from another node."""
-        payload = decode(update.payload, ObjectPayload, InlinePayload)
+        payload = decode_either(update.payload, ObjectPayload, InlinePayload)
         if isinstance(payload, InlinePayload):
             future = Future[Tensor]()
             future.set_result(torch.frombuffer(bytearray(payload.data), dtype=torch.uint8))

@@ -14,7 +14,7 @@ from torch import Tensor
 from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.events import Fetched
 from aiosync.protocol.frames import Update
-from aiosync.protocol.payloads import InlinePayload, ProcessGroupPayload, decode, encode
+from aiosync.protocol.payloads import InlinePayload, ProcessGroupPayload, decode_either, encode
 from aiosync.transfer.base import (
     InboundTransfer,
     MemoryAccess,
@@ -237,7 +237,7 @@ class ProcessGroupInbound(DoubleBuffer):
 
     def expect(self, update: Update) -> None:
         """Receive it at once: the sender is sending it, and what follows comes behind it."""
-        payload = decode(update.payload, ProcessGroupPayload, InlinePayload)
+        payload = decode_either(update.payload, ProcessGroupPayload, InlinePayload)
         if isinstance(payload, InlinePayload):
             if len(payload.data) != self._layout.nbytes:
                 raise ProtocolError(

@@ -331,14 +331,14 @@ async def test_a_model_that_joins_in_the_middle_of_a_joint_update(
         late = value.add(0)
         welcomed, go_on = asyncio.Event(), asyncio.Event()
         receiver = late.scheme.create_receiver()
-        settle_in = receiver._settle_in
+        prepare = receiver.applier.prepare
 
-        async def settle_in_later(welcome: Any) -> None:
+        async def prepare_later(transport: Any) -> None:
             welcomed.set()
             await go_on.wait()
-            await settle_in(welcome)
+            await prepare(transport)
 
-        monkeypatch.setattr(receiver, "_settle_in", settle_in_later)
+        monkeypatch.setattr(receiver.applier, "prepare", prepare_later)
         joining = asyncio.create_task(late.connect())
         await within(welcomed.wait())
         fill(policy.model, 1)
