@@ -31,7 +31,7 @@ __all__ = [
 StartMethod: TypeAlias = Literal["spawn", "forkserver"]
 
 
-def _positive(name: str, value: object) -> None:
+def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InvalidArgumentError(f"{name}={value!r}: expected a positive number")
 
@@ -73,9 +73,9 @@ class BatchConfig:
     def __post_init__(self) -> None:
         each = self.frames_per_batch
         for number in [each] if isinstance(each, int) else each:
-            _positive("frames_per_batch", number)
+            _check_positive("frames_per_batch", number)
         if self.total_frames != -1:
-            _positive("total_frames", self.total_frames)
+            _check_positive("total_frames", self.total_frames)
         for name in ("max_frames_per_traj", "init_random_frames"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
@@ -168,10 +168,10 @@ class ProcessConfig:
         if self.ray_options is not None and self.launcher != "ray":
             raise InvalidArgumentError("ray_options= is of launcher='ray'")
         for name in ("envs_per_worker", "num_sub_threads"):
-            _positive(name, getattr(self, name))
+            _check_positive(name, getattr(self, name))
         for name in ("num_workers", "num_threads"):
             if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
+                _check_positive(name, getattr(self, name))
         if self.restart_workers < 0:
             raise InvalidArgumentError(f"restart_workers={self.restart_workers!r}: expected 0 or more")
         if self.timeout is not None:

@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from aiosync._deadline import Deadline
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.pool import Pool
-from aiosync.collectors.updates import Updates
+from aiosync.collectors.updates import WeightUpdates
 from aiosync.collectors.worker import POLICY
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.weights.resolve import resolve_model
@@ -35,15 +35,15 @@ class Controls(ABC):
     policy: Any
     frames: int
     _requested: int
-    _updates: Updates
+    _updates: WeightUpdates
 
     @property
     @abstractmethod
-    def _live(self) -> Pool:
+    def _connected_pool(self) -> Pool:
         """The workers; raises NotConnectedError if there are none."""
 
     @abstractmethod
-    def _is_live(self, pool: Pool) -> bool:
+    def _is_current(self, pool: Pool) -> bool:
         """Whether these are the workers still."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class Controls(ABC):
         """No worker steps inside."""
 
     @abstractmethod
-    def _drop(self) -> None:
+    def _drop_delivered(self) -> None:
         """Forget the batches that have been delivered and not handed out."""
 
     def _deadline(self, timeout: float | None) -> Deadline:
@@ -81,7 +81,7 @@ class Controls(ABC):
         """
         given = weights_dict if weights_dict is not None else {model_id: policy_or_weights}
         seconds = self.config.processes.seconds if timeout is None else timeout
-        await self._updates.send(self._live, given, worker_ids, seconds)
+        await self._updates.send(self._connected_pool, given, worker_ids, seconds)
 
     @property
     def policy_version(self) -> int:
@@ -91,7 +91,7 @@ class Controls(ABC):
     async def increment_version(self, timeout: float | None = None) -> None:
         """Count the policy's version up, where weights got to the workers in a way that this collector knows
         nothing of. Frames are tagged with the new one from here on."""
-        await self._updates.count(self._live, self._deadline(timeout))
+        await self._updates.count_update(self._connected_pool, self._deadline(timeout))
 
     async def receive_weights(self, policy_or_weights: Any = None, *, timeout: float | None = None) -> None:
         """Bring this collector's own policy up to date.
@@ -127,8 +127,8 @@ class Controls(ABC):
     async def set_seed(self, seed: int, static_seed: bool = False, timeout: float | None = None) -> int:
         """Begin anew, each environment with a seed of its own: ``seed``, ``seed + 1``, and so on; or each
         worker with the same, if ``static_seed``. Returns the next one."""
-        pool = self._live
-        await pool.until(lambda: all(w.ready for w in pool.workers), self._deadline(timeout), "receive")
+        pool = self._connected_pool
+        await pool.wait_for(lambda: all(w.ready for w in pool.workers), self._deadline(timeout), "receive")
         strides = [self.config.processes.envs_per_worker * worker.width for worker in pool.workers]
         each = {w.index: seed if static_seed else seed + sum(strides[: w.index]) for w in pool.workers}
         await pool.call("set_seed", {index: [s] for index, s in each.items()}, self._deadline(timeout))
@@ -139,15 +139,15 @@ class Controls(ABC):
     async def reset(self, reset_idx: Sequence[bool] | None = None, timeout: float | None = None) -> None:
         """Begin new episodes, in all workers or those where ``reset_idx`` is true."""
         chosen = [index for index in range(self.num_workers) if reset_idx is None or reset_idx[index]]
-        await self._live.call("reset", {index: [] for index in chosen}, self._deadline(timeout))
+        await self._connected_pool.call("reset", {index: [] for index in chosen}, self._deadline(timeout))
 
     async def getattr_env(self, name: str, timeout: float | None = None) -> list[Any]:
         """What each worker's environment has under a name, which may be dotted."""
-        return await self._of_each("attribute_of", timeout, "env", name)
+        return await self._call_all("get_attribute", timeout, "env", name)
 
     async def getattr_policy(self, name: str, timeout: float | None = None) -> list[Any]:
         """What each worker's policy has under a name, which may be dotted."""
-        return await self._of_each("attribute_of", timeout, "policy", name)
+        return await self._call_all("get_attribute", timeout, "policy", name)
 
     def getattr_rb(self, name: str) -> Any:
         """What the replay buffer has under a name, which may be dotted.
@@ -160,15 +160,15 @@ class Controls(ABC):
             raise NotInitializedError("this collector has no replay buffer: give replay_buffer=")
         return resolve_model(self.config.replay.replay_buffer, name)
 
-    async def _of_each(self, method: str, timeout: float | None, *arguments: Any) -> list[Any]:
+    async def _call_all(self, method: str, timeout: float | None, *arguments: Any) -> list[Any]:
         each = {index: arguments for index in range(self.num_workers)}
-        return await self._live.call(method, each, self._deadline(timeout))
+        return await self._connected_pool.call(method, each, self._deadline(timeout))
 
     async def state_dict(self, timeout: float | None = None) -> dict[str, Any]:
         """Where collection stands: how many frames there were, and each worker's environments and generators
         of random numbers, as far as they can be pickled. Take it when nothing is being collected: between two
         synchronous batches, or inside :meth:`pause`."""
-        workers = await self._of_each("state", timeout)
+        workers = await self._call_all("state", timeout)
         return {"frames": self.frames, "workers": workers}
 
     async def load_state_dict(self, state: Mapping[str, Any], timeout: float | None = None) -> None:
@@ -184,11 +184,11 @@ class Controls(ABC):
             )
         each = {index: [worker] for index, worker in enumerate(workers)}
         async with self.pause(timeout):
-            self._drop()
-            await self._live.call("load_state", each, self._deadline(timeout))
+            self._drop_delivered()
+            await self._connected_pool.call("load_state", each, self._deadline(timeout))
             self.frames = self._requested = state["frames"]
-            next_ids = [max(player["_next_id"] for player in worker["players"]) for worker in workers]
-            self._live.number_from(next_ids)
+            next_ids = [max(rollout["next_traj_id"] for rollout in worker["rollouts"]) for worker in workers]
+            self._connected_pool.start_trajectories_at(next_ids)
 
     def get_model(self, model_id: str = POLICY) -> Any:
         """The trainer's model of that name.

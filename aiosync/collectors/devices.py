@@ -10,13 +10,13 @@ import torch
 
 from aiosync.errors import InvalidArgumentError
 
-__all__ = ["Device", "DeviceConfig", "Places"]
+__all__ = ["Device", "DeviceConfig", "WorkerDevices"]
 
 Device: TypeAlias = "torch.device | str | int"
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class WorkerDevices:
     """The devices of one worker; None: as things are.
 
     Attributes:
@@ -51,9 +51,9 @@ class DeviceConfig:
         """The contrary of ``no_cuda_sync``."""
         return not self.no_cuda_sync
 
-    def of(self, worker: int) -> Places:
+    def of(self, worker: int) -> WorkerDevices:
         """Those of a worker."""
-        return Places(*(self._of(name, worker) for name in ("env", "policy", "storing")))
+        return WorkerDevices(*(self._of(name, worker) for name in ("env", "policy", "storing")))
 
     def _of(self, name: str, worker: int) -> torch.device | None:
         given = getattr(self, f"{name}_device")
@@ -77,10 +77,10 @@ class DeviceConfig:
                     f"{name}: expected one device, or one per worker, {workers}; got {len(given)}"
                 )
             for device in given if listed else [given]:
-                _available(name, device)
+                _check_available(name, device)
 
 
-def _available(name: str, given: Device | None) -> None:
+def _check_available(name: str, given: Device | None) -> None:
     try:
         device = torch.device("cpu" if given is None else given)
     except (RuntimeError, TypeError) as exc:

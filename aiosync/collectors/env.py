@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from aiosync.collectors.fields import Fields, Key, flattened, nested, under
+from aiosync.collectors.fields import Fields, Key, flatten, under, unflatten
 from aiosync.errors import InvalidArgumentError
 
 __all__ = ["ENDS", "Env", "adapt"]
@@ -92,12 +92,12 @@ def adapt(env: Any, device: torch.device | None = None) -> Env:
     return GymnasiumEnv(env, device)
 
 
-def _observed(found: object, first: Key = "observation") -> Fields:
+def _observation_fields(found: object, first: Key = "observation") -> Fields:
     if isinstance(found, Mapping):
         fields: Fields = {}
         for name, value in found.items():
             key = name if first == "observation" else under(str(first), name)
-            fields.update(_observed(value, key))
+            fields.update(_observation_fields(value, key))
         return fields
     if isinstance(found, tuple):
         return {f"{first}_{i}": tensor_of(value) for i, value in enumerate(found)}
@@ -111,18 +111,18 @@ def tensor_of(value: object) -> Tensor:
     return found.to(torch.get_default_dtype()) if found.dtype == torch.float64 else found
 
 
-def _column(value: object, dtype: torch.dtype) -> Tensor:
+def _as_column(value: object, dtype: torch.dtype) -> Tensor:
     return torch.as_tensor(value, dtype=dtype, device="cpu").unsqueeze(-1)
 
 
 _FLAGS = torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
 
 
-def _ended(terminated: Any, truncated: Any, shape: tuple[int, ...]) -> Fields:
+def _end_fields(terminated: Any, truncated: Any, shape: tuple[int, ...]) -> Fields:
     if not shape:  # the parts of a frame are not written into
         over, limited = bool(terminated), bool(truncated)
         return {"done": _FLAGS[over or limited], "terminated": _FLAGS[over], "truncated": _FLAGS[limited]}
-    ended, cut = _column(terminated, torch.bool), _column(truncated, torch.bool)
+    ended, cut = _as_column(terminated, torch.bool), _as_column(truncated, torch.bool)
     return {"done": ended | cut, "terminated": ended, "truncated": cut}
 
 
@@ -133,7 +133,7 @@ _NESTED_LOOP = (
 )
 
 
-def _call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _call_env(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Call an environment's own method; an error that says what to do where it runs an event loop."""
     try:
         return method(*arguments, **options)
@@ -147,7 +147,7 @@ def _call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         ) from exc
 
 
-class _Stepping(Env):
+class _GymnasiumStyleEnv(Env):
     """Whatever steps as Gymnasium's environments do."""
 
     def __init__(self, env: Any, device: torch.device | None = None) -> None:
@@ -168,7 +168,7 @@ class _Stepping(Env):
     def random_action(self) -> Tensor:
         return tensor_of(self.env.action_space.sample())
 
-    def _taken_seed(self) -> dict[str, int]:
+    def _pop_seed(self) -> dict[str, int]:
         seed, self._seed = self._seed, None
         return {} if seed is None else {"seed": seed}
 
@@ -181,41 +181,41 @@ class _Stepping(Env):
                 return int(action)
         return action.detach().cpu().numpy()
 
-    def _began(self, found: Any) -> Fields:
+    def _reset_fields(self, found: Any) -> Fields:
         observation = found[0] if isinstance(found, tuple) and len(found) == 2 else found
         none = torch.zeros((*self.shape, 1), dtype=torch.bool, device="cpu")
-        return self._placed({**_observed(observation), **{name: none.clone() for name in ENDS}})
+        return self._to_device({**_observation_fields(observation), **{name: none.clone() for name in ENDS}})
 
-    def _stepped(self, found: Any) -> Fields:
+    def _step_fields(self, found: Any) -> Fields:
         observation, reward, terminated, truncated, *_ = found
-        fields = _observed(observation)
-        fields["reward"] = _column(reward, torch.get_default_dtype())
-        return self._placed(fields | _ended(terminated, truncated, self.shape))
+        fields = _observation_fields(observation)
+        fields["reward"] = _as_column(reward, torch.get_default_dtype())
+        return self._to_device(fields | _end_fields(terminated, truncated, self.shape))
 
-    def _placed(self, fields: Fields) -> Fields:
+    def _to_device(self, fields: Fields) -> Fields:
         if self.device is None:
             return fields
         return {key: value.to(self.device) for key, value in fields.items()}
 
 
-class GymnasiumEnv(_Stepping):
+class GymnasiumEnv(_GymnasiumStyleEnv):
     """A single environment of Gymnasium's."""
 
     async def reset(self) -> Fields:
-        return self._began(_call(self.env.reset, **self._taken_seed()))
+        return self._reset_fields(_call_env(self.env.reset, **self._pop_seed()))
 
     async def step(self, step: Fields) -> Fields:
-        return self._stepped(_call(self.env.step, self._action(step)))
+        return self._step_fields(_call_env(self.env.step, self._action(step)))
 
 
-class AsyncEnv(_Stepping):
+class AsyncEnv(_GymnasiumStyleEnv):
     """``async def reset`` and ``step``."""
 
     async def reset(self) -> Fields:
-        return self._began(await self.env.reset(**self._taken_seed()))
+        return self._reset_fields(await self.env.reset(**self._pop_seed()))
 
     async def step(self, step: Fields) -> Fields:
-        return self._stepped(await self.env.step(self._action(step)))
+        return self._step_fields(await self.env.step(self._action(step)))
 
     async def close(self) -> None:
         closing = getattr(self.env, "aclose", None) or getattr(self.env, "close", None)
@@ -225,7 +225,7 @@ class AsyncEnv(_Stepping):
                 await done
 
 
-class VectorEnv(_Stepping):
+class VectorEnv(_GymnasiumStyleEnv):
     """Gymnasium's vector environments, in each of their modes of autoreset.
 
     In the mode NEXT_STEP a step begins the next episode in place of taking an action: see :attr:`Env.skips`.
@@ -237,19 +237,21 @@ class VectorEnv(_Stepping):
         mode = getattr(env, "metadata", {}).get("autoreset_mode", "NextStep")
         self._mode = str(getattr(mode, "value", mode))
         self.skips = self._mode == "NextStep"
-        self._begun: Fields = {}
+        self._after_autoreset: Fields = {}
 
     async def reset(self) -> Fields:
-        return self._began(_call(self.env.reset, **self._taken_seed()))
+        return self._reset_fields(_call_env(self.env.reset, **self._pop_seed()))
 
     async def step(self, step: Fields) -> Fields:
-        found = _call(self.env.step, self._action(step))
-        after = self._stepped(found)
+        found = _call_env(self.env.step, self._action(step))
+        after = self._step_fields(found)
         if self._mode == "SameStep" and after["done"].any():
-            self._begun = {key: value.clone() for key, value in after.items() if key in _observed(found[0])}
+            self._after_autoreset = {
+                key: value.clone() for key, value in after.items() if key in _observation_fields(found[0])
+            }
             last = found[4]["final_obs"]
             for row in after["done"].view(-1).nonzero().view(-1).tolist():
-                for key, value in _observed(last[row]).items():
+                for key, value in _observation_fields(last[row]).items():
                     after[key][row] = value
         return after
 
@@ -259,9 +261,9 @@ class VectorEnv(_Stepping):
             return {key: value for key, value in after.items() if key != "reward"}
         none = {name: torch.zeros_like(ended) for name in ENDS}
         if self._mode == "SameStep":
-            return self._begun | none
+            return self._after_autoreset | none
         mask = ended.view(-1).cpu().numpy()
-        return self._began(_call(self.env.reset, options={"reset_mask": mask}))
+        return self._reset_fields(_call_env(self.env.reset, options={"reset_mask": mask}))
 
 
 class TensorDictEnv(Env):
@@ -273,22 +275,22 @@ class TensorDictEnv(Env):
         self.shape = tuple(env.batch_size)
 
     async def reset(self) -> Fields:
-        found = _call(self.env.reset)
-        return {key: value.clone() for key, value in flattened(found).items()}
+        found = _call_env(self.env.reset)
+        return {key: value.clone() for key, value in flatten(found).items()}
 
     async def step(self, step: Fields) -> Fields:
         # Copies: it may write its next step where this one is.
-        found = _call(self.env.step, self._given(step))["next"]
-        return {key: value.clone() for key, value in flattened(found).items()}
+        found = _call_env(self.env.step, self._to_tensordict(step))["next"]
+        return {key: value.clone() for key, value in flatten(found).items()}
 
     async def restart(self, after: Fields) -> Fields:
-        data = self._given({key: value for key, value in after.items() if key != "reward"})
+        data = self._to_tensordict({key: value for key, value in after.items() if key != "reward"})
         data.set("_reset", after["done"])
-        found = flattened(_call(self.env.reset, data))
+        found = flatten(_call_env(self.env.reset, data))
         return {key: value.clone() for key, value in found.items() if key != "_reset"}
 
-    def _given(self, fields: Fields) -> TensorDictBase:
-        data = nested(fields, self.shape)
+    def _to_tensordict(self, fields: Fields) -> TensorDictBase:
+        data = unflatten(fields, self.shape)
         return data if self.device is None else data.to(self.device)
 
     def random_action(self) -> Tensor:

@@ -25,9 +25,14 @@ import cloudpickle
 from torch import Tensor
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.channel import Channel, ChannelClosed, LocalChannel, PipeChannel
+from aiosync.collectors.command_pipe import (
+    CommandPipe,
+    CommandPipeClosed,
+    LocalCommandPipe,
+    ProcessCommandPipe,
+)
 from aiosync.collectors.config import StartMethod
-from aiosync.collectors.worker import WorkerSpec, serve
+from aiosync.collectors.worker import WorkerSpec, run_worker
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.transports._offload import left_running, offloaded
 
@@ -41,7 +46,7 @@ class Host(ABC):
     """What one worker runs on."""
 
     @abstractmethod
-    async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
+    async def start(self, spec: WorkerSpec, schemes: Schemes) -> CommandPipe:
         """Have a worker begin; what is talked over with it. If this is cancelled, :meth:`close` is called all
         the same.
 
@@ -86,8 +91,8 @@ class ProcessHost(Host):
         self._process: Any = None
         self._at_exit: Finalize[Any] | None = None
 
-    async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
-        data, shared = _packed(spec)
+    async def start(self, spec: WorkerSpec, schemes: Schemes) -> CommandPipe:
+        data, shared = _pickle_spec(spec)
         ours, theirs = self._ctx.Pipe()
         # A server that processes are forked from has the variables of the moment when it began.
         variables = dict(os.environ)
@@ -95,7 +100,9 @@ class ProcessHost(Host):
         name = f"aiosync-collector-{spec.index}"
         # Not a daemon: that could have no children, as environments in processes of their own are.
         self._process = self._ctx.Process(target=_run, args=arguments, name=name, daemon=False)
-        self._at_exit = Finalize(None, _kill, args=(weakref.ref(self._process),), exitpriority=_EXIT_PRIORITY)
+        self._at_exit = Finalize(
+            None, _kill_at_exit, args=(weakref.ref(self._process),), exitpriority=_EXIT_PRIORITY
+        )
         try:
             await offloaded(lambda: _start(self._process), "aiosync-start")
         except BaseException:
@@ -103,10 +110,10 @@ class ProcessHost(Host):
             raise
         finally:
             theirs.close()
-        channel = await PipeChannel.open(ours)
+        pipe = await ProcessCommandPipe.open(ours)
         # Not as an argument: what is long would be waited for until the process reads it.
-        channel.send(data)
-        return channel
+        pipe.send(data)
+        return pipe
 
     async def ended(self, deadline: Deadline) -> bool:
         process = self._process
@@ -160,11 +167,11 @@ class ProcessHost(Host):
 _EXIT_PRIORITY = 5
 """After whatever closes collectors at the interpreter's exit; multiprocessing waits for its children then."""
 
-_LAST_WORDS = 2.0
+_EXIT_SECONDS = 2.0
 """Seconds that a worker whose trainer is gone has to end by itself."""
 
 
-def _kill(process: Callable[[], Any]) -> None:
+def _kill_at_exit(process: Callable[[], Any]) -> None:
     """At the trainer's exit: a collector was not closed, and its worker would be waited for."""
     found = process()
     if found is not None and found.is_alive():
@@ -180,7 +187,7 @@ def _end_with_parent() -> None:
     def watch() -> None:
         wait([parent.sentinel])
         # The loop finds its pipe closed, closes the environment and ends. It cannot while a step runs.
-        time.sleep(_LAST_WORDS)
+        time.sleep(_EXIT_SECONDS)
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(1)
@@ -202,10 +209,10 @@ def _run(
     _end_with_parent()
 
     async def main() -> None:
-        channel = await PipeChannel.open(connection)
-        with suppress(ChannelClosed):  # the collector has closed before this has begun
-            spec = await channel.receive()
-            await serve(lambda: _Unpickler(spec, shared).load(), schemes, channel)
+        pipe = await ProcessCommandPipe.open(connection)
+        with suppress(CommandPipeClosed):  # the collector has closed before this has begun
+            spec = await pipe.receive()
+            await run_worker(lambda: _Unpickler(spec, shared).load(), schemes, pipe)
 
     if sys.platform == "win32":
         asyncio.run(main())
@@ -247,13 +254,13 @@ _PRELOADED_IF_USED = ["gymnasium", "torchrl.envs"]
 """What a server has imported that processes are forked from."""
 
 
-def _packed(spec: WorkerSpec) -> tuple[bytes, list[Tensor]]:
+def _pickle_spec(spec: WorkerSpec) -> tuple[bytes, list[Tensor]]:
     """It, pickled, and the tensors that are to be the same in the worker."""
     data, shared = io.BytesIO(), []
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, obj: object) -> int | None:
-            if not (spec.shares and isinstance(obj, Tensor) and obj.is_shared()):
+            if not (spec.share_tensors and isinstance(obj, Tensor) and obj.is_shared()):
                 return None
             shared.append(obj)
             return len(shared) - 1
@@ -278,10 +285,10 @@ class LocalHost(Host):
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
-        ours, theirs = LocalChannel.pair()
+    async def start(self, spec: WorkerSpec, schemes: Schemes) -> CommandPipe:
+        ours, theirs = LocalCommandPipe.pair()
         receiving = {model_id: copy.copy(scheme) for model_id, scheme in schemes.items()}
-        work = serve(lambda: spec, receiving, theirs)
+        work = run_worker(lambda: spec, receiving, theirs)
         self._task = asyncio.create_task(work, name="aiosync-collector")
         return ours
 

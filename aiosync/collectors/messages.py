@@ -14,11 +14,11 @@ __all__ = [
     "Batch",
     "Call",
     "Collect",
-    "Cut",
-    "Failed",
+    "EndEarly",
+    "ErrorReport",
     "FromWorker",
-    "NewSlot",
-    "Parcel",
+    "InlineBatch",
+    "NewBuffer",
     "Ready",
     "ToWorker",
 ]
@@ -42,7 +42,7 @@ class Collect:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class EndEarly:
     """What is being collected is to be delivered as far as it is."""
 
 
@@ -71,7 +71,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class NewSlot:
+class NewBuffer:
     """A piece of shared memory that batches will lie in.
 
     Attributes:
@@ -82,7 +82,7 @@ class NewSlot:
         replaced: slots of which no more will be heard.
     """
 
-    slot: int
+    buffer: int
     handle: dict[str, Any]
     specs: Specs
     frames: int
@@ -101,13 +101,13 @@ class Batch:
     """
 
     number: int
-    slot: int
+    buffer: int
     steps: int
     order: list[int] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class InlineBatch:
     """A batch in person.
 
     Attributes:
@@ -127,11 +127,11 @@ class Answer:
 
     number: int
     value: Any = None
-    error: Failed | None = None
+    error: ErrorReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class ErrorReport:
     """Something raised.
 
     Attributes:
@@ -147,5 +147,5 @@ class Failed:
     trace: str
 
 
-ToWorker: TypeAlias = Collect | Cut | Call
-FromWorker: TypeAlias = Ready | NewSlot | Batch | Parcel | Answer | Failed
+ToWorker: TypeAlias = Collect | EndEarly | Call
+FromWorker: TypeAlias = Ready | NewBuffer | Batch | InlineBatch | Answer | ErrorReport

@@ -14,12 +14,12 @@ import torch
 
 from aiosync._deadline import Deadline
 from aiosync._resource import AsyncResource
+from aiosync.collectors.batch_iterator import BatchIterator
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.host import MakeHost, ProcessHost, context_of
-from aiosync.collectors.iterating import Iterating
-from aiosync.collectors.on_ray import RayHost
 from aiosync.collectors.pool import Pool
-from aiosync.collectors.updates import Updates
+from aiosync.collectors.ray_host import RayHost
+from aiosync.collectors.updates import WeightUpdates
 from aiosync.collectors.worker import WorkerSpec
 from aiosync.errors import InvalidArgumentError, NotConnectedError
 from aiosync.schemes.base import WeightSyncScheme
@@ -30,14 +30,14 @@ from aiosync.transports.ray.calls import ray_here
 
 __all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
-_PATIENCE = 10.0
+_CLOSE_SECONDS = 10.0
 """Seconds that workers have to end by themselves."""
 
-_IMPATIENCE = 1.0
+_ABORT_SECONDS = 1.0
 """The same, of workers that were no use."""
 
 
-class MultiCollector(Iterating, AsyncResource):
+class MultiCollector(BatchIterator, AsyncResource):
     """Worker processes that roll out a policy, and an asynchronous iterator of their batches.
 
     ::
@@ -95,18 +95,18 @@ class MultiCollector(Iterating, AsyncResource):
         super().__init__(config, sync=(sync is not False) if self._sync is None else self._sync)
         self.num_workers = config.processes.num_workers or _length(create_env_fn)
         config.check(self.num_workers, sync=self.sync)
-        envs = _one_each("create_env_fn", create_env_fn, self.num_workers)
-        arguments = _one_each("create_env_kwargs", create_env_kwargs or {}, self.num_workers)
+        envs = _per_worker("create_env_fn", create_env_fn, self.num_workers)
+        arguments = _per_worker("create_env_kwargs", create_env_kwargs or {}, self.num_workers)
         self._envs = [functools.partial(env, **given) for env, given in zip(envs, arguments, strict=True)]
-        self.policy_factory = _one_each("policy_factory", policy_factory, self.num_workers)
+        self.policy_factory = _per_worker("policy_factory", policy_factory, self.num_workers)
         self.policy = policy
-        self._threads: int | None = None
-        self._updates = Updates(self, config, self._default_scheme(config.processes.seconds))
+        self._saved_threads: int | None = None
+        self._updates = WeightUpdates(self, config, self._default_scheme(config.processes.seconds))
         self._pool: Pool | None = None
         self._closed = False
-        self._warn_of_more(config)
+        self._warn_about_remainder(config)
 
-    def _warn_of_more(self, config: CollectorConfig) -> None:
+    def _warn_about_remainder(self, config: CollectorConfig) -> None:
         each = config.per_batch if self.sync else config.batch.frames_of(0, 1)
         total = config.batch.total_frames
         if total != -1 and total % each:
@@ -124,7 +124,7 @@ class MultiCollector(Iterating, AsyncResource):
             return RayWeightSyncScheme(timeout=seconds, commit=commit)
         return SharedMemWeightSyncScheme(timeout=seconds, commit=commit)
 
-    def _hosts(self) -> tuple[MakeHost, BaseContext | None]:
+    def _host_factory(self) -> tuple[MakeHost, BaseContext | None]:
         """What makes them, and how processes begin."""
         processes = self.config.processes
         if processes.launcher == "ray":
@@ -135,10 +135,10 @@ class MultiCollector(Iterating, AsyncResource):
     def _spec(self, index: int) -> WorkerSpec:
         make, policy = self.policy_factory[index], self.policy
         if make is None and policy is not None:
-            shares = self._updates.shares
+            share_tensors = self._updates.share_tensors
             make = (
                 (lambda: policy)
-                if shares
+                if share_tensors
                 else functools.partial(cloudpickle.loads, cloudpickle.dumps(policy))
             )
         config = self.config
@@ -149,8 +149,8 @@ class MultiCollector(Iterating, AsyncResource):
             make,
             config.of_a_worker(),
             first_id=index * config.processes.envs_per_worker,
-            buffers=config.batch.use_buffers and config.processes.launcher == "process",
-            shares=self._updates.shares,
+            use_buffers=config.batch.use_buffers and config.processes.launcher == "process",
+            share_tensors=self._updates.share_tensors,
         )
 
     # -- life -----------------------------------------------------------------------------------------
@@ -168,21 +168,21 @@ class MultiCollector(Iterating, AsyncResource):
         """
         if self._pool is not None or self._closed:
             raise NotConnectedError("this collector is connected already, or was closed: make another")
-        make_host, ctx = self._hosts()
+        make_host, ctx = self._host_factory()
         deadline = self._deadline(timeout)
         threads = self.config.processes.num_threads
         if threads is not None:
-            self._threads = torch.get_num_threads()
+            self._saved_threads = torch.get_num_threads()
             torch.set_num_threads(threads)
         try:
-            self._updates.begin(ctx)
+            self._updates.init_senders(ctx)
             specs = [self._spec(index) for index in range(self.num_workers)]
             restarts = self.config.processes.restart_workers
-            self._pool = Pool(specs, self._updates.schemes, make_host, restarts, self._delivered)
+            self._pool = Pool(specs, self._updates.schemes, make_host, restarts, self._on_delivered)
             await self._pool.start(deadline)
-            await self._updates.join(self._pool, deadline)
+            await self._updates.connect_receivers(self._pool, deadline)
         except BaseException:
-            await self.aclose(_IMPATIENCE)
+            await self.aclose(_ABORT_SECONDS)
             raise
 
     async def aclose(self, timeout: float | None = None) -> None:
@@ -193,12 +193,12 @@ class MultiCollector(Iterating, AsyncResource):
                 call may take, if that is less.
         """
         self._closed = True
-        self._going.set()
-        running, self._running = self._running, None
+        self._not_paused.set()
+        collecting, self._collecting = self._collecting, None
         pool, self._pool = self._pool, None
-        patience = min(_PATIENCE, self.config.processes.seconds)
+        patience = min(_CLOSE_SECONDS, self.config.processes.seconds)
         deadline = Deadline.after(patience if timeout is None else timeout)
-        release = asyncio.ensure_future(self._release(running, pool, deadline))
+        release = asyncio.ensure_future(self._release(collecting, pool, deadline))
         try:
             await asyncio.shield(release)
         except asyncio.CancelledError:
@@ -209,28 +209,28 @@ class MultiCollector(Iterating, AsyncResource):
             raise
 
     async def _release(
-        self, running: asyncio.Task[None] | None, pool: Pool | None, deadline: Deadline
+        self, collecting: asyncio.Task[None] | None, pool: Pool | None, deadline: Deadline
     ) -> None:
         try:
-            if running is not None:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
+            if collecting is not None:
+                collecting.cancel()
+                await asyncio.gather(collecting, return_exceptions=True)
             await self._updates.aclose()
         finally:
             if pool is not None:
                 await pool.aclose(deadline)
             self._finished.clear()
-            if self._threads is not None:
-                torch.set_num_threads(self._threads)
-                self._threads = None
+            if self._saved_threads is not None:
+                torch.set_num_threads(self._saved_threads)
+                self._saved_threads = None
 
     shutdown = async_shutdown = aclose
 
-    def _is_live(self, pool: Pool) -> bool:
+    def _is_current(self, pool: Pool) -> bool:
         return self._pool is pool
 
     @property
-    def _live(self) -> Pool:
+    def _connected_pool(self) -> Pool:
         if self._pool is None:
             raise NotConnectedError("connect() first, or use `async with`: this collector has no workers")
         self._pool.check()
@@ -253,7 +253,7 @@ def _length(given: object) -> int:
     return len(given) if isinstance(given, Sequence) else 1
 
 
-def _one_each(name: str, given: Any, workers: int) -> list[Any]:
+def _per_worker(name: str, given: Any, workers: int) -> list[Any]:
     if not isinstance(given, Sequence):
         return [given] * workers
     if len(given) != workers:

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiosync._deadline import Deadline
 from aiosync.collectors.host import MakeHost, Schemes
-from aiosync.collectors.proxy import Delivered, WorkerProxy
+from aiosync.collectors.proxy import DeliveredBatch, WorkerProxy
 from aiosync.collectors.worker import WorkerSpec
 from aiosync.errors import NotConnectedError, Phase, SyncTimeoutError, WorkerLostError
 from aiosync.events import logger
@@ -49,19 +49,19 @@ class Pool:
         schemes: Schemes,
         make_host: MakeHost,
         restarts: int,
-        on_batch: Callable[[Delivered], None],
+        on_batch: Callable[[DeliveredBatch], None],
     ) -> None:
         self.workers: list[WorkerProxy] = []
-        self._ending: list[WorkerProxy] = []
+        self._closing: list[WorkerProxy] = []
         self.failure: Exception | None = None
-        self.counted = 0
+        self.extra_updates = 0
         self._specs = list(specs)
         self._schemes = dict(schemes)
         self._make_host = make_host
         self._restarts = [restarts] * len(specs)
         self._on_batch = on_batch
         self._changed = asyncio.Event()
-        self._host = BackgroundTasks("aiosync-collector")
+        self._tasks = BackgroundTasks("aiosync-collector")
         self._stack = AsyncExitStack()
 
     def fail(self, error: Exception) -> None:
@@ -77,10 +77,10 @@ class Pool:
             WorkerLostError: a worker died.
             SyncTimeoutError: not all were ready in time.
         """
-        await self._host.start()
+        await self._tasks.start()
         for scheme in self._schemes.values():
             self._stack.push_async_callback(scheme.aclose)
-        self.workers = [self._new(index) for index in range(len(self._specs))]
+        self.workers = [self._make_worker(index) for index in range(len(self._specs))]
         # All of them, whatever becomes of one: who is being started is to be seen to its end.
         starting = (worker.start(self._schemes) for worker in self.workers)
         for outcome in await asyncio.gather(*starting, return_exceptions=True):
@@ -91,12 +91,12 @@ class Pool:
             for scheme in self._schemes.values()
         ]
         try:
-            await self.until(lambda: all(worker.ready for worker in self.workers), deadline, "connect")
+            await self.wait_for(lambda: all(worker.ready for worker in self.workers), deadline, "connect")
             await asyncio.gather(*connecting)
         finally:
-            await _call_off(connecting)
+            await _cancel_all(connecting)
 
-    def _new(self, index: int) -> WorkerProxy:
+    def _make_worker(self, index: int) -> WorkerProxy:
         return WorkerProxy(self._specs[index], self._make_host(), self._on_change, self._on_batch)
 
     def _on_change(self, worker: WorkerProxy) -> None:
@@ -104,14 +104,14 @@ class Pool:
             self._restarts[worker.index] -= 1
             worker.replaced = True
             logger.warning("collector worker %d is started again: %s", worker.index, worker.error)
-            self._host.spawn(self._replace, worker)
+            self._tasks.spawn(self._replace, worker)
         self._changed.set()
 
     def _may_replace(self, worker: WorkerProxy) -> bool:
         current = worker in self.workers and not worker.replaced
         return current and worker.was_ready and self._restarts[worker.index] > 0
 
-    def replaces(self, worker: WorkerProxy) -> bool:
+    def is_replaced(self, worker: WorkerProxy) -> bool:
         """Whether another has its place, or will have it now that it is lost; or it is itself that other one,
         which has not come yet."""
         if worker not in self.workers or worker.replaced:
@@ -123,9 +123,9 @@ class Pool:
         index = lost.index
         spec = self._specs[index]
         first = spec.first_id + spec.stride * _GENERATION
-        self._specs[index] = replace(spec, first_id=first, seed=lost.seed, counted=self.counted)
-        successor = self._new(index)
-        successor.succeed(lost)
+        self._specs[index] = replace(spec, first_id=first, seed=lost.seed, extra_updates=self.extra_updates)
+        successor = self._make_worker(index)
+        successor.take_over(lost)
         self.workers[index] = successor
         await lost.close(Deadline.after(0))
         try:
@@ -133,7 +133,7 @@ class Pool:
         except Exception as exc:  # noqa: BLE001 - raised in the call that waits for this worker
             successor.fail(WorkerLostError([index], f"it could not be started again: {exc}"))
 
-    async def until(self, true: Callable[[], bool], deadline: Deadline, phase: Phase) -> None:
+    async def wait_for(self, true: Callable[[], bool], deadline: Deadline, phase: Phase) -> None:
         """Wait.
 
         Raises:
@@ -149,7 +149,7 @@ class Pool:
         except TimeoutError as exc:
             if not limit.expired():
                 raise
-            late = [worker.index for worker in self.workers if not worker.ready or worker.asked]
+            late = [worker.index for worker in self.workers if not worker.ready or worker.requested]
             hint = "they have not delivered" if phase == "receive" else "they are not ready"
             raise SyncTimeoutError(phase, workers=late, seconds=deadline.seconds, hint=hint) from exc
 
@@ -175,9 +175,9 @@ class Pool:
         try:
             return list(await asyncio.gather(*calls))
         finally:
-            await _call_off(calls)
+            await _cancel_all(calls)
 
-    def number_from(self, next_ids: Sequence[int]) -> None:
+    def start_trajectories_at(self, next_ids: Sequence[int]) -> None:
         """Worker ``i`` has used no trajectory's number from ``next_ids[i]`` on."""
         for index, following in enumerate(next_ids):
             spec = self._specs[index]
@@ -186,12 +186,12 @@ class Pool:
 
     async def _call(self, index: int, method: str, given: Sequence[Any], deadline: Deadline) -> Any:
         while True:
-            await self.until(lambda: self.workers[index].ready, deadline, "receive")
+            await self.wait_for(lambda: self.workers[index].ready, deadline, "receive")
             worker = self.workers[index]
             try:
                 return await worker.call(method, *given, deadline=deadline)
             except WorkerLostError:
-                if not self.replaces(worker):
+                if not self.is_replaced(worker):
                     raise
 
     async def aclose(self, deadline: Deadline) -> None:
@@ -200,21 +200,21 @@ class Pool:
         self.fail(closed)
         async with self._stack:
             try:
-                await self._host.aclose()
+                await self._tasks.aclose()
             finally:
-                self._ending, self.workers = self.workers, []
-                for worker in self._ending:
-                    worker.call_off(closed)
-                    worker.leave()
-                await asyncio.gather(*(worker.close(deadline) for worker in self._ending))
+                self._closing, self.workers = self.workers, []
+                for worker in self._closing:
+                    worker.fail_calls(closed)
+                    worker.close_pipe()
+                await asyncio.gather(*(worker.close(deadline) for worker in self._closing))
 
     def kill(self) -> None:
         """Kill all workers, so that :meth:`aclose` does not wait for them."""
-        for worker in (*self.workers, *self._ending):
+        for worker in (*self.workers, *self._closing):
             worker.kill()
 
 
-async def _call_off(tasks: Sequence[asyncio.Future[Any]]) -> None:
+async def _cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Have none of them go on by itself."""
     for task in tasks:
         task.cancel()

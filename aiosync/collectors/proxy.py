@@ -14,25 +14,35 @@ from typing import Any
 from tensordict import TensorDict
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.channel import Channel, ChannelClosed
-from aiosync.collectors.fields import Slot, steps_of
+from aiosync.collectors.batch_buffers import BatchBuffer, select_steps
+from aiosync.collectors.command_pipe import CommandPipe, CommandPipeClosed
 from aiosync.collectors.host import Host, Schemes
-from aiosync.collectors.messages import Answer, Batch, Call, Collect, Cut, Failed, NewSlot, Parcel, Ready
+from aiosync.collectors.messages import (
+    Answer,
+    Batch,
+    Call,
+    Collect,
+    EndEarly,
+    ErrorReport,
+    InlineBatch,
+    NewBuffer,
+    Ready,
+)
 from aiosync.collectors.worker import WorkerSpec
 from aiosync.errors import SyncTimeoutError, WorkerLostError
 from aiosync.transports._offload import uninterrupted
 from aiosync.weights.segment import Segment
 
-__all__ = ["Delivered", "RemoteTraceback", "WorkerProxy", "raised_by"]
+__all__ = ["DeliveredBatch", "RemoteTraceback", "WorkerProxy", "exception_from"]
 
-_DYING = 1.0
+_EXIT_SECONDS = 1.0
 """Seconds that a worker which has closed its channel has to end."""
 
-_LENT = 32
+_MAX_LENT = 32
 """Batches of a worker that the trainer may have at a time in the memory where they were put; it gets copies
 of further ones."""
 
-_KILLED = 5.0
+_KILL_SECONDS = 5.0
 """Seconds that one which was killed has to be gone."""
 
 
@@ -43,7 +53,7 @@ class RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def raised_by(worker: int, failed: Failed) -> BaseException:
+def exception_from(worker: int, failed: ErrorReport) -> BaseException:
     """A worker's own exception, with its traceback as the cause and a note that says whose it was."""
     error: BaseException
     if failed.error is not None:
@@ -56,7 +66,7 @@ def raised_by(worker: int, failed: Failed) -> BaseException:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Delivered:
+class DeliveredBatch:
     """A batch where its worker put it.
 
     Attributes:
@@ -68,53 +78,53 @@ class Delivered:
     """
 
     worker: WorkerProxy
-    asked: int
-    message: Batch | Parcel
-    slot: tuple[Slot, tuple[int, ...]] | None = None
+    requested: int
+    message: Batch | InlineBatch
+    buffer: tuple[BatchBuffer, tuple[int, ...]] | None = None
 
     @property
     def frames(self) -> int:
         """How many there are."""
-        if isinstance(self.message, Parcel):
+        if isinstance(self.message, InlineBatch):
             return int(self.message.data.numel())
-        width: int = math.prod(self._slot[1])
+        width: int = math.prod(self._buffer[1])
         return self.message.steps * width
 
     def read(self) -> TensorDict:
         """It, where it is: valid until it is taken."""
-        if isinstance(self.message, Parcel):
+        if isinstance(self.message, InlineBatch):
             return self.message.data
-        slot, shape = self._slot
-        return slot.read(self.message.steps, len(shape), self.message.order)
+        buffer, shape = self._buffer
+        return buffer.read(self.message.steps, len(shape), self.message.order)
 
     def lend(self) -> TensorDict:
         """It, and it is taken: the memory will be written over when nothing refers to these tensors."""
-        if isinstance(self.message, Parcel) or self.message.order is not None:
+        if isinstance(self.message, InlineBatch) or self.message.order is not None:
             found = self.read()
-            self.taken()
+            self.release()
             return found
-        if len(self.worker.loans.lent) >= _LENT:  # each is a descriptor, in two processes
+        if len(self.worker.loans.lent) >= _MAX_LENT:  # each is a descriptor, in two processes
             found = self.read().clone()
-            self.taken()
+            self.release()
             return found
-        slot, shape = self._slot
+        buffer, shape = self._buffer
         self.worker.batches.remove(self)
-        given_back = self.worker.loans.lend(self.message.slot)
-        return steps_of(slot.lend(given_back), slice(self.message.steps), len(shape))
+        on_returned = self.worker.loans.lend(self.message.buffer)
+        return select_steps(buffer.lend(on_returned), slice(self.message.steps), len(shape))
 
-    def taken(self) -> None:
+    def release(self) -> None:
         """It waits no longer, and the memory may be written over."""
         self.worker.batches.remove(self)
         if isinstance(self.message, Batch):
-            self.worker.loans.free.append(self.message.slot)
+            self.worker.loans.free.append(self.message.buffer)
 
     @property
-    def _slot(self) -> tuple[Slot, tuple[int, ...]]:
-        assert self.slot is not None
-        return self.slot
+    def _buffer(self) -> tuple[BatchBuffer, tuple[int, ...]]:
+        assert self.buffer is not None
+        return self.buffer
 
 
-class Loans:
+class BufferLoans:
     """Which of a worker's slots the trainer has, and which it has given back. It refers to no other object,
     since each batch keeps it alive.
 
@@ -127,14 +137,14 @@ class Loans:
         self.free: list[int] = []
         self.lent: set[int] = set()
 
-    def lend(self, slot: int) -> Callable[[], None]:
+    def lend(self, buffer: int) -> Callable[[], None]:
         """One is lent; what is to be called, in whatever thread, when it is given back."""
-        self.lent.add(slot)
-        return functools.partial(self._give_back, slot)
+        self.lent.add(buffer)
+        return functools.partial(self._return, buffer)
 
-    def _give_back(self, slot: int) -> None:
-        self.lent.discard(slot)
-        self.free.append(slot)
+    def _return(self, buffer: int) -> None:
+        self.lent.discard(buffer)
+        self.free.append(buffer)
 
 
 class WorkerProxy:
@@ -163,11 +173,11 @@ class WorkerProxy:
         spec: WorkerSpec,
         host: Host,
         on_change: Callable[[WorkerProxy], None],
-        on_batch: Callable[[Delivered], None],
+        on_batch: Callable[[DeliveredBatch], None],
     ) -> None:
         self.index = spec.index
         self.ready = self.was_ready = False
-        self.batches: list[Delivered] = []
+        self.batches: list[DeliveredBatch] = []
         self.frames = 0
         self.width = 1
         self.seed = spec.seed
@@ -178,12 +188,12 @@ class WorkerProxy:
         self._host = host
         self._on_change = on_change
         self._on_batch = on_batch
-        self._slots: dict[int, tuple[Slot, tuple[int, ...]]] = {}
-        self.loans = Loans()
+        self.buffers: dict[int, tuple[BatchBuffer, tuple[int, ...]]] = {}
+        self.loans = BufferLoans()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
-        self._channel: Channel | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self._pipe: CommandPipe | None = None
+        self._receiving: asyncio.Task[None] | None = None
 
     async def start(self, schemes: Schemes) -> None:
         """Have it begin.
@@ -191,52 +201,54 @@ class WorkerProxy:
         Raises:
             OSError: it cannot.
         """
-        self._channel = await self._host.start(self._spec, schemes)
-        self._listening = asyncio.create_task(self._listen(), name=f"aiosync-worker-{self.index}")
+        self._pipe = await self._host.start(self._spec, schemes)
+        self._receiving = asyncio.create_task(self._receive_messages(), name=f"aiosync-worker-{self.index}")
 
-    async def _listen(self) -> None:
-        assert self._channel is not None
+    async def _receive_messages(self) -> None:
+        assert self._pipe is not None
         try:
             while True:
-                self._take(await self._channel.receive())
-        except ChannelClosed:
-            await self._host.ended(Deadline.after(_DYING))
+                self._handle(await self._pipe.receive())
+        except CommandPipeClosed:
+            await self._host.ended(Deadline.after(_EXIT_SECONDS))
             self.fail(WorkerLostError([self.index], self._host.cause()))
         except Exception as exc:  # noqa: BLE001 - raised in the call that waits for this worker
             # Its memory cannot be mapped, say, because it has died since it announced it.
-            died = await self._host.ended(Deadline.after(_DYING))
+            died = await self._host.ended(Deadline.after(_EXIT_SECONDS))
             self.fail(WorkerLostError([self.index], self._host.cause()) if died else exc)
 
-    def _take(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         match message:
             case Ready(width=width):
                 self.width = width
                 self.ready = self.was_ready = True
                 for request in self._requests.values():  # of the one whose place it has
                     self._send(request)
-            case NewSlot() as new:
+            case NewBuffer() as new:
                 segment = Segment.attach(new.handle)
-                self._slots[new.slot] = Slot(segment, new.specs, new.frames), new.shape
+                self.buffers[new.buffer] = BatchBuffer(segment, new.specs, new.frames), new.shape
                 for index in new.replaced:
-                    del self._slots[index]
+                    del self.buffers[index]
             case Batch() as batch:
-                self._deliver(batch, self._slots[batch.slot])
-            case Parcel() as parcel:
-                self._deliver(parcel)
+                self._record_batch(batch, self.buffers[batch.buffer])
+            case InlineBatch() as parcel:
+                self._record_batch(parcel)
             case Answer(number=number, value=value, error=error):
                 future = self._calls.pop(number, None)
                 if future is not None and not future.done():
                     if error is None:
                         future.set_result(value)
                     else:
-                        future.set_exception(raised_by(self.index, error))
-            case Failed() as failed:
-                self.fail(raised_by(self.index, failed))
+                        future.set_exception(exception_from(self.index, error))
+            case ErrorReport() as failed:
+                self.fail(exception_from(self.index, failed))
         self._on_change(self)
 
-    def _deliver(self, message: Batch | Parcel, slot: tuple[Slot, tuple[int, ...]] | None = None) -> None:
-        asked = self._requests.pop(message.number).frames
-        delivered = Delivered(self, asked, message, slot)
+    def _record_batch(
+        self, message: Batch | InlineBatch, buffer: tuple[BatchBuffer, tuple[int, ...]] | None = None
+    ) -> None:
+        requested = self._requests.pop(message.number).frames
+        delivered = DeliveredBatch(self, requested, message, buffer)
         self.frames += delivered.frames
         self.batches.append(delivered)
         self._on_batch(delivered)
@@ -246,7 +258,7 @@ class WorkerProxy:
         if self.error is None:
             self.error = error
             self.ready = False
-            self.call_off(error)
+            self.fail_calls(error)
             self._on_change(self)
 
     # -- what it is asked for -------------------------------------------------------------------------
@@ -257,7 +269,7 @@ class WorkerProxy:
         return self._host.pid
 
     @property
-    def asked(self) -> int:
+    def requested(self) -> int:
         """How many batches it has been asked for and has not delivered."""
         return len(self._requests)
 
@@ -271,16 +283,16 @@ class WorkerProxy:
         if self.ready:
             self._send(request)
 
-    def cut(self) -> None:
+    def end_early(self) -> None:
         """Have it deliver what it is collecting as far as that is."""
         if self.ready:
-            self._send(Cut())
+            self._send(EndEarly())
 
-    def _send(self, message: Collect | Cut | Call) -> None:
-        assert self._channel is not None
-        self._channel.send(message)
+    def _send(self, message: Collect | EndEarly | Call) -> None:
+        assert self._pipe is not None
+        self._pipe.send(message)
 
-    def succeed(self, lost: WorkerProxy) -> None:
+    def take_over(self, lost: WorkerProxy) -> None:
         """Take over what was asked of another, and what it has delivered."""
         self.batches = lost.batches
         self.frames = lost.frames
@@ -315,7 +327,7 @@ class WorkerProxy:
         finally:
             self._calls.pop(number, None)
 
-    def call_off(self, error: BaseException) -> None:
+    def fail_calls(self, error: BaseException) -> None:
         """Have its calls fail that have not been answered."""
         for future in self._calls.values():
             if not future.done():
@@ -324,35 +336,35 @@ class WorkerProxy:
 
     # -- the end --------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
+    def close_pipe(self) -> None:
         """Tell it to end."""
-        if self._channel is not None:
-            self._channel.close()
+        if self._pipe is not None:
+            self._pipe.close()
 
     async def close(self, deadline: Deadline) -> None:
         """Have it end, and wait for that; after the deadline, or if this is cancelled, it is killed.
         Idempotent."""
-        self.leave()
-        listening, self._listening = self._listening, None
+        self.close_pipe()
+        receiving, self._receiving = self._receiving, None
         ended = False
         try:
-            if listening is not None:
-                listening.cancel()
-                await asyncio.gather(listening, return_exceptions=True)
+            if receiving is not None:
+                receiving.cancel()
+                await asyncio.gather(receiving, return_exceptions=True)
             ended = await self._host.ended(deadline)
         finally:
             if not ended:
                 self._host.kill()
                 # Shielded: a cancelled caller would leave the process behind. Bounded by _KILLED.
                 try:
-                    await uninterrupted(lambda _: self._host.ended(Deadline.after(_KILLED)))
+                    await uninterrupted(lambda _: self._host.ended(Deadline.after(_KILL_SECONDS)))
                 finally:
                     self._release()
             else:
                 self._release()
 
     def _release(self) -> None:
-        self._slots.clear()
+        self.buffers.clear()
         self._host.release()
 
     def kill(self) -> None:

@@ -19,7 +19,7 @@ from aiosync.schemes.memory import MemoryWeightSyncScheme
 
 __all__ = ["Collector"]
 
-_ITS_OWN = {"envs_per_worker", "init_fn", "timeout"}
+_ALLOWED_OPTIONS = {"envs_per_worker", "init_fn", "timeout"}
 """What of :class:`ProcessConfig` says something of this one too."""
 
 
@@ -57,14 +57,14 @@ class Collector(MultiCollector):
     ) -> None:
         config = (config or CollectorConfig()).of(**options)
         processes = config.processes
-        of_others = [known for known in fields(processes) if known.name not in _ITS_OWN]
-        refused = [known.name for known in of_others if getattr(processes, known.name) != known.default]
+        process_options = [known for known in fields(processes) if known.name not in _ALLOWED_OPTIONS]
+        refused = [known.name for known in process_options if getattr(processes, known.name) != known.default]
         if refused:
             raise InvalidArgumentError(
                 f"{', '.join(refused)}: a Collector plays in this process; see MultiCollector"
             )
         super().__init__(
-            _maker_of(create_env_fn),
+            _env_factory(create_env_fn),
             policy,
             policy_factory=policy_factory,
             create_env_kwargs=create_env_kwargs,
@@ -75,17 +75,17 @@ class Collector(MultiCollector):
         fixed = self.config.policy.needs_fixed_memory
         return MemoryWeightSyncScheme(timeout=seconds, commit="copy" if fixed else "flip")
 
-    def _hosts(self) -> tuple[MakeHost, BaseContext | None]:
+    def _host_factory(self) -> tuple[MakeHost, BaseContext | None]:
         return LocalHost, None
 
     def _spec(self, index: int) -> WorkerSpec:
-        return replace(super()._spec(index), alone=False, buffers=False)
+        return replace(super()._spec(index), own_process=False, use_buffers=False)
 
-    def _put_together(self, parts: Sequence[TensorDict]) -> TensorDictBase:
+    def _concatenate(self, parts: Sequence[TensorDict]) -> TensorDictBase:
         return parts[0]
 
 
-def _maker_of(given: Any) -> Callable[..., Any]:
+def _env_factory(given: Any) -> Callable[..., Any]:
     steps = callable(getattr(given, "step", None)) and callable(getattr(given, "reset", None))
     if isinstance(given, Sequence):
         raise InvalidArgumentError("create_env_fn: a Collector has one environment; see MultiCollector")

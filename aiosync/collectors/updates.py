@@ -16,7 +16,7 @@ from aiosync._deadline import Deadline
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.pool import Pool
 from aiosync.collectors.proxy import WorkerProxy
-from aiosync.collectors.worker import POLICY, schemes_of_policy
+from aiosync.collectors.worker import POLICY, policy_schemes
 from aiosync.errors import InvalidArgumentError, NotInitializedError, SyncTimeoutError, WorkerLostError
 from aiosync.receiver.listeners import in_format
 from aiosync.schemes.base import WeightSyncScheme
@@ -24,13 +24,13 @@ from aiosync.schemes.joint import atomic
 from aiosync.transports._offload import abandonable
 from aiosync.weights.strategy import WeightStrategy
 
-__all__ = ["Updates"]
+__all__ = ["WeightUpdates"]
 
-_LAST_WORDS = 1.0
+_EXIT_SECONDS = 1.0
 """Seconds in which a worker whose connection is gone is known to be gone itself, and why."""
 
 
-class Updates:
+class WeightUpdates:
     """A collector's schemes, or its updater.
 
     Args:
@@ -45,50 +45,50 @@ class Updates:
 
     def __init__(self, collector: Any, config: CollectorConfig, default: WeightSyncScheme) -> None:
         self._collector = collector
-        self._updater = _updater_of(config.weights.weight_updater)
+        self._updater = _make_updater(config.weights.weight_updater)
         if self._updater is not None:
             self._updater.register_collector(collector)
         self.schemes: dict[str, WeightSyncScheme] = dict(config.weights.weight_sync_schemes or {})
-        if config.weights.weight_sync_schemes is None and self._updater is None and _weighted(collector):
+        if config.weights.weight_sync_schemes is None and self._updater is None and _has_weights(collector):
             self.schemes[POLICY] = default
         self._default = default
-        self._above = dict(config.weights.weight_recv_schemes or {})
+        self._upstream = dict(config.weights.weight_recv_schemes or {})
         self._worker_idx = config.weights.worker_idx
         self._stack = AsyncExitStack()
-        self.counted = 0
+        self.extra_updates = 0
 
     @property
-    def shares(self) -> bool:
+    def share_tensors(self) -> bool:
         """Whether workers are to have the policy's own tensors, where these lie in shared memory."""
         return self._updater is not None
 
     @property
     def version(self) -> int:
         """The policy's newest; 0 if it has no weights."""
-        versions = [scheme.version for scheme in schemes_of_policy(self.schemes)]  # -1: not connected yet
-        return self.counted + max([0, *versions])
+        versions = [scheme.version for scheme in policy_schemes(self.schemes)]  # -1: not connected yet
+        return self.extra_updates + max([0, *versions])
 
-    def begin(self, ctx: BaseContext | None) -> None:
+    def init_senders(self, ctx: BaseContext | None) -> None:
         """Make every scheme that is none yet a sender, before workers get it."""
         for model_id, scheme in self.schemes.items():
             if not scheme.initialized_on_sender:
                 scheme.init_on_sender(model_id=model_id, context=self._collector, ctx=ctx)
 
-    async def join(self, pool: Pool, deadline: Deadline) -> None:
+    async def connect_receivers(self, pool: Pool, deadline: Deadline) -> None:
         """Become the worker of another collector, if there are schemes for that.
 
         Raises:
             Exception: as ``connect``.
         """
-        for model_id, scheme in self._above.items():
+        for model_id, scheme in self._upstream.items():
             if not scheme.initialized_on_receiver:
                 scheme.init_on_receiver(
                     model_id=model_id, context=self._collector, worker_idx=self._worker_idx
                 )
             self._stack.push_async_callback(scheme.aclose)
             await scheme.connect(timeout=deadline.remaining())
-            following = asyncio.create_task(_follow(scheme, pool), name="aiosync-following")
-            self._stack.push_async_callback(_end, following)
+            receiving = asyncio.create_task(_receive_until_closed(scheme, pool), name="aiosync-following")
+            self._stack.push_async_callback(_cancel, receiving)
 
     async def aclose(self) -> None:
         """Leave that other one; idempotent."""
@@ -104,8 +104,8 @@ class Updates:
         """Bring workers up to date; see :meth:`Controls.update_policy_weights_`."""
         if self._updater is not None:
             deadline = Deadline.after(timeout)
-            await self._push(given, worker_ids, deadline)
-            await self.count(pool, deadline)
+            await self._push_by_updater(given, worker_ids, deadline)
+            await self.count_update(pool, deadline)
             return
         if not given.keys() <= self.schemes.keys():
             unknown = sorted(given.keys() - self.schemes.keys())
@@ -129,23 +129,25 @@ class Updates:
                     for scheme, weights in chosen.items():
                         update.send(scheme, weights)
         except WorkerLostError as exc:
-            await self._excuse(pool, [serving[index] for index in exc.workers], exc)
+            await self._raise_unless_replaced(pool, [serving[index] for index in exc.workers], exc)
 
-    async def _excuse(self, pool: Pool, lost: Sequence[WorkerProxy], error: WorkerLostError) -> None:
+    async def _raise_unless_replaced(
+        self, pool: Pool, lost: Sequence[WorkerProxy], error: WorkerLostError
+    ) -> None:
         """Raise what a lost worker itself has said, if it has; nothing, if each has a successor, which begins
         with what has just been published."""
-        if all(pool.replaces(worker) for worker in lost):
+        if all(pool.is_replaced(worker) for worker in lost):
             return
         try:
             settled = lambda: all(worker.error is not None for worker in lost)  # noqa: E731 - read once
-            await pool.until(settled, Deadline.after(_LAST_WORDS), "receive")
+            await pool.wait_for(settled, Deadline.after(_EXIT_SECONDS), "receive")
         except SyncTimeoutError:
             raise error from None
         pool.check()
-        if not all(pool.replaces(worker) for worker in lost):
+        if not all(pool.is_replaced(worker) for worker in lost):
             raise error
 
-    async def _push(
+    async def _push_by_updater(
         self, given: Mapping[str, Any], worker_ids: int | Sequence[int] | None, deadline: Deadline
     ) -> None:
         if given.keys() != {POLICY}:
@@ -160,20 +162,20 @@ class Updates:
         except TimeoutError as exc:
             raise deadline.error("commit", hint="the updater has not come to an end") from exc
 
-    async def count(self, pool: Pool, deadline: Deadline) -> None:
+    async def count_update(self, pool: Pool, deadline: Deadline) -> None:
         """There is an update that came by no scheme."""
-        self.counted += 1
-        everybody = range(len(pool.workers))
-        pool.counted = self.counted
-        await pool.call("count", {index: [self.counted] for index in everybody}, deadline)
+        self.extra_updates += 1
+        all_workers = range(len(pool.workers))
+        pool.extra_updates = self.extra_updates
+        await pool.call("set_extra_updates", {index: [self.extra_updates] for index in all_workers}, deadline)
 
     async def receive(self, weights: Any, deadline: Deadline) -> None:
-        if self._above:
+        if self._upstream:
             if weights is not None:
                 raise InvalidArgumentError(
                     "this collector's weights come by weight_recv_schemes: call receive_weights() without any"
                 )
-            for scheme in self._above.values():
+            for scheme in self._upstream.values():
                 await scheme.receive(deadline.remaining())
             return
         if weights is None:
@@ -199,7 +201,7 @@ class Updates:
         return found.clone()
 
 
-async def _follow(scheme: WeightSyncScheme, pool: Pool) -> None:
+async def _receive_until_closed(scheme: WeightSyncScheme, pool: Pool) -> None:
     """Receive until the sender closes; if it is lost, the collector's next call says so."""
     receiver = scheme.get_receiver()
     await receiver.run()
@@ -207,19 +209,19 @@ async def _follow(scheme: WeightSyncScheme, pool: Pool) -> None:
         pool.fail(WorkerLostError((), receiver.ended or "unknown"))
 
 
-async def _end(task: asyncio.Task[None]) -> None:
+async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
-def _weighted(collector: Any) -> bool:
+def _has_weights(collector: Any) -> bool:
     policy = collector.policy
     if not isinstance(policy, nn.Module):
         return False
     return any(True for _ in policy.parameters()) or any(True for _ in policy.buffers())
 
 
-def _updater_of(given: Any) -> Any:
+def _make_updater(given: Any) -> Any:
     made = given
     is_one = callable(getattr(given, "push_weights", None)) and not isinstance(given, type)
     if callable(given) and not is_one:

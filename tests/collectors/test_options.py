@@ -19,7 +19,7 @@ from aiosync.collectors import (
     MultiCollector,
     ProcessConfig,
 )
-from tests.collectors.kit import ENVS, check, collecting
+from tests.collectors.kit import ENVS, check, collecting, workers_of
 from tests.collectors.worlds import Counting, make_policy
 from tests.kit.marked import mark
 
@@ -87,8 +87,7 @@ async def test_batches_without_buffers(sync: bool) -> None:
             check(await anext(collector))
             mark(policy, version)
             await collector.update_policy_weights_()
-        assert collector._pool is not None
-        assert all(not worker._slots for worker in collector._pool.workers)
+        assert all(not worker.buffers for worker in workers_of(collector))
 
 
 @BOTH

@@ -26,7 +26,7 @@ from aiosync import (
 )
 from aiosync.sync import updaters as blocking_updaters
 from aiosync.updaters import VanillaWeightUpdater, WeightUpdaterBase
-from tests.collectors.kit import ENVS, check, collecting
+from tests.collectors.kit import ENVS, check, collecting, workers_of
 from tests.collectors.worlds import make_policy
 from tests.kit.clock import PATIENCE, within
 from tests.kit.marked import mark
@@ -174,20 +174,16 @@ async def test_a_worker_that_comes_back_counts_on() -> None:
         await collector.increment_version()
         await collector.increment_version()
         await anext(collector)
-        (worker,) = _workers(collector)
-        worker._host.kill()
+        (worker,) = workers_of(collector)
+        worker.kill()
         await within(_until_another(collector, worker))
         for _ in range(2):
             found = await anext(collector)
         assert found["policy_version"].unique().tolist() == [2]
 
 
-def _workers(collector: Any) -> Any:
-    return collector._pool.workers
-
-
 async def _until_another(collector: Any, worker: Any) -> None:
-    while _workers(collector)[0] is worker:
+    while workers_of(collector)[0] is worker:
         await anext(collector)
 
 
@@ -233,12 +229,12 @@ async def test_weights_for_the_collectors_own_policy() -> None:
 
 
 async def test_attributes_of_a_replay_buffer() -> None:
-    class Shelf:
+    class Replay:
         capacity = 3
 
         def extend(self, frames: Any) -> None: ...
 
-    async with collecting(ENVS, replay_buffer=Shelf()) as collector:
+    async with collecting(ENVS, replay_buffer=Replay()) as collector:
         assert collector.getattr_rb("capacity") == 3
     async with collecting(ENVS) as collector:
         with pytest.raises(NotInitializedError, match="replay_buffer="):

@@ -19,14 +19,14 @@ from tensordict.nn import (
 from torch import Tensor, nn
 
 from aiosync.collectors.config import PolicyConfig
-from aiosync.collectors.devices import Places
+from aiosync.collectors.devices import WorkerDevices
 from aiosync.collectors.fields import Fields
 from aiosync.errors import InvalidArgumentError
 
-__all__ = ["Actor", "actor_of"]
+__all__ = ["PolicyAdapter", "adapt_policy"]
 
 
-class Actor(ABC):
+class PolicyAdapter(ABC):
     """Acts."""
 
     @abstractmethod
@@ -42,7 +42,7 @@ class Actor(ABC):
         """
 
 
-class _OfTensorDicts(Actor):
+class _TensorDictPolicy(PolicyAdapter):
     def __init__(self, policy: Callable[[TensorDictBase], TensorDictBase]) -> None:
         self._policy = policy
 
@@ -50,24 +50,24 @@ class _OfTensorDicts(Actor):
         data = TensorDict({}, batch_size=torch.Size(shape))
         for key, value in step.items():
             data.set(key, value)
-        found = self._policy(data)
-        if not is_tensor_collection(found):
-            raise InvalidArgumentError(f"the policy returned {type(found).__name__}, expected a TensorDict")
-        leaves = found.items(include_nested=True, leaves_only=True)
+        result = self._policy(data)
+        if not is_tensor_collection(result):
+            raise InvalidArgumentError(f"the policy returned {type(result).__name__}, expected a TensorDict")
+        leaves = result.items(include_nested=True, leaves_only=True)
         return {key: value for key, value in leaves if key not in step or value is not step[key]}
 
 
-class _OfKeys(Actor):
+class _KeyedPolicy(PolicyAdapter):
     """A TensorDictModule without a TensorDict around its tensors, which takes several times as long as a
     small module: what is under its ``in_keys`` goes in, and what comes out is under its ``out_keys``."""
 
     def __init__(self, policy: TensorDictModule) -> None:
         self._policy = policy
-        self._whole = _OfTensorDicts(policy)
+        self._fallback = _TensorDictPolicy(policy)
         self._direct = True
 
     @staticmethod
-    def may_act_for(policy: Any) -> bool:
+    def can_call(policy: Any) -> bool:
         """Whether a call of this policy is nothing else."""
         if type(policy) is not TensorDictModule or policy.method is not None:
             return False
@@ -75,32 +75,32 @@ class _OfKeys(Actor):
 
     def act(self, step: Fields, shape: tuple[int, ...]) -> Fields:
         if not self._direct:
-            return self._whole.act(step, shape)
+            return self._fallback.act(step, shape)
         keys, dims = self._policy.out_keys, len(shape)
         try:
-            found = self._policy.module(*[step[key] for key in self._policy.in_keys])
+            result = self._policy.module(*[step[key] for key in self._policy.in_keys])
         except KeyError:
-            return self._instead(step, shape)
-        found = found if isinstance(found, tuple) else (found,)
-        plain = len(found) == len(keys) and all(isinstance(value, Tensor) for value in found)
-        if not plain or any(value.shape[:dims] != shape for value in found):
-            return self._instead(step, shape)
-        return {key: value for key, value in zip(keys, found, strict=True) if key != "_"}
+            return self._fall_back(step, shape)
+        result = result if isinstance(result, tuple) else (result,)
+        plain = len(result) == len(keys) and all(isinstance(value, Tensor) for value in result)
+        if not plain or any(value.shape[:dims] != shape for value in result):
+            return self._fall_back(step, shape)
+        return {key: value for key, value in zip(keys, result, strict=True) if key != "_"}
 
-    def _instead(self, step: Fields, shape: tuple[int, ...]) -> Fields:
+    def _fall_back(self, step: Fields, shape: tuple[int, ...]) -> Fields:
         """It is not that simple; or it is wrong, and the policy itself knows best what to say of that."""
         self._direct = False
-        return self._whole.act(step, shape)
+        return self._fallback.act(step, shape)
 
 
-class _OfTensors(Actor):
+class _TensorPolicy(PolicyAdapter):
     """A module or a function of the observation, or of each of its parts in their order."""
 
     def __init__(self, policy: Callable[..., Any]) -> None:
         self._policy = policy
 
     def act(self, step: Fields, shape: tuple[int, ...]) -> Fields:
-        observed = [value for key, value in step.items() if key not in _ENDS]
+        observed = [value for key, value in step.items() if key not in _NOT_OBSERVED]
         action = self._policy(*observed)
         if isinstance(action, tuple):
             action = action[0]
@@ -109,22 +109,22 @@ class _OfTensors(Actor):
         return {"action": action}
 
 
-_ENDS = {"done", "terminated", "truncated", "step_count"}
+_NOT_OBSERVED = {"done", "terminated", "truncated", "step_count"}
 
 
-class _Exploring(Actor):
+class _ExploringPolicy(PolicyAdapter):
     """Another one, under an interaction type and without gradients."""
 
-    def __init__(self, actor: Actor, exploration: InteractionType) -> None:
-        self._actor = actor
+    def __init__(self, adapter: PolicyAdapter, exploration: InteractionType) -> None:
+        self._inner = adapter
         self._exploration = exploration
 
     def act(self, step: Fields, shape: tuple[int, ...]) -> Fields:
         with torch.no_grad(), set_interaction_type(self._exploration):
-            return self._actor.act(step, shape)
+            return self._inner.act(step, shape)
 
 
-class _Elsewhere(Actor):
+class _PolicyOnDevice(PolicyAdapter):
     """Another one, on a device of its own.
 
     Args:
@@ -133,20 +133,22 @@ class _Elsewhere(Actor):
         sync: let copies run beside this thread, and wait for them; else each copy is waited for by itself.
     """
 
-    def __init__(self, actor: Actor, device: torch.device, *, sync: bool) -> None:
-        self._actor = actor
+    def __init__(self, adapter: PolicyAdapter, device: torch.device, *, sync: bool) -> None:
+        self._inner = adapter
         self._device = device
         self._sync = sync and device.type == "cuda"
 
     def act(self, step: Fields, shape: tuple[int, ...]) -> Fields:
         there = {key: value.to(self._device, non_blocking=self._sync) for key, value in step.items()}
-        found = self._actor.act(there, shape)
+        result = self._inner.act(there, shape)
         if self._sync:
             torch.cuda.synchronize(self._device)
-        return found
+        return result
 
 
-def actor_of(policy: Any, config: PolicyConfig, places: Places, *, sync: bool = True) -> Actor:
+def adapt_policy(
+    policy: Any, config: PolicyConfig, devices: WorkerDevices, *, sync: bool = True
+) -> PolicyAdapter:
     """What calls ``policy`` as it wants to be called.
 
     Args:
@@ -164,17 +166,17 @@ def actor_of(policy: Any, config: PolicyConfig, places: Places, *, sync: bool = 
     of_tensordicts = (
         config.trust_policy or isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy)
     )
-    called = _faster(policy, config)
-    actor: Actor
-    if called is policy and _OfKeys.may_act_for(policy):
-        actor = _OfKeys(policy)
+    called = _optimized(policy, config)
+    adapter: PolicyAdapter
+    if called is policy and _KeyedPolicy.can_call(policy):
+        adapter = _KeyedPolicy(policy)
     else:
-        actor = _OfTensorDicts(called) if of_tensordicts else _OfTensors(called)
-    actor = _Exploring(actor, config.exploration_type)
-    return actor if places.policy is None else _Elsewhere(actor, places.policy, sync=sync)
+        adapter = _TensorDictPolicy(called) if of_tensordicts else _TensorPolicy(called)
+    adapter = _ExploringPolicy(adapter, config.exploration_type)
+    return adapter if devices.policy is None else _PolicyOnDevice(adapter, devices.policy, sync=sync)
 
 
-def _faster(policy: Callable[..., Any], config: PolicyConfig) -> Callable[..., Any]:
+def _optimized(policy: Callable[..., Any], config: PolicyConfig) -> Callable[..., Any]:
     """What is called in its place: the same, compiled or captured."""
     called = policy
     if config.compile_policy is not False:

@@ -11,9 +11,9 @@ from typing import Any
 import cloudpickle
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.channel import Channel, ChannelClosed, LocalChannel
+from aiosync.collectors.command_pipe import CommandPipe, CommandPipeClosed, LocalCommandPipe
 from aiosync.collectors.host import Host, Schemes
-from aiosync.collectors.worker import WorkerSpec, serve
+from aiosync.collectors.worker import WorkerSpec, run_worker
 from aiosync.transports._offload import handover
 
 __all__ = ["RayHost"]
@@ -33,11 +33,11 @@ class RayHost(Host):
         self._handle: Any = None
         self._running: asyncio.Future[Any] | None = None
 
-    async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
+    async def start(self, spec: WorkerSpec, schemes: Schemes) -> CommandPipe:
         # It is an async one: a call that waits for messages does not keep others from being made.
-        self._handle = self._ray.remote(_Actor).options(**self._options).remote()
-        self._running = _awaited(self._handle.run.remote(cloudpickle.dumps(spec), dict(schemes)))
-        return _RayChannel(self._handle)
+        self._handle = self._ray.remote(_WorkerActor).options(**self._options).remote()
+        self._running = _as_future(self._handle.run.remote(cloudpickle.dumps(spec), dict(schemes)))
+        return _RayCommandPipe(self._handle)
 
     async def ended(self, deadline: Deadline) -> bool:
         if self._running is None:
@@ -67,31 +67,31 @@ class RayHost(Host):
         self._handle = self._running = None
 
 
-def _awaited(pending: Any) -> asyncio.Future[Any]:
+def _as_future(pending: Any) -> asyncio.Future[Any]:
     answer: asyncio.Future[Any]
     answer, settle = handover()
     pending.future().add_done_callback(lambda done: settle(done.result))
     return answer
 
 
-class _Actor:
+class _WorkerActor:
     """What runs a worker on its event loop."""
 
     def __init__(self) -> None:
-        self._ours, self._theirs = LocalChannel.pair()
+        self._ours, self._theirs = LocalCommandPipe.pair()
         self._expected = 0
-        self._early: dict[int, bytes | None] = {}
+        self._out_of_order: dict[int, bytes | None] = {}
 
     async def run(self, spec: bytes, schemes: Schemes) -> None:
         """Be a worker until the collector closes."""
-        await serve(partial(cloudpickle.loads, spec), schemes, self._theirs)
+        await run_worker(partial(cloudpickle.loads, spec), schemes, self._theirs)
 
-    async def tell(self, number: int, data: bytes | None) -> None:
+    async def deliver(self, number: int, data: bytes | None) -> None:
         """A message for the worker, the ``number``-th (Ray may call an async actor in another order); None:
         there will be no more."""
-        self._early[number] = data
-        while self._expected in self._early:
-            message = self._early.pop(self._expected)
+        self._out_of_order[number] = data
+        while self._expected in self._out_of_order:
+            message = self._out_of_order.pop(self._expected)
             self._expected += 1
             if message is None:
                 self._ours.close()
@@ -102,34 +102,34 @@ class _Actor:
         """The worker's next ones; an empty list: there will be no more."""
         try:
             return await self._ours.receive_all()
-        except ChannelClosed:
+        except CommandPipeClosed:
             return []
 
 
-class _RayChannel(Channel):
+class _RayCommandPipe(CommandPipe):
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self._numbers = itertools.count()
         self._received: list[Any] = []
-        self._asked: asyncio.Future[Any] | None = None
+        self._pending: asyncio.Future[Any] | None = None
         self._closed = False
 
     def send(self, message: object) -> None:
         if not self._closed:
-            self._handle.tell.remote(next(self._numbers), cloudpickle.dumps(message))
+            self._handle.deliver.remote(next(self._numbers), cloudpickle.dumps(message))
 
     async def receive(self) -> Any:
         if not self._received:
-            if self._asked is None:  # else a call that was cancelled has asked
-                self._asked = _awaited(self._handle.messages.remote())
-            await asyncio.wait([self._asked])
-            asked, self._asked = self._asked, None
+            if self._pending is None:  # else a call that was cancelled has asked
+                self._pending = _as_future(self._handle.messages.remote())
+            await asyncio.wait([self._pending])
+            pending, self._pending = self._pending, None
             try:
-                self._received = list(reversed(asked.result()))
+                self._received = list(reversed(pending.result()))
             except Exception as exc:
-                raise ChannelClosed("the actor is gone") from exc
+                raise CommandPipeClosed("the actor is gone") from exc
         if not self._received:
-            raise ChannelClosed("the actor has closed")
+            raise CommandPipeClosed("the actor has closed")
         return self._received.pop()
 
     async def drain(self) -> None:
@@ -138,4 +138,4 @@ class _RayChannel(Channel):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._handle.tell.remote(next(self._numbers), None)
+            self._handle.deliver.remote(next(self._numbers), None)

@@ -10,24 +10,24 @@ from typing import Any, Self
 
 from tensordict import TensorDict, TensorDictBase
 
-from aiosync.collectors.batches import Joiner, split_trajectories
+from aiosync.collectors.batches import BatchJoiner, split_trajectories
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.controls import Controls
 from aiosync.collectors.fields import MASK
 from aiosync.collectors.pool import Pool
-from aiosync.collectors.proxy import Delivered, WorkerProxy
+from aiosync.collectors.proxy import DeliveredBatch, WorkerProxy
 from aiosync.errors import InvalidArgumentError, SyncTimeoutError
 from aiosync.transports._offload import offloaded
 from aiosync.weights.copying import INLINE_LIMIT
 
-__all__ = ["Iterating"]
+__all__ = ["BatchIterator"]
 
-_AHEAD = 2
+_REQUESTED_AHEAD = 2
 """Batches that a worker of an asynchronous collector is asked for at a time: one that it collects, and one
 that waits to be taken meanwhile."""
 
 
-class Iterating(Controls):
+class BatchIterator(Controls):
     """The part of a collector that is its iterator. Workers are asked for batches, each for one or two at a
     time; what they have delivered waits until the caller takes it.
 
@@ -44,13 +44,13 @@ class Iterating(Controls):
         self.sync = sync
         self.frames = 0
         self._requested = 0
-        self._finished: deque[Delivered] = deque()
-        self._taking = asyncio.Lock()
-        self._pauses = self._paused = 0
-        self._going = asyncio.Event()
-        self._going.set()
-        self._joiner = Joiner(config.batch.cat_results)
-        self._running: asyncio.Task[None] | None = None
+        self._finished: deque[DeliveredBatch] = deque()
+        self._next_lock = asyncio.Lock()
+        self._active_pauses = self._pauses_begun = 0
+        self._not_paused = asyncio.Event()
+        self._not_paused.set()
+        self._joiner = BatchJoiner(config.batch.cat_results)
+        self._collecting: asyncio.Task[None] | None = None
 
     def __aiter__(self) -> Self:
         return self
@@ -64,33 +64,33 @@ class Iterating(Controls):
             WorkerLostError: a worker died.
             SyncTimeoutError: there was none in time.
         """
-        if self._is_enough:
+        if self._is_done:
             raise StopAsyncIteration
-        pool = self._live
+        pool = self._connected_pool
         if self.config.weights.update_at_each_batch:
             await self.update_policy_weights_()
-        async with self._taking:
-            if self._is_enough:  # others have taken the last ones
+        async with self._next_lock:
+            if self._is_done:  # others have taken the last ones
                 raise StopAsyncIteration
-            await self._until_it_goes_on()
-            batch = await (self._next_of_all(pool) if self.sync else self._next_of_any(pool))
-            return self._stored(batch)
+            await self._wait_while_paused()
+            batch = await (self._next_sync_batch(pool) if self.sync else self._next_async_batch(pool))
+            return self._to_replay_buffer(batch)
 
     @property
-    def _is_enough(self) -> bool:
+    def _is_done(self) -> bool:
         return self.frames >= self.config.batch.total_frames != -1
 
-    async def _until_it_goes_on(self) -> None:
+    async def _wait_while_paused(self) -> None:
         deadline = self._deadline(None)
         try:
             async with asyncio.timeout(deadline.remaining()) as limit:
-                await self._going.wait()
+                await self._not_paused.wait()
         except TimeoutError as exc:
             if not limit.expired():
                 raise
             raise deadline.error("receive", hint="the collector is paused") from exc
 
-    def _stored(self, batch: TensorDictBase) -> Any:
+    def _to_replay_buffer(self, batch: TensorDictBase) -> Any:
         replay = self.config.replay
         if replay.replay_buffer is None:
             return batch
@@ -98,112 +98,114 @@ class Iterating(Controls):
             replay.replay_buffer.extend(batch)
         elif replay.extend_buffer:
             flat = batch.reshape(-1)
-            played = flat.get(MASK, None)
-            replay.replay_buffer.extend(flat if played is None else flat[played])
+            valid = flat.get(MASK, None)
+            replay.replay_buffer.extend(flat if valid is None else flat[valid])
         else:
             replay.replay_buffer.add(batch)
         return None
 
-    async def _next_of_all(self, pool: Pool) -> TensorDictBase:
+    async def _next_sync_batch(self, pool: Pool) -> TensorDictBase:
         config = self.config.batch
-        at_random = self._is_random
+        at_random = self._acts_at_random
         for worker in pool.workers:
-            if not worker.asked and not worker.batches:  # what a cancelled call has asked for is taken now
-                self._ask(worker, config.frames_of(worker.index, self.num_workers), at_random=at_random)
+            if (
+                not worker.requested and not worker.batches
+            ):  # what a cancelled call has asked for is taken now
+                self._request(worker, config.frames_of(worker.index, self.num_workers), at_random=at_random)
         enough = max(1, int(self.num_workers * config.preemptive_threshold))
         deadline = self._deadline(None)
 
         def delivered() -> int:
             return sum(bool(worker.batches) for worker in pool.workers)
 
-        await pool.until(lambda: delivered() >= enough, deadline, "receive")
+        await pool.wait_for(lambda: delivered() >= enough, deadline, "receive")
         if enough < self.num_workers:
             for worker in pool.workers:
                 if not worker.batches:
-                    worker.cut()
-            await pool.until(lambda: delivered() >= self.num_workers, deadline, "receive")
-        return await self._joined([worker.batches[0] for worker in pool.workers])
+                    worker.end_early()
+            await pool.wait_for(lambda: delivered() >= self.num_workers, deadline, "receive")
+        return await self._join_parts([worker.batches[0] for worker in pool.workers])
 
-    async def _next_of_any(self, pool: Pool) -> TensorDictBase:
+    async def _next_async_batch(self, pool: Pool) -> TensorDictBase:
         deadline = self._deadline(None)
-        self._keep_all_busy(pool, trained=True)
+        self._request_from_all(pool, trained=True)
         while True:
-            await pool.until(lambda: bool(self._finished), deadline, "receive")
+            await pool.wait_for(lambda: bool(self._finished), deadline, "receive")
             if self._is_fresh(self._finished[0]):
-                found = await self._lent(self._finished[0])
-                self._keep_all_busy(pool, trained=False)
+                found = await self._lend(self._finished[0])
+                self._request_from_all(pool, trained=False)
                 return found
             dropped = self._finished.popleft()
-            dropped.taken()
+            dropped.release()
             self._requested -= dropped.frames
-            self._keep_all_busy(pool, trained=True)
+            self._request_from_all(pool, trained=True)
 
-    def _is_fresh(self, batch: Delivered) -> bool:
+    def _is_fresh(self, batch: DeliveredBatch) -> bool:
         allowed = self.config.weights.max_staleness
         if allowed is None:
             return True
         return self.policy_version - int(batch.read()["policy_version"].min()) <= allowed
 
-    def _keep_all_busy(self, pool: Pool, *, trained: bool) -> None:
+    def _request_from_all(self, pool: Pool, *, trained: bool) -> None:
         """``trained``: the trainer has sent what it made of the batch that it was given last, if it does so
         after each."""
         # In turn, so that where few are let collect it is not always the same.
         for worker in sorted(pool.workers, key=lambda worker: worker.frames):
-            self._keep_busy(pool, worker, trained=trained)
+            self._request_from(pool, worker, trained=trained)
 
-    def _delivered(self, delivered: Delivered) -> None:
-        self._requested += delivered.frames - delivered.asked
+    def _on_delivered(self, part: DeliveredBatch) -> None:
+        self._requested += part.frames - part.requested
         if not self.sync:
-            self._finished.append(delivered)
+            self._finished.append(part)
 
-    def _keep_busy(self, pool: Pool, worker: WorkerProxy, *, trained: bool) -> None:
+    def _request_from(self, pool: Pool, worker: WorkerProxy, *, trained: bool) -> None:
         total = self.config.batch.total_frames
         frames = self.config.batch.frames_of(worker.index, 1)
-        while worker.asked + len(worker.batches) < _AHEAD and not self._pauses:
+        while worker.requested + len(worker.batches) < _REQUESTED_AHEAD and not self._active_pauses:
             # The updates that there will be before this batch is handed out, if there is one after each.
-            updates = sum(each.asked + len(each.batches) for each in pool.workers) + (not trained)
+            updates = sum(each.requested + len(each.batches) for each in pool.workers) + (not trained)
             if self._requested >= total != -1 or updates > self.config.weights.allowed_updates:
                 return
-            self._ask(worker, frames, at_random=self._is_random)
+            self._request(worker, frames, at_random=self._acts_at_random)
 
     @property
-    def _is_random(self) -> bool:
+    def _acts_at_random(self) -> bool:
         """Whether the next batch is one of those at the beginning that are acted at random."""
         return self._requested < self.config.batch.init_random_frames
 
-    def _ask(self, worker: WorkerProxy, frames: int, *, at_random: bool) -> None:
+    def _request(self, worker: WorkerProxy, frames: int, *, at_random: bool) -> None:
         self._requested += frames
         worker.collect(frames, at_random=at_random)
 
-    async def _joined(self, taken: Sequence[Delivered]) -> TensorDictBase:
+    async def _join_parts(self, delivered: Sequence[DeliveredBatch]) -> TensorDictBase:
         """Workers' parts as one batch, in memory of this process's own."""
-        parts = [delivered.read() for delivered in taken]
+        parts = [part.read() for part in delivered]
         nbytes = sum(leaf.nbytes for part in parts for leaf in part.values(True, True))
         device = self.config.devices.of(0).storing
 
         def join() -> TensorDictBase:
-            found = self._put_together(parts)
+            found = self._concatenate(parts)
             return found if device is None else found.to(device)
 
         found = join() if nbytes <= INLINE_LIMIT else await offloaded(join, "aiosync-batch")
         # Nothing is taken before it is here: a call that is cancelled loses nothing.
-        for delivered in taken:
-            delivered.taken()
-        return self._finish(found, sum(delivered.frames for delivered in taken))
+        for part in delivered:
+            part.release()
+        return self._finish(found, sum(part.frames for part in delivered))
 
-    def _put_together(self, parts: Sequence[TensorDict]) -> TensorDictBase:
+    def _concatenate(self, parts: Sequence[TensorDict]) -> TensorDictBase:
         return self._joiner.join(parts)
 
-    async def _lent(self, taken: Delivered) -> TensorDictBase:
+    async def _lend(self, delivered: DeliveredBatch) -> TensorDictBase:
         """A worker's batch, in the memory that it has it in; or on a device."""
-        device = self.config.devices.of(taken.worker.index).storing
+        device = self.config.devices.of(delivered.worker.index).storing
         if device is None or device.type == "cpu":
-            found: TensorDictBase = taken.lend()
+            found: TensorDictBase = delivered.lend()
         else:
-            found = await offloaded(lambda: taken.read().to(device), "aiosync-batch")
-            taken.taken()
+            found = await offloaded(lambda: delivered.read().to(device), "aiosync-batch")
+            delivered.release()
         self._finished.popleft()
-        return self._finish(found, taken.frames)
+        return self._finish(found, delivered.frames)
 
     def _finish(self, batch: TensorDictBase, frames: int) -> TensorDictBase:
         self.frames += frames
@@ -220,28 +222,30 @@ class Iterating(Controls):
         """
         if self.config.replay.replay_buffer is None:
             raise InvalidArgumentError("start() collects into a replay buffer: give replay_buffer=")
-        if self._running is None:
-            self._running = asyncio.create_task(self._run(self._live), name="aiosync-collecting")
+        if self._collecting is None:
+            self._collecting = asyncio.create_task(
+                self._collect(self._connected_pool), name="aiosync-collecting"
+            )
 
-    async def _run(self, pool: Pool) -> None:
+    async def _collect(self, pool: Pool) -> None:
         try:
-            while not self._is_enough:
-                await self._going.wait()
-                pauses = self._paused
+            while not self._is_done:
+                await self._not_paused.wait()
+                pauses = self._pauses_begun
                 try:
                     await anext(self)
                 except SyncTimeoutError:
-                    if pauses == self._paused:  # else a pause has taken that long
+                    if pauses == self._pauses_begun:  # else a pause has taken that long
                         raise
                 await asyncio.sleep(0)  # the next batch may be there already
         except Exception as exc:  # noqa: BLE001 - raised by the next call
             pool.fail(exc)
 
-    def _drop(self) -> None:
+    def _drop_delivered(self) -> None:
         self._finished.clear()
-        for worker in self._live.workers:
+        for worker in self._connected_pool.workers:
             for batch in list(worker.batches):
-                batch.taken()
+                batch.release()
 
     @asynccontextmanager
     async def pause(self, timeout: float | None = None) -> AsyncIterator[None]:
@@ -252,18 +256,20 @@ class Iterating(Controls):
             Exception: as the iterator.
             SyncTimeoutError: they have not come to an end in time.
         """
-        pool = self._live
-        self._pauses += 1
-        self._paused += 1
-        self._going.clear()
+        pool = self._connected_pool
+        self._active_pauses += 1
+        self._pauses_begun += 1
+        self._not_paused.clear()
         try:
-            await pool.until(
-                lambda: not any(worker.asked for worker in pool.workers), self._deadline(timeout), "receive"
+            await pool.wait_for(
+                lambda: not any(worker.requested for worker in pool.workers),
+                self._deadline(timeout),
+                "receive",
             )
             yield
         finally:
-            self._pauses -= 1
-            if not self._pauses:
-                self._going.set()
-            if not self.sync and self._is_live(pool):
-                self._keep_all_busy(pool, trained=False)
+            self._active_pauses -= 1
+            if not self._active_pauses:
+                self._not_paused.set()
+            if not self.sync and self._is_current(pool):
+                self._request_from_all(pool, trained=False)

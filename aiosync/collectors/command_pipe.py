@@ -15,16 +15,16 @@ import cloudpickle
 
 from aiosync.transports.forks import close_in_children
 
-__all__ = ["Channel", "ChannelClosed", "LocalChannel", "PipeChannel"]
+__all__ = ["CommandPipe", "CommandPipeClosed", "LocalCommandPipe", "ProcessCommandPipe"]
 
 _HEAD = struct.Struct("!Q")
 
 
-class ChannelClosed(Exception):
+class CommandPipeClosed(Exception):
     """The other end of a channel is closed. A type of its own: what an environment raises is its own."""
 
 
-class Channel(ABC):
+class CommandPipe(ABC):
     """One end. Writing never waits: what the other end has not read yet is kept here."""
 
     @abstractmethod
@@ -52,7 +52,7 @@ class Channel(ABC):
         """Close this end; idempotent. What is kept here is written as far as it can be at once."""
 
 
-class PipeChannel(Channel):
+class ProcessCommandPipe(CommandPipe):
     """Over a pipe between a process and its child, on an event loop. Messages are pickled: both ends
     belong to this program, and no other process has the pipe.
 
@@ -88,14 +88,14 @@ class PipeChannel(Channel):
             (size,) = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
             data = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError) as exc:
-            raise ChannelClosed("the other end of the pipe is closed") from exc
+            raise CommandPipeClosed("the other end of the pipe is closed") from exc
         return pickle.loads(data)
 
     def close(self) -> None:
         self._writer.close()
 
 
-class LocalChannel(Channel):
+class LocalCommandPipe(CommandPipe):
     """Between two tasks of one event loop, as they are. Make both with :meth:`pair`."""
 
     def __init__(self, incoming: asyncio.Queue[Any], outgoing: asyncio.Queue[Any]) -> None:
@@ -118,7 +118,7 @@ class LocalChannel(Channel):
         message = await self._incoming.get()
         if message is _END:
             self._incoming.put_nowait(_END)  # for the next call
-            raise ChannelClosed("the other end is closed")
+            raise CommandPipeClosed("the other end is closed")
         return message
 
     async def drain(self) -> None:
