@@ -1,4 +1,4 @@
-"""A worker's slots: the memory that it puts batches into."""
+"""The memory that batches are written into: one buffer per batch, reused."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ _BETWEEN = "\x1f"
 
 
 class BatchBuffers:
-    """Slots are used again when the collector has given them back. Those that have got too small, or whose
-    frames consisted of other things, are replaced.
+    """The buffers of one worker.
+
+    A buffer is reused when the collector has released it. When no free buffer fits the next batch, all free
+    ones are closed and a new one is allocated.
 
     Args:
-        tell: called with each new slot. None: the memory is this process's own.
-        shape: of a frame.
+        announce: called with each new buffer, so that the collector can map it. None: the memory is private
+            to this process.
+        shape: batch shape of one frame: ``()``, or ``(number,)`` of environments that step together.
     """
 
     def __init__(self, announce: Callable[[NewBuffer], None] | None, shape: tuple[int, ...]) -> None:
@@ -43,10 +46,10 @@ class BatchBuffers:
         return self._buffers[index]
 
     def allocate(self, frame: Fields, steps: int) -> int:
-        """A slot for so many frames like this one: its number.
+        """Reserve a buffer for ``steps`` frames like ``frame`` and return its number.
 
         Raises:
-            ArenaAllocationError: there is not that much memory.
+            ArenaAllocationError: there is not enough memory.
         """
         specs = _specs_of(frame)
         for index in sorted(self._free):
@@ -56,7 +59,7 @@ class BatchBuffers:
         return self._add(specs, steps)
 
     def _add(self, specs: Specs, steps: int) -> int:
-        replaced = tuple(self._free)  # none of them holds what is wanted now
+        replaced = tuple(self._free)  # none of them fits
         for index in replaced:
             self._buffers.pop(index).segment.close()
         self._free.clear()
@@ -68,20 +71,20 @@ class BatchBuffers:
         return index
 
     def release(self, indices: Iterable[int]) -> None:
-        """These are free again."""
+        """Make these buffers available again."""
         self._free.update(indices)
 
 
 class BatchBuffer:
-    """Shared memory for a number of steps, one after the other.
+    """Memory for a number of frames, one after the other.
 
     Args:
-        segment: where.
-        specs: what a step consists of.
-        steps: how many.
+        segment: the memory.
+        specs: key, shape and dtype of each field of a frame.
+        steps: how many frames fit.
 
     Attributes:
-        views: name -> tensor of shape ``(steps, *shape)``.
+        views: key -> tensor of shape ``(steps, *shape)`` in that memory.
     """
 
     def __init__(self, segment: Segment, specs: Specs, steps: int) -> None:
@@ -97,31 +100,31 @@ class BatchBuffer:
 
     @classmethod
     def make(cls, specs: Specs, steps: int, *, shared: bool = True) -> BatchBuffer:
-        """A new one, in shared memory or in this process's own.
+        """Allocate a buffer, in shared memory or in memory private to this process.
 
         Raises:
-            ArenaAllocationError: there is not that much memory.
+            ArenaAllocationError: there is not enough memory.
         """
         nbytes = _layout(specs, steps).nbytes
         segment = Segment.shared(nbytes) if shared else Segment.private(nbytes)
         return cls(segment, specs, steps)
 
     def holds(self, specs: Specs, steps: int) -> bool:
-        """Whether as many such steps fit."""
+        """Return whether ``steps`` frames of these specs fit."""
         return self.specs == specs and self.steps >= steps
 
     def write(self, places: Sequence[int], frames: Sequence[Mapping[Key, Tensor]]) -> None:
-        """Put frames in their places: several at once, since what a copy costs is mostly its beginning.
+        """Write frames to their places. One copy for several frames: most of a copy's cost is its start.
 
         Raises:
-            InvalidArgumentError: a frame consists of other fields than the first one of the batch, or of
-                other shapes or dtypes.
+            InvalidArgumentError: a frame has other fields than the first one of the batch, or fields of
+                another shape or dtype.
         """
         try:
             self._write(places, frames)
         except (KeyError, RuntimeError, TypeError) as exc:
             self._check(frames)
-            raise RuntimeError(f"a frame could not be put into the batch: {exc}") from exc
+            raise RuntimeError(f"a frame could not be written into the batch: {exc}") from exc
 
     def _write(self, places: Sequence[int], frames: Sequence[Mapping[Key, Tensor]]) -> None:
         if any(len(frame) != len(self.views) for frame in frames):
@@ -137,41 +140,57 @@ class BatchBuffer:
                     view[place] = value
 
     def _check(self, frames: Iterable[Mapping[Key, Tensor]]) -> None:
-        """Raise for the first field that differs from those of the batch."""
+        """Raise for the first field that differs from the batch's fields."""
         expected = {key: (dtype, shape) for key, shape, dtype in self.specs}
         for frame in frames:
             found = {key: (value.dtype, tuple(value.shape)) for key, value in frame.items()}
             for key in expected | found:
                 if found.get(key) != expected.get(key):
                     raise InvalidArgumentError(
-                        f"field {key!r}: the environment or the policy gave {_spelled(found.get(key))} in a "
-                        f"later step, and {_spelled(expected.get(key))} in the batch's first one: every step "
-                        "has to have the same fields, of the same shapes and dtypes"
+                        f"field {key!r}: expected {_spelled(expected.get(key))}, as in the first step of the "
+                        f"batch, got {_spelled(found.get(key))}: make the environment and the policy return "
+                        "the same fields, of the same shapes and dtypes, in every step"
                     )
 
     def read(self, steps: int, batch_dims: int, order: list[int] | None) -> TensorDict:
-        """The first steps, in this memory unless there is another order; see :func:`steps_of`."""
+        """Return the first ``steps`` frames: views of this memory, or copies if ``order`` is given.
+
+        Args:
+            steps: how many frames.
+            batch_dims: how many batch dimensions a frame has.
+            order: the places to read, in order of time; None: ``0, 1, ...``.
+        """
         which = slice(steps) if order is None else torch.tensor(order, device="cpu")
         return select_steps(self.views, which, batch_dims)
 
     def lend(self, given_back: Callable[[], object]) -> Fields:
-        """Its tensors; ``given_back`` is called when nothing refers to any of them any more, in whatever
-        thread."""
+        """Return tensors that view this memory.
+
+        Args:
+            given_back: called when the last reference to these tensors is dropped, in the thread that drops
+                it.
+        """
         buffer = self.segment.buffer
         memory: Any = (ctypes.c_uint8 * buffer.numel()).from_address(buffer.data_ptr())
-        memory.segment = self.segment  # keeps it mapped as long as a tensor views it
+        memory.segment = self.segment  # keeps the segment mapped as long as a tensor views it
         weakref.finalize(memory, given_back).atexit = False
         return self._views(torch.frombuffer(memory, dtype=torch.uint8))
 
 
 def select_steps(views: Mapping[Key, Tensor], which: slice | Tensor, batch_dims: int) -> TensorDict:
-    """Some of the steps in these tensors; the dimension of time comes after ``batch_dims`` others."""
+    """Return some of the frames in these tensors as a TensorDict, with time as the last batch dimension.
+
+    Args:
+        views: key -> tensor of shape ``(steps, *batch, ...)``.
+        which: the frames.
+        batch_dims: how many batch dimensions a frame has.
+    """
     found = {key: view[which].movedim(0, batch_dims) for key, view in views.items()}
     return unflatten(found, next(iter(found.values())).shape[: batch_dims + 1])
 
 
 def _specs_of(step: Mapping[Key, Tensor]) -> Specs:
-    """What a slot has to hold for steps like this one."""
+    """Return what a buffer for frames like this one consists of."""
     return tuple((key, tuple(value.shape), value.dtype) for key, value in step.items())
 
 

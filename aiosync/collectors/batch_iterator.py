@@ -1,4 +1,4 @@
-"""A collector's batches: who is asked for the next one, and what becomes of it."""
+"""The iterator of a collector: requests batches from the workers and returns them."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ from aiosync.weights.copying import INLINE_LIMIT
 __all__ = ["BatchIterator"]
 
 _REQUESTED_AHEAD = 2
-"""Batches that a worker of an asynchronous collector is asked for at a time: one that it collects, and one
-that waits to be taken meanwhile."""
+"""Batches of an asynchronous collector that a worker may have requested or delivered at a time: one in
+progress, and one that the caller has not taken yet."""
 
 
 class BatchIterator(Controls):
-    """The part of a collector that is its iterator. Workers are asked for batches, each for one or two at a
-    time; what they have delivered waits until the caller takes it.
+    """The part of a collector that is its asynchronous iterator.
+
+    Each worker has one or two batches requested at a time. A delivered batch waits here until the caller
+    takes it.
 
     Args:
         config: all options.
-        sync: a batch is of all workers, and no worker steps between two.
+        sync: each batch has a part from every worker, and no worker steps between two batches.
 
     Attributes:
-        frames: how many have been handed out.
+        frames: how many frames the iterator has returned.
     """
 
     def __init__(self, config: CollectorConfig, *, sync: bool) -> None:
@@ -56,13 +58,14 @@ class BatchIterator(Controls):
         return self
 
     async def __anext__(self) -> Any:
-        """The next batch, a TensorDict; None if it went to a replay buffer.
+        """Return the next batch, a TensorDict; None if the batch went to a replay buffer.
 
         Raises:
-            StopAsyncIteration: there have been ``total_frames``.
-            Exception: what an environment or the policy raised in a worker, with its traceback.
+            StopAsyncIteration: ``total_frames`` have been returned.
+            Exception: what an environment or the policy raised in a worker, with the worker's traceback as
+                its cause.
             WorkerLostError: a worker died.
-            SyncTimeoutError: there was none in time.
+            SyncTimeoutError: no batch was complete in time.
         """
         if self._is_done:
             raise StopAsyncIteration
@@ -70,7 +73,7 @@ class BatchIterator(Controls):
         if self.config.weights.update_at_each_batch:
             await self.update_policy_weights_()
         async with self._next_lock:
-            if self._is_done:  # others have taken the last ones
+            if self._is_done:  # concurrent calls took the last batches
                 raise StopAsyncIteration
             await self._wait_while_paused()
             batch = await (self._next_sync_batch(pool) if self.sync else self._next_async_batch(pool))
@@ -147,9 +150,14 @@ class BatchIterator(Controls):
         return self.policy_version - int(batch.read()["policy_version"].min()) <= allowed
 
     def _request_from_all(self, pool: Pool, *, trained: bool) -> None:
-        """``trained``: the trainer has sent what it made of the batch that it was given last, if it does so
-        after each."""
-        # In turn, so that where few are let collect it is not always the same.
+        """Request batches from all workers that may collect more.
+
+        Args:
+            pool: the workers.
+            trained: the trainer has sent the update for the batch that it took last, if it sends one after
+                each batch.
+        """
+        # The worker with the fewest frames first: if only some may collect, it is not always the same ones.
         for worker in sorted(pool.workers, key=lambda worker: worker.frames):
             self._request_from(pool, worker, trained=trained)
 
@@ -162,7 +170,7 @@ class BatchIterator(Controls):
         total = self.config.batch.total_frames
         frames = self.config.batch.frames_of(worker.index, 1)
         while worker.requested + len(worker.batches) < _REQUESTED_AHEAD and not self._active_pauses:
-            # The updates that there will be before this batch is handed out, if there is one after each.
+            # The updates before this batch is returned, if the trainer sends one after each batch.
             updates = sum(each.requested + len(each.batches) for each in pool.workers) + (not trained)
             if self._requested >= total != -1 or updates > self.config.weights.allowed_updates:
                 return
@@ -170,7 +178,7 @@ class BatchIterator(Controls):
 
     @property
     def _acts_at_random(self) -> bool:
-        """Whether the next batch is one of those at the beginning that are acted at random."""
+        """Whether the next batch to request is within ``init_random_frames``."""
         return self._requested < self.config.batch.init_random_frames
 
     def _request(self, worker: WorkerProxy, frames: int, *, at_random: bool) -> None:
@@ -178,7 +186,7 @@ class BatchIterator(Controls):
         worker.collect(frames, at_random=at_random)
 
     async def _join_parts(self, delivered: Sequence[DeliveredBatch]) -> TensorDictBase:
-        """Workers' parts as one batch, in memory of this process's own."""
+        """Join the workers' parts into one batch, in memory of this process."""
         parts = [part.read() for part in delivered]
         nbytes = sum(leaf.nbytes for part in parts for leaf in part.values(True, True))
         device = self.config.devices.of(0).storing
@@ -188,7 +196,7 @@ class BatchIterator(Controls):
             return found if device is None else found.to(device)
 
         found = join() if nbytes <= INLINE_LIMIT else await offloaded(join, "aiosync-batch")
-        # Nothing is taken before it is here: a call that is cancelled loses nothing.
+        # Released only now: a cancelled call loses no batch.
         for part in delivered:
             part.release()
         return self._finish(found, sum(part.frames for part in delivered))
@@ -197,7 +205,8 @@ class BatchIterator(Controls):
         return self._joiner.join(parts)
 
     async def _lend(self, delivered: DeliveredBatch) -> TensorDictBase:
-        """A worker's batch, in the memory that it has it in; or on a device."""
+        """Return a worker's batch, in the memory that the worker wrote it to, or copied to
+        ``storing_device``."""
         device = self.config.devices.of(delivered.worker.index).storing
         if device is None or device.type == "cpu":
             found: TensorDictBase = delivered.lend()
@@ -214,8 +223,8 @@ class BatchIterator(Controls):
         return found if postproc is None else postproc(found)
 
     async def start(self) -> None:
-        """Collect into the replay buffer from now on, beside whatever else runs on this event loop, until
-        ``total_frames`` or :meth:`aclose`. What goes wrong is raised by the next call.
+        """Collect into the replay buffer, in a task of this event loop, until ``total_frames`` or
+        :meth:`aclose`. An error is raised by the next call to the collector.
 
         Raises:
             InvalidArgumentError: there is no replay buffer.
@@ -235,9 +244,9 @@ class BatchIterator(Controls):
                 try:
                     await anext(self)
                 except SyncTimeoutError:
-                    if pauses == self._pauses_begun:  # else a pause has taken that long
+                    if pauses == self._pauses_begun:  # else the timeout passed during a pause
                         raise
-                await asyncio.sleep(0)  # the next batch may be there already
+                await asyncio.sleep(0)  # anext() does not yield if the next batch has been delivered
         except Exception as exc:  # noqa: BLE001 - raised by the next call
             pool.fail(exc)
 
@@ -249,12 +258,15 @@ class BatchIterator(Controls):
 
     @asynccontextmanager
     async def pause(self, timeout: float | None = None) -> AsyncIterator[None]:
-        """No worker steps inside: the workers finish what they are collecting first. They always
-        go on afterwards.
+        """Stop the workers' steps inside this context. The workers finish the batches in progress first. They
+        continue when the context ends, also by an exception.
+
+        Args:
+            timeout: seconds to wait for the batches in progress.
 
         Raises:
             Exception: as the iterator.
-            SyncTimeoutError: they have not come to an end in time.
+            SyncTimeoutError: the workers did not finish in time.
         """
         pool = self._connected_pool
         self._active_pauses += 1

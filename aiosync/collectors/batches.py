@@ -1,4 +1,4 @@
-"""Putting workers' parts together."""
+"""Join the parts of several workers into one batch, and split a batch into trajectories."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ __all__ = ["BatchJoiner", "split_trajectories"]
 
 
 class BatchJoiner:
-    """Puts workers' parts together. The memory of a batch is used again when nothing refers to the batch any
-    more: what is copied into new memory takes several times as long.
+    """Joins the parts of several workers.
+
+    A joined batch's memory is reused once the last reference to the batch is dropped: a copy into fresh
+    memory takes several times as long.
 
     Args:
-        dim: along which dimension; or ``"stack"``: along a new first one.
+        dim: the dimension to concatenate along; ``"stack"``: stack along a new first dimension.
     """
 
     def __init__(self, dim: Literal["stack"] | int) -> None:
@@ -29,10 +31,10 @@ class BatchJoiner:
         self._free: list[BatchBuffer] = []
 
     def join(self, parts: Sequence[TensorDict]) -> TensorDictBase:
-        """One batch. Blocking.
+        """Return one batch. Blocking.
 
         Raises:
-            InvalidArgumentError: they cannot be put together along that dimension.
+            InvalidArgumentError: the parts' shapes do not fit together along that dimension.
         """
         dim, put = 0, torch.stack
         if self._dim == "stack":
@@ -64,7 +66,7 @@ class BatchJoiner:
         )
 
     def _buffer(self, specs: Specs, steps: int) -> BatchBuffer:
-        while self._free:  # a slot may come back meanwhile, in another thread
+        while self._free:  # another thread may append a buffer meanwhile
             buffer = self._free.pop()
             if buffer.holds(specs, steps):
                 return buffer
@@ -79,7 +81,7 @@ def _pad_to_longest(parts: Sequence[TensorDict]) -> Sequence[TensorDict]:
 
 
 def _pad(part: TensorDict, length: int) -> TensorDict:
-    """With zeros after its end, and a mask that says where it is."""
+    """Return ``part`` padded with zeros to ``length`` steps, with a mask that is true for its own steps."""
     steps = part.shape[-1]
     result = TensorDict({}, batch_size=(*part.shape[:-1], length))
     dim = len(part.shape) - 1
@@ -93,7 +95,8 @@ def _pad(part: TensorDict, length: int) -> TensorDict:
 
 
 def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
-    """A batch as ``(trajectories, steps)``: one row each, padded with zeros, and ``("collector", "mask")``.
+    """Return a batch as ``(trajectories, steps)``: one row per trajectory, padded with zeros, with
+    ``("collector", "mask")``.
 
     Args:
         batch: of any shape whose last dimension is time, with ``("collector", "traj_ids")``.
@@ -103,6 +106,6 @@ def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
     if valid is not None:
         flat = flat[valid]
     ids = flat[TRAJ_IDS]
-    rows = [(ids == number).nonzero().view(-1) for number in ids.unique()]  # each in the order of time
+    rows = [(ids == number).nonzero().view(-1) for number in ids.unique()]  # each in order of time
     longest = max(len(row) for row in rows)
     return torch.stack([_pad(flat[row], longest) for row in rows], 0)

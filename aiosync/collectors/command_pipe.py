@@ -1,4 +1,4 @@
-"""What a collector and a worker talk over: objects, in order, until one end is closed."""
+"""The pipe between a collector and one worker: messages, in order, until one end closes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ _HEAD = struct.Struct("!Q")
 
 
 class CommandPipeClosed(Exception):
-    """The other end of a channel is closed. A type of its own: what an environment raises is its own."""
+    """The other end of the pipe is closed. Not an OSError or EOFError: environments may raise those
+    themselves."""
 
 
 class CommandPipe(ABC):
-    """One end. Writing never waits: what the other end has not read yet is kept here."""
+    """One end of a command pipe. Sending never blocks: unread messages are buffered at this end."""
 
     @abstractmethod
     def send(self, message: object) -> None:
-        """Write a message; to an end that is closed it is lost."""
+        """Send a message. It is lost if the other end is closed."""
 
     @abstractmethod
     async def drain(self) -> None:
-        """Wait until not too much is kept here.
+        """Wait until this end buffers less than its limit.
 
         Raises:
             OSError: the other end is closed.
@@ -41,23 +42,23 @@ class CommandPipe(ABC):
 
     @abstractmethod
     async def receive(self) -> Any:
-        """The next message.
+        """Wait for the next message.
 
         Raises:
-            ChannelClosed: the other end is closed.
+            CommandPipeClosed: the other end is closed.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close this end; idempotent. What is kept here is written as far as it can be at once."""
+        """Close this end; idempotent. Buffered messages are sent as far as the pipe takes them at once."""
 
 
 class ProcessCommandPipe(CommandPipe):
-    """Over a pipe between a process and its child, on an event loop. Messages are pickled: both ends
-    belong to this program, and no other process has the pipe.
+    """A pipe between a process and its child, on an event loop. Messages are pickled: only this program's two
+    processes have the pipe.
 
     Args:
-        reader, writer: asyncio's streams of it. Most callers want :meth:`open`.
+        reader, writer: asyncio's streams of one end. Most callers use :meth:`open`.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -66,10 +67,10 @@ class ProcessCommandPipe(CommandPipe):
 
     @classmethod
     async def open(cls, connection: Connection[Any, Any]) -> Self:
-        """Take over one end of a duplex pipe, which is closed here."""
+        """Take over one end of a duplex pipe. ``connection`` is closed."""
         sock = socket.socket(fileno=os.dup(connection.fileno()))
         connection.close()
-        # An environment's own processes must not hide the end of this one.
+        # A child of the environment that inherits this socket would keep it open after this process ends.
         close_in_children(sock)
         sock.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=sock)
@@ -96,7 +97,8 @@ class ProcessCommandPipe(CommandPipe):
 
 
 class LocalCommandPipe(CommandPipe):
-    """Between two tasks of one event loop, as they are. Make both with :meth:`pair`."""
+    """A pipe between two tasks of one event loop. Messages are passed by reference. :meth:`pair` makes both
+    ends."""
 
     def __init__(self, incoming: asyncio.Queue[Any], outgoing: asyncio.Queue[Any]) -> None:
         self._incoming = incoming
@@ -105,7 +107,7 @@ class LocalCommandPipe(CommandPipe):
 
     @classmethod
     def pair(cls) -> tuple[Self, Self]:
-        """Both ends."""
+        """Return both ends."""
         one: asyncio.Queue[Any] = asyncio.Queue()
         other: asyncio.Queue[Any] = asyncio.Queue()
         return cls(one, other), cls(other, one)
@@ -117,7 +119,7 @@ class LocalCommandPipe(CommandPipe):
     async def receive(self) -> Any:
         message = await self._incoming.get()
         if message is _END:
-            self._incoming.put_nowait(_END)  # for the next call
+            self._incoming.put_nowait(_END)  # the next call finds it too
             raise CommandPipeClosed("the other end is closed")
         return message
 
@@ -125,10 +127,10 @@ class LocalCommandPipe(CommandPipe):
         """See :class:`Channel`."""
 
     async def receive_all(self) -> list[Any]:
-        """The next message, and those that are there after it.
+        """Wait for the next message, and return it with all others that have arrived.
 
         Raises:
-            ChannelClosed: the other end is closed.
+            CommandPipeClosed: the other end is closed.
         """
         found = [await self.receive()]
         while not self._incoming.empty():
@@ -147,4 +149,4 @@ class LocalCommandPipe(CommandPipe):
 
 
 _END = object()
-"""Follows the last message."""
+"""Sent behind the last message."""

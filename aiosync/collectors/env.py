@@ -1,8 +1,7 @@
-"""Environments as a worker steps them: fields in, fields out, and every wait an ``await``.
+"""Adapters that give every kind of environment one interface: fields in, fields out, every wait an ``await``.
 
-What an environment gives is in torchrl's terms: observations under their names (``"observation"`` if there
-is only one), ``"reward"``, ``"done"``, ``"terminated"`` and ``"truncated"``, the last four of shape
-``(*shape, 1)``.
+Fields have torchrl's names: observations under their own names (``"observation"`` if there is only one),
+``"reward"``, ``"done"``, ``"terminated"`` and ``"truncated"``. The last four have the shape ``(*shape, 1)``.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ class Env(ABC):
     """An environment, or several that step together.
 
     Attributes:
-        shape: ``()``, or ``(number,)`` of several.
-        env: what is adapted.
-        device: where the tensors that it gives are; None: in main memory.
-        skips: a step from where an episode has ended begins the next one, whatever the action: such steps
-            are left out by ``("collector", "mask")``.
+        shape: batch shape: ``()``, or ``(number,)`` of environments that step together.
+        env: the adapted environment.
+        device: the device of the tensors that it returns; None: CPU memory.
+        skips: True: a step after the end of an episode only begins the next episode, whatever the action.
+            Such steps are false in ``("collector", "mask")``.
     """
 
     shape: tuple[int, ...] = ()
@@ -43,45 +42,48 @@ class Env(ABC):
 
     @abstractmethod
     async def reset(self) -> Fields:
-        """Begin an episode (of each); what is observed, and the ends, all false."""
+        """Begin a new episode in all environments. Returns the observations, and ``done``, ``terminated`` and
+        ``truncated``, all false."""
 
     @abstractmethod
     async def step(self, step: Fields) -> Fields:
-        """Take ``step["action"]``; what is observed, the reward and the ends."""
+        """Take ``step["action"]``. Returns the observations, the reward and the three end flags."""
 
     async def restart(self, after: Fields) -> Fields:
-        """Begin another episode wherever ``after`` says that one has ended; what is observed."""
+        """Begin a new episode in each environment whose ``after["done"]`` is true. Returns the observations
+        of all."""
         return await self.reset()
 
     @abstractmethod
     def random_action(self) -> Tensor:
-        """An action like any other."""
+        """Return a random action."""
 
     @abstractmethod
     def set_seed(self, seed: int) -> None:
-        """Have the next reset begin with ``seed``."""
+        """Seed the next :meth:`reset`."""
 
     async def close(self) -> None:
-        """Let go of it."""
+        """Close the environment."""
         self.env.close()
 
 
 def adapt(env: Any, device: torch.device | None = None) -> Env:
-    """What steps ``env``.
+    """Return the adapter for ``env``.
 
     Args:
-        env: a Gymnasium environment or vector environment, one of torchrl's, or anything with
-            ``async def reset()`` and ``async def step(action)`` that return what Gymnasium's return.
-        device: where the tensors are to be that it gives; one of torchrl's is moved there. None: as it is.
+        env: a Gymnasium environment or vector environment, a torchrl environment, or any object with ``async
+            def reset()`` and ``async def step(action)`` that return what Gymnasium's return.
+        device: the device of the tensors that the adapter returns; a torchrl environment is moved to it.
+            None: no tensor is moved.
 
     Raises:
-        InvalidArgumentError: it is none of these.
+        InvalidArgumentError: ``env`` has no ``reset()`` and ``step()``.
     """
     if isinstance(env, Env):
         return env
     if not (callable(getattr(env, "reset", None)) and callable(getattr(env, "step", None))):
         raise InvalidArgumentError(
-            f"create_env_fn gave {type(env).__name__}: expected an environment with reset() and step()"
+            f"create_env_fn returned {type(env).__name__}: expected an environment with reset() and step()"
         )
     if inspect.iscoroutinefunction(env.step):
         return AsyncEnv(env, device)
@@ -105,8 +107,8 @@ def _observation_fields(found: object, first: Key = "observation") -> Fields:
 
 
 def tensor_of(value: object) -> Tensor:
-    """A tensor of its own; 64-bit floats, which are Python's, become torch's default."""
-    # A copy: an environment may write its next observation where this one is.
+    """Return ``value`` as a new tensor. float64, Python's own float, becomes torch's default dtype."""
+    # A copy: an environment may reuse the memory for its next observation.
     found = value.clone() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
     return found.to(torch.get_default_dtype()) if found.dtype == torch.float64 else found
 
@@ -119,7 +121,7 @@ _FLAGS = torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
 
 
 def _end_fields(terminated: Any, truncated: Any, shape: tuple[int, ...]) -> Fields:
-    if not shape:  # the parts of a frame are not written into
+    if not shape:  # shared constants: the fields of a frame are never written into
         over, limited = bool(terminated), bool(truncated)
         return {"done": _FLAGS[over or limited], "terminated": _FLAGS[over], "truncated": _FLAGS[limited]}
     ended, cut = _as_column(terminated, torch.bool), _as_column(truncated, torch.bool)
@@ -134,21 +136,22 @@ _NESTED_LOOP = (
 
 
 def _call_env(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call an environment's own method; an error that says what to do where it runs an event loop."""
+    """Call a method of an environment. Replaces asyncio's errors about nested event loops by one that says
+    what to do."""
     try:
         return method(*arguments, **options)
     except RuntimeError as exc:
         if not any(text in str(exc) for text in _NESTED_LOOP):
             raise
         raise InvalidArgumentError(
-            "the environment runs an event loop of its own in reset() or step(), but a worker's event loop "
-            "calls these: make them `async def` and await there, or run that loop in a thread of the "
-            f"environment's own ({exc})"
+            "the environment starts an event loop in reset() or step(), but the worker's event loop calls "
+            "these methods: make them `async def` and use `await`, or run the other event loop in a thread "
+            f"of the environment ({exc})"
         ) from exc
 
 
 class _GymnasiumStyleEnv(Env):
-    """Whatever steps as Gymnasium's environments do."""
+    """Base of the adapters for environments that step as Gymnasium's do."""
 
     def __init__(self, env: Any, device: torch.device | None = None) -> None:
         self.env = env
@@ -199,7 +202,7 @@ class _GymnasiumStyleEnv(Env):
 
 
 class GymnasiumEnv(_GymnasiumStyleEnv):
-    """A single environment of Gymnasium's."""
+    """A single Gymnasium environment."""
 
     async def reset(self) -> Fields:
         return self._reset_fields(_call_env(self.env.reset, **self._pop_seed()))
@@ -209,7 +212,7 @@ class GymnasiumEnv(_GymnasiumStyleEnv):
 
 
 class AsyncEnv(_GymnasiumStyleEnv):
-    """``async def reset`` and ``step``."""
+    """An environment with ``async def reset`` and ``async def step``."""
 
     async def reset(self) -> Fields:
         return self._reset_fields(await self.env.reset(**self._pop_seed()))
@@ -226,9 +229,10 @@ class AsyncEnv(_GymnasiumStyleEnv):
 
 
 class VectorEnv(_GymnasiumStyleEnv):
-    """Gymnasium's vector environments, in each of their modes of autoreset.
+    """A Gymnasium vector environment, in any autoreset mode.
 
-    In the mode NEXT_STEP a step begins the next episode in place of taking an action: see :attr:`Env.skips`.
+    In the mode NEXT_STEP the step after the end of an episode begins the next one and ignores the action: see
+    :attr:`Env.skips`.
     """
 
     def __init__(self, env: Any, device: torch.device | None = None) -> None:
@@ -267,7 +271,7 @@ class VectorEnv(_GymnasiumStyleEnv):
 
 
 class TensorDictEnv(Env):
-    """One of torchrl's."""
+    """A torchrl environment."""
 
     def __init__(self, env: Any, device: torch.device | None = None) -> None:
         self.env = env if device is None else env.to(device)
@@ -279,7 +283,7 @@ class TensorDictEnv(Env):
         return {key: value.clone() for key, value in flatten(found).items()}
 
     async def step(self, step: Fields) -> Fields:
-        # Copies: it may write its next step where this one is.
+        # Copies: an environment may reuse the memory for its next step.
         found = _call_env(self.env.step, self._to_tensordict(step))["next"]
         return {key: value.clone() for key, value in flatten(found).items()}
 

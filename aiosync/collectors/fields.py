@@ -1,8 +1,7 @@
-"""Steps as plain tensors by name, and slots of shared memory that hold many of them.
+"""Frames as dicts of plain tensors.
 
-A name is a string, or a tuple of strings for what is nested, as TensorDict has it. Between an environment,
-a policy and a slot these stay what they are: a TensorDict is made once per batch, and where a policy wants
-one.
+A key is a string, or a tuple of strings for a nested entry, as in TensorDict. Environments, policies and
+buffers exchange these dicts. A TensorDict is made once per batch, and where a policy takes one.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ __all__ = [
 Key: TypeAlias = str | tuple[str, ...]
 Fields: TypeAlias = dict[Key, Tensor]
 Specs: TypeAlias = tuple[tuple[Key, tuple[int, ...], torch.dtype], ...]
-"""Name, shape of one step's, dtype."""
+"""Key, shape of one frame, dtype; one entry per field."""
 
 TRAJ_IDS = ("collector", "traj_ids")
 MASK = ("collector", "mask")
 
 
 def flatten(data: TensorDictBase) -> Fields:
-    """The leaves of a TensorDict."""
+    """Return the leaves of a TensorDict."""
     return dict(data.items(include_nested=True, leaves_only=True))
 
 
 def unflatten(fields: Mapping[Key, Tensor], shape: Iterable[int]) -> TensorDict:
-    """A TensorDict of batch size ``shape`` with these leaves."""
+    """Return a TensorDict of batch size ``shape`` with these leaves."""
     found = TensorDict({}, batch_size=torch.Size(shape))
     for key, value in fields.items():
         found.set(key, value)
@@ -48,5 +47,5 @@ def unflatten(fields: Mapping[Key, Tensor], shape: Iterable[int]) -> TensorDict:
 
 
 def under(first: str, key: Key) -> tuple[str, ...]:
-    """A name, one level further down."""
+    """Return ``key`` nested one level deeper, below ``first``."""
     return (first, key) if isinstance(key, str) else (first, *key)

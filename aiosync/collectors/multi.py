@@ -1,4 +1,4 @@
-"""Collectors of several worker processes."""
+"""Collectors with several worker processes."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from aiosync.transports.ray.calls import ray_here
 __all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
 _CLOSE_SECONDS = 10.0
-"""Seconds that workers have to end by themselves."""
+"""Seconds that workers have to end by themselves in :meth:`MultiCollector.aclose`."""
 
 _ABORT_SECONDS = 1.0
-"""The same, of workers that were no use."""
+"""The same after a failed :meth:`MultiCollector.connect`."""
 
 
 class MultiCollector(BatchIterator, AsyncResource):
@@ -47,33 +47,33 @@ class MultiCollector(BatchIterator, AsyncResource):
                 ...  # learn
                 await collector.update_policy_weights_()
 
-    Each worker has an event loop, on which its environments are stepped, its weights arrive, and what the
-    collector asks of it is done, one at a time: weights change between two steps, and each frame is tagged
-    with the version that acted. Batches come in shared memory, without being pickled or sent.
+    Each worker has one event loop. It steps the environments, receives weights and executes the collector's
+    commands there, one at a time. So weights change only between two steps, and each frame is tagged with the
+    version that acted. Batches go through shared memory; they are neither pickled nor sent.
 
-    With ``sync=True`` a batch has a part of every worker, and no worker steps between one batch and the
-    call for the next. With ``sync=False`` a batch is one worker's, handed out in the order in which they are
-    finished, and workers go on meanwhile: each is at most two batches ahead. Such a batch lies in the
-    memory where its worker put it, which is used again when nothing refers to it any more.
+    With ``sync=True`` a batch has a part from every worker, and no worker steps between one batch and the
+    request for the next. With ``sync=False`` a batch comes from one worker, batches come in the order in
+    which they are complete, and workers continue meanwhile: each is at most two batches ahead. With
+    ``sync=False`` a batch's memory is reused once the last reference to the batch is dropped.
 
     Args:
-        create_env_fn: makes an environment (see :func:`~aiosync.collectors.adapt`); or one function per
+        create_env_fn: returns an environment (see :func:`~aiosync.collectors.adapt`); or one function per
             worker. Called in the workers.
         policy: the trainer's policy: a TensorDictModule, or a module or function of the observation. Workers
-            get a copy, and its weights. None: they act at random.
+            get a copy, and its weights. None: random actions.
         sync: see above.
-        policy_factory: makes the workers' policies in them; or one function per worker. With ``policy``, that
-            is only where the weights come from.
-        create_env_kwargs: what ``create_env_fn`` is called with; or one mapping per worker.
-        config: all the rest.
-        options: the same as keywords: see :class:`BatchConfig`, :class:`PolicyConfig`,
+        policy_factory: returns a worker's policy; or one function per worker. Called in the workers.
+            ``policy`` is then only the source of the weights.
+        create_env_kwargs: keyword arguments of ``create_env_fn``; or one mapping per worker.
+        config: all other options.
+        options: the same options as keywords: see :class:`BatchConfig`, :class:`PolicyConfig`,
             :class:`DeviceConfig`, :class:`ProcessConfig`, :class:`WeightConfig` and :class:`ReplayConfig`.
 
     Attributes:
-        frames: how many have been handed out.
+        frames: how many frames the iterator has returned.
 
     Raises:
-        InvalidArgumentError: an option that there is not, or that does not go with the others.
+        InvalidArgumentError: an unknown option, or options that do not fit together.
     """
 
     _sync: bool | None = None
@@ -112,11 +112,11 @@ class MultiCollector(BatchIterator, AsyncResource):
         if total != -1 and total % each:
             warnings.warn(
                 f"total_frames={total} is not a multiple of the {each} frames of a batch: "
-                f"{-total % each} more will be collected",
+                f"{-total % each} more frames will be collected",
                 stacklevel=3,
             )
 
-    # -- what workers run on --------------------------------------------------------------------------
+    # -- what workers run in --------------------------------------------------------------------------
 
     def _default_scheme(self, seconds: float) -> WeightSyncScheme:
         commit: Any = "copy" if self.config.policy.needs_fixed_memory else "flip"
@@ -125,7 +125,7 @@ class MultiCollector(BatchIterator, AsyncResource):
         return SharedMemWeightSyncScheme(timeout=seconds, commit=commit)
 
     def _host_factory(self) -> tuple[MakeHost, BaseContext | None]:
-        """What makes them, and how processes begin."""
+        """Return what creates the workers' hosts, and multiprocessing's context if workers are processes."""
         processes = self.config.processes
         if processes.launcher == "ray":
             return functools.partial(RayHost, ray_here(), processes.ray_options or {"num_cpus": 1}), None
@@ -153,21 +153,22 @@ class MultiCollector(BatchIterator, AsyncResource):
             share_tensors=self._updates.share_tensors,
         )
 
-    # -- life -----------------------------------------------------------------------------------------
+    # -- life cycle -----------------------------------------------------------------------------------
 
     async def connect(self, timeout: float | None = None) -> None:
-        """Start the workers, and wait until each is ready to play with version 0.
+        """Start the workers, and wait until each is ready to act with version 0.
 
         Args:
             timeout: seconds.
 
         Raises:
-            Exception: what an environment or a policy raised in a worker, with its traceback.
+            Exception: what an environment or a policy raised in a worker, with the worker's traceback as its
+                cause.
             WorkerLostError: a worker died.
-            SyncTimeoutError: not all were ready in time.
+            SyncTimeoutError: not all workers were ready in time.
         """
         if self._pool is not None or self._closed:
-            raise NotConnectedError("this collector is connected already, or was closed: make another")
+            raise NotConnectedError("this collector is connected, or was closed: make a new one")
         make_host, ctx = self._host_factory()
         deadline = self._deadline(timeout)
         threads = self.config.processes.num_threads
@@ -189,8 +190,8 @@ class MultiCollector(BatchIterator, AsyncResource):
         """End the workers; idempotent.
 
         Args:
-            timeout: seconds that they have to end by themselves; then they are killed. None: 10, or what a
-                call may take, if that is less.
+            timeout: seconds that the workers have to end by themselves, after which they are killed. None:
+                10, or the collector's own timeout if that is shorter.
         """
         self._closed = True
         self._not_paused.set()
@@ -202,7 +203,7 @@ class MultiCollector(BatchIterator, AsyncResource):
         try:
             await asyncio.shield(release)
         except asyncio.CancelledError:
-            # A cancelled close leaves nothing behind either, but it waits for no worker.
+            # A cancelled close releases everything too, but kills the workers instead of waiting for them.
             if pool is not None:
                 pool.kill()
             await uninterrupted(lambda _: asyncio.wait([release]))
@@ -232,7 +233,7 @@ class MultiCollector(BatchIterator, AsyncResource):
     @property
     def _connected_pool(self) -> Pool:
         if self._pool is None:
-            raise NotConnectedError("connect() first, or use `async with`: this collector has no workers")
+            raise NotConnectedError("no workers: call connect() first, or use `async with`")
         self._pool.check()
         return self._pool
 

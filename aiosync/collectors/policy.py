@@ -1,4 +1,4 @@
-"""A policy as a worker calls it: fields in, fields out."""
+"""Adapters that give every kind of policy one interface: fields in, fields out."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ __all__ = ["PolicyAdapter", "adapt_policy"]
 
 
 class PolicyAdapter(ABC):
-    """Acts."""
+    """Calls a policy."""
 
     @abstractmethod
     def act(self, step: Fields, shape: tuple[int, ...]) -> Fields:
-        """What the policy adds to what is observed: ``"action"`` at least.
+        """Call the policy and return the fields that it adds: ``"action"`` at least.
 
         Args:
-            step: the observation and the like, each of shape ``(*shape, ...)``.
-            shape: the environments that step together.
+            step: the observations and the other fields, each of shape ``(*shape, ...)``.
+            shape: the batch shape: the environments that step together.
 
         Raises:
-            Exception: whatever the policy raises.
+            Exception: what the policy raises.
         """
 
 
 class _TensorDictPolicy(PolicyAdapter):
+    """A policy that takes a TensorDict and returns one."""
+
     def __init__(self, policy: Callable[[TensorDictBase], TensorDictBase]) -> None:
         self._policy = policy
 
@@ -58,8 +60,9 @@ class _TensorDictPolicy(PolicyAdapter):
 
 
 class _KeyedPolicy(PolicyAdapter):
-    """A TensorDictModule without a TensorDict around its tensors, which takes several times as long as a
-    small module: what is under its ``in_keys`` goes in, and what comes out is under its ``out_keys``."""
+    """A TensorDictModule that is called without a TensorDict: its module gets the tensors of its ``in_keys``
+    and returns those of its ``out_keys``. For a small module a TensorDict costs several times the call
+    itself."""
 
     def __init__(self, policy: TensorDictModule) -> None:
         self._policy = policy
@@ -68,7 +71,7 @@ class _KeyedPolicy(PolicyAdapter):
 
     @staticmethod
     def can_call(policy: Any) -> bool:
-        """Whether a call of this policy is nothing else."""
+        """Return whether a call of this policy does nothing but call its module."""
         if type(policy) is not TensorDictModule or policy.method is not None:
             return False
         return not (policy._forward_hooks or policy._forward_pre_hooks or policy._kwargs)
@@ -88,13 +91,14 @@ class _KeyedPolicy(PolicyAdapter):
         return {key: value for key, value in zip(keys, result, strict=True) if key != "_"}
 
     def _fall_back(self, step: Fields, shape: tuple[int, ...]) -> Fields:
-        """It is not that simple; or it is wrong, and the policy itself knows best what to say of that."""
+        """Call the policy with a TensorDict, from now on: it is no simple module, or it is wrong and raises
+        its own error."""
         self._direct = False
         return self._fallback.act(step, shape)
 
 
 class _TensorPolicy(PolicyAdapter):
-    """A module or a function of the observation, or of each of its parts in their order."""
+    """A module or function of the observation, or of several observations in their order."""
 
     def __init__(self, policy: Callable[..., Any]) -> None:
         self._policy = policy
@@ -113,7 +117,7 @@ _NOT_OBSERVED = {"done", "terminated", "truncated", "step_count"}
 
 
 class _ExploringPolicy(PolicyAdapter):
-    """Another one, under an interaction type and without gradients."""
+    """Calls another adapter with an interaction type and without gradients."""
 
     def __init__(self, adapter: PolicyAdapter, exploration: InteractionType) -> None:
         self._inner = adapter
@@ -125,12 +129,13 @@ class _ExploringPolicy(PolicyAdapter):
 
 
 class _PolicyOnDevice(PolicyAdapter):
-    """Another one, on a device of its own.
+    """Calls another adapter on a device.
 
     Args:
-        actor: that one.
-        device: where it is.
-        sync: let copies run beside this thread, and wait for them; else each copy is waited for by itself.
+        adapter: the other adapter.
+        device: the device of its policy.
+        sync: copy asynchronously and synchronize the device after the call; otherwise each copy is
+            synchronous.
     """
 
     def __init__(self, adapter: PolicyAdapter, device: torch.device, *, sync: bool) -> None:
@@ -149,20 +154,20 @@ class _PolicyOnDevice(PolicyAdapter):
 def adapt_policy(
     policy: Any, config: PolicyConfig, devices: WorkerDevices, *, sync: bool = True
 ) -> PolicyAdapter:
-    """What calls ``policy`` as it wants to be called.
+    """Return the adapter for ``policy``.
 
     Args:
-        policy: a TensorDictModule, or anything whose only parameter is annotated as a TensorDict or named
-            ``tensordict`` or ``td``; or a module or function of the observation's tensors.
-        config: how it acts.
-        places: where it is.
-        sync: wait for a CUDA device where the policy has acted on one.
+        policy: a TensorDictModule; or a callable with one parameter that is annotated as a TensorDict or
+            named ``tensordict`` or ``td``; or a module or function of the observation's tensors.
+        config: how the policy acts.
+        devices: the worker's devices.
+        sync: synchronize a CUDA device after each call.
 
     Raises:
-        InvalidArgumentError: it cannot be called.
+        InvalidArgumentError: ``policy`` is not callable.
     """
     if not callable(policy):
-        raise InvalidArgumentError(f"policy: expected something to be called, got {type(policy).__name__}")
+        raise InvalidArgumentError(f"policy: expected a callable, got {type(policy).__name__}")
     of_tensordicts = (
         config.trust_policy or isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy)
     )
@@ -177,7 +182,7 @@ def adapt_policy(
 
 
 def _optimized(policy: Callable[..., Any], config: PolicyConfig) -> Callable[..., Any]:
-    """What is called in its place: the same, compiled or captured."""
+    """Return the policy compiled or captured, as the options say."""
     called = policy
     if config.compile_policy is not False:
         called = torch.compile(called, **_options(config.compile_policy))
@@ -194,7 +199,7 @@ def _takes_tensordict(policy: Callable[..., Any]) -> bool:
     function = policy.forward if isinstance(policy, nn.Module) else policy
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # something built in
+    except (TypeError, ValueError):  # a built-in function
         return False
     if len(parameters) != 1:
         return False

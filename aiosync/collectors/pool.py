@@ -1,4 +1,4 @@
-"""The workers of a collector: how they begin, begin again and end."""
+"""The workers of a collector: their start, their replacement and their end."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from aiosync.transports._tasks import BackgroundTasks
 __all__ = ["Pool"]
 
 _GENERATION = 1 << 32
-"""Trajectories' numbers that a worker is given before those of its successor: more than it can use."""
+"""Distance between the trajectory numbers of a worker and those of its successor, in trajectories: more than
+a worker can collect."""
 
 
 class Pool:
-    """Workers, and the schemes that bring their weights.
+    """The workers, and the schemes that deliver their weights.
 
-    A waiting call is woken by each message of a worker, and raises if a worker has failed for good. A
-    worker that has died is replaced, as often as that may be: by one that has its index, its seed and the
-    newest weights, that is asked for what was asked of the other, and that keeps what the other has
+    A call that waits is woken by each message of a worker. It raises if a worker has failed for good. A dead
+    worker is replaced, as often as ``restarts`` allows. The successor has its index, its seed and the newest
+    weights. It gets the open requests of the dead worker, and keeps the batches that the dead worker
     delivered.
 
     Args:
-        specs: the workers.
-        schemes: model -> scheme, initialised on the sender.
-        make_host: gives what one worker runs on.
+        specs: the workers' specs.
+        schemes: model id -> scheme, initialised on the sender.
+        make_host: returns a host for one worker.
         restarts: how often each worker may be replaced.
-        on_batch: called with each batch as it is delivered.
+        on_batch: called with each batch that a worker delivers.
 
     Attributes:
-        workers: those that are there now, by their index.
-        failure: an error that no call was waiting for.
-        counted: updates that came by none of the schemes.
+        workers: the current workers, by index.
+        failure: an error that the next call raises; None: there is none.
+        extra_updates: updates of the policy that no scheme counts.
     """
 
     def __init__(
@@ -65,23 +66,23 @@ class Pool:
         self._stack = AsyncExitStack()
 
     def fail(self, error: Exception) -> None:
-        """Record an error that no call was waiting for. Calls that wait for workers will raise it."""
+        """Record an error for the calls that wait for workers, now or later. Only the first error is kept."""
         self.failure = self.failure or error
         self._changed.set()
 
     async def start(self, deadline: Deadline) -> None:
-        """Start the workers, and wait until each can play.
+        """Start the workers, and wait until each is ready.
 
         Raises:
             Exception: what an environment or a policy raised.
             WorkerLostError: a worker died.
-            SyncTimeoutError: not all were ready in time.
+            SyncTimeoutError: not all workers were ready in time.
         """
         await self._tasks.start()
         for scheme in self._schemes.values():
             self._stack.push_async_callback(scheme.aclose)
         self.workers = [self._make_worker(index) for index in range(len(self._specs))]
-        # All of them, whatever becomes of one: who is being started is to be seen to its end.
+        # Wait for all starts even if one fails: a worker whose start is not awaited could not be closed.
         starting = (worker.start(self._schemes) for worker in self.workers)
         for outcome in await asyncio.gather(*starting, return_exceptions=True):
             if outcome is not None:
@@ -103,7 +104,7 @@ class Pool:
         if isinstance(worker.error, WorkerLostError) and self._may_replace(worker):
             self._restarts[worker.index] -= 1
             worker.replaced = True
-            logger.warning("collector worker %d is started again: %s", worker.index, worker.error)
+            logger.warning("collector worker %d died and is started again: %s", worker.index, worker.error)
             self._tasks.spawn(self._replace, worker)
         self._changed.set()
 
@@ -112,8 +113,8 @@ class Pool:
         return current and worker.was_ready and self._restarts[worker.index] > 0
 
     def is_replaced(self, worker: WorkerProxy) -> bool:
-        """Whether another has its place, or will have it now that it is lost; or it is itself that other one,
-        which has not come yet."""
+        """Return whether a worker has a successor, or will have one if it is lost, or is a successor that has
+        not been ready yet."""
         if worker not in self.workers or worker.replaced:
             return True
         begins = worker.error is None and not worker.was_ready
@@ -134,11 +135,16 @@ class Pool:
             successor.fail(WorkerLostError([index], f"it could not be started again: {exc}"))
 
     async def wait_for(self, true: Callable[[], bool], deadline: Deadline, phase: Phase) -> None:
-        """Wait.
+        """Wait until ``true()`` returns True. It is called again after each message of a worker.
+
+        Args:
+            true: the condition.
+            deadline: of the wait.
+            phase: named in the error.
 
         Raises:
-            Exception: why a worker has failed, if it is not replaced.
-            SyncTimeoutError: it did not come true in time.
+            Exception: why a worker failed, if it is not replaced.
+            SyncTimeoutError: the condition was not true in time.
         """
         try:
             async with asyncio.timeout(deadline.remaining()) as limit:
@@ -154,7 +160,7 @@ class Pool:
             raise SyncTimeoutError(phase, workers=late, seconds=deadline.seconds, hint=hint) from exc
 
     def check(self) -> None:
-        """Raise what a worker has failed with, if one has, or what went wrong elsewhere."""
+        """Raise the recorded error, or that of a worker that failed and is not replaced."""
         if self.failure is not None:
             raise self.failure
         for worker in self.workers:
@@ -162,12 +168,16 @@ class Pool:
                 raise worker.error
 
     async def call(self, method: str, each: Mapping[int, Sequence[Any]], deadline: Deadline) -> list[Any]:
-        """Call a method of some workers, each with arguments of its own; of a worker's successor too, if it
-        dies before it has answered.
+        """Call a method of some workers. If a worker dies before it has answered, its successor is called.
+
+        Args:
+            method: the method's name.
+            each: worker index -> arguments.
+            deadline: of all answers.
 
         Raises:
-            Exception: what one of the methods raises, or why a worker has failed.
-            SyncTimeoutError: not all have answered in time.
+            Exception: what one of the methods raises, or why a worker failed.
+            SyncTimeoutError: not all workers answered in time.
         """
         calls = [
             asyncio.ensure_future(self._call(index, method, given, deadline)) for index, given in each.items()
@@ -178,7 +188,7 @@ class Pool:
             await _cancel_all(calls)
 
     def start_trajectories_at(self, next_ids: Sequence[int]) -> None:
-        """Worker ``i`` has used no trajectory's number from ``next_ids[i]`` on."""
+        """Let successors of worker ``i`` number their trajectories from ``next_ids[i]`` on, or higher."""
         for index, following in enumerate(next_ids):
             spec = self._specs[index]
             steps = -(-(following - spec.first_id) // spec.stride)
@@ -195,8 +205,8 @@ class Pool:
                     raise
 
     async def aclose(self, deadline: Deadline) -> None:
-        """End the workers; those that do not end by themselves are killed. Idempotent."""
-        closed = NotConnectedError("this collector was closed meanwhile")
+        """End the workers. Those that do not end by the deadline are killed. Idempotent."""
+        closed = NotConnectedError("this collector was closed during the call")
         self.fail(closed)
         async with self._stack:
             try:
@@ -215,7 +225,7 @@ class Pool:
 
 
 async def _cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Have none of them go on by itself."""
+    """Cancel the tasks and wait for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

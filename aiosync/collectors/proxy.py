@@ -1,4 +1,4 @@
-"""One worker, seen from its collector: what it runs on, and what it has said so far."""
+"""The collector's side of one worker: its host, its requests, and the batches that it has delivered."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ from aiosync.weights.segment import Segment
 __all__ = ["DeliveredBatch", "RemoteTraceback", "WorkerProxy", "exception_from"]
 
 _EXIT_SECONDS = 1.0
-"""Seconds that a worker which has closed its channel has to end."""
+"""Seconds that a worker has to end after it closed its pipe."""
 
 _MAX_LENT = 32
-"""Batches of a worker that the trainer may have at a time in the memory where they were put; it gets copies
-of further ones."""
+"""Batches of one worker that the trainer may hold in their original memory at a time. Further ones are
+copied."""
 
 _KILL_SECONDS = 5.0
-"""Seconds that one which was killed has to be gone."""
+"""Seconds to wait for the end of a killed worker."""
 
 
 class RemoteTraceback(Exception):
-    """Where a worker's error was raised: the cause of that error as it is raised here."""
+    """The worker's traceback, as the cause of the worker's exception that is raised here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def exception_from(worker: int, failed: ErrorReport) -> BaseException:
-    """A worker's own exception, with its traceback as the cause and a note that says whose it was."""
+    """Return a worker's exception, with its traceback as the cause and a note that names the worker."""
     error: BaseException
     if failed.error is not None:
         error = pickle.loads(failed.error)
@@ -67,14 +67,13 @@ def exception_from(worker: int, failed: ErrorReport) -> BaseException:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DeliveredBatch:
-    """A batch where its worker put it.
+    """A batch in the memory that its worker wrote it to.
 
     Attributes:
-        worker: whose it is.
-        asked: how many frames it was to have.
-        message: what the worker said of it.
-        slot: the memory that it is in, and how many environments a step in it is of, as a shape; None: it is
-            in the message.
+        worker: the worker.
+        requested: how many frames were requested.
+        message: the worker's message about the batch.
+        buffer: the memory, and the batch shape of a frame in it; None: the message has the frames.
     """
 
     worker: WorkerProxy
@@ -84,26 +83,27 @@ class DeliveredBatch:
 
     @property
     def frames(self) -> int:
-        """How many there are."""
+        """How many frames the batch has."""
         if isinstance(self.message, InlineBatch):
             return int(self.message.data.numel())
         width: int = math.prod(self._buffer[1])
         return self.message.steps * width
 
     def read(self) -> TensorDict:
-        """It, where it is: valid until it is taken."""
+        """Return the frames without a copy: valid until :meth:`release`."""
         if isinstance(self.message, InlineBatch):
             return self.message.data
         buffer, shape = self._buffer
         return buffer.read(self.message.steps, len(shape), self.message.order)
 
     def lend(self) -> TensorDict:
-        """It, and it is taken: the memory will be written over when nothing refers to these tensors."""
+        """Return the frames and release the batch. Its memory is reused once the last reference to these
+        tensors is dropped."""
         if isinstance(self.message, InlineBatch) or self.message.order is not None:
             found = self.read()
             self.release()
             return found
-        if len(self.worker.loans.lent) >= _MAX_LENT:  # each is a descriptor, in two processes
+        if len(self.worker.loans.lent) >= _MAX_LENT:  # each keeps a file descriptor open in two processes
             found = self.read().clone()
             self.release()
             return found
@@ -113,7 +113,7 @@ class DeliveredBatch:
         return select_steps(buffer.lend(on_returned), slice(self.message.steps), len(shape))
 
     def release(self) -> None:
-        """It waits no longer, and the memory may be written over."""
+        """Remove the batch from the worker's delivered ones. Its memory may be reused."""
         self.worker.batches.remove(self)
         if isinstance(self.message, Batch):
             self.worker.loans.free.append(self.message.buffer)
@@ -125,12 +125,13 @@ class DeliveredBatch:
 
 
 class BufferLoans:
-    """Which of a worker's slots the trainer has, and which it has given back. It refers to no other object,
-    since each batch keeps it alive.
+    """Which of a worker's buffers the trainer holds, and which it has returned.
+
+    Each lent batch keeps this object alive, so it refers to no other object.
 
     Attributes:
-        free: slots that may be written over, of which the worker has not been told.
-        lent: slots of batches that the trainer still has.
+        free: returned buffers that the worker does not know of yet.
+        lent: buffers of batches that the trainer holds.
     """
 
     def __init__(self) -> None:
@@ -138,7 +139,7 @@ class BufferLoans:
         self.lent: set[int] = set()
 
     def lend(self, buffer: int) -> Callable[[], None]:
-        """One is lent; what is to be called, in whatever thread, when it is given back."""
+        """Record a loan. Returns the function that ends it, to be called from any thread."""
         self.lent.add(buffer)
         return functools.partial(self._return, buffer)
 
@@ -148,24 +149,26 @@ class BufferLoans:
 
 
 class WorkerProxy:
-    """A worker.
+    """One worker, as the collector sees it.
 
     Args:
-        spec: what it is.
-        host: what it runs on.
-        on_change: called when anything is to be looked at anew.
-        on_batch: called with each batch that it delivers.
+        spec: the worker's spec.
+        host: runs the worker.
+        on_change: called after each message and each failure of the worker.
+        on_batch: called with each batch that the worker delivers.
 
     Attributes:
-        index: which worker.
-        ready, was_ready: it has all that it needs to play, or had before it failed.
-        batches: what it has delivered and the trainer has not taken yet, oldest first.
-        loans: where its slots are.
-        frames: how many frames it has delivered.
-        width: how many each of its environments gives at a time.
-        seed: what it was seeded with last.
-        error: why nothing more will come from it, or None.
-        replaced: another gets its place.
+        index: the worker's index.
+        ready: the worker can collect.
+        was_ready: the worker could collect at some time; stays true when it fails.
+        batches: delivered batches that the trainer has not taken, oldest first.
+        buffers: number -> (memory, batch shape of a frame in it).
+        loans: which buffers the trainer holds.
+        frames: how many frames the worker has delivered.
+        width: frames per step of each of its environments.
+        seed: its last seed; None: unseeded.
+        error: why the worker failed; None: it has not.
+        replaced: another worker takes its place.
     """
 
     def __init__(
@@ -196,10 +199,13 @@ class WorkerProxy:
         self._receiving: asyncio.Task[None] | None = None
 
     async def start(self, schemes: Schemes) -> None:
-        """Have it begin.
+        """Start the worker.
+
+        Args:
+            schemes: model id -> the scheme that delivers its weights.
 
         Raises:
-            OSError: it cannot.
+            OSError: the worker cannot be started.
         """
         self._pipe = await self._host.start(self._spec, schemes)
         self._receiving = asyncio.create_task(self._receive_messages(), name=f"aiosync-worker-{self.index}")
@@ -213,7 +219,7 @@ class WorkerProxy:
             await self._host.ended(Deadline.after(_EXIT_SECONDS))
             self.fail(WorkerLostError([self.index], self._host.cause()))
         except Exception as exc:  # noqa: BLE001 - raised in the call that waits for this worker
-            # Its memory cannot be mapped, say, because it has died since it announced it.
+            # For example: the worker announced a buffer and died, so its memory cannot be mapped.
             died = await self._host.ended(Deadline.after(_EXIT_SECONDS))
             self.fail(WorkerLostError([self.index], self._host.cause()) if died else exc)
 
@@ -222,7 +228,7 @@ class WorkerProxy:
             case Ready(width=width):
                 self.width = width
                 self.ready = self.was_ready = True
-                for request in self._requests.values():  # of the one whose place it has
+                for request in self._requests.values():  # those of the worker that this one replaces
                     self._send(request)
             case NewBuffer() as new:
                 segment = Segment.attach(new.handle)
@@ -254,29 +260,34 @@ class WorkerProxy:
         self._on_batch(delivered)
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more will come from it, for this reason."""
+        """Record that the worker has failed. Its open calls raise ``error``. Only the first error is kept."""
         if self.error is None:
             self.error = error
             self.ready = False
             self.fail_calls(error)
             self._on_change(self)
 
-    # -- what it is asked for -------------------------------------------------------------------------
+    # -- requests and calls ---------------------------------------------------------------------------
 
     @property
     def pid(self) -> int | None:
-        """Its process's number, where it has one on this machine."""
+        """The worker's process id, if it has a process on this machine."""
         return self._host.pid
 
     @property
     def requested(self) -> int:
-        """How many batches it has been asked for and has not delivered."""
+        """How many requested batches the worker has not delivered yet."""
         return len(self._requests)
 
     def collect(self, frames: int, *, at_random: bool) -> None:
-        """Have it collect another batch, after those that it was asked for before."""
+        """Request a batch, to be collected after the ones requested before.
+
+        Args:
+            frames: how many frames.
+            at_random: take random actions.
+        """
         returned = []
-        while self.loans.free:  # slots may be given back meanwhile, in another thread
+        while self.loans.free:  # another thread may return a buffer meanwhile
             returned.append(self.loans.free.pop())
         request = Collect(next(self._numbers), frames, at_random, tuple(returned))
         self._requests[request.number] = request
@@ -284,7 +295,7 @@ class WorkerProxy:
             self._send(request)
 
     def end_early(self) -> None:
-        """Have it deliver what it is collecting as far as that is."""
+        """Make the worker deliver the batches in progress with the frames that they have."""
         if self.ready:
             self._send(EndEarly())
 
@@ -293,7 +304,7 @@ class WorkerProxy:
         self._pipe.send(message)
 
     def take_over(self, lost: WorkerProxy) -> None:
-        """Take over what was asked of another, and what it has delivered."""
+        """Take over the requests and the delivered batches of a lost worker."""
         self.batches = lost.batches
         self.frames = lost.frames
         for old in lost._requests.values():
@@ -303,9 +314,14 @@ class WorkerProxy:
     async def call(self, method: str, *arguments: Any, deadline: Deadline) -> Any:
         """Call one of the worker's methods.
 
+        Args:
+            method: its name.
+            arguments: its arguments.
+            deadline: of the answer.
+
         Raises:
-            Exception: what that raises, or why the worker is gone.
-            SyncTimeoutError: no answer has come in time.
+            Exception: what the method raises, or why the worker failed.
+            SyncTimeoutError: no answer arrived in time.
         """
         if self.error is not None:
             raise self.error
@@ -328,7 +344,7 @@ class WorkerProxy:
             self._calls.pop(number, None)
 
     def fail_calls(self, error: BaseException) -> None:
-        """Have its calls fail that have not been answered."""
+        """Make all calls without an answer raise ``error``."""
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error)
@@ -337,12 +353,12 @@ class WorkerProxy:
     # -- the end --------------------------------------------------------------------------------------
 
     def close_pipe(self) -> None:
-        """Tell it to end."""
+        """Close the pipe, which makes the worker end."""
         if self._pipe is not None:
             self._pipe.close()
 
     async def close(self, deadline: Deadline) -> None:
-        """Have it end, and wait for that; after the deadline, or if this is cancelled, it is killed.
+        """End the worker and wait for its end. It is killed after the deadline, or if this call is cancelled.
         Idempotent."""
         self.close_pipe()
         receiving, self._receiving = self._receiving, None
@@ -368,5 +384,5 @@ class WorkerProxy:
         self._host.release()
 
     def kill(self) -> None:
-        """Have it end at once."""
+        """Kill the worker."""
         self._host.kill()

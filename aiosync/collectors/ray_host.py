@@ -20,10 +20,10 @@ __all__ = ["RayHost"]
 
 
 class RayHost(Host):
-    """An actor.
+    """Runs a worker in a Ray actor.
 
     Args:
-        ray: Ray, in a process that takes part in a cluster.
+        ray: the module ``ray``, in a process that has joined a cluster.
         options: Ray's options for the actor.
     """
 
@@ -34,7 +34,7 @@ class RayHost(Host):
         self._running: asyncio.Future[Any] | None = None
 
     async def start(self, spec: WorkerSpec, schemes: Schemes) -> CommandPipe:
-        # It is an async one: a call that waits for messages does not keep others from being made.
+        # An async actor: a call that waits for messages does not block other calls.
         self._handle = self._ray.remote(_WorkerActor).options(**self._options).remote()
         self._running = _as_future(self._handle.run.remote(cloudpickle.dumps(spec), dict(schemes)))
         return _RayCommandPipe(self._handle)
@@ -51,10 +51,10 @@ class RayHost(Host):
 
     def cause(self) -> str:
         if self._running is None or not self._running.done():
-            return "its actor says nothing more, though it still runs"
+            return "its actor sends nothing more, but still runs"
         error = self._running.exception()
         if error is None:
-            return "its actor has come to its end"
+            return "its actor has ended"
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return f"Ray says: {' '.join(lines)[:400]}"
 
@@ -63,7 +63,7 @@ class RayHost(Host):
         return None
 
     def release(self) -> None:
-        self.kill()  # it would stay alive, idle, as long as a process has the handle
+        self.kill()  # an idle actor stays alive as long as a process has its handle
         self._handle = self._running = None
 
 
@@ -75,7 +75,7 @@ def _as_future(pending: Any) -> asyncio.Future[Any]:
 
 
 class _WorkerActor:
-    """What runs a worker on its event loop."""
+    """The actor: runs a worker on its event loop."""
 
     def __init__(self) -> None:
         self._ours, self._theirs = LocalCommandPipe.pair()
@@ -83,12 +83,12 @@ class _WorkerActor:
         self._out_of_order: dict[int, bytes | None] = {}
 
     async def run(self, spec: bytes, schemes: Schemes) -> None:
-        """Be a worker until the collector closes."""
+        """Run a worker until the collector closes the pipe."""
         await run_worker(partial(cloudpickle.loads, spec), schemes, self._theirs)
 
     async def deliver(self, number: int, data: bytes | None) -> None:
-        """A message for the worker, the ``number``-th (Ray may call an async actor in another order); None:
-        there will be no more."""
+        """Deliver message ``number`` to the worker; None closes the pipe. Ray may run the calls of an async
+        actor in another order."""
         self._out_of_order[number] = data
         while self._expected in self._out_of_order:
             message = self._out_of_order.pop(self._expected)
@@ -99,7 +99,7 @@ class _WorkerActor:
                 self._ours.send(cloudpickle.loads(message))
 
     async def messages(self) -> list[Any]:
-        """The worker's next ones; an empty list: there will be no more."""
+        """Wait for messages of the worker and return them; an empty list after the last one."""
         try:
             return await self._ours.receive_all()
         except CommandPipeClosed:
@@ -120,16 +120,16 @@ class _RayCommandPipe(CommandPipe):
 
     async def receive(self) -> Any:
         if not self._received:
-            if self._pending is None:  # else a call that was cancelled has asked
+            if self._pending is None:  # else a cancelled receive() has made the call
                 self._pending = _as_future(self._handle.messages.remote())
             await asyncio.wait([self._pending])
             pending, self._pending = self._pending, None
             try:
                 self._received = list(reversed(pending.result()))
             except Exception as exc:
-                raise CommandPipeClosed("the actor is gone") from exc
+                raise CommandPipeClosed("the actor has ended") from exc
         if not self._received:
-            raise CommandPipeClosed("the actor has closed")
+            raise CommandPipeClosed("the actor has closed the pipe")
         return self._received.pop()
 
     async def drain(self) -> None:

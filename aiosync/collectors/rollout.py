@@ -1,4 +1,4 @@
-"""Playing: an environment and a policy, one frame after the other, into batches."""
+"""Step an environment with a policy, and write the frames into batches."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from aiosync.errors import InvalidArgumentError
 __all__ = ["PartialBatch", "Rollout"]
 
 _WRITE_TOGETHER = 16
-"""Frames that are put into memory at a time."""
+"""Frames that are copied into a batch's memory at a time."""
 
 
 class PartialBatch:
-    """A batch that is being collected, by one player or by several at the same time.
+    """A batch that is being collected, by one rollout or by several concurrently.
 
-    A player first claims a place and then plays the frame for it. So several batches can be open: one that
-    waits for its last frames, and the next one.
+    A rollout claims a place first and then collects the frame for it. So two batches can be in progress: one
+    that waits for its last frames, and the next one.
 
     Args:
-        request: what is wanted.
-        shelf: has the memory, once it is known what a frame consists of.
-        width: how many frames there are in a place: those of environments that step together.
+        request: the collector's request.
+        buffers: allocates the memory once the first frame shows the fields.
+        width: frames per place: the number of environments that step together.
 
     Attributes:
-        order: the places, each player's in a row and in the order of time.
-        slot: the number of the memory; -1: there is none yet.
+        request: the collector's request.
+        order: the places in order of time, one rollout after the other. Set by :meth:`close`.
+        buffer: the number of the buffer; -1: not allocated yet.
     """
 
     def __init__(self, request: Collect, buffers: BatchBuffers, width: int = 1) -> None:
@@ -55,7 +56,7 @@ class PartialBatch:
 
     @property
     def has_room(self) -> bool:
-        """Whether there are places to be claimed."""
+        """Whether a place is left to claim."""
         return self._claimed < self._capacity
 
     @property
@@ -65,20 +66,30 @@ class PartialBatch:
 
     @property
     def steps(self) -> int:
-        """How many frames there are."""
+        """How many places have their frame."""
         return self._written
 
     def claim(self) -> int:
-        """Take the next place; :attr:`has_room` has to be true."""
+        """Claim the next place and return it. Requires :attr:`has_room`."""
         self._claimed += 1
         return self._claimed - 1
 
     def end_early(self) -> None:
-        """End the batch with the frames of the current step. It has at least one frame."""
+        """Let the batch end with the frames in progress, or with one frame if it has none."""
         self._capacity = max(self._claimed, 1)
 
     def write(self, place: int, rollout: int, frame: Fields) -> None:
-        """Put a frame in its place."""
+        """Write a frame to its place.
+
+        Args:
+            place: from :meth:`claim`.
+            rollout: the number of the rollout that collected the frame.
+            frame: the frame's fields.
+
+        Raises:
+            ArenaAllocationError: there is not enough memory for the batch.
+            InvalidArgumentError: the fields differ from those of the first frame.
+        """
         if self.buffer < 0:
             self.buffer = self._buffers.allocate(frame, self._capacity)
         self._unwritten[place] = frame
@@ -95,10 +106,10 @@ class PartialBatch:
         self._unwritten.clear()
 
     def close(self, *, truncate: bool) -> None:
-        """It is complete.
+        """Write the last frames of a complete batch.
 
         Args:
-            truncate: mark each player's last frame as truncated.
+            truncate: mark the last frame of each rollout as truncated.
         """
         self._flush()
         views = self._buffers[self.buffer].views
@@ -109,17 +120,20 @@ class PartialBatch:
 
 
 class Rollout:
-    """An environment's rollout, over the ends of episodes and of batches.
+    """The rollout of one environment, across the ends of episodes and batches.
 
-    A commit comes before a forward pass or after it, and the version that a frame is tagged with is read
-    where its forward pass begins: nothing is awaited between the two.
+    A commit of new weights happens before a forward pass or after it. A frame is tagged with the version that
+    is read right before its forward pass; nothing is awaited between the two.
 
     Args:
         env: the environment.
-        actor: the policy; None: act at random.
-        config: which frames.
-        first, stride: the trajectories' numbers: ``first``, ``first + stride``, and so on.
-        version: gives the version in service; None: frames are not tagged.
+        policy: the policy; None: random actions.
+        config: options of the batches.
+        first, stride: trajectories are numbered ``first``, ``first + stride``, and so on.
+        version: returns the current version of the policy; None: frames are not tagged.
+
+    Raises:
+        InvalidArgumentError: ``max_frames_per_traj`` with an environment that begins episodes by itself.
     """
 
     def __init__(
@@ -134,7 +148,7 @@ class Rollout:
         if env.skips and config.max_frames_per_traj:
             raise InvalidArgumentError(
                 f"max_frames_per_traj={config.max_frames_per_traj}: an environment that begins episodes by "
-                "itself cannot be cut; make it with AutoresetMode.DISABLED, or have it limit them itself"
+                "itself cannot be truncated: make it with AutoresetMode.DISABLED, or set the limit in it"
             )
         self.env = env
         self._policy = policy
@@ -149,10 +163,10 @@ class Rollout:
         self._lock = asyncio.Lock()
 
     async def reset(self, seed: int | None = None) -> None:
-        """Begin a new episode, after the frame of the current step.
+        """Begin a new episode, after the frame in progress.
 
         Args:
-            seed: begin anew, as this says.
+            seed: seed the environment first; None: do not.
         """
         async with self._lock:
             if seed is not None:
@@ -166,10 +180,10 @@ class Rollout:
         )
 
     def state(self) -> dict[str, Any]:
-        """Where it stands; without the environment, if that cannot be pickled."""
+        """Return the state, without the environment if that cannot be pickled."""
         try:
             env = cloudpickle.dumps(self.env.env)
-        except Exception:  # noqa: BLE001 - whatever its own methods raise
+        except Exception:  # noqa: BLE001 - an environment's pickle methods may raise anything
             env = None
         kept = {
             "current": self._current,
@@ -180,7 +194,7 @@ class Rollout:
         return {"env": env, **copy.deepcopy(kept)}
 
     async def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from there; with a new episode, if the environment is not in it."""
+        """Restore a state. Begins a new episode if the state has no environment."""
         async with self._lock:
             self._current = copy.deepcopy(state["current"])
             self._step_counts = copy.deepcopy(state["step_counts"])
@@ -192,7 +206,10 @@ class Rollout:
                 self.env.env = pickle.loads(state["env"])
 
     async def frame(self, batch: PartialBatch) -> Fields:
-        """Play one.
+        """Take one step and return its frame.
+
+        Args:
+            batch: the batch that the frame is for.
 
         Raises:
             Exception: what the environment or the policy raises.
@@ -224,7 +241,7 @@ class Rollout:
         if at_random or self._policy is None:
             step["action"] = self.env.random_action()
         else:
-            # Copies: a policy may give the same memory each time, or its own parameters.
+            # Copies: a policy may return the same memory each time, or its own parameters.
             step |= {key: v.clone() for key, v in self._policy.act(self._current, self.env.shape).items()}
         return step
 
@@ -238,7 +255,7 @@ class Rollout:
             after["done"] = after["done"] | full
 
     async def _advance(self, after: Fields) -> None:
-        """What is observed next is where the next frame begins, or it is a new episode's beginning."""
+        """Continue from the next observation, or begin new episodes where one has ended."""
         done = after["done"].view(self.env.shape)
         if not done.any() or not self._config.reset_when_done:
             left = {"reward", "step_count"} if self._config.max_frames_per_traj else {"reward"}

@@ -1,4 +1,4 @@
-"""How weights get from a collector's trainer to its workers, and to the collector itself."""
+"""How weights get from the trainer to the workers, and to the collector itself."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from aiosync.weights.strategy import WeightStrategy
 __all__ = ["WeightUpdates"]
 
 _EXIT_SECONDS = 1.0
-"""Seconds in which a worker whose connection is gone is known to be gone itself, and why."""
+"""Seconds within which the error of a worker with a broken connection must arrive."""
 
 
 class WeightUpdates:
-    """A collector's schemes, or its updater.
+    """A collector's weight sync schemes, or its weight updater.
 
     Args:
-        collector: has the models: the context of all schemes.
-        config: says which there are.
-        default: the policy's scheme, if none is given and it has weights.
+        collector: the collector. It has the models, so it is the context of all schemes.
+        config: the collector's options.
+        default: the policy's scheme, if no scheme is given and the policy has weights.
 
     Attributes:
-        schemes: model -> scheme, to the workers.
-        counted: updates that came by none of these.
+        schemes: model id -> scheme, to the workers.
+        extra_updates: updates of the policy that no scheme counts.
     """
 
     def __init__(self, collector: Any, config: CollectorConfig, default: WeightSyncScheme) -> None:
@@ -59,26 +59,31 @@ class WeightUpdates:
 
     @property
     def share_tensors(self) -> bool:
-        """Whether workers are to have the policy's own tensors, where these lie in shared memory."""
+        """Whether workers get the policy's own tensors, if these are in shared memory."""
         return self._updater is not None
 
     @property
     def version(self) -> int:
-        """The policy's newest; 0 if it has no weights."""
+        """The newest version of the policy; 0 if the policy has no weights."""
         versions = [scheme.version for scheme in policy_schemes(self.schemes)]  # -1: not connected yet
         return self.extra_updates + max([0, *versions])
 
     def init_senders(self, ctx: BaseContext | None) -> None:
-        """Make every scheme that is none yet a sender, before workers get it."""
+        """Initialise every scheme as a sender that is not one yet. Called before workers get the schemes.
+
+        Args:
+            ctx: multiprocessing's context of the workers; None: they are no processes.
+        """
         for model_id, scheme in self.schemes.items():
             if not scheme.initialized_on_sender:
                 scheme.init_on_sender(model_id=model_id, context=self._collector, ctx=ctx)
 
     async def connect_receivers(self, pool: Pool, deadline: Deadline) -> None:
-        """Become the worker of another collector, if there are schemes for that.
+        """Connect ``weight_recv_schemes``, if there are any: this collector becomes a worker of another
+        collector.
 
         Raises:
-            Exception: as ``connect``.
+            Exception: as ``connect`` of a scheme.
         """
         for model_id, scheme in self._upstream.items():
             if not scheme.initialized_on_receiver:
@@ -91,7 +96,7 @@ class WeightUpdates:
             self._stack.push_async_callback(_cancel, receiving)
 
     async def aclose(self) -> None:
-        """Leave that other one; idempotent."""
+        """Disconnect ``weight_recv_schemes``; idempotent."""
         await self._stack.aclose()
 
     async def send(
@@ -101,7 +106,7 @@ class WeightUpdates:
         worker_ids: int | Sequence[int] | None,
         timeout: float,
     ) -> None:
-        """Bring workers up to date; see :meth:`Controls.update_policy_weights_`."""
+        """Send weights to the workers; see :meth:`Controls.update_policy_weights_`."""
         if self._updater is not None:
             deadline = Deadline.after(timeout)
             await self._push_by_updater(given, worker_ids, deadline)
@@ -110,7 +115,7 @@ class WeightUpdates:
         if not given.keys() <= self.schemes.keys():
             unknown = sorted(given.keys() - self.schemes.keys())
             raise InvalidArgumentError(
-                f"{', '.join(unknown)}: there is no scheme for such a model here; expected some of "
+                f"{', '.join(unknown)}: this collector has no scheme for such a model; expected some of "
                 f"{', '.join(self.schemes) or 'none'}"
             )
         serving = list(pool.workers)
@@ -118,11 +123,13 @@ class WeightUpdates:
             if len(given) == 1:
                 ((name, weights),) = given.items()
                 if weights is None and self.schemes[name] is self._default:
-                    weights = self._collector.get_model(name)  # as the scheme would, by a longer way
+                    weights = self._collector.get_model(name)  # the scheme would find the same, more slowly
                 ids = worker_ids if worker_ids is None or isinstance(worker_ids, int) else list(worker_ids)
                 await self.schemes[name].send(weights, ids, timeout=timeout)
             elif worker_ids is not None:
-                raise InvalidArgumentError("weights_dict: several models go to all workers; got worker_ids")
+                raise InvalidArgumentError(
+                    "weights_dict: expected no worker_ids: several models go to all workers"
+                )
             else:
                 chosen = {self.schemes[name]: weights for name, weights in given.items()}
                 async with atomic(*chosen, timeout=timeout) as update:
@@ -134,8 +141,8 @@ class WeightUpdates:
     async def _raise_unless_replaced(
         self, pool: Pool, lost: Sequence[WorkerProxy], error: WorkerLostError
     ) -> None:
-        """Raise what a lost worker itself has said, if it has; nothing, if each has a successor, which begins
-        with what has just been published."""
+        """Raise the error of a lost worker, or ``error`` if no reason is known. Return if each lost worker
+        has a successor: it begins with the weights that were just published."""
         if all(pool.is_replaced(worker) for worker in lost):
             return
         try:
@@ -151,7 +158,9 @@ class WeightUpdates:
         self, given: Mapping[str, Any], worker_ids: int | Sequence[int] | None, deadline: Deadline
     ) -> None:
         if given.keys() != {POLICY}:
-            raise InvalidArgumentError(f"an updater knows the policy only; got {', '.join(sorted(given))}")
+            raise InvalidArgumentError(
+                f"a weight_updater updates {POLICY!r} only, got {', '.join(sorted(given))}"
+            )
         push, weights = self._updater.push_weights, given[POLICY]
         if inspect.iscoroutinefunction(push):
             await push(weights, worker_ids, timeout=deadline.remaining())
@@ -160,36 +169,37 @@ class WeightUpdates:
             async with asyncio.timeout(deadline.remaining()):
                 await abandonable(lambda: push(weights, worker_ids), "aiosync-updater")
         except TimeoutError as exc:
-            raise deadline.error("commit", hint="the updater has not come to an end") from exc
+            raise deadline.error("commit", hint="the updater has not returned") from exc
 
     async def count_update(self, pool: Pool, deadline: Deadline) -> None:
-        """There is an update that came by no scheme."""
+        """Count an update of the policy that went through no scheme, here and in the workers."""
         self.extra_updates += 1
         all_workers = range(len(pool.workers))
         pool.extra_updates = self.extra_updates
         await pool.call("set_extra_updates", {index: [self.extra_updates] for index in all_workers}, deadline)
 
     async def receive(self, weights: Any, deadline: Deadline) -> None:
+        """Update the collector's own policy; see :meth:`Controls.receive_weights`."""
         if self._upstream:
             if weights is not None:
                 raise InvalidArgumentError(
-                    "this collector's weights come by weight_recv_schemes: call receive_weights() without any"
+                    "this collector has weight_recv_schemes: call receive_weights() without weights"
                 )
             for scheme in self._upstream.values():
                 await scheme.receive(deadline.remaining())
             return
         if weights is None:
             raise NotInitializedError(
-                "receive_weights() without weights needs weight_recv_schemes=, to receive them by"
+                "receive_weights() needs weights, or a collector with weight_recv_schemes="
             )
         model = self._collector.policy
         if not isinstance(model, nn.Module):
-            raise NotInitializedError("receive_weights() needs a policy here whose weights these are")
+            raise NotInitializedError("receive_weights() needs a collector whose policy is a module")
         strategy = WeightStrategy()
         strategy.apply_weights(model, strategy.extract_weights(weights))
 
     def cached(self, model_id: str) -> TensorDictBase | None:
-        """A copy of what was published last; None: nothing was."""
+        """Return a copy of the weights that were published last; None if none were."""
         scheme = self.schemes.get(model_id)
         if scheme is None or scheme.version < 0:
             return None
@@ -202,7 +212,7 @@ class WeightUpdates:
 
 
 async def _receive_until_closed(scheme: WeightSyncScheme, pool: Pool) -> None:
-    """Receive until the sender closes; if it is lost, the collector's next call says so."""
+    """Receive until the sender closes. If the sender is lost, the collector's next call raises."""
     receiver = scheme.get_receiver()
     await receiver.run()
     if receiver.lost:
@@ -228,7 +238,7 @@ def _make_updater(given: Any) -> Any:
         made = given()
     if made is not None and not callable(getattr(made, "push_weights", None)):
         raise InvalidArgumentError(
-            f"weight_updater: expected an updater with push_weights(), or what makes one; got "
+            f"weight_updater: expected an updater with push_weights(), or a function that returns one; got "
             f"{type(made).__name__}"
         )
     return made

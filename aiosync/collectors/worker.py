@@ -1,6 +1,7 @@
-"""A worker: tasks of one event loop, which play, receive weights and listen to the collector.
+"""A worker: tasks of one event loop that roll out the policy, receive weights and execute the collector's
+commands.
 
-It ends when its collector closes the channel, or is gone.
+A worker ends when its collector closes the pipe or has died.
 """
 
 from __future__ import annotations
@@ -49,19 +50,20 @@ POLICY = "policy"
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker is.
+    """All that a worker needs at its start.
 
     Attributes:
-        index, workers: which, of how many.
-        create_env: makes its environment.
-        make_policy: makes its policy; None: it acts at random.
-        config: the collector's.
-        first_id: the number of its first trajectory.
-        seed: what it begins with; None: anything.
-        counted: updates that came by none of its schemes.
-        alone: it has a process of its own.
-        buffers: batches are put into shared memory; else into messages.
-        shares: tensors in it that lie in shared memory are to be the same in the worker.
+        index: the worker's index.
+        workers: the number of workers.
+        create_env: returns an environment.
+        make_policy: returns the policy; None: random actions.
+        config: the collector's options.
+        first_id: the number of the worker's first trajectory.
+        seed: seed of its first environment; None: unseeded.
+        extra_updates: updates of the policy before this worker's start that no scheme counts.
+        own_process: the worker does not share its process with the collector.
+        use_buffers: batches go through shared memory; otherwise in messages.
+        share_tensors: tensors of this spec in shared memory are shared with the worker, not copied.
     """
 
     index: int
@@ -78,62 +80,70 @@ class WorkerSpec:
 
     @property
     def stride(self) -> int:
-        """Between two of an environment's numbers of trajectories."""
+        """The difference between the numbers of two consecutive trajectories of one environment."""
         return self.workers * self.config.processes.envs_per_worker
 
 
 def policy_schemes(schemes: Mapping[str, WeightSyncScheme]) -> list[WeightSyncScheme]:
-    """The policy's scheme, or those of its parts. The newest of their versions is the policy's."""
+    """Return the schemes of the policy or of its parts. The highest of their versions is the policy's
+    version."""
     return [scheme for name, scheme in schemes.items() if f"{name}.".startswith(f"{POLICY}.")]
 
 
 async def run_worker(
     spec: Callable[[], WorkerSpec], schemes: Mapping[str, WeightSyncScheme], pipe: CommandPipe
 ) -> None:
-    """Run a worker until the collector has closed. Errors are sent to the collector.
+    """Run a worker until the collector closes the pipe. An error is sent to the collector.
 
     Args:
-        spec: gives what this is.
-        schemes: model -> the scheme that its weights come by.
-        channel: to the collector.
+        spec: returns the worker's spec.
+        schemes: model id -> the scheme that delivers its weights.
+        pipe: to the collector.
     """
     try:
         async with Worker(spec(), schemes, pipe) as worker:
             await worker.run()
     except CommandPipeClosed:
-        pass  # by the collector
-    except Exception as exc:  # noqa: BLE001 - travels to the collector
+        pass  # the collector closed the pipe
+    except Exception as exc:  # noqa: BLE001 - sent to the collector
         pipe.send(error_report(exc))
     finally:
         pipe.close()
 
 
 def _yield_processor() -> None:
-    """An update has been answered: its sender waits for that, and where every processor has a worker that
-    computes, Linux would let it have one only when a worker has used up its slice, milliseconds later."""
+    """Yield the processor after a worker has acknowledged an update.
+
+    The sender waits for that. With a busy worker on every processor, Linux would run the sender only at the
+    end of a worker's time slice, milliseconds later.
+    """
     if sys.platform != "win32":
         os.sched_yield()
 
 
 def error_report(error: BaseException) -> ErrorReport:
-    """An error as it is sent."""
+    """Return an exception in the form that is sent to the collector."""
     try:
         data = cloudpickle.dumps(error)
-        pickle.loads(data)  # some can be written and not read
-    except Exception:  # noqa: BLE001 - whatever its own methods raise
+        pickle.loads(data)  # some exceptions can be pickled but not unpickled
+    except Exception:  # noqa: BLE001 - an exception's pickle methods may raise anything
         data = None
     trace = "".join(traceback.format_exception(error))
     return ErrorReport(data, type(error).__name__, str(error), trace)
 
 
 class Worker:
-    """The worker's own side of things: what :class:`~aiosync.collectors.messages.Call` calls, and what
-    schemes find their models on.
+    """One worker. Its coroutine methods without underscore are those that
+    :class:`~aiosync.collectors.messages.Call` calls; schemes find their models through :meth:`get_model`.
 
     Args:
-        spec: what it is.
-        schemes: see :func:`serve`.
-        channel: to the collector.
+        spec: the worker's spec.
+        schemes: model id -> the scheme that delivers its weights.
+        pipe: to the collector.
+
+    Attributes:
+        env: the first environment, as ``create_env`` returned it.
+        policy: the policy; None: random actions.
     """
 
     def __init__(self, spec: WorkerSpec, schemes: Mapping[str, WeightSyncScheme], pipe: CommandPipe) -> None:
@@ -195,10 +205,10 @@ class Worker:
         ]
 
     def get_model(self, model_id: str) -> Any:
-        """The model of that name, of this worker.
+        """Return this worker's model with this id.
 
         Raises:
-            AttributeError: there is none.
+            AttributeError: there is no such model.
         """
         return self.policy if model_id == POLICY else resolve_model(self, model_id)
 
@@ -213,10 +223,10 @@ class Worker:
         await self._stack.aclose()
 
     async def run(self) -> None:
-        """Play and listen.
+        """Roll out the policy and execute commands.
 
         Raises:
-            ChannelClosed: by the collector.
+            CommandPipeClosed: the collector closed the pipe.
             Exception: what the environment or the policy raises.
         """
         if self._spec.seed is not None:
@@ -251,8 +261,8 @@ class Worker:
     async def _call_method(self, call: Call) -> Answer:
         try:
             value = await getattr(self, call.method)(*call.arguments)
-            cloudpickle.dumps(value)  # what cannot be sent is this call's error
-        except Exception as exc:  # noqa: BLE001 - travels to the collector
+            cloudpickle.dumps(value)  # a value that cannot be pickled is an error of this call
+        except Exception as exc:  # noqa: BLE001 - sent to the collector
             return Answer(call.number, error=error_report(exc))
         return Answer(call.number, value)
 
@@ -269,7 +279,7 @@ class Worker:
                 self._deliver(batch)
                 await self._pipe.drain()
             version = self._version()
-            await asyncio.sleep(0)  # updates and commands come in between two frames
+            await asyncio.sleep(0)  # updates and commands are handled between two frames
             if version != self._version():
                 _yield_processor()
 
@@ -288,8 +298,12 @@ class Worker:
     # -- what the collector calls ---------------------------------------------------------------------
 
     async def set_seed(self, seed: int) -> None:
-        """Begin anew: the first environment with ``seed``, the next with ``seed + 1``, and so on, where one
-        of several that step together counts as several."""
+        """Seed the random number generators and the environments, and begin new episodes.
+
+        Args:
+            seed: seed of the first environment. The next one gets ``seed + 1``, and so on; each of several
+                environments that step together counts as one.
+        """
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
@@ -302,11 +316,11 @@ class Worker:
             await rollout.reset()
 
     async def set_extra_updates(self, updates: int) -> None:
-        """There were so many updates that came by no scheme."""
+        """Set how many updates of the policy no scheme has counted."""
         self._extra_updates = updates
 
     async def state(self) -> dict[str, Any]:
-        """Where it stands."""
+        """Return the state of all rollouts and of the random number generators."""
         return {
             "rollouts": [rollout.state() for rollout in self._rollouts],
             "torch": torch.get_rng_state(),
@@ -315,15 +329,15 @@ class Worker:
         }
 
     async def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there.
+        """Restore a state.
 
         Raises:
-            InvalidArgumentError: it is that of another number of environments.
+            InvalidArgumentError: the state is of another number of environments.
         """
         rollouts = state["rollouts"]
         if len(rollouts) != len(self._rollouts):
             raise InvalidArgumentError(
-                f"state_dict: it has {len(rollouts)} environments in a worker, expected {len(self._rollouts)}"
+                f"state_dict: expected {len(self._rollouts)} environments per worker, got {len(rollouts)}"
             )
         for rollout, saved in zip(self._rollouts, rollouts, strict=True):
             await rollout.load_state(saved)
@@ -333,13 +347,17 @@ class Worker:
         random.setstate(state["random"])
 
     async def get_attribute(self, what: str, name: str) -> Any:
-        """What the environment or the policy has under a name, which may be dotted.
+        """Return an attribute of the environment or the policy.
+
+        Args:
+            what: ``"env"`` or ``"policy"``.
+            name: the attribute's name; dots go to nested attributes.
 
         Raises:
             NotInitializedError: there is no policy.
-            AttributeError: there is nothing.
+            AttributeError: there is no such attribute.
         """
         found = getattr(self, what)
         if found is None:
-            raise NotInitializedError("this collector has no policy: it acts at random")
+            raise NotInitializedError("this collector has no policy: its actions are random")
         return resolve_model(found, name)

@@ -167,7 +167,7 @@ async def test_who_waits_while_it_is_closed(sync: bool) -> None:
         waiting = asyncio.ensure_future(anext(collector))
         await asyncio.sleep(0.1)
         await collector.aclose(timeout=1)
-        with pytest.raises(NotConnectedError, match="closed meanwhile"):
+        with pytest.raises(NotConnectedError, match="closed during the call"):
             await within(waiting, 2)
 
 
@@ -206,7 +206,7 @@ async def test_many_batches_are_kept() -> None:
 
 def test_a_configuration_of_processes_is_refused_too() -> None:
     config = CollectorConfig(processes=ProcessConfig(num_workers=2))
-    with pytest.raises(InvalidArgumentError, match="num_workers: a Collector plays in this process"):
+    with pytest.raises(InvalidArgumentError, match="num_workers: a Collector runs in this process"):
         Collector(Counting, config=config)
 
 
