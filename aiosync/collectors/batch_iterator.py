@@ -45,13 +45,18 @@ class BatchIterator(Controls):
         self.config = config
         self.sync = sync
         self.frames = 0
+        # Frames of all requested batches, delivered or not; dropped ones do not count.
         self._requested = 0
+        # Delivered batches of an asynchronous collector that the caller has not taken, oldest first.
         self._finished: deque[DeliveredBatch] = deque()
         self._next_lock = asyncio.Lock()
-        self._active_pauses = self._pauses_begun = 0
+        self._active_pauses = 0
+        # Counts all pauses, so that a timeout during a pause can be told from others.
+        self._pauses_begun = 0
         self._not_paused = asyncio.Event()
         self._not_paused.set()
         self._joiner = BatchJoiner(config.batch.cat_results)
+        # The task of start().
         self._collecting: asyncio.Task[None] | None = None
 
     def __aiter__(self) -> Self:
@@ -111,9 +116,7 @@ class BatchIterator(Controls):
         config = self.config.batch
         at_random = self._acts_at_random
         for worker in pool.workers:
-            if (
-                not worker.requested and not worker.batches
-            ):  # what a cancelled call has asked for is taken now
+            if not worker.requested and not worker.batches:  # else a cancelled call requested it
                 self._request(worker, config.frames_of(worker.index, self.num_workers), at_random=at_random)
         enough = max(1, int(self.num_workers * config.preemptive_threshold))
         deadline = self._deadline(None)

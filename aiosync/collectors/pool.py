@@ -53,14 +53,17 @@ class Pool:
         on_batch: Callable[[DeliveredBatch], None],
     ) -> None:
         self.workers: list[WorkerProxy] = []
+        # The workers that aclose() is ending.
         self._closing: list[WorkerProxy] = []
         self.failure: Exception | None = None
         self.extra_updates = 0
         self._specs = list(specs)
         self._schemes = dict(schemes)
         self._make_host = make_host
+        # How often each worker may still be replaced.
         self._restarts = [restarts] * len(specs)
         self._on_batch = on_batch
+        # Set by each message or failure of a worker: wait_for() checks its condition again.
         self._changed = asyncio.Event()
         self._tasks = BackgroundTasks("aiosync-collector")
         self._stack = AsyncExitStack()

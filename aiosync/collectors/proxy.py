@@ -186,6 +186,7 @@ class WorkerProxy:
         self.seed = spec.seed
         self.error: BaseException | None = None
         self.replaced = False
+        # Number -> a requested batch that the worker has not delivered.
         self._requests: dict[int, Collect] = {}
         self._spec = spec
         self._host = host
@@ -193,7 +194,9 @@ class WorkerProxy:
         self._on_batch = on_batch
         self.buffers: dict[int, tuple[BatchBuffer, tuple[int, ...]]] = {}
         self.loans = BufferLoans()
+        # Number -> the answer of a call.
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        # Numbers of requests and calls.
         self._numbers = itertools.count()
         self._pipe: CommandPipe | None = None
         self._receiving: asyncio.Task[None] | None = None
@@ -237,8 +240,8 @@ class WorkerProxy:
                     del self.buffers[index]
             case Batch() as batch:
                 self._record_batch(batch, self.buffers[batch.buffer])
-            case InlineBatch() as parcel:
-                self._record_batch(parcel)
+            case InlineBatch() as inline:
+                self._record_batch(inline)
             case Answer(number=number, value=value, error=error):
                 future = self._calls.pop(number, None)
                 if future is not None and not future.done():
@@ -371,7 +374,7 @@ class WorkerProxy:
         finally:
             if not ended:
                 self._host.kill()
-                # Shielded: a cancelled caller would leave the process behind. Bounded by _KILLED.
+                # Shielded: a cancelled caller would leave the process running. Bounded by _KILL_SECONDS.
                 try:
                     await uninterrupted(lambda _: self._host.ended(Deadline.after(_KILL_SECONDS)))
                 finally:

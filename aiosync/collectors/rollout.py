@@ -47,11 +47,14 @@ class PartialBatch:
         self.request = request
         self.order: list[int] = []
         self.buffer = -1
+        # Places of the complete batch; end_early() lowers it.
         self._capacity = -(-request.frames // width)
         self._buffers = buffers
         self._claimed = 0
         self._written = 0
+        # Rollout -> its places, in order of time.
         self._places_of: dict[int, list[int]] = {}
+        # Place -> a frame that is not copied into the buffer yet.
         self._unwritten: dict[int, Fields] = {}
 
     @property
@@ -156,9 +159,13 @@ class Rollout:
         self._next_id = first
         self._stride = stride
         self._version = version
+        # What the environment observes now: the next frame begins with it. Empty before the first reset.
         self._current: Fields = {}
+        # Steps since the beginning of each episode, for max_frames_per_traj.
         self._step_counts = torch.zeros((*env.shape, 1), dtype=torch.int64, device=env.device or "cpu")
+        # The number of the current trajectory of each environment.
         self._ids = torch.zeros(env.shape, dtype=torch.int64, device=env.device or "cpu")
+        # The batch of the last frame: reset_at_each_iter compares it with that of the next one.
         self._batch: PartialBatch | None = None
         self._lock = asyncio.Lock()
 

@@ -133,8 +133,8 @@ def error_report(error: BaseException) -> ErrorReport:
 
 
 class Worker:
-    """One worker. Its coroutine methods without underscore are those that
-    :class:`~aiosync.collectors.messages.Call` calls; schemes find their models through :meth:`get_model`.
+    """One worker. The collector calls the methods behind :meth:`run` through
+    :class:`~aiosync.collectors.messages.Call`. Schemes find their models through :meth:`get_model`.
 
     Args:
         spec: the worker's spec.
@@ -168,8 +168,11 @@ class Worker:
                 self.policy.to(devices.policy)
         self._devices = devices
         self._buffers = BatchBuffers(pipe.send if spec.use_buffers else None, self._envs[0].shape)
+        # Frames per step of one environment adapter: the environments that step together.
         self._width = math.prod(self._envs[0].shape)
+        # Requested batches that are not complete, in order of their requests.
         self._partial_batches: list[PartialBatch] = []
+        # Wakes the rollouts that have no batch to collect for.
         self._batch_requested = asyncio.Event()
         self._stack = AsyncExitStack()
 
