@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from aiosync.weights.dtypes import spelled
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
-__all__ = ["BatchBuffer", "BatchBuffers", "select_steps"]
+__all__ = ["BatchBuffer", "BatchBuffers", "BufferLoans", "select_steps"]
 
 _BETWEEN = "\x1f"
 
@@ -163,18 +164,53 @@ class BatchBuffer:
         which = slice(steps) if order is None else torch.tensor(order, device="cpu")
         return select_steps(self.views, which, batch_dims)
 
-    def lend(self, given_back: Callable[[], object]) -> Fields:
+    def lend(self, on_returned: Callable[[], object]) -> Fields:
         """Return tensors that view this memory.
 
         Args:
-            given_back: called when the last reference to these tensors is dropped, in the thread that drops
+            on_returned: called when the last reference to these tensors is dropped, in the thread that drops
                 it.
         """
         buffer = self.segment.buffer
         memory: Any = (ctypes.c_uint8 * buffer.numel()).from_address(buffer.data_ptr())
         memory.segment = self.segment  # keeps the segment mapped as long as a tensor views it
-        weakref.finalize(memory, given_back).atexit = False
+        weakref.finalize(memory, on_returned).atexit = False
         return self._views(torch.frombuffer(memory, dtype=torch.uint8))
+
+
+class BufferLoans:
+    """Which of a worker's buffers the trainer holds, and which of them the worker may reuse.
+
+    Each lent batch keeps this object alive, so it refers to no other object.
+
+    Attributes:
+        lent: buffers of batches that the trainer holds.
+    """
+
+    def __init__(self) -> None:
+        self.lent: set[int] = set()
+        # Buffers that the worker may reuse and has not been notified of.
+        self._released: list[int] = []
+
+    def lend(self, buffer: int) -> Callable[[], None]:
+        """Record a loan. Returns the function that ends it, to be called from any thread."""
+        self.lent.add(buffer)
+        return functools.partial(self._return, buffer)
+
+    def _return(self, buffer: int) -> None:
+        self.lent.discard(buffer)
+        self.release(buffer)
+
+    def release(self, buffer: int) -> None:
+        """Let the worker reuse a buffer."""
+        self._released.append(buffer)
+
+    def take_released(self) -> tuple[int, ...]:
+        """Return the released buffers for the next request, and forget them."""
+        released = []
+        while self._released:  # another thread may append a buffer meanwhile
+            released.append(self._released.pop())
+        return tuple(released)
 
 
 def select_steps(views: Mapping[Key, Tensor], which: slice | Tensor, batch_dims: int) -> TensorDict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import math
 import pickle
@@ -14,7 +13,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.batch_buffers import BatchBuffer, select_steps
+from aiosync.collectors.batch_buffers import BatchBuffer, BufferLoans, select_steps
 from aiosync.collectors.command_pipe import CommandPipe, CommandPipeClosed
 from aiosync.collectors.host import Host, Schemes
 from aiosync.collectors.messages import (
@@ -108,44 +107,20 @@ class DeliveredBatch:
             self.release()
             return found
         buffer, shape = self._buffer
-        self.worker.batches.remove(self)
+        self.worker.discard(self)
         on_returned = self.worker.loans.lend(self.message.buffer)
         return select_steps(buffer.lend(on_returned), slice(self.message.steps), len(shape))
 
     def release(self) -> None:
         """Remove the batch from the worker's delivered ones. Its memory may be reused."""
-        self.worker.batches.remove(self)
+        self.worker.discard(self)
         if isinstance(self.message, Batch):
-            self.worker.loans.free.append(self.message.buffer)
+            self.worker.loans.release(self.message.buffer)
 
     @property
     def _buffer(self) -> tuple[BatchBuffer, tuple[int, ...]]:
         assert self.buffer is not None
         return self.buffer
-
-
-class BufferLoans:
-    """Which of a worker's buffers the trainer holds, and which it has returned.
-
-    Each lent batch keeps this object alive, so it refers to no other object.
-
-    Attributes:
-        free: returned buffers that the worker does not know of yet.
-        lent: buffers of batches that the trainer holds.
-    """
-
-    def __init__(self) -> None:
-        self.free: list[int] = []
-        self.lent: set[int] = set()
-
-    def lend(self, buffer: int) -> Callable[[], None]:
-        """Record a loan. Returns the function that ends it, to be called from any thread."""
-        self.lent.add(buffer)
-        return functools.partial(self._return, buffer)
-
-    def _return(self, buffer: int) -> None:
-        self.lent.discard(buffer)
-        self.free.append(buffer)
 
 
 class WorkerProxy:
@@ -262,6 +237,10 @@ class WorkerProxy:
         self.batches.append(delivered)
         self._on_batch(delivered)
 
+    def discard(self, batch: DeliveredBatch) -> None:
+        """Remove a batch from the delivered ones."""
+        self.batches.remove(batch)
+
     def fail(self, error: BaseException) -> None:
         """Record that the worker has failed. Its open calls raise ``error``. Only the first error is kept."""
         if self.error is None:
@@ -289,10 +268,7 @@ class WorkerProxy:
             frames: how many frames.
             at_random: take random actions.
         """
-        returned = []
-        while self.loans.free:  # another thread may return a buffer meanwhile
-            returned.append(self.loans.free.pop())
-        request = Collect(next(self._numbers), frames, at_random, tuple(returned))
+        request = Collect(next(self._numbers), frames, at_random, self.loans.take_released())
         self._requests[request.number] = request
         if self.ready:
             self._send(request)

@@ -56,7 +56,7 @@ class RayHost(Host):
         if error is None:
             return "its actor has ended"
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return f"Ray says: {' '.join(lines)[:400]}"
+        return f"Ray reports: {' '.join(lines)[:400]}"
 
     @property
     def pid(self) -> int | None:

@@ -61,7 +61,7 @@ async def test_a_killed_actor_is_named() -> None:
         await anext(collector)
         _kill(collector, 1)
         killed = time.monotonic()
-        with pytest.raises(WorkerLostError, match=r"worker 1 lost: .*Ray says"):
+        with pytest.raises(WorkerLostError, match=r"worker 1 lost: .*Ray reports"):
             while True:
                 await anext(collector)
         assert time.monotonic() - killed < 2 * SCALE
