@@ -1,8 +1,8 @@
-"""CartPole with PPO: an asyncio trainer, a collector whose workers play, and weights that follow by `await`.
+"""CartPole with PPO: an asyncio trainer, and a collector whose workers roll out the policy.
 
-Run it with ``aiosync demo`` or ``python examples/async_cartpole.py``. `Player` is what the workers play,
-`train` the trainer, `learn` the reinforcement learning (PPO: Schulman et al. 2017, with the advantage
-estimate of Schulman et al. 2015). Bars, tables and pictures are in `aiosync._demo`.
+Run it with ``aiosync demo`` or ``python examples/async_cartpole.py``. `SampledPolicy` is what the workers
+roll out, `train` the trainer, `learn` the reinforcement learning (PPO: Schulman et al. 2017, with the
+advantage estimate of Schulman et al. 2015). Bars, tables and pictures are in `aiosync._demo`.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ Backend = Literal["shared", "process", "tcp", "distributed", "rpc", "ray"]
 
 
 def mlp(outputs: int) -> nn.Sequential:
-    """From CartPole's 4 observations."""
+    """Return a small network for CartPole's 4 observations."""
     hidden = (nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
     return nn.Sequential(*hidden, nn.Linear(64, outputs))
 
 
-class Player(nn.Module):
-    """The policy: an action, sampled, and its log-probability."""
+class SampledPolicy(nn.Module):
+    """The policy: a sampled action and its log-probability."""
 
     def __init__(self) -> None:
         super().__init__()
         self.logits = mlp(2)
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """Observations of shape ``(envs, 4)``; both results have shape ``(envs,)``."""
+        """Map observations of shape ``(envs, 4)`` to actions and log-probabilities of shape ``(envs,)``."""
         choice = Categorical(logits=self.logits(observation))
         action = choice.sample()
         return action, choice.log_prob(action)
 
 
 def make_policy() -> TensorDictModule:
-    """The same as workers are given it: with the names that its tensors have in a batch."""
-    return TensorDictModule(Player(), in_keys=["observation"], out_keys=["action", "log_prob"])
+    """Return the policy with the names that its tensors have in a batch."""
+    return TensorDictModule(SampledPolicy(), in_keys=["observation"], out_keys=["action", "log_prob"])
 
 
 def make_envs() -> Any:
-    """What each worker plays. A finished environment spends its next step on the reset: such steps are left
-    out by the batch's mask."""
+    """Return the environments of one worker. The step after the end of an episode only resets the
+    environment; the batch's mask is false there."""
     return gymnasium.make_vec("CartPole-v1", num_envs=ENVS)
 
 
@@ -75,7 +75,7 @@ async def train(scheme: WeightSyncScheme, report: DemoReport, workers: int, seed
     collector = MultiCollector(
         [partial(joined, make_envs, scheme, worker) for worker in range(workers)],
         policy,
-        sync=False,  # workers go on while this learns
+        sync=False,  # workers continue while the trainer learns
         frames_per_batch=ENVS * STEPS,
         weight_sync_schemes={"policy": scheme},
         launcher="ray" if isinstance(scheme, RayWeightSyncScheme) else "process",
@@ -89,10 +89,10 @@ async def train(scheme: WeightSyncScheme, report: DemoReport, workers: int, seed
                 batches.append(batch)
                 if len(batches) == workers:
                     break
-            # In a thread, so that this loop stays free for everything else.
+            # In a thread: the event loop stays free.
             await anyio.to_thread.run_sync(learn, policy, critic, optimizer, batches)
             begun = time.perf_counter()
-            await collector.update_policy_weights_()  # back when every worker has applied it
+            await collector.update_policy_weights_()  # returns when every worker has applied the version
             report.update(collector.policy_version, time.perf_counter() - begun)
             if collector.policy_version % EVALUATE_EVERY == 0:
                 report.evaluation(await anyio.to_thread.run_sync(evaluate, policy, seed))
@@ -104,7 +104,7 @@ def learn(
     optimizer: torch.optim.Optimizer,
     batches: list[TensorDictBase],
 ) -> None:
-    """One update from batches of shape ``(envs, steps)``."""
+    """Update policy and critic once, from batches of shape ``(envs, steps)``."""
     batch: Any = torch.cat(batches, 0)
     after, live = batch["next"], batch["collector", "mask"]
     reward, done, over = (after[key].view(live.shape) for key in ("reward", "done", "terminated"))
@@ -132,7 +132,7 @@ def learn(
 
 
 def evaluate(policy: TensorDictModule, seed: int) -> float:
-    """The mean return of EPISODES fresh episodes, collected as the workers collect."""
+    """Return the mean return of EPISODES new episodes, with sampled actions as in the workers."""
     envs = gymnasium.make_vec("CartPole-v1", num_envs=EPISODES)
     obs, _ = envs.reset(seed=seed)
     score, running = np.zeros(EPISODES), np.ones(EPISODES, bool)
@@ -147,12 +147,12 @@ def evaluate(policy: TensorDictModule, seed: int) -> float:
 def main(
     scheme: Annotated[Backend, typer.Option(help="What moves the weights.")] = "shared",
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
-    seed: Annotated[int, typer.Option(min=0, help="Of the policy and the environments.")] = 0,
-    updates: Annotated[int, typer.Option(min=1, help="Stop after so many updates.")] = 1000,
-    minutes: Annotated[float, typer.Option(min=0, help="Stop after so many minutes.")] = 5.0,
-    out: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("async_cartpole.png"),
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the policy and the environments.")] = 0,
+    updates: Annotated[int, typer.Option(min=1, help="Stop after this many updates.")] = 1000,
+    minutes: Annotated[float, typer.Option(min=0, help="Stop after this many minutes.")] = 5.0,
+    out: Annotated[Path, typer.Option(help="File of the picture.")] = Path("async_cartpole.png"),
 ) -> None:
-    """Learn CartPole with an asyncio trainer and worker processes; a table and a picture."""
+    """Learn CartPole with an asyncio trainer and worker processes; print a table and draw a picture."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     recipe = WeightSyncScheme.from_backend(scheme)

@@ -1,12 +1,12 @@
-"""Slow environments, many at a time: 64 of them on two workers, each of whose steps takes 20 ms elsewhere.
+"""Slow environments, many at a time: 64 of them on two workers, where each step takes 20 ms elsewhere.
 
     python examples/async_envs.py
     python examples/async_envs.py --envs 16 --seconds-per-step 0.05
 
-Such an environment is a server, a simulator on another machine, a language model behind an API: what a
-step needs is time, and no processor. An object with ``async def reset`` and ``async def step`` is all that a
-collector asks for; each worker plays ``--envs`` divided by ``--workers`` of them on its event loop. The
-policy acts for each when its turn comes, with the newest weights.
+Such an environment is a server, a simulator on another machine, or a language model behind an API: a step
+needs time, but no local processor. A collector takes any object with ``async def reset`` and ``async def
+step``. Each worker steps ``--envs`` divided by ``--workers`` of them concurrently on its event loop. The
+policy acts for each environment in turn, with the newest weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aiosync.collectors import MultiCollector
 
 
 class Remote:
-    """CartPole, as if it were far away: a step takes its time. (A new episode is there at once.)"""
+    """CartPole as a remote environment: each step takes some time, a reset none."""
 
     def __init__(self, seconds: float) -> None:
         self._env: Any = gymnasium.make("CartPole-v1")
@@ -34,29 +34,29 @@ class Remote:
         self.action_space = self._env.action_space
 
     async def reset(self, *, seed: int | None = None) -> Any:
-        """As Gymnasium's."""
+        """Same as Gymnasium's."""
         return self._env.reset(seed=seed)
 
     async def step(self, action: int) -> Any:
-        """As Gymnasium's."""
+        """Same as Gymnasium's."""
         await asyncio.sleep(self._seconds)
         return self._env.step(action)
 
 
 class Policy(nn.Module):
-    """A small network; acts by the greater of its two outputs."""
+    """A small network; takes the action with the greater output."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        """Observations of shape ``(*, 4)``, actions of shape ``(*,)``."""
+        """Map observations of shape ``(*, 4)`` to actions of shape ``(*,)``."""
         return torch.as_tensor(self.net(observation).argmax(-1))
 
 
 async def collect(envs: int, workers: int, seconds: float, frames: int) -> float:
-    """Steps per second, with an update after each batch."""
+    """Return the steps per second, with an update after each batch."""
     policy = TensorDictModule(Policy(), in_keys=["observation"], out_keys=["action"])
     collector = MultiCollector(
         [partial(Remote, seconds)] * workers,
@@ -67,7 +67,7 @@ async def collect(envs: int, workers: int, seconds: float, frames: int) -> float
         total_frames=-1,
     )
     async with collector:
-        for _ in range(2 * workers):  # until all of them play
+        for _ in range(2 * workers):  # until all workers collect
             await anext(collector)
         begun, before = time.perf_counter(), collector.frames
         while collector.frames - before < frames:
@@ -77,17 +77,17 @@ async def collect(envs: int, workers: int, seconds: float, frames: int) -> float
             await collector.update_policy_weights_()
         taken = time.perf_counter() - begun
         lag = collector.policy_version - batch["policy_version"].float().mean()
-        print(f"the last batch was acted {lag:.1f} versions ago")
+        print(f"the last batch was {lag:.1f} versions old")
         return (collector.frames - before) / taken
 
 
 def main(
-    envs: Annotated[int, typer.Option(min=1, help="Environments, of all workers.")] = 64,
+    envs: Annotated[int, typer.Option(min=1, help="Environments of all workers together.")] = 64,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
-    seconds_per_step: Annotated[float, typer.Option(min=0.001, help="What each step takes.")] = 0.02,
-    frames: Annotated[int, typer.Option(min=1, help="How many are measured.")] = 32_000,
+    seconds_per_step: Annotated[float, typer.Option(min=0.001, help="Duration of a step.")] = 0.02,
+    frames: Annotated[int, typer.Option(min=1, help="How many frames to measure.")] = 32_000,
 ) -> None:
-    """Play many slow environments at a time, and say how many steps per second that makes."""
+    """Step many slow environments concurrently, and print the steps per second."""
     rate = asyncio.run(collect(envs, workers, seconds_per_step, frames))
     ideal = envs / seconds_per_step
     print(f"{rate:.0f} steps per second; {ideal:.0f} would be ideal: {rate / ideal:.2f}")

@@ -1,11 +1,11 @@
-"""PPO on CartPole by a collector, with synchronous batches or as they come, over several seeds.
+"""PPO on CartPole with a collector, with synchronous or asynchronous batches, over several seeds.
 
     python examples/async_ppo.py --mode sync --seeds 5
     python examples/async_ppo.py --mode async --seeds 5
 
-With ``--mode sync`` no worker steps while the trainer learns, and all that it learns from was collected by
-its newest version. With ``--mode async`` the workers go on, at most one version behind. Each seed runs
-until its mean return is 450; the curves are drawn. The reinforcement learning is that of `async_cartpole`.
+With ``--mode sync`` no worker steps while the trainer learns, and each batch was collected with the newest
+version. With ``--mode async`` the workers continue, at most one version behind. Each seed runs until its mean
+return is 450. The learning curves are drawn. The reinforcement learning is that of `async_cartpole`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Curve = list[tuple[int, float]]
 
 
 async def train(mode: str, workers: int, seed: int, updates: int) -> Curve:
-    """Learn from one seed until it is enough."""
+    """Learn with one seed until the mean return is reached."""
     torch.manual_seed(seed)
     policy, critic = make_policy(), mlp(1)
     optimizer = torch.optim.Adam([*policy.parameters(), *critic.parameters()], lr=LEARNING_RATE)
@@ -57,7 +57,7 @@ async def train(mode: str, workers: int, seed: int, updates: int) -> Curve:
 
 
 def draw(curves: list[Curve], title: str, out: Path) -> None:
-    """The learning curve of each seed."""
+    """Draw the learning curve of each seed."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for seed, curve in enumerate(curves):
@@ -72,13 +72,13 @@ def draw(curves: list[Curve], title: str, out: Path) -> None:
 
 
 def main(
-    mode: Annotated[Literal["sync", "async"], typer.Option(help="How batches come.")] = "async",
-    seeds: Annotated[int, typer.Option(min=1, help="How many, from 0.")] = 5,
+    mode: Annotated[Literal["sync", "async"], typer.Option(help="Kind of batches.")] = "async",
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 0.")] = 5,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
-    updates: Annotated[int, typer.Option(min=1, help="Stop a seed after so many batches of all.")] = 400,
-    out: Annotated[Path | None, typer.Option(help="Where the picture goes.  [async_ppo_MODE.png]")] = None,
+    updates: Annotated[int, typer.Option(min=1, help="Batches of all workers, at most.")] = 400,
+    out: Annotated[Path | None, typer.Option(help="File of the picture.  [async_ppo_MODE.png]")] = None,
 ) -> None:
-    """Learn CartPole several times over; a line per seed, and a picture."""
+    """Learn CartPole with several seeds; print a line per seed and draw a picture."""
     torch.set_num_threads(1)
     curves = []
     for seed in range(seeds):

@@ -1,8 +1,8 @@
-"""PPO on CartPole with torchrl's MultiSyncCollector, as torchrl's users write it; one import is changed.
+"""PPO on CartPole with torchrl's MultiSyncCollector, written as for torchrl; one import is changed.
 
     python examples/classic_collector.py
 
-The line that makes the scheme is all that knows aiosync.
+Only the scheme comes from aiosync.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from aiosync.sync import SharedMemWeightSyncScheme  # was: from torchrl.weight_u
 
 
 def make_env() -> Any:
-    """CartPole, with the return so far in each step."""
+    """Return CartPole, with the episode's return so far in each step."""
     return TransformedEnv(GymEnv("CartPole-v1"), Compose(RewardSum(), StepCounter()))
 
 
 def make_policy() -> Any:
-    """A small network and a distribution over the two actions."""
+    """Return a small network with a distribution over the two actions."""
     net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
     return ProbabilisticTensorDictSequential(
         TensorDictModule(net, in_keys=["observation"], out_keys=["logits"]),
@@ -46,7 +46,7 @@ def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--updates", type=int, default=40, help="batches to collect and learn from")
-    parser.add_argument("--frames", type=int, default=1000, help="frames in each")
+    parser.add_argument("--frames", type=int, default=1000, help="frames per batch")
     options = parser.parse_args()
     torch.manual_seed(0)
     policy = make_policy()

@@ -1,15 +1,15 @@
-"""The trainer's half of a run by hand: workers come and go as they please, from any machine.
+"""The trainer's half of a manual run: workers connect and disconnect at any time, from any machine.
 
 In one terminal::
 
     export AIOSYNC_TOKEN=$(python -c "import secrets; print(secrets.token_hex(16))")
     python examples/tcp_trainer.py --address tcp://127.0.0.1:5555
 
-and in as many others as you like, with the same token::
+and in any number of others, with the same token::
 
     python examples/tcp_worker.py --address tcp://127.0.0.1:5555
 
-Kill a worker, start another, stop the trainer and start it again: each says what it sees.
+Kill a worker, start another one, stop the trainer and start it again: each process prints what it sees.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import aiosync
 
 
 def make_policy() -> nn.Module:
-    """The same in trainer and workers."""
+    """Return the model of trainer and workers."""
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
 
 
 async def train(scheme: aiosync.TCPWeightSyncScheme, policy: nn.Module, updates: int, pause: float) -> None:
-    scheme.init_on_sender(model_id="policy", model=policy)  # no num_workers: any number may come
-    scheme.on_event(lambda event: print(f"{event.kind} {event.worker}") if event.kind in NEWS else None)
+    scheme.init_on_sender(model_id="policy", model=policy)  # no num_workers: any number may connect
+    scheme.on_event(lambda event: print(f"{event.kind} {event.worker}") if event.kind in PRINTED else None)
     print(f"listening at {scheme.address}; waiting for the first worker")
     async with scheme:
         for _ in range(updates):
@@ -42,11 +42,11 @@ async def train(scheme: aiosync.TCPWeightSyncScheme, policy: nn.Module, updates:
                 for parameter in policy.parameters():
                     parameter.add_(torch.randn_like(parameter), alpha=1e-3)
             report = await scheme.send(policy)
-            there = {worker: state.peer for worker, state in scheme.workers.items()}
-            print(f"version {report.version} in {1e3 * report.seconds['total']:.1f} ms to {there}")
+            connected = {worker: state.peer for worker, state in scheme.workers.items()}
+            print(f"version {report.version} in {1e3 * report.seconds['total']:.1f} ms to {connected}")
 
 
-NEWS = ("joined", "lost", "failed", "dropped")
+PRINTED = ("joined", "lost", "failed", "dropped")
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -57,9 +57,9 @@ def main(
     address: Annotated[str, typer.Option(help="tcp://host:port or unix:///path")] = "tcp://127.0.0.1:5555",
     updates: Annotated[int, typer.Option(min=1)] = 1000,
     pause: Annotated[float, typer.Option(min=0, help="Seconds between two updates.")] = 1.0,
-    timeout: Annotated[float, typer.Option(help="Seconds that one step may take.")] = 120.0,
+    timeout: Annotated[float, typer.Option(help="Timeout of each call, in seconds.")] = 120.0,
 ) -> None:
-    """Send a new version every so often to the workers that are there."""
+    """Send a new version at regular intervals to all connected workers."""
     logging.basicConfig(level=logging.WARNING)
     try:
         scheme = aiosync.TCPWeightSyncScheme(
@@ -67,7 +67,7 @@ def main(
             token=os.environ.get("AIOSYNC_TOKEN"),
             codec="delta",
             cast=torch.bfloat16,
-            on_failure="drop",  # a worker that is lost comes back by itself, or does not
+            on_failure="drop",  # a lost worker is no error: it may connect again
             timeout=timeout,
         )
         asyncio.run(train(scheme, make_policy(), updates, pause))

@@ -1,4 +1,4 @@
-"""The worker's half; see tcp_trainer.py."""
+"""The worker's half of a manual run; see tcp_trainer.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import aiosync
 
 async def act(scheme: aiosync.TCPWeightSyncScheme) -> None:
     policy = make_policy()
-    scheme.init_on_receiver(model_id="policy", model=policy)  # no worker_idx: the trainer gives one
+    scheme.init_on_receiver(model_id="policy", model=policy)  # no worker_idx: the trainer assigns one
     async with scheme, scheme.receiving():
         print(f"worker {scheme.worker_idx}")
         seen = -1
@@ -27,7 +27,7 @@ async def act(scheme: aiosync.TCPWeightSyncScheme) -> None:
                 print(f"acting with version {version}: {action.tolist()}")
                 seen = version
             await asyncio.sleep(0.05)  # stands for a step of the environment
-        print(f"the end, at version {scheme.version}: {scheme.ended}")
+        print(f"ended at version {scheme.version}: {scheme.ended}")
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -35,13 +35,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def main(
-    address: Annotated[str, typer.Option(help="the trainer's")] = "tcp://127.0.0.1:5555",
-    timeout: Annotated[float, typer.Option(help="Seconds that one step may take.")] = 120.0,
-    reconnect_for: Annotated[
-        float, typer.Option(min=1, help="Seconds to look for a trainer that is gone.")
-    ] = 60.0,
+    address: Annotated[str, typer.Option(help="Address of the trainer.")] = "tcp://127.0.0.1:5555",
+    timeout: Annotated[float, typer.Option(help="Timeout of each call, in seconds.")] = 120.0,
+    reconnect_for: Annotated[float, typer.Option(min=1, help="Seconds to look for a lost trainer.")] = 60.0,
 ) -> None:
-    """Act with whatever version is the newest, until no trainer has been there for a while."""
+    """Act with the newest version, until no trainer can be found for ``reconnect_for`` seconds."""
     logging.basicConfig(level=logging.WARNING)
     try:
         token = os.environ.get("AIOSYNC_TOKEN")
@@ -49,7 +47,7 @@ def main(
             address,
             token=token,
             timeout=timeout,
-            on_sender_close="wait",  # a trainer that is started again is followed
+            on_sender_close="wait",  # follow a trainer that is started again
             reconnect_for=reconnect_for,
         )
         asyncio.run(act(scheme))

@@ -1,11 +1,11 @@
-"""DistributedDataParallel trainers and workers in one job, with the weights on their way beside them::
+"""DistributedDataParallel trainers and workers in one job, with updates beside the training::
 
     torchrun --standalone --nproc-per-node 4 examples/torchrun_trainer.py --trainers 2
 
-The first ranks train together in a process group of theirs; the rest roll out the policy. Rank 0 has
-each worker act with every version: on this machine by shared memory, to others over process groups of
-aiosync's own, and with ``--apart`` over those here as well. The trainers' all-reduce does not notice, and
-their losses are the same to the last bit as with ``--no-sync``.
+The first ranks train together in their own process group; the others roll out the policy. Rank 0 sends every
+version to the workers: on the same machine through shared memory, to other machines through process groups of
+aiosync. ``--apart`` uses the process groups on the same machine too. The trainers' all-reduce is not
+affected: their losses are bit-equal to those with ``--no-sync``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import aiosync
 
 
 def make_policy() -> nn.Module:
-    """The same on all ranks."""
+    """Return the model of all ranks."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 4))
 
@@ -52,11 +52,11 @@ async def train(
         optimizer.step()
         losses.append(loss.item())
         if sends:
-            await scheme.send()  # back when every worker runs on it
+            await scheme.send()  # returns when every worker has applied the version
     await scheme.aclose()
     if rank == 0:
         bits = hashlib.sha256(torch.tensor(losses, dtype=torch.float64).numpy().tobytes()).hexdigest()
-        print(f"trained {steps} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}, of these bits: {bits[:16]}")
+        print(f"trained {steps} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}, losses' hash: {bits[:16]}")
 
 
 async def work(worker: int) -> None:
@@ -70,7 +70,7 @@ async def work(worker: int) -> None:
                 policy(torch.randn(1, 16))  # stands for a step of the environment
             seen.add(version)
             await asyncio.sleep(0.001)
-        print(f"worker {worker} has acted with {len(seen)} versions, at last with {scheme.version}")
+        print(f"worker {worker} has acted with {len(seen)} versions, the last is {scheme.version}")
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -80,22 +80,22 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     trainers: Annotated[int, typer.Option(min=1, help="How many of the ranks train.")] = 1,
     steps: Annotated[int, typer.Option(min=1)] = 200,
-    sync: Annotated[bool, typer.Option(help="Whether weights are sent at all.")] = True,
+    sync: Annotated[bool, typer.Option(help="Send the weights.")] = True,
     apart: Annotated[bool, typer.Option("--apart", help="Share no memory, as between machines.")] = False,
 ) -> None:
-    """Train with some ranks of a torchrun job, play out with the others."""
+    """Train with some ranks of a torchrun job, roll out the policy with the others."""
     if "RANK" not in os.environ:
-        raise typer.BadParameter("start this by torchrun --standalone --nproc-per-node 3")
+        raise typer.BadParameter("start this script with torchrun --standalone --nproc-per-node 3")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     if trainers >= size:
-        raise typer.BadParameter(f"--trainers {trainers} leaves none of {size} ranks to work")
+        raise typer.BadParameter(f"--trainers {trainers} leaves no worker among {size} ranks")
     if rank < trainers:
         workers = size - trainers
         asyncio.run(train(rank, list(range(trainers)), workers, steps, sync=sync, share_memory=not apart))
     else:
-        dist.new_group(list(range(trainers)))  # all ranks have to say so
+        dist.new_group(list(range(trainers)))  # a collective call: every rank must make it
         if sync:
             asyncio.run(work(rank - trainers))
     dist.barrier()

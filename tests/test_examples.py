@@ -62,14 +62,14 @@ def _torchrun(*args: str) -> str:
 
 
 def test_trainers_and_workers_under_torchrun() -> None:
-    bits = _torchrun("--no-sync").split("of these bits: ")[1].split()[0]
+    bits = _torchrun("--no-sync").split("losses' hash: ")[1].split()[0]
     for how in ([], ["--apart"]):
         said = _torchrun(*how)
         for worker in (0, 1):
             assert f"worker {worker} has acted with" in said
-        assert said.count("at last with 200") == 2
+        assert said.count("the last is 200") == 2
         # The trainers' own process group is beside it, and their losses are the same to the bit.
-        assert f"of these bits: {bits}" in said
+        assert f"losses' hash: {bits}" in said
 
 
 def test_async_actors_that_play() -> None:

@@ -1,4 +1,19 @@
-"""Workers that roll out a policy, and the batches that they collect."""
+"""Collectors: worker processes that roll out a policy, and an iterator of their batches.
+
+One batch goes through the files in this order:
+
+1. :mod:`multi` (or :mod:`single`) starts the workers: a :mod:`host` each, kept in a :mod:`pool`. Options are
+   in :mod:`config` and :mod:`devices`.
+2. :mod:`batch_iterator` requests a batch; :mod:`proxy`, which stands for one worker, sends the request
+   through the :mod:`command_pipe`, as one of :mod:`messages`.
+3. :mod:`worker` receives the request. :mod:`rollout` steps the environment (:mod:`env`) with the policy
+   (:mod:`policy`) and writes the frames (:mod:`fields`) into shared memory (:mod:`batch_buffers`).
+4. :mod:`proxy` receives the message that the batch is complete; :mod:`batches` joins the parts of several
+   workers; :mod:`batch_iterator` returns the batch.
+
+:mod:`updates` sends weights to the workers. :mod:`controls` has the other calls: pause, seed, state.
+:mod:`ray_host` replaces :mod:`host` on a Ray cluster.
+"""
 
 from aiosync.collectors.config import (
     BatchConfig,

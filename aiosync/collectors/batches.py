@@ -1,4 +1,4 @@
-"""Putting workers' parts together."""
+"""Join the parts of several workers into one batch, and split a batch into trajectories."""
 
 from __future__ import annotations
 
@@ -9,48 +9,51 @@ from typing import Literal
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from aiosync.collectors.fields import MASK, TRAJ_IDS, Slot, Specs, flattened, nested
+from aiosync.collectors.batch_buffers import BatchBuffer
+from aiosync.collectors.fields import MASK, TRAJ_IDS, Specs, flatten, unflatten
 from aiosync.errors import InvalidArgumentError
 
-__all__ = ["Joiner", "split_trajectories"]
+__all__ = ["BatchJoiner", "split_trajectories"]
 
 
-class Joiner:
-    """Puts workers' parts together. The memory of a batch is used again when nothing refers to the batch any
-    more: what is copied into new memory takes several times as long.
+class BatchJoiner:
+    """Joins the parts of several workers.
+
+    A joined batch's memory is reused once the last reference to the batch is dropped: a copy into fresh
+    memory takes several times as long.
 
     Args:
-        dim: along which dimension; or ``"stack"``: along a new first one.
+        dim: the dimension to concatenate along; ``"stack"``: stack along a new first dimension.
     """
 
     def __init__(self, dim: Literal["stack"] | int) -> None:
         self._dim = dim
-        self._free: list[Slot] = []
+        self._free: list[BatchBuffer] = []
 
     def join(self, parts: Sequence[TensorDict]) -> TensorDictBase:
-        """One batch. Blocking.
+        """Return one batch. Blocking.
 
         Raises:
-            InvalidArgumentError: they cannot be put together along that dimension.
+            InvalidArgumentError: the parts' shapes do not fit together along that dimension.
         """
         dim, put = 0, torch.stack
         if self._dim == "stack":
-            parts = _of_one_length(parts)
+            parts = _pad_to_longest(parts)
             shape = (len(parts), *parts[0].shape)
         else:
-            dim, put = self._checked(parts, int(self._dim)), torch.cat
+            dim, put = self._check_dim(parts, int(self._dim)), torch.cat
             shape = tuple(parts[0].shape)
             shape = (*shape[:dim], sum(part.shape[dim] for part in parts), *shape[dim + 1 :])
-        each = [flattened(part) for part in parts]
+        each = [flatten(part) for part in parts]
         rest = len(parts[0].shape)
         specs = tuple((key, (*shape[1:], *v.shape[rest:]), v.dtype) for key, v in each[0].items())
-        slot = self._slot(specs, shape[0])
-        views = slot.lend(functools.partial(self._free.append, slot))
+        buffer = self._buffer(specs, shape[0])
+        views = buffer.lend(functools.partial(self._free.append, buffer))
         for key, view in views.items():
             put([fields[key] for fields in each], dim, out=view[: shape[0]])
-        return nested({key: view[: shape[0]] for key, view in views.items()}, shape)
+        return unflatten({key: view[: shape[0]] for key, view in views.items()}, shape)
 
-    def _checked(self, parts: Sequence[TensorDict], dim: int) -> int:
+    def _check_dim(self, parts: Sequence[TensorDict], dim: int) -> int:
         shapes = [tuple(part.shape) for part in parts]
         count = len(shapes[0])
         if -count <= dim < count:
@@ -62,37 +65,38 @@ class Joiner:
             "be put together along that dimension; expected cat_results=-1 or 'stack'"
         )
 
-    def _slot(self, specs: Specs, steps: int) -> Slot:
-        while self._free:  # a slot may come back meanwhile, in another thread
-            slot = self._free.pop()
-            if slot.holds(specs, steps):
-                return slot
-        return Slot.make(specs, steps, shared=False)
+    def _buffer(self, specs: Specs, steps: int) -> BatchBuffer:
+        while self._free:  # another thread may append a buffer meanwhile
+            buffer = self._free.pop()
+            if buffer.holds(specs, steps):
+                return buffer
+        return BatchBuffer.make(specs, steps, shared=False)
 
 
-def _of_one_length(parts: Sequence[TensorDict]) -> Sequence[TensorDict]:
+def _pad_to_longest(parts: Sequence[TensorDict]) -> Sequence[TensorDict]:
     longest = max(part.shape[-1] for part in parts)
     if all(part.shape[-1] == longest for part in parts):
         return parts
-    return [_padded(part, longest) for part in parts]
+    return [_pad(part, longest) for part in parts]
 
 
-def _padded(part: TensorDict, length: int) -> TensorDict:
-    """With zeros after its end, and a mask that says where it is."""
+def _pad(part: TensorDict, length: int) -> TensorDict:
+    """Return ``part`` padded with zeros to ``length`` steps, with a mask that is true for its own steps."""
     steps = part.shape[-1]
-    found = TensorDict({}, batch_size=(*part.shape[:-1], length))
+    result = TensorDict({}, batch_size=(*part.shape[:-1], length))
     dim = len(part.shape) - 1
     for key, value in part.items(include_nested=True, leaves_only=True):
         padding = value.new_zeros((*value.shape[:dim], length - steps, *value.shape[dim + 1 :]))
-        found.set(key, torch.cat([value, padding], dim))
-    mask = torch.zeros(found.batch_size, dtype=torch.bool, device=part.device or "cpu")
+        result.set(key, torch.cat([value, padding], dim))
+    mask = torch.zeros(result.batch_size, dtype=torch.bool, device=part.device or "cpu")
     mask[..., :steps] = part.get(MASK, True)
-    found.set(MASK, mask)
-    return found
+    result.set(MASK, mask)
+    return result
 
 
 def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
-    """A batch as ``(trajectories, steps)``: one row each, padded with zeros, and ``("collector", "mask")``.
+    """Return a batch as ``(trajectories, steps)``: one row per trajectory, padded with zeros, with
+    ``("collector", "mask")``.
 
     Args:
         batch: of any shape whose last dimension is time, with ``("collector", "traj_ids")``.
@@ -102,6 +106,6 @@ def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
     if valid is not None:
         flat = flat[valid]
     ids = flat[TRAJ_IDS]
-    rows = [(ids == number).nonzero().view(-1) for number in ids.unique()]  # each in the order of time
+    rows = [(ids == number).nonzero().view(-1) for number in ids.unique()]  # each in order of time
     longest = max(len(row) for row in rows)
-    return torch.stack([_padded(flat[row], longest) for row in rows], 0)
+    return torch.stack([_pad(flat[row], longest) for row in rows], 0)

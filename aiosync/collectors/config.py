@@ -1,6 +1,6 @@
-"""What a collector is asked to do, in frozen dataclasses that check themselves.
+"""The options of a collector, as frozen dataclasses that check their values.
 
-A collector takes the same as keywords: :meth:`CollectorConfig.of` sorts them.
+A collector takes the same options as keywords: :meth:`CollectorConfig.of` assigns each to its dataclass.
 """
 
 from __future__ import annotations
@@ -31,30 +31,33 @@ __all__ = [
 StartMethod: TypeAlias = Literal["spawn", "forkserver"]
 
 
-def _positive(name: str, value: object) -> None:
+def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InvalidArgumentError(f"{name}={value!r}: expected a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """Which frames a batch is made of. A frame is one step of one environment.
+    """What a batch consists of. A frame is one step of one environment.
 
     Attributes:
-        frames_per_batch: frames of each batch that is handed out; or, a sequence, of each worker's part.
-        total_frames: where to stop; -1: never. If batches do not divide it, the last one goes past.
-        max_frames_per_traj: an episode is truncated after so many steps; 0: never.
-        init_random_frames: so many frames at the beginning are acted at random.
-        reset_at_each_iter: each batch begins with a reset.
-        reset_when_done: an episode that has ended is followed by another.
-        set_truncated: a batch's last frame is marked as truncated, so that nothing is bootstrapped across.
-        split_trajs: hand batches out as ``(trajectories, steps)``, padded, with ``("collector", "mask")``.
-        cat_results: how workers' parts are put together in a synchronous batch: along a dimension, or stacked
-            along a new first one.
-        preemptive_threshold: when this share of the workers has delivered, the others are cut short.
-        postproc: called with each batch; gives the one that is handed out.
-        use_buffers: batches come through shared memory that is used again and again; else each is pickled
-            and comes through a pipe. (With Ray the one is as the other.)
+        frames_per_batch: frames of each batch; or a sequence: frames of each worker's part.
+        total_frames: end after this many frames; -1: never. If it is not a multiple of a batch, the last
+            batch goes past it.
+        max_frames_per_traj: truncate an episode after this many steps; 0: never.
+        init_random_frames: take random actions in this many frames at the beginning.
+        reset_at_each_iter: reset the environments at the beginning of each batch.
+        reset_when_done: begin a new episode after the end of one.
+        set_truncated: mark the last frame of a batch as truncated, so that returns are not bootstrapped
+            across batches.
+        split_trajs: return batches as ``(trajectories, steps)``, padded, with ``("collector", "mask")``.
+        cat_results: how to join the workers' parts of a synchronous batch: the dimension to concatenate
+            along, or ``"stack"``: stack along a new first dimension.
+        preemptive_threshold: when this fraction of the workers has delivered, the others deliver the frames
+            that they have. In (0, 1].
+        postproc: called with each batch; returns the batch that the iterator gives.
+        use_buffers: batches go through shared memory, which is reused; otherwise each batch is pickled
+            through a pipe. (With Ray both are the same.)
     """
 
     frames_per_batch: int | Sequence[int] = 200
@@ -73,25 +76,29 @@ class BatchConfig:
     def __post_init__(self) -> None:
         each = self.frames_per_batch
         for number in [each] if isinstance(each, int) else each:
-            _positive("frames_per_batch", number)
+            _check_positive("frames_per_batch", number)
         if self.total_frames != -1:
-            _positive("total_frames", self.total_frames)
+            _check_positive("total_frames", self.total_frames)
         for name in ("max_frames_per_traj", "init_random_frames"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise InvalidArgumentError(f"{name}={value!r}: expected 0 or a positive number of frames")
         if not 0 < self.preemptive_threshold <= 1:
             raise InvalidArgumentError(
-                f"preemptive_threshold={self.preemptive_threshold!r}: expected a share of the workers, "
+                f"preemptive_threshold={self.preemptive_threshold!r}: expected a fraction of the workers, "
                 "more than 0 and at most 1"
             )
         if self.cat_results != "stack" and not isinstance(self.cat_results, int):
-            raise InvalidArgumentError(
-                f"cat_results={self.cat_results!r}: expected 'stack' or the number of a dimension"
-            )
+            raise InvalidArgumentError(f"cat_results={self.cat_results!r}: expected 'stack' or a dimension")
 
     def frames_of(self, worker: int, workers: int) -> int:
-        """Frames of a worker's part of a synchronous batch; the first ones take what does not divide."""
+        """Return the frames of one worker's part of a synchronous batch. The first workers take the
+        remainder.
+
+        Args:
+            worker: the worker's index.
+            workers: the number of workers.
+        """
         each = self.frames_per_batch
         if not isinstance(each, int):
             return each[worker]
@@ -103,14 +110,15 @@ class PolicyConfig:
     """How the policy acts.
 
     Attributes:
-        exploration_type: whether it samples or gives its mode (tensordict's interaction types).
-        trust_policy: it takes and gives TensorDicts, whatever its signature looks like.
+        exploration_type: tensordict's interaction type: whether the policy samples actions or takes the mode.
+        trust_policy: the policy takes and returns TensorDicts, whatever its signature says.
         track_policy_version: tag each frame with the version that acted, as ``"policy_version"`` and
             ``("next", "policy_version")``.
-        compile_policy: compile it in each worker; a mapping: with these arguments of ``torch.compile``.
-        cudagraph_policy: capture it as a CUDA graph in each worker; a mapping: with these arguments of
-            tensordict's ``CudaGraphModule``. Its weights are copied into the memory that it has, as a graph
-            needs it (a scheme that you give has to have ``commit="copy"``).
+        compile_policy: compile the policy in each worker; a mapping: with these arguments of
+            ``torch.compile``.
+        cudagraph_policy: capture the policy as a CUDA graph in each worker; a mapping: with these arguments
+            of tensordict's ``CudaGraphModule``. Weights are then copied into the parameters' own memory, as a
+            graph needs (a scheme that you pass must have ``commit="copy"``).
     """
 
     exploration_type: InteractionType = InteractionType.RANDOM
@@ -121,7 +129,7 @@ class PolicyConfig:
 
     @property
     def needs_fixed_memory(self) -> bool:
-        """Whether weights have to stay where they were when the policy was captured."""
+        """Whether the parameters must stay at their addresses, because a CUDA graph is captured."""
         compiling = self.compile_policy if isinstance(self.compile_policy, Mapping) else {}
         captured = compiling.get("mode") in ("reduce-overhead", "max-autotune")
         return captured or self.cudagraph_policy is not False
@@ -132,18 +140,18 @@ class ProcessConfig:
     """The workers.
 
     Attributes:
-        launcher: what workers are: ``"process"``: processes on this machine; ``"ray"``: actors of the Ray
-            cluster that this process has joined (``ray.init()``).
+        launcher: ``"process"``: workers are processes on this machine; ``"ray"``: actors of the Ray cluster
+            that this process has joined (``ray.init()``).
         ray_options: Ray's options for each actor. The default is ``{"num_cpus": 1}``.
-        num_workers: how many, if ``create_env_fn`` is one function.
-        envs_per_worker: how many environments each steps at the same time.
-        num_threads: torch's threads in this process while workers run; None: as they are.
+        num_workers: the number of workers, if ``create_env_fn`` is one function.
+        envs_per_worker: environments that each worker steps concurrently.
+        num_threads: torch's threads in this process while the workers run; None: unchanged.
         num_sub_threads: torch's threads in each worker.
-        start_method: how processes begin. None: forked by a server that has imported torch once for all of
-            them (``"forkserver"``), where there is such a thing, else ``"spawn"``.
-        restart_workers: how often a worker that has died is started again, before it is an error.
-        init_fn: called in each worker before anything else.
-        timeout: seconds that a call may take which is not told its own; None: as everywhere in aiosync.
+        start_method: multiprocessing's start method. None: ``"forkserver"``, where a server imports torch
+            once and forks all workers, if the platform has it; else ``"spawn"``.
+        restart_workers: how many times a dead worker is started again before its death is an error.
+        init_fn: called in each worker before all else.
+        timeout: default timeout of each call, in seconds; None: ``AIOSYNC_TIMEOUT``, else 120.
     """
 
     launcher: Literal["process", "ray"] = "process"
@@ -162,16 +170,16 @@ class ProcessConfig:
             raise InvalidArgumentError(f"launcher={self.launcher!r}: expected 'process' or 'ray'")
         if self.start_method not in (None, "spawn", "forkserver"):
             raise InvalidArgumentError(
-                f"start_method={self.start_method!r}: expected 'spawn' or 'forkserver' (a process with an "
-                "event loop and threads, as this one, is not to be forked)"
+                f"start_method={self.start_method!r}: expected 'spawn' or 'forkserver' (a process that has "
+                "an event loop and threads must not be forked)"
             )
         if self.ray_options is not None and self.launcher != "ray":
-            raise InvalidArgumentError("ray_options= is of launcher='ray'")
+            raise InvalidArgumentError("ray_options= needs launcher='ray'")
         for name in ("envs_per_worker", "num_sub_threads"):
-            _positive(name, getattr(self, name))
+            _check_positive(name, getattr(self, name))
         for name in ("num_workers", "num_threads"):
             if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
+                _check_positive(name, getattr(self, name))
         if self.restart_workers < 0:
             raise InvalidArgumentError(f"restart_workers={self.restart_workers!r}: expected 0 or more")
         if self.timeout is not None:
@@ -179,27 +187,26 @@ class ProcessConfig:
 
     @property
     def seconds(self) -> float:
-        """What a call may take."""
+        """The default timeout of a call, in seconds."""
         return default_timeout() if self.timeout is None else self.timeout
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightConfig:
-    """How weights get to the workers.
+    """How weights reach the workers.
 
     Attributes:
-        weight_sync_schemes: model -> scheme; None: the policy's, by shared memory.
-        weight_updater: what brings weights to the workers in the place of schemes, as in older programs of
-            torchrl's: an updater of ours or torchrl's, or a function that makes one.
-        weight_recv_schemes: model -> scheme, for a collector that is itself the worker of another: what comes
-            by these it hands on to its own workers, before its own model has it.
-        worker_idx: which of that other's workers this is.
-        update_at_each_batch: send the policy's weights before each batch is begun.
-        max_staleness: how many versions behind the policy's newest a batch's oldest frame may be where it is
-            handed out; None: any.
-        on_stale: what to do about others: ``"drop"`` them; or ``"wait"``: have no more batches collected at a
-            time than would be used up by so many updates, if there is one after each (and drop what is
-            too old all the same).
+        weight_sync_schemes: model id -> scheme; None: the policy, through shared memory.
+        weight_updater: an updater that is used instead of schemes, as in torchrl's older interface: one of
+            aiosync's or torchrl's, or a function that returns one.
+        weight_recv_schemes: model id -> scheme, for a collector that is itself a worker of another collector.
+            It sends what it receives to its own workers first, then applies it to its own model.
+        worker_idx: the index of this collector among the workers of the other one.
+        update_at_each_batch: send the policy's weights before each batch is requested.
+        max_staleness: how many versions behind the newest the oldest frame of a batch may be when the
+            iterator returns the batch; None: any number.
+        on_stale: ``"drop"``: drop older batches. ``"wait"``: also request only as many batches at a time as
+            the trainer uses up in ``max_staleness`` updates, with one update after each batch.
     """
 
     weight_sync_schemes: Mapping[str, Any] | None = None
@@ -212,17 +219,17 @@ class WeightConfig:
 
     def __post_init__(self) -> None:
         if self.weight_updater is not None and self.weight_sync_schemes is not None:
-            raise InvalidArgumentError("weight_updater= and weight_sync_schemes= are two ways of one thing")
+            raise InvalidArgumentError("got weight_updater= and weight_sync_schemes=: expected one of them")
         if self.max_staleness is not None and self.max_staleness < 0:
             raise InvalidArgumentError(f"max_staleness={self.max_staleness!r}: expected 0 or more versions")
         if self.on_stale not in ("drop", "wait"):
             raise InvalidArgumentError(f"on_stale={self.on_stale!r}: expected 'drop' or 'wait'")
         if self.on_stale == "wait" and self.max_staleness is None:
-            raise InvalidArgumentError("on_stale='wait' is of sync=False, with max_staleness=")
+            raise InvalidArgumentError("on_stale='wait' needs max_staleness= and sync=False")
 
     @property
     def allowed_updates(self) -> float:
-        """How many there may be between asking for a batch and handing it out."""
+        """How many updates may be sent between the request for a batch and the return of that batch."""
         if self.on_stale == "drop" or self.max_staleness is None:
             return math.inf
         return self.max_staleness
@@ -230,12 +237,12 @@ class WeightConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
-    """Where batches go instead of to the iterating caller.
+    """A replay buffer that receives the batches instead of the iterating caller.
 
     Attributes:
-        replay_buffer: anything with ``extend(frames)``, such as torchrl's. The iterator then gives None for
-            each batch, and :meth:`~aiosync.collectors.MultiCollector.start` collects by itself.
-        extend_buffer: extend it with the frames; else ``add`` each batch as one item.
+        replay_buffer: any object with ``extend(frames)``, such as torchrl's. The iterator then returns None
+            for each batch, and :meth:`~aiosync.collectors.MultiCollector.start` collects in the background.
+        extend_buffer: call ``extend`` with the frames; otherwise call ``add`` with each batch as one item.
     """
 
     replay_buffer: Any = None
@@ -245,16 +252,21 @@ class ReplayConfig:
         method = "extend" if self.extend_buffer else "add"
         if self.replay_buffer is not None and not callable(getattr(self.replay_buffer, method, None)):
             raise InvalidArgumentError(
-                f"replay_buffer: expected something with {method}(), got {type(self.replay_buffer).__name__}"
+                f"replay_buffer: expected an object with {method}(), got {type(self.replay_buffer).__name__}"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectorConfig:
-    """All of it.
+    """All options of a collector.
 
     Attributes:
-        batch, policy, devices, processes, weights, replay: see there.
+        batch: see :class:`BatchConfig`.
+        policy: see :class:`PolicyConfig`.
+        devices: see :class:`DeviceConfig`.
+        processes: see :class:`ProcessConfig`.
+        weights: see :class:`WeightConfig`.
+        replay: see :class:`ReplayConfig`.
     """
 
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -265,10 +277,13 @@ class CollectorConfig:
     replay: ReplayConfig = field(default_factory=ReplayConfig)
 
     def of(self, **options: Any) -> Self:
-        """The same with some of it said otherwise, by the names of the parts' attributes.
+        """Return a copy with some options replaced.
+
+        Args:
+            options: attributes of any of the parts, by name.
 
         Raises:
-            InvalidArgumentError: an option that there is not, or a value that cannot be.
+            InvalidArgumentError: an unknown option, or an invalid value.
         """
         for part in fields(self):
             names = {known.name for known in fields(getattr(self, part.name))}
@@ -283,10 +298,14 @@ class CollectorConfig:
         return self
 
     def check(self, workers: int, *, sync: bool) -> None:
-        """Check what depends on how many workers there are, or on one thing and another.
+        """Check options that depend on each other or on the number of workers.
+
+        Args:
+            workers: the number of workers.
+            sync: whether batches are synchronous.
 
         Raises:
-            InvalidArgumentError: it does not fit.
+            InvalidArgumentError: options do not fit together.
         """
         batch = self.batch
         each = batch.frames_per_batch
@@ -298,17 +317,17 @@ class CollectorConfig:
         places = [self.devices.of(worker) for worker in range(workers)]
         if sync and min(batch.frames_of(worker, workers) for worker in range(workers)) < 1:
             raise InvalidArgumentError(
-                f"frames_per_batch={each!r}: a synchronous batch has a part of each worker: expected at "
-                f"least {workers}, as there are workers"
+                f"frames_per_batch={each!r}: expected at least {workers}, one frame for each worker: a "
+                "synchronous batch has a part from every worker"
             )
         if not sync and batch.preemptive_threshold != 1:
             raise InvalidArgumentError(
                 "preemptive_threshold= needs sync=True: otherwise no batch waits for the slower workers"
             )
         if sync and self.weights.max_staleness is not None:
-            raise InvalidArgumentError("max_staleness= is of sync=False: a synchronous batch is always new")
+            raise InvalidArgumentError("max_staleness= needs sync=False: a synchronous batch is always new")
         if sync and len({place.storing for place in places}) > 1:
-            raise InvalidArgumentError("storing_device: a synchronous batch lies on one device; got several")
+            raise InvalidArgumentError("storing_device: expected one device with sync=True, got several")
         on_cuda = all(place.policy is not None and place.policy.type == "cuda" for place in places)
         if self.policy.cudagraph_policy is not False and not on_cuda:
             raise InvalidArgumentError("cudagraph_policy= needs policy_device= (or device=): a CUDA device")
@@ -316,13 +335,13 @@ class CollectorConfig:
             raise InvalidArgumentError("max_staleness= needs track_policy_version=True")
 
     def of_a_worker(self) -> Self:
-        """What a worker has to know of it: nothing that is the trainer's own."""
+        """Return the options that a worker needs; those of the trainer alone are reset."""
         return replace(
             self, batch=replace(self.batch, postproc=None), weights=WeightConfig(), replay=ReplayConfig()
         )
 
     @property
     def per_batch(self) -> int:
-        """Frames of a batch of all workers."""
+        """Frames of one batch of all workers."""
         each = self.batch.frames_per_batch
         return each if isinstance(each, int) else sum(each)

@@ -1,4 +1,4 @@
-"""What a collector's user may ask of its workers."""
+"""The calls of a collector beside iteration: weights, pause, seed, reset, attributes, state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tensordict import TensorDictBase
 from aiosync._deadline import Deadline
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.pool import Pool
-from aiosync.collectors.updates import Updates
+from aiosync.collectors.updates import WeightUpdates
 from aiosync.collectors.worker import POLICY
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.weights.resolve import resolve_model
@@ -21,13 +21,13 @@ __all__ = ["Controls"]
 
 
 class Controls(ABC):
-    """The part of a collector that asks its workers; what they play is in another.
+    """Base of the collectors: the calls that send weights and commands to the workers.
 
     Attributes:
         config: all options.
-        num_workers: how many workers there are.
-        policy: the trainer's.
-        frames: how many have been handed out.
+        num_workers: the number of workers.
+        policy: the trainer's policy.
+        frames: how many frames the iterator has returned.
     """
 
     config: CollectorConfig
@@ -35,24 +35,28 @@ class Controls(ABC):
     policy: Any
     frames: int
     _requested: int
-    _updates: Updates
+    _updates: WeightUpdates
 
     @property
     @abstractmethod
-    def _live(self) -> Pool:
-        """The workers; raises NotConnectedError if there are none."""
+    def _connected_pool(self) -> Pool:
+        """The pool of workers.
+
+        Raises:
+            NotConnectedError: the collector is not connected.
+        """
 
     @abstractmethod
-    def _is_live(self, pool: Pool) -> bool:
-        """Whether these are the workers still."""
+    def _is_current(self, pool: Pool) -> bool:
+        """Return whether this is still the collector's pool."""
 
     @abstractmethod
     def pause(self, timeout: float | None = None) -> AbstractAsyncContextManager[None]:
-        """No worker steps inside."""
+        """Stop the workers' steps inside this context."""
 
     @abstractmethod
-    def _drop(self) -> None:
-        """Forget the batches that have been delivered and not handed out."""
+    def _drop_delivered(self) -> None:
+        """Drop the batches that workers have delivered and the iterator has not returned."""
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self.config.processes.seconds if timeout is None else timeout)
@@ -69,66 +73,79 @@ class Controls(ABC):
         """Send weights to the workers.
 
         Args:
-            policy_or_weights: None: the policy's.
-            model_id: whose.
-            worker_ids: for whom; None: all.
-            weights_dict: several models' weights, by their names: each worker has all of them, or none.
+            policy_or_weights: a module, TensorDict or dict; None: the trainer's policy.
+            model_id: the model that these weights belong to.
+            worker_ids: a worker or several; None: all.
+            weights_dict: model id -> weights. Each worker applies all of them or none.
             timeout: seconds.
 
         Raises:
-            Exception: as :meth:`aiosync.WeightSyncScheme.send`. (That a worker was lost which is started
-                again is no error: it begins with these weights.)
+            Exception: as :meth:`aiosync.WeightSyncScheme.send`. (A lost worker that is started again is no
+                error: it begins with these weights.)
         """
         given = weights_dict if weights_dict is not None else {model_id: policy_or_weights}
         seconds = self.config.processes.seconds if timeout is None else timeout
-        await self._updates.send(self._live, given, worker_ids, seconds)
+        await self._updates.send(self._connected_pool, given, worker_ids, seconds)
 
     @property
     def policy_version(self) -> int:
-        """The policy's newest version; 0 if it has no weights."""
+        """The newest version of the policy; 0 if the policy has no weights."""
         return self._updates.version
 
     async def increment_version(self, timeout: float | None = None) -> None:
-        """Count the policy's version up, where weights got to the workers in a way that this collector knows
-        nothing of. Frames are tagged with the new one from here on."""
-        await self._updates.count(self._live, self._deadline(timeout))
-
-    async def receive_weights(self, policy_or_weights: Any = None, *, timeout: float | None = None) -> None:
-        """Bring this collector's own policy up to date.
+        """Increment the policy's version, after weights reached the workers without this collector. Later
+        frames are tagged with the new version.
 
         Args:
-            policy_or_weights: a module, TensorDict or dict, which is applied to the policy here; workers get
-                it with :meth:`update_policy_weights_`. None: wait until an update has come by
-                ``weight_recv_schemes``, which goes to the workers too; there need not be one in time.
+            timeout: seconds.
+        """
+        await self._updates.count_update(self._connected_pool, self._deadline(timeout))
+
+    async def receive_weights(self, policy_or_weights: Any = None, *, timeout: float | None = None) -> None:
+        """Update this collector's own policy.
+
+        Args:
+            policy_or_weights: a module, TensorDict or dict to apply to the policy in this process;
+                :meth:`update_policy_weights_` sends it to the workers. None: wait for an update through
+                ``weight_recv_schemes``, which also reaches the workers. Returns without one at the timeout.
             timeout: seconds.
 
         Raises:
-            InvalidArgumentError: weights were given, and there are ``weight_recv_schemes``.
-            NotInitializedError: there are neither, or there is no policy here.
-            LayoutMismatchError: they do not fit.
+            InvalidArgumentError: weights were given although there are ``weight_recv_schemes``.
+            NotInitializedError: neither weights nor ``weight_recv_schemes`` were given, or this process has
+                no policy.
+            LayoutMismatchError: the weights do not fit the policy.
         """
         await self._updates.receive(policy_or_weights, self._deadline(timeout))
 
     def get_cached_weights(self, model_id: str = POLICY) -> TensorDictBase | None:
-        """A copy of the weights that were sent last; None: there are none."""
+        """Return a copy of the weights that were sent last; None if none were sent."""
         return self._updates.cached(model_id)
 
     @property
     def policy_device(self) -> list[Any] | None:
-        """The device of each worker's policy; None: none was said."""
+        """The device of each worker's policy; None if no device was given."""
         each = [self.config.devices.of(worker).policy for worker in range(self.num_workers)]
         return each if any(device is not None for device in each) else None
 
     @property
     def worker_idx(self) -> int | None:
-        """Which worker of another collector this is."""
+        """The index of this collector among the workers of another collector."""
         return self.config.weights.worker_idx
 
     async def set_seed(self, seed: int, static_seed: bool = False, timeout: float | None = None) -> int:
-        """Begin anew, each environment with a seed of its own: ``seed``, ``seed + 1``, and so on; or each
-        worker with the same, if ``static_seed``. Returns the next one."""
-        pool = self._live
-        await pool.until(lambda: all(w.ready for w in pool.workers), self._deadline(timeout), "receive")
+        """Seed the environments and begin new episodes.
+
+        Args:
+            seed: seed of the first environment. The next one gets ``seed + 1``, and so on.
+            static_seed: every worker begins with ``seed``.
+            timeout: seconds.
+
+        Returns:
+            The first unused seed.
+        """
+        pool = self._connected_pool
+        await pool.wait_for(lambda: all(w.ready for w in pool.workers), self._deadline(timeout), "receive")
         strides = [self.config.processes.envs_per_worker * worker.width for worker in pool.workers]
         each = {w.index: seed if static_seed else seed + sum(strides[: w.index]) for w in pool.workers}
         await pool.call("set_seed", {index: [s] for index, s in each.items()}, self._deadline(timeout))
@@ -137,63 +154,90 @@ class Controls(ABC):
         return each[self.num_workers - 1] + strides[-1]
 
     async def reset(self, reset_idx: Sequence[bool] | None = None, timeout: float | None = None) -> None:
-        """Begin new episodes, in all workers or those where ``reset_idx`` is true."""
+        """Begin new episodes.
+
+        Args:
+            reset_idx: for each worker, whether to reset its environments; None: all.
+            timeout: seconds.
+        """
         chosen = [index for index in range(self.num_workers) if reset_idx is None or reset_idx[index]]
-        await self._live.call("reset", {index: [] for index in chosen}, self._deadline(timeout))
+        await self._connected_pool.call("reset", {index: [] for index in chosen}, self._deadline(timeout))
 
     async def getattr_env(self, name: str, timeout: float | None = None) -> list[Any]:
-        """What each worker's environment has under a name, which may be dotted."""
-        return await self._of_each("attribute_of", timeout, "env", name)
+        """Return an attribute of each worker's environment.
+
+        Args:
+            name: the attribute's name; dots go to nested attributes.
+            timeout: seconds.
+        """
+        return await self._call_all("get_attribute", timeout, "env", name)
 
     async def getattr_policy(self, name: str, timeout: float | None = None) -> list[Any]:
-        """What each worker's policy has under a name, which may be dotted."""
-        return await self._of_each("attribute_of", timeout, "policy", name)
+        """Return an attribute of each worker's policy.
+
+        Args:
+            name: the attribute's name; dots go to nested attributes.
+            timeout: seconds.
+        """
+        return await self._call_all("get_attribute", timeout, "policy", name)
 
     def getattr_rb(self, name: str) -> Any:
-        """What the replay buffer has under a name, which may be dotted.
+        """Return an attribute of the replay buffer.
+
+        Args:
+            name: the attribute's name; dots go to nested attributes.
 
         Raises:
-            NotInitializedError: there is none.
-            AttributeError: it has no such thing.
+            NotInitializedError: there is no replay buffer.
+            AttributeError: the replay buffer has no such attribute.
         """
         if self.config.replay.replay_buffer is None:
             raise NotInitializedError("this collector has no replay buffer: give replay_buffer=")
         return resolve_model(self.config.replay.replay_buffer, name)
 
-    async def _of_each(self, method: str, timeout: float | None, *arguments: Any) -> list[Any]:
+    async def _call_all(self, method: str, timeout: float | None, *arguments: Any) -> list[Any]:
         each = {index: arguments for index in range(self.num_workers)}
-        return await self._live.call(method, each, self._deadline(timeout))
+        return await self._connected_pool.call(method, each, self._deadline(timeout))
 
     async def state_dict(self, timeout: float | None = None) -> dict[str, Any]:
-        """Where collection stands: how many frames there were, and each worker's environments and generators
-        of random numbers, as far as they can be pickled. Take it when nothing is being collected: between two
-        synchronous batches, or inside :meth:`pause`."""
-        workers = await self._of_each("state", timeout)
+        """Return the state of collection: the number of frames, and each worker's random number generators
+        and environments, as far as these can be pickled. Call it while no worker collects: between two
+        synchronous batches, or inside :meth:`pause`.
+
+        Args:
+            timeout: seconds.
+        """
+        workers = await self._call_all("state", timeout)
         return {"frames": self.frames, "workers": workers}
 
     async def load_state_dict(self, state: Mapping[str, Any], timeout: float | None = None) -> None:
-        """Go on from there; what was collected before and not handed out is dropped.
+        """Restore a state of :meth:`state_dict`. Batches that workers have delivered and the iterator has not
+        returned are dropped.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+            timeout: seconds.
 
         Raises:
-            InvalidArgumentError: it is that of another number of workers.
+            InvalidArgumentError: the state is of another number of workers.
         """
         workers = state["workers"]
         if len(workers) != self.num_workers:
             raise InvalidArgumentError(
-                f"state_dict: it has {len(workers)} workers, and this collector {self.num_workers}"
+                f"state_dict: the state has {len(workers)} workers, and this collector {self.num_workers}"
             )
         each = {index: [worker] for index, worker in enumerate(workers)}
         async with self.pause(timeout):
-            self._drop()
-            await self._live.call("load_state", each, self._deadline(timeout))
+            self._drop_delivered()
+            await self._connected_pool.call("load_state", each, self._deadline(timeout))
             self.frames = self._requested = state["frames"]
-            next_ids = [max(player["_next_id"] for player in worker["players"]) for worker in workers]
-            self._live.number_from(next_ids)
+            next_ids = [max(rollout["next_traj_id"] for rollout in worker["rollouts"]) for worker in workers]
+            self._connected_pool.start_trajectories_at(next_ids)
 
     def get_model(self, model_id: str = POLICY) -> Any:
-        """The trainer's model of that name.
+        """Return the trainer's model with this id.
 
         Raises:
-            AttributeError: there is none.
+            AttributeError: there is no such model.
         """
         return self.policy if model_id == POLICY else resolve_model(self, model_id)

@@ -1,4 +1,4 @@
-"""Where each worker's environments and policy are."""
+"""The devices of each worker's environments, policy and batches."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import torch
 
 from aiosync.errors import InvalidArgumentError
 
-__all__ = ["Device", "DeviceConfig", "Places"]
+__all__ = ["Device", "DeviceConfig", "WorkerDevices"]
 
 Device: TypeAlias = "torch.device | str | int"
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """The devices of one worker; None: as things are.
+class WorkerDevices:
+    """The devices of one worker; None: tensors stay where they are.
 
     Attributes:
-        env, policy, storing: of each.
+        env: of what the environments return.
+        policy: of the policy.
+        storing: of the batches.
     """
 
     env: torch.device | None = None
@@ -30,14 +32,17 @@ class Places:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
-    """Where things are. Each is a device, or a sequence of one per worker.
+    """Devices. Each option is one device for all workers, or a sequence with one per worker.
 
     Attributes:
-        device: of all that is not said otherwise.
-        env_device: of what environments give, and of torchrl's environments themselves.
-        policy_device: of the workers' policies.
-        storing_device: of the batches that are handed out; one for all workers, if ``sync=True``.
-        no_cuda_sync: do not wait for a whole CUDA device after each step, but for each copy.
+        device: the default of the three others.
+        env_device: what environments return is moved to this device; torchrl's environments are moved
+            themselves.
+        policy_device: the device of the workers' policies.
+        storing_device: the device of the batches that the iterator returns; with ``sync=True`` one for all
+            workers.
+        no_cuda_sync: synchronize each copy to or from a CUDA device by itself, instead of the whole device
+            after each step.
     """
 
     device: Device | Sequence[Device] | None = None
@@ -48,12 +53,12 @@ class DeviceConfig:
 
     @property
     def syncs(self) -> bool:
-        """The contrary of ``no_cuda_sync``."""
+        """Whether to synchronize the CUDA device after each step: ``not no_cuda_sync``."""
         return not self.no_cuda_sync
 
-    def of(self, worker: int) -> Places:
-        """Those of a worker."""
-        return Places(*(self._of(name, worker) for name in ("env", "policy", "storing")))
+    def of(self, worker: int) -> WorkerDevices:
+        """Return the devices of one worker."""
+        return WorkerDevices(*(self._of(name, worker) for name in ("env", "policy", "storing")))
 
     def _of(self, name: str, worker: int) -> torch.device | None:
         given = getattr(self, f"{name}_device")
@@ -64,10 +69,11 @@ class DeviceConfig:
         return None if given is None else torch.device(given)
 
     def check(self, workers: int) -> None:
-        """Check what depends on how many workers there are.
+        """Check the options that depend on the number of workers.
 
         Raises:
-            InvalidArgumentError: it does not fit, or there is no such device.
+            InvalidArgumentError: a sequence has another length than there are workers, or a device does not
+                exist.
         """
         for name in ("device", "env_device", "policy_device", "storing_device"):
             given = getattr(self, name)
@@ -77,13 +83,13 @@ class DeviceConfig:
                     f"{name}: expected one device, or one per worker, {workers}; got {len(given)}"
                 )
             for device in given if listed else [given]:
-                _available(name, device)
+                _check_available(name, device)
 
 
-def _available(name: str, given: Device | None) -> None:
+def _check_available(name: str, given: Device | None) -> None:
     try:
         device = torch.device("cpu" if given is None else given)
     except (RuntimeError, TypeError) as exc:
         raise InvalidArgumentError(f"{name}={given!r}: expected a device: {exc}") from exc
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidArgumentError(f"{name}={given!r}: there is no CUDA device here")
+        raise InvalidArgumentError(f"{name}={given!r}: this machine has no CUDA device")

@@ -1,8 +1,7 @@
-"""Environments as a worker steps them: fields in, fields out, and every wait an ``await``.
+"""Adapters that give every kind of environment one interface: fields in, fields out, every wait an ``await``.
 
-What an environment gives is in torchrl's terms: observations under their names (``"observation"`` if there
-is only one), ``"reward"``, ``"done"``, ``"terminated"`` and ``"truncated"``, the last four of shape
-``(*shape, 1)``.
+Fields have torchrl's names: observations under their own names (``"observation"`` if there is only one),
+``"reward"``, ``"done"``, ``"terminated"`` and ``"truncated"``. The last four have the shape ``(*shape, 1)``.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from aiosync.collectors.fields import Fields, Key, flattened, nested, under
+from aiosync.collectors.fields import Fields, Key, flatten, under, unflatten
 from aiosync.errors import InvalidArgumentError
 
 __all__ = ["ENDS", "Env", "adapt"]
@@ -29,11 +28,11 @@ class Env(ABC):
     """An environment, or several that step together.
 
     Attributes:
-        shape: ``()``, or ``(number,)`` of several.
-        env: what is adapted.
-        device: where the tensors that it gives are; None: in main memory.
-        skips: a step from where an episode has ended begins the next one, whatever the action: such steps
-            are left out by ``("collector", "mask")``.
+        shape: batch shape: ``()``, or ``(number,)`` of environments that step together.
+        env: the adapted environment.
+        device: the device of the tensors that it returns; None: CPU memory.
+        skips: True: a step after the end of an episode only begins the next episode, whatever the action.
+            Such steps are false in ``("collector", "mask")``.
     """
 
     shape: tuple[int, ...] = ()
@@ -43,45 +42,48 @@ class Env(ABC):
 
     @abstractmethod
     async def reset(self) -> Fields:
-        """Begin an episode (of each); what is observed, and the ends, all false."""
+        """Begin a new episode in all environments. Returns the observations, and ``done``, ``terminated`` and
+        ``truncated``, all false."""
 
     @abstractmethod
     async def step(self, step: Fields) -> Fields:
-        """Take ``step["action"]``; what is observed, the reward and the ends."""
+        """Take ``step["action"]``. Returns the observations, the reward and the three end flags."""
 
     async def restart(self, after: Fields) -> Fields:
-        """Begin another episode wherever ``after`` says that one has ended; what is observed."""
+        """Begin a new episode in each environment whose ``after["done"]`` is true. Returns the observations
+        of all."""
         return await self.reset()
 
     @abstractmethod
     def random_action(self) -> Tensor:
-        """An action like any other."""
+        """Return a random action."""
 
     @abstractmethod
     def set_seed(self, seed: int) -> None:
-        """Have the next reset begin with ``seed``."""
+        """Seed the next :meth:`reset`."""
 
     async def close(self) -> None:
-        """Let go of it."""
+        """Close the environment."""
         self.env.close()
 
 
 def adapt(env: Any, device: torch.device | None = None) -> Env:
-    """What steps ``env``.
+    """Return the adapter for ``env``.
 
     Args:
-        env: a Gymnasium environment or vector environment, one of torchrl's, or anything with
-            ``async def reset()`` and ``async def step(action)`` that return what Gymnasium's return.
-        device: where the tensors are to be that it gives; one of torchrl's is moved there. None: as it is.
+        env: a Gymnasium environment or vector environment, a torchrl environment, or any object with ``async
+            def reset()`` and ``async def step(action)`` that return what Gymnasium's return.
+        device: the device of the tensors that the adapter returns; a torchrl environment is moved to it.
+            None: no tensor is moved.
 
     Raises:
-        InvalidArgumentError: it is none of these.
+        InvalidArgumentError: ``env`` has no ``reset()`` and ``step()``.
     """
     if isinstance(env, Env):
         return env
     if not (callable(getattr(env, "reset", None)) and callable(getattr(env, "step", None))):
         raise InvalidArgumentError(
-            f"create_env_fn gave {type(env).__name__}: expected an environment with reset() and step()"
+            f"create_env_fn returned {type(env).__name__}: expected an environment with reset() and step()"
         )
     if inspect.iscoroutinefunction(env.step):
         return AsyncEnv(env, device)
@@ -92,12 +94,12 @@ def adapt(env: Any, device: torch.device | None = None) -> Env:
     return GymnasiumEnv(env, device)
 
 
-def _observed(found: object, first: Key = "observation") -> Fields:
+def _observation_fields(found: object, first: Key = "observation") -> Fields:
     if isinstance(found, Mapping):
         fields: Fields = {}
         for name, value in found.items():
             key = name if first == "observation" else under(str(first), name)
-            fields.update(_observed(value, key))
+            fields.update(_observation_fields(value, key))
         return fields
     if isinstance(found, tuple):
         return {f"{first}_{i}": tensor_of(value) for i, value in enumerate(found)}
@@ -105,24 +107,24 @@ def _observed(found: object, first: Key = "observation") -> Fields:
 
 
 def tensor_of(value: object) -> Tensor:
-    """A tensor of its own; 64-bit floats, which are Python's, become torch's default."""
-    # A copy: an environment may write its next observation where this one is.
+    """Return ``value`` as a new tensor. float64, Python's own float, becomes torch's default dtype."""
+    # A copy: an environment may reuse the memory for its next observation.
     found = value.clone() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
     return found.to(torch.get_default_dtype()) if found.dtype == torch.float64 else found
 
 
-def _column(value: object, dtype: torch.dtype) -> Tensor:
+def _as_column(value: object, dtype: torch.dtype) -> Tensor:
     return torch.as_tensor(value, dtype=dtype, device="cpu").unsqueeze(-1)
 
 
 _FLAGS = torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
 
 
-def _ended(terminated: Any, truncated: Any, shape: tuple[int, ...]) -> Fields:
-    if not shape:  # the parts of a frame are not written into
+def _end_fields(terminated: Any, truncated: Any, shape: tuple[int, ...]) -> Fields:
+    if not shape:  # shared constants: the fields of a frame are never written into
         over, limited = bool(terminated), bool(truncated)
         return {"done": _FLAGS[over or limited], "terminated": _FLAGS[over], "truncated": _FLAGS[limited]}
-    ended, cut = _column(terminated, torch.bool), _column(truncated, torch.bool)
+    ended, cut = _as_column(terminated, torch.bool), _as_column(truncated, torch.bool)
     return {"done": ended | cut, "terminated": ended, "truncated": cut}
 
 
@@ -133,22 +135,23 @@ _NESTED_LOOP = (
 )
 
 
-def _call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call an environment's own method; an error that says what to do where it runs an event loop."""
+def _call_env(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a method of an environment. Replaces asyncio's errors about nested event loops by one that says
+    what to do."""
     try:
         return method(*arguments, **options)
     except RuntimeError as exc:
         if not any(text in str(exc) for text in _NESTED_LOOP):
             raise
         raise InvalidArgumentError(
-            "the environment runs an event loop of its own in reset() or step(), but a worker's event loop "
-            "calls these: make them `async def` and await there, or run that loop in a thread of the "
-            f"environment's own ({exc})"
+            "the environment starts an event loop in reset() or step(), but the worker's event loop calls "
+            "these methods: make them `async def` and use `await`, or run the other event loop in a thread "
+            f"of the environment ({exc})"
         ) from exc
 
 
-class _Stepping(Env):
-    """Whatever steps as Gymnasium's environments do."""
+class _GymnasiumStyleEnv(Env):
+    """Base of the adapters for environments that step as Gymnasium's do."""
 
     def __init__(self, env: Any, device: torch.device | None = None) -> None:
         self.env = env
@@ -168,7 +171,7 @@ class _Stepping(Env):
     def random_action(self) -> Tensor:
         return tensor_of(self.env.action_space.sample())
 
-    def _taken_seed(self) -> dict[str, int]:
+    def _pop_seed(self) -> dict[str, int]:
         seed, self._seed = self._seed, None
         return {} if seed is None else {"seed": seed}
 
@@ -181,41 +184,41 @@ class _Stepping(Env):
                 return int(action)
         return action.detach().cpu().numpy()
 
-    def _began(self, found: Any) -> Fields:
+    def _reset_fields(self, found: Any) -> Fields:
         observation = found[0] if isinstance(found, tuple) and len(found) == 2 else found
         none = torch.zeros((*self.shape, 1), dtype=torch.bool, device="cpu")
-        return self._placed({**_observed(observation), **{name: none.clone() for name in ENDS}})
+        return self._to_device({**_observation_fields(observation), **{name: none.clone() for name in ENDS}})
 
-    def _stepped(self, found: Any) -> Fields:
+    def _step_fields(self, found: Any) -> Fields:
         observation, reward, terminated, truncated, *_ = found
-        fields = _observed(observation)
-        fields["reward"] = _column(reward, torch.get_default_dtype())
-        return self._placed(fields | _ended(terminated, truncated, self.shape))
+        fields = _observation_fields(observation)
+        fields["reward"] = _as_column(reward, torch.get_default_dtype())
+        return self._to_device(fields | _end_fields(terminated, truncated, self.shape))
 
-    def _placed(self, fields: Fields) -> Fields:
+    def _to_device(self, fields: Fields) -> Fields:
         if self.device is None:
             return fields
         return {key: value.to(self.device) for key, value in fields.items()}
 
 
-class GymnasiumEnv(_Stepping):
-    """A single environment of Gymnasium's."""
+class GymnasiumEnv(_GymnasiumStyleEnv):
+    """A single Gymnasium environment."""
 
     async def reset(self) -> Fields:
-        return self._began(_call(self.env.reset, **self._taken_seed()))
+        return self._reset_fields(_call_env(self.env.reset, **self._pop_seed()))
 
     async def step(self, step: Fields) -> Fields:
-        return self._stepped(_call(self.env.step, self._action(step)))
+        return self._step_fields(_call_env(self.env.step, self._action(step)))
 
 
-class AsyncEnv(_Stepping):
-    """``async def reset`` and ``step``."""
+class AsyncEnv(_GymnasiumStyleEnv):
+    """An environment with ``async def reset`` and ``async def step``."""
 
     async def reset(self) -> Fields:
-        return self._began(await self.env.reset(**self._taken_seed()))
+        return self._reset_fields(await self.env.reset(**self._pop_seed()))
 
     async def step(self, step: Fields) -> Fields:
-        return self._stepped(await self.env.step(self._action(step)))
+        return self._step_fields(await self.env.step(self._action(step)))
 
     async def close(self) -> None:
         closing = getattr(self.env, "aclose", None) or getattr(self.env, "close", None)
@@ -225,10 +228,11 @@ class AsyncEnv(_Stepping):
                 await done
 
 
-class VectorEnv(_Stepping):
-    """Gymnasium's vector environments, in each of their modes of autoreset.
+class VectorEnv(_GymnasiumStyleEnv):
+    """A Gymnasium vector environment, in any autoreset mode.
 
-    In the mode NEXT_STEP a step begins the next episode in place of taking an action: see :attr:`Env.skips`.
+    In the mode NEXT_STEP the step after the end of an episode begins the next one and ignores the action: see
+    :attr:`Env.skips`.
     """
 
     def __init__(self, env: Any, device: torch.device | None = None) -> None:
@@ -237,19 +241,21 @@ class VectorEnv(_Stepping):
         mode = getattr(env, "metadata", {}).get("autoreset_mode", "NextStep")
         self._mode = str(getattr(mode, "value", mode))
         self.skips = self._mode == "NextStep"
-        self._begun: Fields = {}
+        self._after_autoreset: Fields = {}
 
     async def reset(self) -> Fields:
-        return self._began(_call(self.env.reset, **self._taken_seed()))
+        return self._reset_fields(_call_env(self.env.reset, **self._pop_seed()))
 
     async def step(self, step: Fields) -> Fields:
-        found = _call(self.env.step, self._action(step))
-        after = self._stepped(found)
+        found = _call_env(self.env.step, self._action(step))
+        after = self._step_fields(found)
         if self._mode == "SameStep" and after["done"].any():
-            self._begun = {key: value.clone() for key, value in after.items() if key in _observed(found[0])}
+            self._after_autoreset = {
+                key: value.clone() for key, value in after.items() if key in _observation_fields(found[0])
+            }
             last = found[4]["final_obs"]
             for row in after["done"].view(-1).nonzero().view(-1).tolist():
-                for key, value in _observed(last[row]).items():
+                for key, value in _observation_fields(last[row]).items():
                     after[key][row] = value
         return after
 
@@ -259,13 +265,13 @@ class VectorEnv(_Stepping):
             return {key: value for key, value in after.items() if key != "reward"}
         none = {name: torch.zeros_like(ended) for name in ENDS}
         if self._mode == "SameStep":
-            return self._begun | none
+            return self._after_autoreset | none
         mask = ended.view(-1).cpu().numpy()
-        return self._began(_call(self.env.reset, options={"reset_mask": mask}))
+        return self._reset_fields(_call_env(self.env.reset, options={"reset_mask": mask}))
 
 
 class TensorDictEnv(Env):
-    """One of torchrl's."""
+    """A torchrl environment."""
 
     def __init__(self, env: Any, device: torch.device | None = None) -> None:
         self.env = env if device is None else env.to(device)
@@ -273,22 +279,22 @@ class TensorDictEnv(Env):
         self.shape = tuple(env.batch_size)
 
     async def reset(self) -> Fields:
-        found = _call(self.env.reset)
-        return {key: value.clone() for key, value in flattened(found).items()}
+        found = _call_env(self.env.reset)
+        return {key: value.clone() for key, value in flatten(found).items()}
 
     async def step(self, step: Fields) -> Fields:
-        # Copies: it may write its next step where this one is.
-        found = _call(self.env.step, self._given(step))["next"]
-        return {key: value.clone() for key, value in flattened(found).items()}
+        # Copies: an environment may reuse the memory for its next step.
+        found = _call_env(self.env.step, self._to_tensordict(step))["next"]
+        return {key: value.clone() for key, value in flatten(found).items()}
 
     async def restart(self, after: Fields) -> Fields:
-        data = self._given({key: value for key, value in after.items() if key != "reward"})
+        data = self._to_tensordict({key: value for key, value in after.items() if key != "reward"})
         data.set("_reset", after["done"])
-        found = flattened(_call(self.env.reset, data))
+        found = flatten(_call_env(self.env.reset, data))
         return {key: value.clone() for key, value in found.items() if key != "_reset"}
 
-    def _given(self, fields: Fields) -> TensorDictBase:
-        data = nested(fields, self.shape)
+    def _to_tensordict(self, fields: Fields) -> TensorDictBase:
+        data = unflatten(fields, self.shape)
         return data if self.device is None else data.to(self.device)
 
     def random_action(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where workers run: each in a process of its own, or beside the collector on its event loop."""
+"""What a worker runs in: a process of its own, or a task of the collector's event loop."""
 
 from __future__ import annotations
 
@@ -25,60 +25,69 @@ import cloudpickle
 from torch import Tensor
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.channel import Channel, ChannelClosed, LocalChannel, PipeChannel
+from aiosync.collectors.command_pipe import (
+    CommandPipe,
+    CommandPipeClosed,
+    LocalCommandPipe,
+    ProcessCommandPipe,
+)
 from aiosync.collectors.config import StartMethod
-from aiosync.collectors.worker import WorkerSpec, serve
+from aiosync.collectors.worker import WorkerSpec, run_worker
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.transports._offload import left_running, offloaded
 
 __all__ = ["Host", "LocalHost", "MakeHost", "ProcessHost", "Schemes", "context_of"]
 
 Schemes: TypeAlias = Mapping[str, WeightSyncScheme]
-"""Model -> the scheme that its weights come by."""
+"""Model id -> the scheme that delivers its weights."""
 
 
 class Host(ABC):
-    """What one worker runs on."""
+    """Runs one worker.
+
+    Methods in the order of their calls: :meth:`start`, then :meth:`ended` or :meth:`kill`, then
+    :meth:`release`.
+    """
 
     @abstractmethod
-    async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
-        """Have a worker begin; what is talked over with it. If this is cancelled, :meth:`close` is called all
-        the same.
+    async def start(self, spec: WorkerSpec, schemes: Schemes) -> CommandPipe:
+        """Start the worker and return the pipe to it. If this call is cancelled, :meth:`release` is called
+        all the same.
 
         Raises:
-            OSError: it cannot begin.
+            OSError: the worker cannot be started.
         """
 
     @abstractmethod
     async def ended(self, deadline: Deadline) -> bool:
-        """Wait until it has ended; whether it has."""
+        """Wait until the worker has ended; return whether it has, False after the deadline."""
 
     @abstractmethod
     def kill(self) -> None:
-        """Have it end, whatever it does."""
+        """Kill the worker."""
 
     @abstractmethod
     def cause(self) -> str:
-        """How it ended, or that it has not."""
+        """Describe how the worker ended, for an error message."""
 
     @property
     @abstractmethod
     def pid(self) -> int | None:
-        """Its process's number, where it has one on this machine."""
+        """The worker's process id, if it has a process on this machine."""
 
     @abstractmethod
     def release(self) -> None:
-        """It has ended, or was killed: let go of all that was it."""
+        """Release all resources of a worker that has ended or was killed."""
 
 
 MakeHost: TypeAlias = Callable[[], Host]
 
 
 class ProcessHost(Host):
-    """A process, and a pipe to it.
+    """Runs a worker in a process, with a pipe to it.
 
     Args:
-        ctx: how processes begin.
+        ctx: multiprocessing's context, which has the start method.
     """
 
     def __init__(self, ctx: BaseContext) -> None:
@@ -86,16 +95,18 @@ class ProcessHost(Host):
         self._process: Any = None
         self._at_exit: Finalize[Any] | None = None
 
-    async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
-        data, shared = _packed(spec)
+    async def start(self, spec: WorkerSpec, schemes: Schemes) -> CommandPipe:
+        data, shared = _pickle_spec(spec)
         ours, theirs = self._ctx.Pipe()
-        # A server that processes are forked from has the variables of the moment when it began.
+        # A fork server has the environment variables of the moment when it was started.
         variables = dict(os.environ)
         arguments = shared, dict(schemes), variables, theirs
         name = f"aiosync-collector-{spec.index}"
-        # Not a daemon: that could have no children, as environments in processes of their own are.
+        # Not a daemon: daemons may not have children, and some environments start processes.
         self._process = self._ctx.Process(target=_run, args=arguments, name=name, daemon=False)
-        self._at_exit = Finalize(None, _kill, args=(weakref.ref(self._process),), exitpriority=_EXIT_PRIORITY)
+        self._at_exit = Finalize(
+            None, _kill_at_exit, args=(weakref.ref(self._process),), exitpriority=_EXIT_PRIORITY
+        )
         try:
             await offloaded(lambda: _start(self._process), "aiosync-start")
         except BaseException:
@@ -103,10 +114,10 @@ class ProcessHost(Host):
             raise
         finally:
             theirs.close()
-        channel = await PipeChannel.open(ours)
-        # Not as an argument: what is long would be waited for until the process reads it.
-        channel.send(data)
-        return channel
+        pipe = await ProcessCommandPipe.open(ours)
+        # Not as an argument of the process: start() would block until the process has read all of it.
+        pipe.send(data)
+        return pipe
 
     async def ended(self, deadline: Deadline) -> bool:
         process = self._process
@@ -132,13 +143,13 @@ class ProcessHost(Host):
     def cause(self) -> str:
         code = self._process.exitcode
         if code is None:
-            return "its pipe closed, though its process still runs"
+            return "its pipe closed, but its process still runs"
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
         hint = ""
         if code == 1:  # a worker reports its errors; this process ended before the worker began
             hint = (
-                ": what it printed says why (a script that makes a collector needs "
+                ": the reason is in its output (a script that makes a collector needs "
                 "`if __name__ == '__main__':`, since workers import it)"
             )
         return f"its process ended with exit code {code}{hint}"
@@ -153,34 +164,36 @@ class ProcessHost(Host):
         if at_exit is not None:
             at_exit.cancel()
         if process is not None and process.pid is not None:
-            with suppress(ValueError):  # it still runs: nothing more can be done
+            with suppress(ValueError):  # the process still runs, even after kill()
                 process.close()
 
 
 _EXIT_PRIORITY = 5
-"""After whatever closes collectors at the interpreter's exit; multiprocessing waits for its children then."""
+"""Lower than the priority of what closes collectors at the interpreter's exit, higher than that of
+multiprocessing's own wait for its children."""
 
-_LAST_WORDS = 2.0
-"""Seconds that a worker whose trainer is gone has to end by itself."""
+_EXIT_SECONDS = 2.0
+"""Seconds that a worker has to end by itself after its trainer's process has ended."""
 
 
-def _kill(process: Callable[[], Any]) -> None:
-    """At the trainer's exit: a collector was not closed, and its worker would be waited for."""
+def _kill_at_exit(process: Callable[[], Any]) -> None:
+    """Kill the worker of a collector that was not closed, at the trainer's exit: multiprocessing would wait
+    for it."""
     found = process()
     if found is not None and found.is_alive():
         found.kill()
 
 
 def _end_with_parent() -> None:
-    """Have this process end when the trainer's has, whatever its event loop is busy with."""
+    """End this process when the trainer's process has ended, whatever the event loop is doing."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
 
     def watch() -> None:
         wait([parent.sentinel])
-        # The loop finds its pipe closed, closes the environment and ends. It cannot while a step runs.
-        time.sleep(_LAST_WORDS)
+        # The event loop sees its pipe close, closes the environment and ends, unless a step blocks the loop.
+        time.sleep(_EXIT_SECONDS)
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(1)
@@ -194,18 +207,18 @@ def _run(
     variables: Mapping[str, str],
     connection: Connection[Any, Any],
 ) -> None:
-    """A process's main."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the trainer to act on
+    """The main function of a worker's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles a terminal's Ctrl-C
     if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.update(variables)
     _end_with_parent()
 
     async def main() -> None:
-        channel = await PipeChannel.open(connection)
-        with suppress(ChannelClosed):  # the collector has closed before this has begun
-            spec = await channel.receive()
-            await serve(lambda: _Unpickler(spec, shared).load(), schemes, channel)
+        pipe = await ProcessCommandPipe.open(connection)
+        with suppress(CommandPipeClosed):  # the collector closed before this worker began
+            spec = await pipe.receive()
+            await run_worker(lambda: _Unpickler(spec, shared).load(), schemes, pipe)
 
     if sys.platform == "win32":
         asyncio.run(main())
@@ -216,8 +229,8 @@ def _run(
 
 
 def _start(process: Any) -> None:
-    """Start a process that is deaf to a terminal's Ctrl-C until it says what to do about that: it inherits
-    this thread's mask."""
+    """Start a process that ignores a terminal's Ctrl-C until it has set its own handler: it inherits this
+    thread's signal mask."""
     if sys.platform == "win32":
         process.start()
         return
@@ -229,7 +242,7 @@ def _start(process: Any) -> None:
 
 
 def context_of(method: StartMethod | None) -> BaseContext:
-    """How processes begin. Blocking, if a server has to be started that forks them."""
+    """Return multiprocessing's context for a start method. Blocking, if it has to start a fork server."""
     if method is None:
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     if method == "forkserver":
@@ -247,13 +260,13 @@ _PRELOADED_IF_USED = ["gymnasium", "torchrl.envs"]
 """What a server has imported that processes are forked from."""
 
 
-def _packed(spec: WorkerSpec) -> tuple[bytes, list[Tensor]]:
-    """It, pickled, and the tensors that are to be the same in the worker."""
+def _pickle_spec(spec: WorkerSpec) -> tuple[bytes, list[Tensor]]:
+    """Return the pickled spec, and the tensors that trainer and worker are to share."""
     data, shared = io.BytesIO(), []
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, obj: object) -> int | None:
-            if not (spec.shares and isinstance(obj, Tensor) and obj.is_shared()):
+            if not (spec.share_tensors and isinstance(obj, Tensor) and obj.is_shared()):
                 return None
             shared.append(obj)
             return len(shared) - 1
@@ -268,20 +281,20 @@ class _Unpickler(pickle.Unpickler):
         self._shared = shared
 
     def persistent_load(self, number: int) -> Tensor:
-        """A tensor that is the same here."""
+        """Return a tensor that trainer and worker share."""
         return self._shared[number]
 
 
 class LocalHost(Host):
-    """A task of the collector's own event loop."""
+    """Runs a worker in a task of the collector's event loop."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
-        ours, theirs = LocalChannel.pair()
+    async def start(self, spec: WorkerSpec, schemes: Schemes) -> CommandPipe:
+        ours, theirs = LocalCommandPipe.pair()
         receiving = {model_id: copy.copy(scheme) for model_id, scheme in schemes.items()}
-        work = serve(lambda: spec, receiving, theirs)
+        work = run_worker(lambda: spec, receiving, theirs)
         self._task = asyncio.create_task(work, name="aiosync-collector")
         return ours
 

@@ -1,4 +1,4 @@
-"""What a collector and its workers say to each other."""
+"""The messages between a collector and its workers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = [
     "Batch",
     "Call",
     "Collect",
-    "Cut",
-    "Failed",
+    "EndEarly",
+    "ErrorReport",
     "FromWorker",
-    "NewSlot",
-    "Parcel",
+    "InlineBatch",
+    "NewBuffer",
     "Ready",
     "ToWorker",
 ]
@@ -26,13 +26,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """Leave to collect one batch.
+    """Request for one batch.
 
     Attributes:
-        number: which one.
-        frames: how many.
-        at_random: act at random.
-        returned: slots that are free again.
+        number: the number of this request.
+        frames: how many frames the batch is to have.
+        at_random: take random actions instead of the policy's.
+        returned: numbers of buffers that the worker may reuse.
     """
 
     number: int
@@ -42,8 +42,8 @@ class Collect:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """What is being collected is to be delivered as far as it is."""
+class EndEarly:
+    """Request to deliver the batches in progress with the frames that they have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,9 @@ class Call:
     """Call one of the worker's methods.
 
     Attributes:
-        number: which call.
+        number: the number of this call, repeated in its :class:`Answer`.
+        method: the method's name.
+        arguments: its positional arguments; picklable.
     """
 
     number: int
@@ -61,28 +63,30 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A worker has its environment, its policy and its weights.
+    """The worker has its environment, its policy and its first weights.
 
     Attributes:
-        width: how many frames each of its environments gives at a time.
+        width: frames per step of each of its environments: 1, or the number of environments that step
+            together.
     """
 
     width: int
 
 
 @dataclass(frozen=True, slots=True)
-class NewSlot:
-    """A piece of shared memory that batches will lie in.
+class NewBuffer:
+    """The worker has allocated shared memory for its batches.
 
     Attributes:
-        handle: see :class:`~aiosync.weights.segment.Segment`.
-        specs: what is in it, frame after frame.
-        frames: how many.
-        shape: of a frame: the environments that step together.
-        replaced: slots of which no more will be heard.
+        buffer: its number.
+        handle: how to map it; see :class:`~aiosync.weights.segment.Segment`.
+        specs: the fields of a frame.
+        frames: how many frames fit.
+        shape: batch shape of a frame: the environments that step together.
+        replaced: numbers of buffers that the worker has closed.
     """
 
-    slot: int
+    buffer: int
     handle: dict[str, Any]
     specs: Specs
     frames: int
@@ -92,28 +96,29 @@ class NewSlot:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A slot has been filled.
+    """A batch is complete in a buffer.
 
     Attributes:
-        number: see :class:`Collect`.
-        steps: how many there are of each environment.
-        order: of these; None: as they are.
+        number: the :class:`Collect` that this batch answers.
+        buffer: the buffer's number.
+        steps: steps per environment.
+        order: places in the buffer in order of time; None: ``0, 1, ...``.
     """
 
     number: int
-    slot: int
+    buffer: int
     steps: int
     order: list[int] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """A batch in person.
+class InlineBatch:
+    """A complete batch, pickled into the message.
 
     Attributes:
-        number: see :class:`Collect`.
-        steps: how many there are of each environment.
-        data: these.
+        number: the :class:`Collect` that this batch answers.
+        steps: steps per environment.
+        data: the frames.
     """
 
     number: int
@@ -123,22 +128,28 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call returned, or raised."""
+    """What a call returned or raised.
+
+    Attributes:
+        number: the :class:`Call` that this answers.
+        value: the return value.
+        error: what the call raised; None: it returned.
+    """
 
     number: int
     value: Any = None
-    error: Failed | None = None
+    error: ErrorReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """Something raised.
+class ErrorReport:
+    """An exception raised in the worker.
 
     Attributes:
-        error: the exception, pickled; None if it cannot be.
-        kind: its type's name.
-        message: what it says.
-        trace: its traceback.
+        error: the pickled exception; None if it cannot be pickled.
+        kind: the name of its type.
+        message: its text.
+        trace: its traceback as text.
     """
 
     error: bytes | None
@@ -147,5 +158,5 @@ class Failed:
     trace: str
 
 
-ToWorker: TypeAlias = Collect | Cut | Call
-FromWorker: TypeAlias = Ready | NewSlot | Batch | Parcel | Answer | Failed
+ToWorker: TypeAlias = Collect | EndEarly | Call
+FromWorker: TypeAlias = Ready | NewBuffer | Batch | InlineBatch | Answer | ErrorReport

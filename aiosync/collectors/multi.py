@@ -1,4 +1,4 @@
-"""Collectors of several worker processes."""
+"""Collectors with several worker processes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 
 from aiosync._deadline import Deadline
 from aiosync._resource import AsyncResource
+from aiosync.collectors.batch_iterator import BatchIterator
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.host import MakeHost, ProcessHost, context_of
-from aiosync.collectors.iterating import Iterating
-from aiosync.collectors.on_ray import RayHost
 from aiosync.collectors.pool import Pool
-from aiosync.collectors.updates import Updates
+from aiosync.collectors.ray_host import RayHost
+from aiosync.collectors.updates import WeightUpdates
 from aiosync.collectors.worker import WorkerSpec
 from aiosync.errors import InvalidArgumentError, NotConnectedError
 from aiosync.schemes.base import WeightSyncScheme
@@ -30,14 +30,14 @@ from aiosync.transports.ray.calls import ray_here
 
 __all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
-_PATIENCE = 10.0
-"""Seconds that workers have to end by themselves."""
+_CLOSE_SECONDS = 10.0
+"""Seconds that workers have to end by themselves in :meth:`MultiCollector.aclose`."""
 
-_IMPATIENCE = 1.0
-"""The same, of workers that were no use."""
+_ABORT_SECONDS = 1.0
+"""The same after a failed :meth:`MultiCollector.connect`."""
 
 
-class MultiCollector(Iterating, AsyncResource):
+class MultiCollector(BatchIterator, AsyncResource):
     """Worker processes that roll out a policy, and an asynchronous iterator of their batches.
 
     ::
@@ -47,33 +47,33 @@ class MultiCollector(Iterating, AsyncResource):
                 ...  # learn
                 await collector.update_policy_weights_()
 
-    Each worker has an event loop, on which its environments are stepped, its weights arrive, and what the
-    collector asks of it is done, one at a time: weights change between two steps, and each frame is tagged
-    with the version that acted. Batches come in shared memory, without being pickled or sent.
+    Each worker has one event loop. It steps the environments, receives weights and executes the collector's
+    commands there, one at a time. So weights change only between two steps, and each frame is tagged with the
+    version that acted. Batches go through shared memory; they are neither pickled nor sent.
 
-    With ``sync=True`` a batch has a part of every worker, and no worker steps between one batch and the
-    call for the next. With ``sync=False`` a batch is one worker's, handed out in the order in which they are
-    finished, and workers go on meanwhile: each is at most two batches ahead. Such a batch lies in the
-    memory where its worker put it, which is used again when nothing refers to it any more.
+    With ``sync=True`` a batch has a part from every worker, and no worker steps between one batch and the
+    request for the next. With ``sync=False`` a batch comes from one worker, batches come in the order in
+    which they are complete, and workers continue meanwhile: each is at most two batches ahead. With
+    ``sync=False`` a batch's memory is reused once the last reference to the batch is dropped.
 
     Args:
-        create_env_fn: makes an environment (see :func:`~aiosync.collectors.adapt`); or one function per
+        create_env_fn: returns an environment (see :func:`~aiosync.collectors.adapt`); or one function per
             worker. Called in the workers.
         policy: the trainer's policy: a TensorDictModule, or a module or function of the observation. Workers
-            get a copy, and its weights. None: they act at random.
+            get a copy, and its weights. None: random actions.
         sync: see above.
-        policy_factory: makes the workers' policies in them; or one function per worker. With ``policy``, that
-            is only where the weights come from.
-        create_env_kwargs: what ``create_env_fn`` is called with; or one mapping per worker.
-        config: all the rest.
-        options: the same as keywords: see :class:`BatchConfig`, :class:`PolicyConfig`,
+        policy_factory: returns a worker's policy; or one function per worker. Called in the workers.
+            ``policy`` is then only the source of the weights.
+        create_env_kwargs: keyword arguments of ``create_env_fn``; or one mapping per worker.
+        config: all other options.
+        options: the same options as keywords: see :class:`BatchConfig`, :class:`PolicyConfig`,
             :class:`DeviceConfig`, :class:`ProcessConfig`, :class:`WeightConfig` and :class:`ReplayConfig`.
 
     Attributes:
-        frames: how many have been handed out.
+        frames: how many frames the iterator has returned.
 
     Raises:
-        InvalidArgumentError: an option that there is not, or that does not go with the others.
+        InvalidArgumentError: an unknown option, or options that do not fit together.
     """
 
     _sync: bool | None = None
@@ -95,28 +95,28 @@ class MultiCollector(Iterating, AsyncResource):
         super().__init__(config, sync=(sync is not False) if self._sync is None else self._sync)
         self.num_workers = config.processes.num_workers or _length(create_env_fn)
         config.check(self.num_workers, sync=self.sync)
-        envs = _one_each("create_env_fn", create_env_fn, self.num_workers)
-        arguments = _one_each("create_env_kwargs", create_env_kwargs or {}, self.num_workers)
+        envs = _per_worker("create_env_fn", create_env_fn, self.num_workers)
+        arguments = _per_worker("create_env_kwargs", create_env_kwargs or {}, self.num_workers)
         self._envs = [functools.partial(env, **given) for env, given in zip(envs, arguments, strict=True)]
-        self.policy_factory = _one_each("policy_factory", policy_factory, self.num_workers)
+        self.policy_factory = _per_worker("policy_factory", policy_factory, self.num_workers)
         self.policy = policy
-        self._threads: int | None = None
-        self._updates = Updates(self, config, self._default_scheme(config.processes.seconds))
+        self._saved_threads: int | None = None
+        self._updates = WeightUpdates(self, config, self._default_scheme(config.processes.seconds))
         self._pool: Pool | None = None
         self._closed = False
-        self._warn_of_more(config)
+        self._warn_about_remainder(config)
 
-    def _warn_of_more(self, config: CollectorConfig) -> None:
+    def _warn_about_remainder(self, config: CollectorConfig) -> None:
         each = config.per_batch if self.sync else config.batch.frames_of(0, 1)
         total = config.batch.total_frames
         if total != -1 and total % each:
             warnings.warn(
                 f"total_frames={total} is not a multiple of the {each} frames of a batch: "
-                f"{-total % each} more will be collected",
+                f"{-total % each} more frames will be collected",
                 stacklevel=3,
             )
 
-    # -- what workers run on --------------------------------------------------------------------------
+    # -- what workers run in --------------------------------------------------------------------------
 
     def _default_scheme(self, seconds: float) -> WeightSyncScheme:
         commit: Any = "copy" if self.config.policy.needs_fixed_memory else "flip"
@@ -124,8 +124,8 @@ class MultiCollector(Iterating, AsyncResource):
             return RayWeightSyncScheme(timeout=seconds, commit=commit)
         return SharedMemWeightSyncScheme(timeout=seconds, commit=commit)
 
-    def _hosts(self) -> tuple[MakeHost, BaseContext | None]:
-        """What makes them, and how processes begin."""
+    def _host_factory(self) -> tuple[MakeHost, BaseContext | None]:
+        """Return what creates the workers' hosts, and multiprocessing's context if workers are processes."""
         processes = self.config.processes
         if processes.launcher == "ray":
             return functools.partial(RayHost, ray_here(), processes.ray_options or {"num_cpus": 1}), None
@@ -135,10 +135,10 @@ class MultiCollector(Iterating, AsyncResource):
     def _spec(self, index: int) -> WorkerSpec:
         make, policy = self.policy_factory[index], self.policy
         if make is None and policy is not None:
-            shares = self._updates.shares
+            share_tensors = self._updates.share_tensors
             make = (
                 (lambda: policy)
-                if shares
+                if share_tensors
                 else functools.partial(cloudpickle.loads, cloudpickle.dumps(policy))
             )
         config = self.config
@@ -149,90 +149,91 @@ class MultiCollector(Iterating, AsyncResource):
             make,
             config.of_a_worker(),
             first_id=index * config.processes.envs_per_worker,
-            buffers=config.batch.use_buffers and config.processes.launcher == "process",
-            shares=self._updates.shares,
+            use_buffers=config.batch.use_buffers and config.processes.launcher == "process",
+            share_tensors=self._updates.share_tensors,
         )
 
-    # -- life -----------------------------------------------------------------------------------------
+    # -- life cycle -----------------------------------------------------------------------------------
 
     async def connect(self, timeout: float | None = None) -> None:
-        """Start the workers, and wait until each is ready to play with version 0.
+        """Start the workers, and wait until each is ready to act with version 0.
 
         Args:
             timeout: seconds.
 
         Raises:
-            Exception: what an environment or a policy raised in a worker, with its traceback.
+            Exception: what an environment or a policy raised in a worker, with the worker's traceback as its
+                cause.
             WorkerLostError: a worker died.
-            SyncTimeoutError: not all were ready in time.
+            SyncTimeoutError: not all workers were ready in time.
         """
         if self._pool is not None or self._closed:
-            raise NotConnectedError("this collector is connected already, or was closed: make another")
-        make_host, ctx = self._hosts()
+            raise NotConnectedError("this collector is connected, or was closed: make a new one")
+        make_host, ctx = self._host_factory()
         deadline = self._deadline(timeout)
         threads = self.config.processes.num_threads
         if threads is not None:
-            self._threads = torch.get_num_threads()
+            self._saved_threads = torch.get_num_threads()
             torch.set_num_threads(threads)
         try:
-            self._updates.begin(ctx)
+            self._updates.init_senders(ctx)
             specs = [self._spec(index) for index in range(self.num_workers)]
             restarts = self.config.processes.restart_workers
-            self._pool = Pool(specs, self._updates.schemes, make_host, restarts, self._delivered)
+            self._pool = Pool(specs, self._updates.schemes, make_host, restarts, self._on_delivered)
             await self._pool.start(deadline)
-            await self._updates.join(self._pool, deadline)
+            await self._updates.connect_receivers(self._pool, deadline)
         except BaseException:
-            await self.aclose(_IMPATIENCE)
+            await self.aclose(_ABORT_SECONDS)
             raise
 
     async def aclose(self, timeout: float | None = None) -> None:
         """End the workers; idempotent.
 
         Args:
-            timeout: seconds that they have to end by themselves; then they are killed. None: 10, or what a
-                call may take, if that is less.
+            timeout: seconds that the workers have to end by themselves, after which they are killed. None:
+                10, or the collector's own timeout if that is shorter.
         """
         self._closed = True
-        self._going.set()
-        running, self._running = self._running, None
+        self._not_paused.set()
+        collecting, self._collecting = self._collecting, None
         pool, self._pool = self._pool, None
-        patience = min(_PATIENCE, self.config.processes.seconds)
+        patience = min(_CLOSE_SECONDS, self.config.processes.seconds)
         deadline = Deadline.after(patience if timeout is None else timeout)
-        release = asyncio.ensure_future(self._release(running, pool, deadline))
+        release = asyncio.ensure_future(self._release(collecting, pool, deadline))
         try:
             await asyncio.shield(release)
         except asyncio.CancelledError:
-            # A cancelled close leaves nothing behind either, but it waits for no worker.
+            # A cancelled close releases everything too, but kills the workers instead of waiting for them.
             if pool is not None:
                 pool.kill()
             await uninterrupted(lambda _: asyncio.wait([release]))
             raise
 
     async def _release(
-        self, running: asyncio.Task[None] | None, pool: Pool | None, deadline: Deadline
+        self, collecting: asyncio.Task[None] | None, pool: Pool | None, deadline: Deadline
     ) -> None:
         try:
-            if running is not None:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
+            if collecting is not None:
+                collecting.cancel()
+                await asyncio.gather(collecting, return_exceptions=True)
             await self._updates.aclose()
         finally:
             if pool is not None:
                 await pool.aclose(deadline)
             self._finished.clear()
-            if self._threads is not None:
-                torch.set_num_threads(self._threads)
-                self._threads = None
+            if self._saved_threads is not None:
+                torch.set_num_threads(self._saved_threads)
+                self._saved_threads = None
 
     shutdown = async_shutdown = aclose
 
-    def _is_live(self, pool: Pool) -> bool:
+    def _is_current(self, pool: Pool) -> bool:
         return self._pool is pool
 
     @property
-    def _live(self) -> Pool:
+    def _connected_pool(self) -> Pool:
         if self._pool is None:
-            raise NotConnectedError("connect() first, or use `async with`: this collector has no workers")
+            raise NotConnectedError("no workers: call connect() first, or use `async with`")
         self._pool.check()
         return self._pool
 
@@ -253,7 +254,7 @@ def _length(given: object) -> int:
     return len(given) if isinstance(given, Sequence) else 1
 
 
-def _one_each(name: str, given: Any, workers: int) -> list[Any]:
+def _per_worker(name: str, given: Any, workers: int) -> list[Any]:
     if not isinstance(given, Sequence):
         return [given] * workers
     if len(given) != workers:

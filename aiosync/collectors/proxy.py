@@ -1,9 +1,8 @@
-"""One worker, seen from its collector: what it runs on, and what it has said so far."""
+"""The collector's side of one worker: its host, its requests, and the batches that it has delivered."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import math
 import pickle
@@ -14,37 +13,47 @@ from typing import Any
 from tensordict import TensorDict
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.channel import Channel, ChannelClosed
-from aiosync.collectors.fields import Slot, steps_of
+from aiosync.collectors.batch_buffers import BatchBuffer, BufferLoans, select_steps
+from aiosync.collectors.command_pipe import CommandPipe, CommandPipeClosed
 from aiosync.collectors.host import Host, Schemes
-from aiosync.collectors.messages import Answer, Batch, Call, Collect, Cut, Failed, NewSlot, Parcel, Ready
+from aiosync.collectors.messages import (
+    Answer,
+    Batch,
+    Call,
+    Collect,
+    EndEarly,
+    ErrorReport,
+    InlineBatch,
+    NewBuffer,
+    Ready,
+)
 from aiosync.collectors.worker import WorkerSpec
 from aiosync.errors import SyncTimeoutError, WorkerLostError
 from aiosync.transports._offload import uninterrupted
 from aiosync.weights.segment import Segment
 
-__all__ = ["Delivered", "RemoteTraceback", "WorkerProxy", "raised_by"]
+__all__ = ["DeliveredBatch", "RemoteTraceback", "WorkerProxy", "exception_from"]
 
-_DYING = 1.0
-"""Seconds that a worker which has closed its channel has to end."""
+_EXIT_SECONDS = 1.0
+"""Seconds that a worker has to end after it closed its pipe."""
 
-_LENT = 32
-"""Batches of a worker that the trainer may have at a time in the memory where they were put; it gets copies
-of further ones."""
+_MAX_LENT = 32
+"""Batches of one worker that the trainer may hold in their original memory at a time. Further ones are
+copied."""
 
-_KILLED = 5.0
-"""Seconds that one which was killed has to be gone."""
+_KILL_SECONDS = 5.0
+"""Seconds to wait for the end of a killed worker."""
 
 
 class RemoteTraceback(Exception):
-    """Where a worker's error was raised: the cause of that error as it is raised here."""
+    """The worker's traceback, as the cause of the worker's exception that is raised here."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
-def raised_by(worker: int, failed: Failed) -> BaseException:
-    """A worker's own exception, with its traceback as the cause and a note that says whose it was."""
+def exception_from(worker: int, failed: ErrorReport) -> BaseException:
+    """Return a worker's exception, with its traceback as the cause and a note that names the worker."""
     error: BaseException
     if failed.error is not None:
         error = pickle.loads(failed.error)
@@ -56,106 +65,85 @@ def raised_by(worker: int, failed: Failed) -> BaseException:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Delivered:
-    """A batch where its worker put it.
+class DeliveredBatch:
+    """A batch in the memory that its worker wrote it to.
 
     Attributes:
-        worker: whose it is.
-        asked: how many frames it was to have.
-        message: what the worker said of it.
-        slot: the memory that it is in, and how many environments a step in it is of, as a shape; None: it is
-            in the message.
+        worker: the worker.
+        requested: how many frames were requested.
+        message: the worker's message about the batch.
+        buffer: the memory, and the batch shape of a frame in it; None: the message has the frames.
     """
 
     worker: WorkerProxy
-    asked: int
-    message: Batch | Parcel
-    slot: tuple[Slot, tuple[int, ...]] | None = None
+    requested: int
+    message: Batch | InlineBatch
+    buffer: tuple[BatchBuffer, tuple[int, ...]] | None = None
 
     @property
     def frames(self) -> int:
-        """How many there are."""
-        if isinstance(self.message, Parcel):
+        """How many frames the batch has."""
+        if isinstance(self.message, InlineBatch):
             return int(self.message.data.numel())
-        width: int = math.prod(self._slot[1])
+        width: int = math.prod(self._buffer[1])
         return self.message.steps * width
 
     def read(self) -> TensorDict:
-        """It, where it is: valid until it is taken."""
-        if isinstance(self.message, Parcel):
+        """Return the frames without a copy: valid until :meth:`release`."""
+        if isinstance(self.message, InlineBatch):
             return self.message.data
-        slot, shape = self._slot
-        return slot.read(self.message.steps, len(shape), self.message.order)
+        buffer, shape = self._buffer
+        return buffer.read(self.message.steps, len(shape), self.message.order)
 
     def lend(self) -> TensorDict:
-        """It, and it is taken: the memory will be written over when nothing refers to these tensors."""
-        if isinstance(self.message, Parcel) or self.message.order is not None:
+        """Return the frames and release the batch. Its memory is reused once the last reference to these
+        tensors is dropped."""
+        if isinstance(self.message, InlineBatch) or self.message.order is not None:
             found = self.read()
-            self.taken()
+            self.release()
             return found
-        if len(self.worker.loans.lent) >= _LENT:  # each is a descriptor, in two processes
+        if len(self.worker.loans.lent) >= _MAX_LENT:  # each keeps a file descriptor open in two processes
             found = self.read().clone()
-            self.taken()
+            self.release()
             return found
-        slot, shape = self._slot
-        self.worker.batches.remove(self)
-        given_back = self.worker.loans.lend(self.message.slot)
-        return steps_of(slot.lend(given_back), slice(self.message.steps), len(shape))
+        buffer, shape = self._buffer
+        self.worker.discard(self)
+        on_returned = self.worker.loans.lend(self.message.buffer)
+        return select_steps(buffer.lend(on_returned), slice(self.message.steps), len(shape))
 
-    def taken(self) -> None:
-        """It waits no longer, and the memory may be written over."""
-        self.worker.batches.remove(self)
+    def release(self) -> None:
+        """Remove the batch from the worker's delivered ones. Its memory may be reused."""
+        self.worker.discard(self)
         if isinstance(self.message, Batch):
-            self.worker.loans.free.append(self.message.slot)
+            self.worker.loans.release(self.message.buffer)
 
     @property
-    def _slot(self) -> tuple[Slot, tuple[int, ...]]:
-        assert self.slot is not None
-        return self.slot
-
-
-class Loans:
-    """Which of a worker's slots the trainer has, and which it has given back. It refers to no other object,
-    since each batch keeps it alive.
-
-    Attributes:
-        free: slots that may be written over, of which the worker has not been told.
-        lent: slots of batches that the trainer still has.
-    """
-
-    def __init__(self) -> None:
-        self.free: list[int] = []
-        self.lent: set[int] = set()
-
-    def lend(self, slot: int) -> Callable[[], None]:
-        """One is lent; what is to be called, in whatever thread, when it is given back."""
-        self.lent.add(slot)
-        return functools.partial(self._give_back, slot)
-
-    def _give_back(self, slot: int) -> None:
-        self.lent.discard(slot)
-        self.free.append(slot)
+    def _buffer(self) -> tuple[BatchBuffer, tuple[int, ...]]:
+        assert self.buffer is not None
+        return self.buffer
 
 
 class WorkerProxy:
-    """A worker.
+    """One worker, as the collector sees it.
 
     Args:
-        spec: what it is.
-        host: what it runs on.
-        on_change: called when anything is to be looked at anew.
-        on_batch: called with each batch that it delivers.
+        spec: the worker's spec.
+        host: runs the worker.
+        on_change: called after each message and each failure of the worker.
+        on_batch: called with each batch that the worker delivers.
 
     Attributes:
-        index: which worker.
-        ready, was_ready: it has all that it needs to play, or had before it failed.
-        batches: what it has delivered and the trainer has not taken yet, oldest first.
-        loans: where its slots are.
-        frames: how many frames it has delivered.
-        width: how many each of its environments gives at a time.
-        seed: what it was seeded with last.
-        error: why nothing more will come from it, or None.
-        replaced: another gets its place.
+        index: the worker's index.
+        ready: the worker can collect.
+        was_ready: the worker could collect at some time; stays true when it fails.
+        batches: delivered batches that the trainer has not taken, oldest first.
+        buffers: number -> (memory, batch shape of a frame in it).
+        loans: which buffers the trainer holds.
+        frames: how many frames the worker has delivered.
+        width: frames per step of each of its environments.
+        seed: its last seed; None: unseeded.
+        error: why the worker failed; None: it has not.
+        replaced: another worker takes its place.
     """
 
     def __init__(
@@ -163,125 +151,139 @@ class WorkerProxy:
         spec: WorkerSpec,
         host: Host,
         on_change: Callable[[WorkerProxy], None],
-        on_batch: Callable[[Delivered], None],
+        on_batch: Callable[[DeliveredBatch], None],
     ) -> None:
         self.index = spec.index
         self.ready = self.was_ready = False
-        self.batches: list[Delivered] = []
+        self.batches: list[DeliveredBatch] = []
         self.frames = 0
         self.width = 1
         self.seed = spec.seed
         self.error: BaseException | None = None
         self.replaced = False
+        # Number -> a requested batch that the worker has not delivered.
         self._requests: dict[int, Collect] = {}
         self._spec = spec
         self._host = host
         self._on_change = on_change
         self._on_batch = on_batch
-        self._slots: dict[int, tuple[Slot, tuple[int, ...]]] = {}
-        self.loans = Loans()
+        self.buffers: dict[int, tuple[BatchBuffer, tuple[int, ...]]] = {}
+        self.loans = BufferLoans()
+        # Number -> the answer of a call.
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        # Numbers of requests and calls.
         self._numbers = itertools.count()
-        self._channel: Channel | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self._pipe: CommandPipe | None = None
+        self._receiving: asyncio.Task[None] | None = None
 
     async def start(self, schemes: Schemes) -> None:
-        """Have it begin.
+        """Start the worker.
+
+        Args:
+            schemes: model id -> the scheme that delivers its weights.
 
         Raises:
-            OSError: it cannot.
+            OSError: the worker cannot be started.
         """
-        self._channel = await self._host.start(self._spec, schemes)
-        self._listening = asyncio.create_task(self._listen(), name=f"aiosync-worker-{self.index}")
+        self._pipe = await self._host.start(self._spec, schemes)
+        self._receiving = asyncio.create_task(self._receive_messages(), name=f"aiosync-worker-{self.index}")
 
-    async def _listen(self) -> None:
-        assert self._channel is not None
+    async def _receive_messages(self) -> None:
+        assert self._pipe is not None
         try:
             while True:
-                self._take(await self._channel.receive())
-        except ChannelClosed:
-            await self._host.ended(Deadline.after(_DYING))
+                self._handle(await self._pipe.receive())
+        except CommandPipeClosed:
+            await self._host.ended(Deadline.after(_EXIT_SECONDS))
             self.fail(WorkerLostError([self.index], self._host.cause()))
         except Exception as exc:  # noqa: BLE001 - raised in the call that waits for this worker
-            # Its memory cannot be mapped, say, because it has died since it announced it.
-            died = await self._host.ended(Deadline.after(_DYING))
+            # For example: the worker announced a buffer and died, so its memory cannot be mapped.
+            died = await self._host.ended(Deadline.after(_EXIT_SECONDS))
             self.fail(WorkerLostError([self.index], self._host.cause()) if died else exc)
 
-    def _take(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         match message:
             case Ready(width=width):
                 self.width = width
                 self.ready = self.was_ready = True
-                for request in self._requests.values():  # of the one whose place it has
+                for request in self._requests.values():  # those of the worker that this one replaces
                     self._send(request)
-            case NewSlot() as new:
+            case NewBuffer() as new:
                 segment = Segment.attach(new.handle)
-                self._slots[new.slot] = Slot(segment, new.specs, new.frames), new.shape
+                self.buffers[new.buffer] = BatchBuffer(segment, new.specs, new.frames), new.shape
                 for index in new.replaced:
-                    del self._slots[index]
+                    del self.buffers[index]
             case Batch() as batch:
-                self._deliver(batch, self._slots[batch.slot])
-            case Parcel() as parcel:
-                self._deliver(parcel)
+                self._record_batch(batch, self.buffers[batch.buffer])
+            case InlineBatch() as inline:
+                self._record_batch(inline)
             case Answer(number=number, value=value, error=error):
                 future = self._calls.pop(number, None)
                 if future is not None and not future.done():
                     if error is None:
                         future.set_result(value)
                     else:
-                        future.set_exception(raised_by(self.index, error))
-            case Failed() as failed:
-                self.fail(raised_by(self.index, failed))
+                        future.set_exception(exception_from(self.index, error))
+            case ErrorReport() as failed:
+                self.fail(exception_from(self.index, failed))
         self._on_change(self)
 
-    def _deliver(self, message: Batch | Parcel, slot: tuple[Slot, tuple[int, ...]] | None = None) -> None:
-        asked = self._requests.pop(message.number).frames
-        delivered = Delivered(self, asked, message, slot)
+    def _record_batch(
+        self, message: Batch | InlineBatch, buffer: tuple[BatchBuffer, tuple[int, ...]] | None = None
+    ) -> None:
+        requested = self._requests.pop(message.number).frames
+        delivered = DeliveredBatch(self, requested, message, buffer)
         self.frames += delivered.frames
         self.batches.append(delivered)
         self._on_batch(delivered)
 
+    def discard(self, batch: DeliveredBatch) -> None:
+        """Remove a batch from the delivered ones."""
+        self.batches.remove(batch)
+
     def fail(self, error: BaseException) -> None:
-        """Nothing more will come from it, for this reason."""
+        """Record that the worker has failed. Its open calls raise ``error``. Only the first error is kept."""
         if self.error is None:
             self.error = error
             self.ready = False
-            self.call_off(error)
+            self.fail_calls(error)
             self._on_change(self)
 
-    # -- what it is asked for -------------------------------------------------------------------------
+    # -- requests and calls ---------------------------------------------------------------------------
 
     @property
     def pid(self) -> int | None:
-        """Its process's number, where it has one on this machine."""
+        """The worker's process id, if it has a process on this machine."""
         return self._host.pid
 
     @property
-    def asked(self) -> int:
-        """How many batches it has been asked for and has not delivered."""
+    def requested(self) -> int:
+        """How many requested batches the worker has not delivered yet."""
         return len(self._requests)
 
     def collect(self, frames: int, *, at_random: bool) -> None:
-        """Have it collect another batch, after those that it was asked for before."""
-        returned = []
-        while self.loans.free:  # slots may be given back meanwhile, in another thread
-            returned.append(self.loans.free.pop())
-        request = Collect(next(self._numbers), frames, at_random, tuple(returned))
+        """Request a batch, to be collected after the ones requested before.
+
+        Args:
+            frames: how many frames.
+            at_random: take random actions.
+        """
+        request = Collect(next(self._numbers), frames, at_random, self.loans.take_released())
         self._requests[request.number] = request
         if self.ready:
             self._send(request)
 
-    def cut(self) -> None:
-        """Have it deliver what it is collecting as far as that is."""
+    def end_early(self) -> None:
+        """Make the worker deliver the batches in progress with the frames that they have."""
         if self.ready:
-            self._send(Cut())
+            self._send(EndEarly())
 
-    def _send(self, message: Collect | Cut | Call) -> None:
-        assert self._channel is not None
-        self._channel.send(message)
+    def _send(self, message: Collect | EndEarly | Call) -> None:
+        assert self._pipe is not None
+        self._pipe.send(message)
 
-    def succeed(self, lost: WorkerProxy) -> None:
-        """Take over what was asked of another, and what it has delivered."""
+    def take_over(self, lost: WorkerProxy) -> None:
+        """Take over the requests and the delivered batches of a lost worker."""
         self.batches = lost.batches
         self.frames = lost.frames
         for old in lost._requests.values():
@@ -291,9 +293,14 @@ class WorkerProxy:
     async def call(self, method: str, *arguments: Any, deadline: Deadline) -> Any:
         """Call one of the worker's methods.
 
+        Args:
+            method: its name.
+            arguments: its arguments.
+            deadline: of the answer.
+
         Raises:
-            Exception: what that raises, or why the worker is gone.
-            SyncTimeoutError: no answer has come in time.
+            Exception: what the method raises, or why the worker failed.
+            SyncTimeoutError: no answer arrived in time.
         """
         if self.error is not None:
             raise self.error
@@ -315,8 +322,8 @@ class WorkerProxy:
         finally:
             self._calls.pop(number, None)
 
-    def call_off(self, error: BaseException) -> None:
-        """Have its calls fail that have not been answered."""
+    def fail_calls(self, error: BaseException) -> None:
+        """Make all calls without an answer raise ``error``."""
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error)
@@ -324,37 +331,37 @@ class WorkerProxy:
 
     # -- the end --------------------------------------------------------------------------------------
 
-    def leave(self) -> None:
-        """Tell it to end."""
-        if self._channel is not None:
-            self._channel.close()
+    def close_pipe(self) -> None:
+        """Close the pipe, which makes the worker end."""
+        if self._pipe is not None:
+            self._pipe.close()
 
     async def close(self, deadline: Deadline) -> None:
-        """Have it end, and wait for that; after the deadline, or if this is cancelled, it is killed.
+        """End the worker and wait for its end. It is killed after the deadline, or if this call is cancelled.
         Idempotent."""
-        self.leave()
-        listening, self._listening = self._listening, None
+        self.close_pipe()
+        receiving, self._receiving = self._receiving, None
         ended = False
         try:
-            if listening is not None:
-                listening.cancel()
-                await asyncio.gather(listening, return_exceptions=True)
+            if receiving is not None:
+                receiving.cancel()
+                await asyncio.gather(receiving, return_exceptions=True)
             ended = await self._host.ended(deadline)
         finally:
             if not ended:
                 self._host.kill()
-                # Shielded: a cancelled caller would leave the process behind. Bounded by _KILLED.
+                # Shielded: a cancelled caller would leave the process running. Bounded by _KILL_SECONDS.
                 try:
-                    await uninterrupted(lambda _: self._host.ended(Deadline.after(_KILLED)))
+                    await uninterrupted(lambda _: self._host.ended(Deadline.after(_KILL_SECONDS)))
                 finally:
                     self._release()
             else:
                 self._release()
 
     def _release(self) -> None:
-        self._slots.clear()
+        self.buffers.clear()
         self._host.release()
 
     def kill(self) -> None:
-        """Have it end at once."""
+        """Kill the worker."""
         self._host.kill()

@@ -1,4 +1,4 @@
-"""Playing: an environment and a policy, one frame after the other, into batches."""
+"""Step an environment with a policy, and write the frames into batches."""
 
 from __future__ import annotations
 
@@ -12,120 +12,137 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from aiosync.collectors.actor import Actor
+from aiosync.collectors.batch_buffers import BatchBuffers
 from aiosync.collectors.config import BatchConfig
 from aiosync.collectors.env import Env
 from aiosync.collectors.fields import MASK, TRAJ_IDS, Fields, under
 from aiosync.collectors.messages import Collect
-from aiosync.collectors.shelf import Shelf
+from aiosync.collectors.policy import PolicyAdapter
 from aiosync.errors import InvalidArgumentError
 
-__all__ = ["OpenBatch", "Player"]
+__all__ = ["PartialBatch", "Rollout"]
 
-_TOGETHER = 16
-"""Frames that are put into memory at a time."""
+_WRITE_TOGETHER = 16
+"""Frames that are copied into a batch's memory at a time."""
 
 
-class OpenBatch:
-    """A batch that is being collected, by one player or by several at the same time.
+class PartialBatch:
+    """A batch that is being collected, by one rollout or by several concurrently.
 
-    A player first claims a place and then plays the frame for it. So several batches can be open: one that
-    waits for its last frames, and the next one.
+    A rollout claims a place first and then collects the frame for it. So two batches can be in progress: one
+    that waits for its last frames, and the next one.
 
     Args:
-        request: what is wanted.
-        shelf: has the memory, once it is known what a frame consists of.
-        width: how many frames there are in a place: those of environments that step together.
+        request: the collector's request.
+        buffers: allocates the memory once the first frame shows the fields.
+        width: frames per place: the number of environments that step together.
 
     Attributes:
-        order: the places, each player's in a row and in the order of time.
-        slot: the number of the memory; -1: there is none yet.
+        request: the collector's request.
+        order: the places in order of time, one rollout after the other. Set by :meth:`close`.
+        buffer: the number of the buffer; -1: not allocated yet.
     """
 
-    def __init__(self, request: Collect, shelf: Shelf, width: int = 1) -> None:
+    def __init__(self, request: Collect, buffers: BatchBuffers, width: int = 1) -> None:
         self.request = request
         self.order: list[int] = []
-        self.slot = -1
-        self._wanted = -(-request.frames // width)
-        self._shelf = shelf
+        self.buffer = -1
+        # Places of the complete batch; end_early() lowers it.
+        self._capacity = -(-request.frames // width)
+        self._buffers = buffers
         self._claimed = 0
         self._written = 0
-        self._places: dict[int, list[int]] = {}
-        self._kept: dict[int, Fields] = {}
+        # Rollout -> its places, in order of time.
+        self._places_of: dict[int, list[int]] = {}
+        # Place -> a frame that is not copied into the buffer yet.
+        self._unwritten: dict[int, Fields] = {}
 
     @property
     def has_room(self) -> bool:
-        """Whether there are places to be claimed."""
-        return self._claimed < self._wanted
+        """Whether a place is left to claim."""
+        return self._claimed < self._capacity
 
     @property
     def complete(self) -> bool:
         """Whether every place has its frame."""
-        return self._written == self._wanted
+        return self._written == self._capacity
 
     @property
     def steps(self) -> int:
-        """How many frames there are."""
+        """How many places have their frame."""
         return self._written
 
     def claim(self) -> int:
-        """Take the next place; :attr:`has_room` has to be true."""
+        """Claim the next place and return it. Requires :attr:`has_room`."""
         self._claimed += 1
         return self._claimed - 1
 
-    def cut(self) -> None:
-        """End the batch with the frames of the current step. It has at least one frame."""
-        self._wanted = max(self._claimed, 1)
+    def end_early(self) -> None:
+        """Let the batch end with the frames in progress, or with one frame if it has none."""
+        self._capacity = max(self._claimed, 1)
 
-    def write(self, place: int, player: int, frame: Fields) -> None:
-        """Put a frame in its place."""
-        if self.slot < 0:
-            self.slot = self._shelf.take(frame, self._wanted)
-        self._kept[place] = frame
-        self._places.setdefault(player, []).append(place)
-        self._written += 1
-        if len(self._kept) >= _TOGETHER:
-            self._write_kept()
-
-    def _write_kept(self) -> None:
-        if not self._kept:
-            return
-        places = sorted(self._kept)
-        self._shelf[self.slot].write(places, [self._kept[place] for place in places])
-        self._kept.clear()
-
-    def close(self, *, truncate: bool) -> None:
-        """It is complete.
+    def write(self, place: int, rollout: int, frame: Fields) -> None:
+        """Write a frame to its place.
 
         Args:
-            truncate: mark each player's last frame as truncated.
+            place: from :meth:`claim`.
+            rollout: the number of the rollout that collected the frame.
+            frame: the frame's fields.
+
+        Raises:
+            ArenaAllocationError: there is not enough memory for the batch.
+            InvalidArgumentError: the fields differ from those of the first frame.
         """
-        self._write_kept()
-        views = self._shelf[self.slot].views
-        self.order = [place for player in sorted(self._places) for place in self._places[player]]
-        for places in self._places.values() if truncate else ():
+        if self.buffer < 0:
+            self.buffer = self._buffers.allocate(frame, self._capacity)
+        self._unwritten[place] = frame
+        self._places_of.setdefault(rollout, []).append(place)
+        self._written += 1
+        if len(self._unwritten) >= _WRITE_TOGETHER:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._unwritten:
+            return
+        places = sorted(self._unwritten)
+        self._buffers[self.buffer].write(places, [self._unwritten[place] for place in places])
+        self._unwritten.clear()
+
+    def close(self, *, truncate: bool) -> None:
+        """Write the last frames of a complete batch.
+
+        Args:
+            truncate: mark the last frame of each rollout as truncated.
+        """
+        self._flush()
+        views = self._buffers[self.buffer].views
+        self.order = [place for rollout in sorted(self._places_of) for place in self._places_of[rollout]]
+        for places in self._places_of.values() if truncate else ():
             for name in ("truncated", "done"):
                 views["next", name][places[-1]] = True
 
 
-class Player:
-    """An environment's rollout, over the ends of episodes and of batches.
+class Rollout:
+    """The rollout of one environment, across the ends of episodes and batches.
 
-    A commit comes before a forward pass or after it, and the version that a frame is tagged with is read
-    where its forward pass begins: nothing is awaited between the two.
+    A commit of new weights happens before a forward pass or after it. A frame is tagged with the version that
+    is read right before its forward pass; nothing is awaited between the two.
 
     Args:
         env: the environment.
-        actor: the policy; None: act at random.
-        config: which frames.
-        first, stride: the trajectories' numbers: ``first``, ``first + stride``, and so on.
-        version: gives the version in service; None: frames are not tagged.
+        policy: the policy; None: random actions.
+        config: options of the batches.
+        first, stride: trajectories are numbered ``first``, ``first + stride``, and so on.
+        version: returns the current version of the policy; None: frames are not tagged.
+
+    Raises:
+        InvalidArgumentError: ``max_frames_per_traj`` with an environment that begins episodes by itself.
     """
 
     def __init__(
         self,
         env: Env,
-        actor: Actor | None,
+        policy: PolicyAdapter | None,
         config: BatchConfig,
         first: int,
         stride: int,
@@ -134,112 +151,128 @@ class Player:
         if env.skips and config.max_frames_per_traj:
             raise InvalidArgumentError(
                 f"max_frames_per_traj={config.max_frames_per_traj}: an environment that begins episodes by "
-                "itself cannot be cut; make it with AutoresetMode.DISABLED, or have it limit them itself"
+                "itself cannot be truncated: make it with AutoresetMode.DISABLED, or set the limit in it"
             )
         self.env = env
-        self._actor = actor
+        self._policy = policy
         self._config = config
         self._next_id = first
         self._stride = stride
         self._version = version
-        self._now: Fields = {}
-        self._steps = torch.zeros((*env.shape, 1), dtype=torch.int64, device=env.device or "cpu")
+        # What the environment observes now: the next frame begins with it. Empty before the first reset.
+        self._current: Fields = {}
+        # Steps since the beginning of each episode, for max_frames_per_traj.
+        self._step_counts = torch.zeros((*env.shape, 1), dtype=torch.int64, device=env.device or "cpu")
+        # The number of the current trajectory of each environment.
         self._ids = torch.zeros(env.shape, dtype=torch.int64, device=env.device or "cpu")
-        self._batch: OpenBatch | None = None
-        self._playing = asyncio.Lock()
+        # The batch of the last frame: reset_at_each_iter compares it with that of the next one.
+        self._batch: PartialBatch | None = None
+        self._lock = asyncio.Lock()
 
     async def reset(self, seed: int | None = None) -> None:
-        """Begin a new episode, after the frame of the current step.
+        """Begin a new episode, after the frame in progress.
 
         Args:
-            seed: begin anew, as this says.
+            seed: seed the environment first; None: do not.
         """
-        async with self._playing:
+        async with self._lock:
             if seed is not None:
                 self.env.set_seed(seed)
             await self._reset()
 
     async def _reset(self) -> None:
-        self._now = await self.env.reset()
-        self._begin(torch.ones(self.env.shape, dtype=torch.bool, device=self.env.device or "cpu"))
+        self._current = await self.env.reset()
+        self._start_trajectories(
+            torch.ones(self.env.shape, dtype=torch.bool, device=self.env.device or "cpu")
+        )
 
     def state(self) -> dict[str, Any]:
-        """Where it stands; without the environment, if that cannot be pickled."""
+        """Return the state, without the environment if that cannot be pickled."""
         try:
             env = cloudpickle.dumps(self.env.env)
-        except Exception:  # noqa: BLE001 - whatever its own methods raise
+        except Exception:  # noqa: BLE001 - an environment's pickle methods may raise anything
             env = None
-        kept = {name: getattr(self, name) for name in ("_now", "_steps", "_ids", "_next_id")}
+        kept = {
+            "current": self._current,
+            "step_counts": self._step_counts,
+            "traj_ids": self._ids,
+            "next_traj_id": self._next_id,
+        }
         return {"env": env, **copy.deepcopy(kept)}
 
     async def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from there; with a new episode, if the environment is not in it."""
-        async with self._playing:
-            for name in ("_now", "_steps", "_ids", "_next_id"):
-                setattr(self, name, copy.deepcopy(state[name]))
+        """Restore a state. Begins a new episode if the state has no environment."""
+        async with self._lock:
+            self._current = copy.deepcopy(state["current"])
+            self._step_counts = copy.deepcopy(state["step_counts"])
+            self._ids = copy.deepcopy(state["traj_ids"])
+            self._next_id = state["next_traj_id"]
             if state["env"] is None:
                 await self._reset()
             else:
                 self.env.env = pickle.loads(state["env"])
 
-    async def frame(self, batch: OpenBatch) -> Fields:
-        """Play one.
+    async def frame(self, batch: PartialBatch) -> Fields:
+        """Take one step and return its frame.
+
+        Args:
+            batch: the batch that the frame is for.
 
         Raises:
             Exception: what the environment or the policy raises.
         """
-        async with self._playing:
-            anew = self._config.reset_at_each_iter and batch is not self._batch
+        async with self._lock:
+            new_batch = self._config.reset_at_each_iter and batch is not self._batch
             self._batch = batch
-            if anew or not self._now:
+            if new_batch or not self._current:
                 await self._reset()
             step = self._act(batch.request.at_random)
             after = await self.env.step(step)
-            self._count(step, after)
+            self._apply_step_limit(step, after)
             frame = step | {under("next", key): value for key, value in after.items()}
             if "policy_version" in step:
                 frame["next", "policy_version"] = step["policy_version"]
-            await self._go_on(after)
+            await self._advance(after)
             return frame
 
     def _act(self, at_random: bool) -> Fields:
-        step: Fields = dict(self._now)
+        step: Fields = dict(self._current)
         step[TRAJ_IDS] = self._ids.clone()
         if self.env.skips:
-            step[MASK] = ~self._now["done"].view(self.env.shape)
+            step[MASK] = ~self._current["done"].view(self.env.shape)
         if self._version is not None:
             where = self.env.device or "cpu"
             step["policy_version"] = torch.full(
                 self.env.shape, self._version(), dtype=torch.int64, device=where
             )
-        if at_random or self._actor is None:
+        if at_random or self._policy is None:
             step["action"] = self.env.random_action()
         else:
-            # Copies: a policy may give the same memory each time, or its own parameters.
-            step |= {key: v.clone() for key, v in self._actor.act(self._now, self.env.shape).items()}
+            # Copies: a policy may return the same memory each time, or its own parameters.
+            step |= {key: v.clone() for key, v in self._policy.act(self._current, self.env.shape).items()}
         return step
 
-    def _count(self, step: Fields, after: Fields) -> None:
+    def _apply_step_limit(self, step: Fields, after: Fields) -> None:
         limit = self._config.max_frames_per_traj
         if limit:
-            step["step_count"] = self._steps
-            after["step_count"] = self._steps = self._steps + 1
-            full = self._steps >= limit
+            step["step_count"] = self._step_counts
+            after["step_count"] = self._step_counts = self._step_counts + 1
+            full = self._step_counts >= limit
             after["truncated"] = after["truncated"] | full
             after["done"] = after["done"] | full
 
-    async def _go_on(self, after: Fields) -> None:
-        """What is observed next is where the next frame begins, or it is a new episode's beginning."""
-        ended = after["done"].view(self.env.shape)
-        if not ended.any() or not self._config.reset_when_done:
+    async def _advance(self, after: Fields) -> None:
+        """Continue from the next observation, or begin new episodes where one has ended."""
+        done = after["done"].view(self.env.shape)
+        if not done.any() or not self._config.reset_when_done:
             left = {"reward", "step_count"} if self._config.max_frames_per_traj else {"reward"}
-            self._now = {key: value for key, value in after.items() if key not in left}
+            self._current = {key: value for key, value in after.items() if key not in left}
             return
-        self._now = await self.env.restart(after)
-        self._begin(ended)
+        self._current = await self.env.restart(after)
+        self._start_trajectories(done)
 
-    def _begin(self, where: Tensor) -> None:
+    def _start_trajectories(self, where: Tensor) -> None:
         count = int(where.sum())
         self._ids[where] = torch.arange(count, device=self.env.device or "cpu") * self._stride + self._next_id
         self._next_id += count * self._stride
-        self._steps = self._steps.masked_fill(where.unsqueeze(-1), 0)
+        self._step_counts = self._step_counts.masked_fill(where.unsqueeze(-1), 0)

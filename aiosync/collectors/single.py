@@ -1,4 +1,4 @@
-"""A collector without workers' processes."""
+"""A collector without worker processes."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from aiosync.schemes.memory import MemoryWeightSyncScheme
 
 __all__ = ["Collector"]
 
-_ITS_OWN = {"envs_per_worker", "init_fn", "timeout"}
-"""What of :class:`ProcessConfig` says something of this one too."""
+_ALLOWED_OPTIONS = {"envs_per_worker", "init_fn", "timeout"}
+"""The options of :class:`ProcessConfig` that a collector without processes takes."""
 
 
 class Collector(MultiCollector):
-    """Rolls out a policy in this process, on the event loop that iterates it.
+    """Rolls out a policy in this process, on the event loop that iterates the collector.
 
-    All is as with a :class:`MultiCollector` of one worker with ``sync=True``: no step is made between one
-    batch and the call for the next, the policy that acts is a copy, and has the version that was sent last.
-    An environment that takes long to step holds up the event loop meanwhile, unless its ``step`` is a
-    coroutine.
+    Otherwise it behaves as a :class:`MultiCollector` with one worker and ``sync=True``: no step happens
+    between one batch and the request for the next. The policy that acts is a copy, with the version that was
+    sent last. An environment with a slow ``step`` blocks the event loop, unless ``step`` is a coroutine
+    function.
 
     Args:
-        create_env_fn: an environment, or what makes one.
+        create_env_fn: an environment, or a function that returns one.
         policy: see :class:`MultiCollector`.
-        policy_factory: see there.
-        create_env_kwargs: see there.
-        config: see there. What is said of processes is refused here.
-        options: the same as keywords.
+        policy_factory: see :class:`MultiCollector`.
+        create_env_kwargs: see :class:`MultiCollector`.
+        config: see :class:`MultiCollector`. Options about processes are refused.
+        options: the same options as keywords.
 
     Raises:
-        InvalidArgumentError: an option that there is not, or that does not go with the others.
+        InvalidArgumentError: an unknown option, or options that do not fit together.
     """
 
     _sync = True
@@ -57,14 +57,14 @@ class Collector(MultiCollector):
     ) -> None:
         config = (config or CollectorConfig()).of(**options)
         processes = config.processes
-        of_others = [known for known in fields(processes) if known.name not in _ITS_OWN]
-        refused = [known.name for known in of_others if getattr(processes, known.name) != known.default]
+        process_options = [known for known in fields(processes) if known.name not in _ALLOWED_OPTIONS]
+        refused = [known.name for known in process_options if getattr(processes, known.name) != known.default]
         if refused:
             raise InvalidArgumentError(
-                f"{', '.join(refused)}: a Collector plays in this process; see MultiCollector"
+                f"{', '.join(refused)}: a Collector runs in this process; see MultiCollector"
             )
         super().__init__(
-            _maker_of(create_env_fn),
+            _env_factory(create_env_fn),
             policy,
             policy_factory=policy_factory,
             create_env_kwargs=create_env_kwargs,
@@ -75,18 +75,18 @@ class Collector(MultiCollector):
         fixed = self.config.policy.needs_fixed_memory
         return MemoryWeightSyncScheme(timeout=seconds, commit="copy" if fixed else "flip")
 
-    def _hosts(self) -> tuple[MakeHost, BaseContext | None]:
+    def _host_factory(self) -> tuple[MakeHost, BaseContext | None]:
         return LocalHost, None
 
     def _spec(self, index: int) -> WorkerSpec:
-        return replace(super()._spec(index), alone=False, buffers=False)
+        return replace(super()._spec(index), own_process=False, use_buffers=False)
 
-    def _put_together(self, parts: Sequence[TensorDict]) -> TensorDictBase:
+    def _concatenate(self, parts: Sequence[TensorDict]) -> TensorDictBase:
         return parts[0]
 
 
-def _maker_of(given: Any) -> Callable[..., Any]:
+def _env_factory(given: Any) -> Callable[..., Any]:
     steps = callable(getattr(given, "step", None)) and callable(getattr(given, "reset", None))
     if isinstance(given, Sequence):
-        raise InvalidArgumentError("create_env_fn: a Collector has one environment; see MultiCollector")
+        raise InvalidArgumentError("create_env_fn: expected one environment, got several; see MultiCollector")
     return (lambda: given) if steps and not isinstance(given, type) else given

@@ -1,4 +1,4 @@
-"""How weights get from a collector's trainer to its workers, and to the collector itself."""
+"""How weights get from the trainer to the workers, and to the collector itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiosync._deadline import Deadline
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.pool import Pool
 from aiosync.collectors.proxy import WorkerProxy
-from aiosync.collectors.worker import POLICY, schemes_of_policy
+from aiosync.collectors.worker import POLICY, policy_schemes
 from aiosync.errors import InvalidArgumentError, NotInitializedError, SyncTimeoutError, WorkerLostError
 from aiosync.receiver.listeners import in_format
 from aiosync.schemes.base import WeightSyncScheme
@@ -24,74 +24,79 @@ from aiosync.schemes.joint import atomic
 from aiosync.transports._offload import abandonable
 from aiosync.weights.strategy import WeightStrategy
 
-__all__ = ["Updates"]
+__all__ = ["WeightUpdates"]
 
-_LAST_WORDS = 1.0
-"""Seconds in which a worker whose connection is gone is known to be gone itself, and why."""
+_EXIT_SECONDS = 1.0
+"""Seconds within which the error of a worker with a broken connection must arrive."""
 
 
-class Updates:
-    """A collector's schemes, or its updater.
+class WeightUpdates:
+    """A collector's weight sync schemes, or its weight updater.
 
     Args:
-        collector: has the models: the context of all schemes.
-        config: says which there are.
-        default: the policy's scheme, if none is given and it has weights.
+        collector: the collector. It has the models, so it is the context of all schemes.
+        config: the collector's options.
+        default: the policy's scheme, if no scheme is given and the policy has weights.
 
     Attributes:
-        schemes: model -> scheme, to the workers.
-        counted: updates that came by none of these.
+        schemes: model id -> scheme, to the workers.
+        extra_updates: updates of the policy that no scheme counts.
     """
 
     def __init__(self, collector: Any, config: CollectorConfig, default: WeightSyncScheme) -> None:
         self._collector = collector
-        self._updater = _updater_of(config.weights.weight_updater)
+        self._updater = _make_updater(config.weights.weight_updater)
         if self._updater is not None:
             self._updater.register_collector(collector)
         self.schemes: dict[str, WeightSyncScheme] = dict(config.weights.weight_sync_schemes or {})
-        if config.weights.weight_sync_schemes is None and self._updater is None and _weighted(collector):
+        if config.weights.weight_sync_schemes is None and self._updater is None and _has_weights(collector):
             self.schemes[POLICY] = default
         self._default = default
-        self._above = dict(config.weights.weight_recv_schemes or {})
+        self._upstream = dict(config.weights.weight_recv_schemes or {})
         self._worker_idx = config.weights.worker_idx
         self._stack = AsyncExitStack()
-        self.counted = 0
+        self.extra_updates = 0
 
     @property
-    def shares(self) -> bool:
-        """Whether workers are to have the policy's own tensors, where these lie in shared memory."""
+    def share_tensors(self) -> bool:
+        """Whether workers get the policy's own tensors, if these are in shared memory."""
         return self._updater is not None
 
     @property
     def version(self) -> int:
-        """The policy's newest; 0 if it has no weights."""
-        versions = [scheme.version for scheme in schemes_of_policy(self.schemes)]  # -1: not connected yet
-        return self.counted + max([0, *versions])
+        """The newest version of the policy; 0 if the policy has no weights."""
+        versions = [scheme.version for scheme in policy_schemes(self.schemes)]  # -1: not connected yet
+        return self.extra_updates + max([0, *versions])
 
-    def begin(self, ctx: BaseContext | None) -> None:
-        """Make every scheme that is none yet a sender, before workers get it."""
+    def init_senders(self, ctx: BaseContext | None) -> None:
+        """Initialise every scheme as a sender that is not one yet. Called before workers get the schemes.
+
+        Args:
+            ctx: multiprocessing's context of the workers; None: they are no processes.
+        """
         for model_id, scheme in self.schemes.items():
             if not scheme.initialized_on_sender:
                 scheme.init_on_sender(model_id=model_id, context=self._collector, ctx=ctx)
 
-    async def join(self, pool: Pool, deadline: Deadline) -> None:
-        """Become the worker of another collector, if there are schemes for that.
+    async def connect_receivers(self, pool: Pool, deadline: Deadline) -> None:
+        """Connect ``weight_recv_schemes``, if there are any: this collector becomes a worker of another
+        collector.
 
         Raises:
-            Exception: as ``connect``.
+            Exception: as ``connect`` of a scheme.
         """
-        for model_id, scheme in self._above.items():
+        for model_id, scheme in self._upstream.items():
             if not scheme.initialized_on_receiver:
                 scheme.init_on_receiver(
                     model_id=model_id, context=self._collector, worker_idx=self._worker_idx
                 )
             self._stack.push_async_callback(scheme.aclose)
             await scheme.connect(timeout=deadline.remaining())
-            following = asyncio.create_task(_follow(scheme, pool), name="aiosync-following")
-            self._stack.push_async_callback(_end, following)
+            receiving = asyncio.create_task(_receive_until_closed(scheme, pool), name="aiosync-following")
+            self._stack.push_async_callback(_cancel, receiving)
 
     async def aclose(self) -> None:
-        """Leave that other one; idempotent."""
+        """Disconnect ``weight_recv_schemes``; idempotent."""
         await self._stack.aclose()
 
     async def send(
@@ -101,16 +106,16 @@ class Updates:
         worker_ids: int | Sequence[int] | None,
         timeout: float,
     ) -> None:
-        """Bring workers up to date; see :meth:`Controls.update_policy_weights_`."""
+        """Send weights to the workers; see :meth:`Controls.update_policy_weights_`."""
         if self._updater is not None:
             deadline = Deadline.after(timeout)
-            await self._push(given, worker_ids, deadline)
-            await self.count(pool, deadline)
+            await self._push_by_updater(given, worker_ids, deadline)
+            await self.count_update(pool, deadline)
             return
         if not given.keys() <= self.schemes.keys():
             unknown = sorted(given.keys() - self.schemes.keys())
             raise InvalidArgumentError(
-                f"{', '.join(unknown)}: there is no scheme for such a model here; expected some of "
+                f"{', '.join(unknown)}: this collector has no scheme for such a model; expected some of "
                 f"{', '.join(self.schemes) or 'none'}"
             )
         serving = list(pool.workers)
@@ -118,38 +123,44 @@ class Updates:
             if len(given) == 1:
                 ((name, weights),) = given.items()
                 if weights is None and self.schemes[name] is self._default:
-                    weights = self._collector.get_model(name)  # as the scheme would, by a longer way
+                    weights = self._collector.get_model(name)  # the scheme would find the same, more slowly
                 ids = worker_ids if worker_ids is None or isinstance(worker_ids, int) else list(worker_ids)
                 await self.schemes[name].send(weights, ids, timeout=timeout)
             elif worker_ids is not None:
-                raise InvalidArgumentError("weights_dict: several models go to all workers; got worker_ids")
+                raise InvalidArgumentError(
+                    "weights_dict: expected no worker_ids: several models go to all workers"
+                )
             else:
                 chosen = {self.schemes[name]: weights for name, weights in given.items()}
                 async with atomic(*chosen, timeout=timeout) as update:
                     for scheme, weights in chosen.items():
                         update.send(scheme, weights)
         except WorkerLostError as exc:
-            await self._excuse(pool, [serving[index] for index in exc.workers], exc)
+            await self._raise_unless_replaced(pool, [serving[index] for index in exc.workers], exc)
 
-    async def _excuse(self, pool: Pool, lost: Sequence[WorkerProxy], error: WorkerLostError) -> None:
-        """Raise what a lost worker itself has said, if it has; nothing, if each has a successor, which begins
-        with what has just been published."""
-        if all(pool.replaces(worker) for worker in lost):
+    async def _raise_unless_replaced(
+        self, pool: Pool, lost: Sequence[WorkerProxy], error: WorkerLostError
+    ) -> None:
+        """Raise the error of a lost worker, or ``error`` if no reason is known. Return if each lost worker
+        has a successor: it begins with the weights that were just published."""
+        if all(pool.is_replaced(worker) for worker in lost):
             return
         try:
             settled = lambda: all(worker.error is not None for worker in lost)  # noqa: E731 - read once
-            await pool.until(settled, Deadline.after(_LAST_WORDS), "receive")
+            await pool.wait_for(settled, Deadline.after(_EXIT_SECONDS), "receive")
         except SyncTimeoutError:
             raise error from None
         pool.check()
-        if not all(pool.replaces(worker) for worker in lost):
+        if not all(pool.is_replaced(worker) for worker in lost):
             raise error
 
-    async def _push(
+    async def _push_by_updater(
         self, given: Mapping[str, Any], worker_ids: int | Sequence[int] | None, deadline: Deadline
     ) -> None:
         if given.keys() != {POLICY}:
-            raise InvalidArgumentError(f"an updater knows the policy only; got {', '.join(sorted(given))}")
+            raise InvalidArgumentError(
+                f"a weight_updater updates {POLICY!r} only, got {', '.join(sorted(given))}"
+            )
         push, weights = self._updater.push_weights, given[POLICY]
         if inspect.iscoroutinefunction(push):
             await push(weights, worker_ids, timeout=deadline.remaining())
@@ -158,36 +169,37 @@ class Updates:
             async with asyncio.timeout(deadline.remaining()):
                 await abandonable(lambda: push(weights, worker_ids), "aiosync-updater")
         except TimeoutError as exc:
-            raise deadline.error("commit", hint="the updater has not come to an end") from exc
+            raise deadline.error("commit", hint="the updater has not returned") from exc
 
-    async def count(self, pool: Pool, deadline: Deadline) -> None:
-        """There is an update that came by no scheme."""
-        self.counted += 1
-        everybody = range(len(pool.workers))
-        pool.counted = self.counted
-        await pool.call("count", {index: [self.counted] for index in everybody}, deadline)
+    async def count_update(self, pool: Pool, deadline: Deadline) -> None:
+        """Count an update of the policy that went through no scheme, here and in the workers."""
+        self.extra_updates += 1
+        all_workers = range(len(pool.workers))
+        pool.extra_updates = self.extra_updates
+        await pool.call("set_extra_updates", {index: [self.extra_updates] for index in all_workers}, deadline)
 
     async def receive(self, weights: Any, deadline: Deadline) -> None:
-        if self._above:
+        """Update the collector's own policy; see :meth:`Controls.receive_weights`."""
+        if self._upstream:
             if weights is not None:
                 raise InvalidArgumentError(
-                    "this collector's weights come by weight_recv_schemes: call receive_weights() without any"
+                    "this collector has weight_recv_schemes: call receive_weights() without weights"
                 )
-            for scheme in self._above.values():
+            for scheme in self._upstream.values():
                 await scheme.receive(deadline.remaining())
             return
         if weights is None:
             raise NotInitializedError(
-                "receive_weights() without weights needs weight_recv_schemes=, to receive them by"
+                "receive_weights() needs weights, or a collector with weight_recv_schemes="
             )
         model = self._collector.policy
         if not isinstance(model, nn.Module):
-            raise NotInitializedError("receive_weights() needs a policy here whose weights these are")
+            raise NotInitializedError("receive_weights() needs a collector whose policy is a module")
         strategy = WeightStrategy()
         strategy.apply_weights(model, strategy.extract_weights(weights))
 
     def cached(self, model_id: str) -> TensorDictBase | None:
-        """A copy of what was published last; None: nothing was."""
+        """Return a copy of the weights that were published last; None if none were."""
         scheme = self.schemes.get(model_id)
         if scheme is None or scheme.version < 0:
             return None
@@ -199,34 +211,34 @@ class Updates:
         return found.clone()
 
 
-async def _follow(scheme: WeightSyncScheme, pool: Pool) -> None:
-    """Receive until the sender closes; if it is lost, the collector's next call says so."""
+async def _receive_until_closed(scheme: WeightSyncScheme, pool: Pool) -> None:
+    """Receive until the sender closes. If the sender is lost, the collector's next call raises."""
     receiver = scheme.get_receiver()
     await receiver.run()
     if receiver.lost:
         pool.fail(WorkerLostError((), receiver.ended or "unknown"))
 
 
-async def _end(task: asyncio.Task[None]) -> None:
+async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
-def _weighted(collector: Any) -> bool:
+def _has_weights(collector: Any) -> bool:
     policy = collector.policy
     if not isinstance(policy, nn.Module):
         return False
     return any(True for _ in policy.parameters()) or any(True for _ in policy.buffers())
 
 
-def _updater_of(given: Any) -> Any:
+def _make_updater(given: Any) -> Any:
     made = given
     is_one = callable(getattr(given, "push_weights", None)) and not isinstance(given, type)
     if callable(given) and not is_one:
         made = given()
     if made is not None and not callable(getattr(made, "push_weights", None)):
         raise InvalidArgumentError(
-            f"weight_updater: expected an updater with push_weights(), or what makes one; got "
+            f"weight_updater: expected an updater with push_weights(), or a function that returns one; got "
             f"{type(made).__name__}"
         )
     return made

@@ -1,6 +1,7 @@
-"""A worker: tasks of one event loop, which play, receive weights and listen to the collector.
+"""A worker: tasks of one event loop that roll out the policy, receive weights and execute the collector's
+commands.
 
-It ends when its collector closes the channel, or is gone.
+A worker ends when its collector closes the pipe or has died.
 """
 
 from __future__ import annotations
@@ -22,37 +23,47 @@ import numpy as np
 import torch
 from torch import nn
 
-from aiosync.collectors.actor import actor_of
-from aiosync.collectors.channel import Channel, ChannelClosed
+from aiosync.collectors.batch_buffers import BatchBuffers
+from aiosync.collectors.command_pipe import CommandPipe, CommandPipeClosed
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.env import adapt
-from aiosync.collectors.messages import Answer, Batch, Call, Collect, Cut, Failed, Parcel, Ready
-from aiosync.collectors.rollout import OpenBatch, Player
-from aiosync.collectors.shelf import Shelf
+from aiosync.collectors.messages import (
+    Answer,
+    Batch,
+    Call,
+    Collect,
+    EndEarly,
+    ErrorReport,
+    InlineBatch,
+    Ready,
+)
+from aiosync.collectors.policy import adapt_policy
+from aiosync.collectors.rollout import PartialBatch, Rollout
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.weights.resolve import resolve_model
 
-__all__ = ["POLICY", "Worker", "WorkerSpec", "schemes_of_policy", "serve"]
+__all__ = ["POLICY", "Worker", "WorkerSpec", "policy_schemes", "run_worker"]
 
 POLICY = "policy"
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker is.
+    """All that a worker needs at its start.
 
     Attributes:
-        index, workers: which, of how many.
-        create_env: makes its environment.
-        make_policy: makes its policy; None: it acts at random.
-        config: the collector's.
-        first_id: the number of its first trajectory.
-        seed: what it begins with; None: anything.
-        counted: updates that came by none of its schemes.
-        alone: it has a process of its own.
-        buffers: batches are put into shared memory; else into messages.
-        shares: tensors in it that lie in shared memory are to be the same in the worker.
+        index: the worker's index.
+        workers: the number of workers.
+        create_env: returns an environment.
+        make_policy: returns the policy; None: random actions.
+        config: the collector's options.
+        first_id: the number of the worker's first trajectory.
+        seed: seed of its first environment; None: unseeded.
+        extra_updates: updates of the policy before this worker's start that no scheme counts.
+        own_process: the worker does not share its process with the collector.
+        use_buffers: batches go through shared memory; otherwise in messages.
+        share_tensors: tensors of this spec in shared memory are shared with the worker, not copied.
     """
 
     index: int
@@ -62,108 +73,119 @@ class WorkerSpec:
     config: CollectorConfig
     first_id: int
     seed: int | None = None
-    counted: int = 0
-    alone: bool = True
-    buffers: bool = True
-    shares: bool = False
+    extra_updates: int = 0
+    own_process: bool = True
+    use_buffers: bool = True
+    share_tensors: bool = False
 
     @property
     def stride(self) -> int:
-        """Between two of an environment's numbers of trajectories."""
+        """The difference between the numbers of two consecutive trajectories of one environment."""
         return self.workers * self.config.processes.envs_per_worker
 
 
-def schemes_of_policy(schemes: Mapping[str, WeightSyncScheme]) -> list[WeightSyncScheme]:
-    """The policy's scheme, or those of its parts. The newest of their versions is the policy's."""
+def policy_schemes(schemes: Mapping[str, WeightSyncScheme]) -> list[WeightSyncScheme]:
+    """Return the schemes of the policy or of its parts. The highest of their versions is the policy's
+    version."""
     return [scheme for name, scheme in schemes.items() if f"{name}.".startswith(f"{POLICY}.")]
 
 
-async def serve(
-    spec: Callable[[], WorkerSpec], schemes: Mapping[str, WeightSyncScheme], channel: Channel
+async def run_worker(
+    spec: Callable[[], WorkerSpec], schemes: Mapping[str, WeightSyncScheme], pipe: CommandPipe
 ) -> None:
-    """Run a worker until the collector has closed. Errors are sent to the collector.
+    """Run a worker until the collector closes the pipe. An error is sent to the collector.
 
     Args:
-        spec: gives what this is.
-        schemes: model -> the scheme that its weights come by.
-        channel: to the collector.
+        spec: returns the worker's spec.
+        schemes: model id -> the scheme that delivers its weights.
+        pipe: to the collector.
     """
     try:
-        async with Worker(spec(), schemes, channel) as worker:
-            await worker.serve()
-    except ChannelClosed:
-        pass  # by the collector
-    except Exception as exc:  # noqa: BLE001 - travels to the collector
-        channel.send(failure(exc))
+        async with Worker(spec(), schemes, pipe) as worker:
+            await worker.run()
+    except CommandPipeClosed:
+        pass  # the collector closed the pipe
+    except Exception as exc:  # noqa: BLE001 - sent to the collector
+        pipe.send(error_report(exc))
     finally:
-        channel.close()
+        pipe.close()
 
 
-def _let_go() -> None:
-    """An update has been answered: its sender waits for that, and where every processor has a worker that
-    computes, Linux would let it have one only when a worker has used up its slice, milliseconds later."""
+def _yield_processor() -> None:
+    """Yield the processor after a worker has acknowledged an update.
+
+    The sender waits for that. With a busy worker on every processor, Linux would run the sender only at the
+    end of a worker's time slice, milliseconds later.
+    """
     if sys.platform != "win32":
         os.sched_yield()
 
 
-def failure(error: BaseException) -> Failed:
-    """An error as it is sent."""
+def error_report(error: BaseException) -> ErrorReport:
+    """Return an exception in the form that is sent to the collector."""
     try:
         data = cloudpickle.dumps(error)
-        pickle.loads(data)  # some can be written and not read
-    except Exception:  # noqa: BLE001 - whatever its own methods raise
+        pickle.loads(data)  # some exceptions can be pickled but not unpickled
+    except Exception:  # noqa: BLE001 - an exception's pickle methods may raise anything
         data = None
     trace = "".join(traceback.format_exception(error))
-    return Failed(data, type(error).__name__, str(error), trace)
+    return ErrorReport(data, type(error).__name__, str(error), trace)
 
 
 class Worker:
-    """The worker's own side of things: what :class:`~aiosync.collectors.messages.Call` calls, and what
-    schemes find their models on.
+    """One worker. The collector calls the methods behind :meth:`run` through
+    :class:`~aiosync.collectors.messages.Call`. Schemes find their models through :meth:`get_model`.
 
     Args:
-        spec: what it is.
-        schemes: see :func:`serve`.
-        channel: to the collector.
+        spec: the worker's spec.
+        schemes: model id -> the scheme that delivers its weights.
+        pipe: to the collector.
+
+    Attributes:
+        env: the first environment, as ``create_env`` returned it.
+        policy: the policy; None: random actions.
     """
 
-    def __init__(self, spec: WorkerSpec, schemes: Mapping[str, WeightSyncScheme], channel: Channel) -> None:
+    def __init__(self, spec: WorkerSpec, schemes: Mapping[str, WeightSyncScheme], pipe: CommandPipe) -> None:
         config = spec.config
-        if spec.alone:
+        if spec.own_process:
             torch.set_num_threads(config.processes.num_sub_threads)
         if config.processes.init_fn is not None:
             config.processes.init_fn()
         self._config = config
         self._spec = spec
         self._schemes = schemes
-        self._of_policy = schemes_of_policy(schemes)
-        self._channel = channel
-        self._counted = spec.counted
-        places = config.devices.of(spec.index)
-        self._envs = [adapt(spec.create_env(), places.env) for _ in range(config.processes.envs_per_worker)]
+        self._policy_schemes = policy_schemes(schemes)
+        self._pipe = pipe
+        self._extra_updates = spec.extra_updates
+        devices = config.devices.of(spec.index)
+        self._envs = [adapt(spec.create_env(), devices.env) for _ in range(config.processes.envs_per_worker)]
         self.env = self._envs[0].env
         self.policy = spec.make_policy() if spec.make_policy is not None else None
         if isinstance(self.policy, nn.Module):
             self.policy.eval()
-            if places.policy is not None:
-                self.policy.to(places.policy)
-        self._places = places
-        self._shelf = Shelf(channel.send if spec.buffers else None, self._envs[0].shape)
+            if devices.policy is not None:
+                self.policy.to(devices.policy)
+        self._devices = devices
+        self._buffers = BatchBuffers(pipe.send if spec.use_buffers else None, self._envs[0].shape)
+        # Frames per step of one environment adapter: the environments that step together.
         self._width = math.prod(self._envs[0].shape)
-        self._open: list[OpenBatch] = []
-        self._asked = asyncio.Event()
+        # Requested batches that are not complete, in order of their requests.
+        self._partial_batches: list[PartialBatch] = []
+        # Wakes the rollouts that have no batch to collect for.
+        self._batch_requested = asyncio.Event()
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Worker:
         await self._stack.__aenter__()
         try:
-            await self._begin()
+            await self._set_up()
         except BaseException:
             await self._stack.aclose()
             raise
         return self
 
-    async def _begin(self) -> None:
+    async def _set_up(self) -> None:
         for env in self._envs:
             self._stack.push_async_callback(env.close)
         for model_id, scheme in self._schemes.items():
@@ -173,26 +195,28 @@ class Worker:
         await asyncio.gather(*(self._connect(scheme) for scheme in self._schemes.values()))
         for scheme in self._schemes.values():
             await self._stack.enter_async_context(scheme.receiving())
-        actor = None
+        policy = None
         if self.policy is not None:
-            actor = actor_of(self.policy, self._config.policy, self._places, sync=self._config.devices.syncs)
+            policy = adapt_policy(
+                self.policy, self._config.policy, self._devices, sync=self._config.devices.syncs
+            )
         version = self._version if self._config.policy.track_policy_version else None
         first = self._spec.first_id
-        self._players = [
-            Player(env, actor, self._config.batch, first + i, self._spec.stride, version)
+        self._rollouts = [
+            Rollout(env, policy, self._config.batch, first + i, self._spec.stride, version)
             for i, env in enumerate(self._envs)
         ]
 
     def get_model(self, model_id: str) -> Any:
-        """The model of that name, of this worker.
+        """Return this worker's model with this id.
 
         Raises:
-            AttributeError: there is none.
+            AttributeError: there is no such model.
         """
         return self.policy if model_id == POLICY else resolve_model(self, model_id)
 
     def _version(self) -> int:
-        return self._counted + max((scheme.version for scheme in self._of_policy), default=0)
+        return self._extra_updates + max((scheme.version for scheme in self._policy_schemes), default=0)
 
     async def _connect(self, scheme: WeightSyncScheme) -> None:
         self._stack.push_async_callback(scheme.aclose)
@@ -201,18 +225,18 @@ class Worker:
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.aclose()
 
-    async def serve(self) -> None:
-        """Play and listen.
+    async def run(self) -> None:
+        """Roll out the policy and execute commands.
 
         Raises:
-            ChannelClosed: by the collector.
+            CommandPipeClosed: the collector closed the pipe.
             Exception: what the environment or the policy raises.
         """
         if self._spec.seed is not None:
             await self.set_seed(self._spec.seed)
-        self._channel.send(Ready(self._width))
-        playing = (self._play(number, player) for number, player in enumerate(self._players))
-        tasks = [asyncio.ensure_future(work) for work in (self._listen(), *playing)]
+        self._pipe.send(Ready(self._width))
+        rolling_out = (self._roll_out(number, rollout) for number, rollout in enumerate(self._rollouts))
+        tasks = [asyncio.ensure_future(work) for work in (self._receive_commands(), *rolling_out)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -222,113 +246,121 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _listen(self) -> None:
+    async def _receive_commands(self) -> None:
         while True:
-            match await self._channel.receive():
+            match await self._pipe.receive():
                 case Collect() as request:
-                    self._shelf.give_back(request.returned)
-                    self._open.append(OpenBatch(request, self._shelf, self._width))
-                    self._asked.set()
-                case Cut():
-                    for batch in list(self._open):
-                        batch.cut()
+                    self._buffers.release(request.returned)
+                    self._partial_batches.append(PartialBatch(request, self._buffers, self._width))
+                    self._batch_requested.set()
+                case EndEarly():
+                    for batch in list(self._partial_batches):
+                        batch.end_early()
                         if batch.complete:
                             self._deliver(batch)
                 case Call() as call:
-                    self._channel.send(await self._answer(call))
+                    self._pipe.send(await self._call_method(call))
 
-    async def _answer(self, call: Call) -> Answer:
+    async def _call_method(self, call: Call) -> Answer:
         try:
             value = await getattr(self, call.method)(*call.arguments)
-            cloudpickle.dumps(value)  # what cannot be sent is this call's error
-        except Exception as exc:  # noqa: BLE001 - travels to the collector
-            return Answer(call.number, error=failure(exc))
+            cloudpickle.dumps(value)  # a value that cannot be pickled is an error of this call
+        except Exception as exc:  # noqa: BLE001 - sent to the collector
+            return Answer(call.number, error=error_report(exc))
         return Answer(call.number, value)
 
-    async def _play(self, number: int, player: Player) -> None:
+    async def _roll_out(self, number: int, rollout: Rollout) -> None:
         while True:
-            batch = next((batch for batch in self._open if batch.has_room), None)
+            batch = next((batch for batch in self._partial_batches if batch.has_room), None)
             if batch is None:
-                self._asked.clear()
-                await self._asked.wait()
+                self._batch_requested.clear()
+                await self._batch_requested.wait()
                 continue
             place = batch.claim()
-            batch.write(place, number, await player.frame(batch))
+            batch.write(place, number, await rollout.frame(batch))
             if batch.complete:
                 self._deliver(batch)
-                await self._channel.drain()
+                await self._pipe.drain()
             version = self._version()
-            await asyncio.sleep(0)  # updates and commands come in between two frames
+            await asyncio.sleep(0)  # updates and commands are handled between two frames
             if version != self._version():
-                _let_go()
+                _yield_processor()
 
-    def _deliver(self, batch: OpenBatch) -> None:
-        self._open.remove(batch)
+    def _deliver(self, batch: PartialBatch) -> None:
+        self._partial_batches.remove(batch)
         batch.close(truncate=self._config.batch.set_truncated)
-        order = batch.order if len(self._players) > 1 else None
-        number, slot, steps = batch.request.number, batch.slot, batch.steps
-        if self._spec.buffers:
-            self._channel.send(Batch(number, slot, steps, order))
+        order = batch.order if len(self._rollouts) > 1 else None
+        number, buffer, steps = batch.request.number, batch.buffer, batch.steps
+        if self._spec.use_buffers:
+            self._pipe.send(Batch(number, buffer, steps, order))
             return
-        data = self._shelf[slot].read(steps, len(self._envs[0].shape), order)
-        self._shelf.give_back([slot])
-        self._channel.send(Parcel(number, steps, data.clone() if order is None else data))
+        data = self._buffers[buffer].read(steps, len(self._envs[0].shape), order)
+        self._buffers.release([buffer])
+        self._pipe.send(InlineBatch(number, steps, data.clone() if order is None else data))
 
     # -- what the collector calls ---------------------------------------------------------------------
 
     async def set_seed(self, seed: int) -> None:
-        """Begin anew: the first environment with ``seed``, the next with ``seed + 1``, and so on, where one
-        of several that step together counts as several."""
+        """Seed the random number generators and the environments, and begin new episodes.
+
+        Args:
+            seed: seed of the first environment. The next one gets ``seed + 1``, and so on; each of several
+                environments that step together counts as one.
+        """
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
-        for number, player in enumerate(self._players):
-            await player.reset(seed + number * self._width)
+        for number, rollout in enumerate(self._rollouts):
+            await rollout.reset(seed + number * self._width)
 
     async def reset(self) -> None:
         """Begin new episodes."""
-        for player in self._players:
-            await player.reset()
+        for rollout in self._rollouts:
+            await rollout.reset()
 
-    async def count(self, updates: int) -> None:
-        """There were so many updates that came by no scheme."""
-        self._counted = updates
+    async def set_extra_updates(self, updates: int) -> None:
+        """Set how many updates of the policy no scheme has counted."""
+        self._extra_updates = updates
 
     async def state(self) -> dict[str, Any]:
-        """Where it stands."""
+        """Return the state of all rollouts and of the random number generators."""
         return {
-            "players": [player.state() for player in self._players],
+            "rollouts": [rollout.state() for rollout in self._rollouts],
             "torch": torch.get_rng_state(),
             "numpy": np.random.get_state(),
             "random": random.getstate(),
         }
 
     async def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there.
+        """Restore a state.
 
         Raises:
-            InvalidArgumentError: it is that of another number of environments.
+            InvalidArgumentError: the state is of another number of environments.
         """
-        players = state["players"]
-        if len(players) != len(self._players):
+        rollouts = state["rollouts"]
+        if len(rollouts) != len(self._rollouts):
             raise InvalidArgumentError(
-                f"state_dict: it has {len(players)} environments in a worker, expected {len(self._players)}"
+                f"state_dict: expected {len(self._rollouts)} environments per worker, got {len(rollouts)}"
             )
-        for player, known in zip(self._players, players, strict=True):
-            await player.load_state(known)
+        for rollout, saved in zip(self._rollouts, rollouts, strict=True):
+            await rollout.load_state(saved)
         self.env = self._envs[0].env
         torch.set_rng_state(state["torch"])
         np.random.set_state(state["numpy"])
         random.setstate(state["random"])
 
-    async def attribute_of(self, what: str, name: str) -> Any:
-        """What the environment or the policy has under a name, which may be dotted.
+    async def get_attribute(self, what: str, name: str) -> Any:
+        """Return an attribute of the environment or the policy.
+
+        Args:
+            what: ``"env"`` or ``"policy"``.
+            name: the attribute's name; dots go to nested attributes.
 
         Raises:
             NotInitializedError: there is no policy.
-            AttributeError: there is nothing.
+            AttributeError: there is no such attribute.
         """
         found = getattr(self, what)
         if found is None:
-            raise NotInitializedError("this collector has no policy: it acts at random")
+            raise NotInitializedError("this collector has no policy: its actions are random")
         return resolve_model(found, name)

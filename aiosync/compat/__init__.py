@@ -1,1 +1,2 @@
-"""What other libraries expect of a scheme. Nothing here is imported before they are."""
+"""Adapters to the contexts of other libraries. An adapter is imported only after its library has been
+imported."""

@@ -1,7 +1,7 @@
-"""torchrl's collectors and servers as the twins meet them. The only file that imports torchrl.
+"""Adapter to torchrl's collectors and servers, for the blocking twins. The only file that imports torchrl.
 
-It is imported when torchrl is there already: by :mod:`aiosync.sync`, or by the first scheme that has a
-context of torchrl's. From then on the twins count as torchrl's schemes.
+It is imported by :mod:`aiosync.sync` if torchrl has been imported, or by the first scheme with a context of
+torchrl's. Its import registers the blocking twins as torchrl's weight sync schemes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ __all__ = ["first_worker", "is_enlisted", "last_words", "listener_for", "process
 
 
 def listener_for(context: Any, model_id: str) -> UpdateListener | None:
-    """The listener for a context of torchrl's; None: ``update_policy_weights_`` is called, as on any other.
+    """Return the listener for a torchrl context; None: updates call ``update_policy_weights_``, as with any
+    other context.
 
     Raises:
-        InvalidArgumentError: an inference server that replays CUDA graphs.
+        InvalidArgumentError: ``context`` is an inference server that replays CUDA graphs.
     """
     from torchrl.collectors import BaseCollector
     from torchrl.modules.inference_server import InferenceServer
@@ -34,8 +35,8 @@ def listener_for(context: Any, model_id: str) -> UpdateListener | None:
     if isinstance(context, InferenceServer):
         if context.static_batch_size is not None:
             raise InvalidArgumentError(
-                "an InferenceServer with static_batch_size replays CUDA graphs, which nothing here keeps "
-                "commits out of: use it without, or with torchrl's own scheme"
+                "an InferenceServer with static_batch_size replays CUDA graphs, and a commit could fall into "
+                "a replay: do not set static_batch_size, or use torchrl's own scheme"
             )
         return _Server(context)
     if not isinstance(context, BaseCollector) or getattr(context, "weight_updater", None) is not None:
@@ -46,14 +47,16 @@ def listener_for(context: Any, model_id: str) -> UpdateListener | None:
 
 
 def first_worker(context: Any) -> int:
-    """torchrl's DistributedCollector numbers its workers by their ranks."""
+    """Return the index of a context's first worker: torchrl's DistributedCollector uses ranks, which begin at
+    1."""
     from torchrl.collectors.distributed import DistributedCollector
 
     return 1 if isinstance(context, DistributedCollector) else 0
 
 
 def is_enlisted(context: Any) -> bool:
-    """torchrl's RPCCollector hands schemes to its nodes before it calls ``init_on_sender``."""
+    """Return whether ``context`` is a node of torchrl's RPCCollector, which passes schemes to its nodes
+    before it calls ``init_on_sender``."""
     from torchrl.collectors import BaseCollector
 
     if not isinstance(context, BaseCollector) or not is_member():
@@ -62,13 +65,14 @@ def is_enlisted(context: Any) -> bool:
 
 
 def processes(context: Any) -> dict[int, int]:
-    """Those that torchrl's collectors of several processes have started."""
+    """Return worker index -> process id, of a torchrl collector that has started processes."""
     started = getattr(context, "procs", None) or ()
     return {index: process.pid for index, process in enumerate(started) if process.pid is not None}
 
 
 def last_words(context: Any, worker: int) -> str:
-    """The error that torchrl's worker sent before it ended, which torchrl itself would not read any more."""
+    """Return the error that a torchrl worker sent before it ended; torchrl itself would not read that
+    message."""
     pipe = context.pipes[worker]
     with suppress(EOFError, OSError):
         while pipe.poll():
@@ -79,10 +83,10 @@ def last_words(context: Any, worker: int) -> str:
 
 
 class _Parent(ContextUpdater):
-    """A collector that has others to update.
+    """Listener for a collector that has its own workers.
 
-    What torchrl's own schemes are given to hand on they may pickle, which takes memory away from under those
-    who share it: only where all are ours may that be the sender's.
+    torchrl's schemes may pickle the tensors that they are given, which moves these out of shared memory. So
+    such a collector may get the sender's memory only if all its schemes are aiosync's.
     """
 
     def __init__(self, collector: Any) -> None:
@@ -92,17 +96,17 @@ class _Parent(ContextUpdater):
         self.writes = not all(isinstance(scheme, sync.WeightSyncScheme) for scheme in schemes)
 
     def updating(self, model_id: str, weights: Any) -> Any:
-        """See :class:`UpdateListener`.
+        """Send the update to the collector's own workers before the commit.
 
-        A worker that has not been started yet begins with the model as it is at its start. A worker that is
-        being started gets this update once it is there.
+        A worker that is not started yet begins with the model as it is at its start. A worker that is being
+        started gets this update once it is connected.
         """
         scheme = (getattr(self._collector(), "_weight_sync_schemes", None) or {}).get(model_id)
         if scheme is None or not scheme.initialized_on_sender:
             return None
         deadline = Deadline.after(default_timeout())
         while not scheme.synchronized_on_sender:
-            time.sleep(0.01)  # in a thread; torchrl has nothing that tells
+            time.sleep(0.01)  # in a thread; torchrl has no event to wait for
             if self._collector() is None or not scheme.initialized_on_sender:
                 return None
             if deadline.remaining() <= 0:
@@ -111,23 +115,24 @@ class _Parent(ContextUpdater):
 
 
 class _Counting(UpdateListener):
-    """Adds to a count what a version is more than the one before; a new sender begins again at 0."""
+    """Adds the difference of two consecutive versions to a counter. A new sender begins at 0 again."""
 
     def __init__(self) -> None:
         self._counted = 0
 
     def more(self, version: int) -> int:
-        """How many versions have come since this was asked."""
+        """Return how many versions have come since the last call."""
         before, self._counted = self._counted, version
         return max(0, version - before)
 
 
 class _ActingCollector(_Counting):
-    """A collector that acts with the model itself. Its ``update_policy_weights_`` would write into the
-    parameters, which have the weights already; what is left of it is to count.
+    """Listener for a collector that acts with the model itself.
 
-    A version counts from the first forward pass with it, not from the commit: frames are tagged some time
-    after the pass, and are to have the version that acted. (What replays a graph makes no passes.)
+    Its ``update_policy_weights_`` would write into parameters that have the weights already; only its version
+    has to be counted. A version counts from the first forward pass with it, not from the commit: frames are
+    tagged some time after the pass, with the version that acted. A captured graph makes no forward passes:
+    there a version counts from the commit.
     """
 
     def __init__(self, collector: Any) -> None:
@@ -151,9 +156,10 @@ class _ActingCollector(_Counting):
 
 
 class _Server(_Counting):
-    """An inference server, which holds a lock from a pass until it has said what version that was.
+    """Listener for an inference server. The server holds a lock from a forward pass until it has reported
+    that pass's version.
 
-    A version counts from the commit where no batch is being served, else from the next pass.
+    A version counts from the commit if no batch is being served, else from the next pass.
     """
 
     def __init__(self, server: Any) -> None:
@@ -175,10 +181,10 @@ class _Server(_Counting):
 
 
 def _register() -> None:
-    """Have the twins count as torchrl's schemes, and be made by
+    """Register the blocking twins as torchrl's schemes, also by name:
     ``torchrl.weight_update.WeightSyncScheme.from_backend("aiosync.shared")``."""
     weight_update.WeightSyncScheme.register(sync.WeightSyncScheme)
-    # torchrl's InferenceServer asks whether it is one of these, and so whether updates come by themselves.
+    # torchrl's InferenceServer checks for this class to know whether updates arrive without a call.
     weight_update.SharedMemWeightSyncScheme.register(sync.WeightSyncScheme)
     by_name = getattr(weight_sync_schemes, "register_weight_sync_backend", None)
     if by_name is not None:

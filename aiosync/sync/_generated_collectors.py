@@ -34,33 +34,33 @@ class MultiCollector(BlockingCollector):
                 ...  # learn
                 collector.update_policy_weights_()
 
-    Each worker has an event loop, on which its environments are stepped, its weights arrive, and what the
-    collector asks of it is done, one at a time: weights change between two steps, and each frame is tagged
-    with the version that acted. Batches come in shared memory, without being pickled or sent.
+    Each worker has one event loop. It steps the environments, receives weights and executes the collector's
+    commands there, one at a time. So weights change only between two steps, and each frame is tagged with the
+    version that acted. Batches go through shared memory; they are neither pickled nor sent.
 
-    With ``sync=True`` a batch has a part of every worker, and no worker steps between one batch and the
-    call for the next. With ``sync=False`` a batch is one worker's, handed out in the order in which they are
-    finished, and workers go on meanwhile: each is at most two batches ahead. Such a batch lies in the
-    memory where its worker put it, which is used again when nothing refers to it any more.
+    With ``sync=True`` a batch has a part from every worker, and no worker steps between one batch and the
+    request for the next. With ``sync=False`` a batch comes from one worker, batches come in the order in
+    which they are complete, and workers continue meanwhile: each is at most two batches ahead. With
+    ``sync=False`` a batch's memory is reused once the last reference to the batch is dropped.
 
     Args:
-        create_env_fn: makes an environment (see :func:`~aiosync.collectors.adapt`); or one function per
+        create_env_fn: returns an environment (see :func:`~aiosync.collectors.adapt`); or one function per
             worker. Called in the workers.
         policy: the trainer's policy: a TensorDictModule, or a module or function of the observation. Workers
-            get a copy, and its weights. None: they act at random.
+            get a copy, and its weights. None: random actions.
         sync: see above.
-        policy_factory: makes the workers' policies in them; or one function per worker. With ``policy``, that
-            is only where the weights come from.
-        create_env_kwargs: what ``create_env_fn`` is called with; or one mapping per worker.
-        config: all the rest.
-        options: the same as keywords: see :class:`BatchConfig`, :class:`PolicyConfig`,
+        policy_factory: returns a worker's policy; or one function per worker. Called in the workers.
+            ``policy`` is then only the source of the weights.
+        create_env_kwargs: keyword arguments of ``create_env_fn``; or one mapping per worker.
+        config: all other options.
+        options: the same options as keywords: see :class:`BatchConfig`, :class:`PolicyConfig`,
             :class:`DeviceConfig`, :class:`ProcessConfig`, :class:`WeightConfig` and :class:`ReplayConfig`.
 
     Attributes:
-        frames: how many have been handed out.
+        frames: how many frames the iterator has returned.
 
     Raises:
-        InvalidArgumentError: an option that there is not, or that does not go with the others.
+        InvalidArgumentError: an unknown option, or options that do not fit together.
     """
 
     _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.MultiCollector
@@ -69,25 +69,29 @@ class MultiCollector(BlockingCollector):
         self._async = self._async_class(create_env_fn, policy, sync=sync, policy_factory=policy_factory, create_env_kwargs=create_env_kwargs, config=config, **options)
 
     def connect(self, timeout: float | None=None) -> None:
-        """Start the workers, and wait until each is ready to play with version 0.
+        """Start the workers, and wait until each is ready to act with version 0.
 
         Args:
             timeout: seconds.
 
         Raises:
-            Exception: what an environment or a policy raised in a worker, with its traceback.
+            Exception: what an environment or a policy raised in a worker, with the worker's traceback as its
+                cause.
             WorkerLostError: a worker died.
-            SyncTimeoutError: not all were ready in time.
+            SyncTimeoutError: not all workers were ready in time.
         """
         self._blocking_connect(timeout)
 
     def pause(self, timeout: float | None=None) -> AbstractContextManager[None]:
-        """No worker steps inside: the workers finish what they are collecting first. They always
-        go on afterwards.
+        """Stop the workers' steps inside this context. The workers finish the batches in progress first. They
+        continue when the context ends, also by an exception.
+
+        Args:
+            timeout: seconds to wait for the batches in progress.
 
         Raises:
             Exception: as the iterator.
-            SyncTimeoutError: they have not come to an end in time.
+            SyncTimeoutError: the workers did not finish in time.
         """
         return self._blocking_pause(timeout)
 
@@ -95,112 +99,149 @@ class MultiCollector(BlockingCollector):
         """Send weights to the workers.
 
         Args:
-            policy_or_weights: None: the policy's.
-            model_id: whose.
-            worker_ids: for whom; None: all.
-            weights_dict: several models' weights, by their names: each worker has all of them, or none.
+            policy_or_weights: a module, TensorDict or dict; None: the trainer's policy.
+            model_id: the model that these weights belong to.
+            worker_ids: a worker or several; None: all.
+            weights_dict: model id -> weights. Each worker applies all of them or none.
             timeout: seconds.
 
         Raises:
-            Exception: as :meth:`aiosync.WeightSyncScheme.send`. (That a worker was lost which is started
-                again is no error: it begins with these weights.)
+            Exception: as :meth:`aiosync.WeightSyncScheme.send`. (A lost worker that is started again is no
+                error: it begins with these weights.)
         """
         portal().call(self._async.update_policy_weights_, policy_or_weights, model_id=model_id, worker_ids=worker_ids, weights_dict=weights_dict, timeout=timeout)
 
     @property
     def policy_version(self) -> int:
-        """The policy's newest version; 0 if it has no weights."""
+        """The newest version of the policy; 0 if the policy has no weights."""
         return self._async.policy_version
 
     def increment_version(self, timeout: float | None=None) -> None:
-        """Count the policy's version up, where weights got to the workers in a way that this collector knows
-        nothing of. Frames are tagged with the new one from here on.
+        """Increment the policy's version, after weights reached the workers without this collector. Later
+        frames are tagged with the new version.
+
+        Args:
+            timeout: seconds.
         """
         portal().call(self._async.increment_version, timeout)
 
     def receive_weights(self, policy_or_weights: Any=None, *, timeout: float | None=None) -> None:
-        """Bring this collector's own policy up to date.
+        """Update this collector's own policy.
 
         Args:
-            policy_or_weights: a module, TensorDict or dict, which is applied to the policy here; workers get
-                it with :meth:`update_policy_weights_`. None: wait until an update has come by
-                ``weight_recv_schemes``, which goes to the workers too; there need not be one in time.
+            policy_or_weights: a module, TensorDict or dict to apply to the policy in this process;
+                :meth:`update_policy_weights_` sends it to the workers. None: wait for an update through
+                ``weight_recv_schemes``, which also reaches the workers. Returns without one at the timeout.
             timeout: seconds.
 
         Raises:
-            InvalidArgumentError: weights were given, and there are ``weight_recv_schemes``.
-            NotInitializedError: there are neither, or there is no policy here.
-            LayoutMismatchError: they do not fit.
+            InvalidArgumentError: weights were given although there are ``weight_recv_schemes``.
+            NotInitializedError: neither weights nor ``weight_recv_schemes`` were given, or this process has
+                no policy.
+            LayoutMismatchError: the weights do not fit the policy.
         """
         portal().call(self._async.receive_weights, policy_or_weights, timeout=timeout)
 
     def get_cached_weights(self, model_id: str=POLICY) -> TensorDictBase | None:
-        """A copy of the weights that were sent last; None: there are none."""
+        """Return a copy of the weights that were sent last; None if none were sent."""
         return self._async.get_cached_weights(model_id)
 
     @property
     def policy_device(self) -> list[Any] | None:
-        """The device of each worker's policy; None: none was said."""
+        """The device of each worker's policy; None if no device was given."""
         return self._async.policy_device
 
     @property
     def worker_idx(self) -> int | None:
-        """Which worker of another collector this is."""
+        """The index of this collector among the workers of another collector."""
         return self._async.worker_idx
 
     def set_seed(self, seed: int, static_seed: bool=False, timeout: float | None=None) -> int:
-        """Begin anew, each environment with a seed of its own: ``seed``, ``seed + 1``, and so on; or each
-        worker with the same, if ``static_seed``. Returns the next one.
+        """Seed the environments and begin new episodes.
+
+        Args:
+            seed: seed of the first environment. The next one gets ``seed + 1``, and so on.
+            static_seed: every worker begins with ``seed``.
+            timeout: seconds.
+
+        Returns:
+            The first unused seed.
         """
         return portal().call(self._async.set_seed, seed, static_seed, timeout)
 
     def reset(self, reset_idx: Sequence[bool] | None=None, timeout: float | None=None) -> None:
-        """Begin new episodes, in all workers or those where ``reset_idx`` is true."""
+        """Begin new episodes.
+
+        Args:
+            reset_idx: for each worker, whether to reset its environments; None: all.
+            timeout: seconds.
+        """
         portal().call(self._async.reset, reset_idx, timeout)
 
     def getattr_env(self, name: str, timeout: float | None=None) -> list[Any]:
-        """What each worker's environment has under a name, which may be dotted."""
+        """Return an attribute of each worker's environment.
+
+        Args:
+            name: the attribute's name; dots go to nested attributes.
+            timeout: seconds.
+        """
         return portal().call(self._async.getattr_env, name, timeout)
 
     def getattr_policy(self, name: str, timeout: float | None=None) -> list[Any]:
-        """What each worker's policy has under a name, which may be dotted."""
+        """Return an attribute of each worker's policy.
+
+        Args:
+            name: the attribute's name; dots go to nested attributes.
+            timeout: seconds.
+        """
         return portal().call(self._async.getattr_policy, name, timeout)
 
     def getattr_rb(self, name: str) -> Any:
-        """What the replay buffer has under a name, which may be dotted.
+        """Return an attribute of the replay buffer.
+
+        Args:
+            name: the attribute's name; dots go to nested attributes.
 
         Raises:
-            NotInitializedError: there is none.
-            AttributeError: it has no such thing.
+            NotInitializedError: there is no replay buffer.
+            AttributeError: the replay buffer has no such attribute.
         """
         return self._async.getattr_rb(name)
 
     def state_dict(self, timeout: float | None=None) -> dict[str, Any]:
-        """Where collection stands: how many frames there were, and each worker's environments and generators
-        of random numbers, as far as they can be pickled. Take it when nothing is being collected: between two
+        """Return the state of collection: the number of frames, and each worker's random number generators
+        and environments, as far as these can be pickled. Call it while no worker collects: between two
         synchronous batches, or inside :meth:`pause`.
+
+        Args:
+            timeout: seconds.
         """
         return portal().call(self._async.state_dict, timeout)
 
     def load_state_dict(self, state: Mapping[str, Any], timeout: float | None=None) -> None:
-        """Go on from there; what was collected before and not handed out is dropped.
+        """Restore a state of :meth:`state_dict`. Batches that workers have delivered and the iterator has not
+        returned are dropped.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+            timeout: seconds.
 
         Raises:
-            InvalidArgumentError: it is that of another number of workers.
+            InvalidArgumentError: the state is of another number of workers.
         """
         portal().call(self._async.load_state_dict, state, timeout)
 
     def get_model(self, model_id: str=POLICY) -> Any:
-        """The trainer's model of that name.
+        """Return the trainer's model with this id.
 
         Raises:
-            AttributeError: there is none.
+            AttributeError: there is no such model.
         """
         return self._async.get_model(model_id)
 
     def start(self) -> None:
-        """Collect into the replay buffer from now on, beside whatever else runs on this event loop, until
-        ``total_frames`` or :meth:`close`. What goes wrong is raised by the next call.
+        """Collect into the replay buffer, in a task of this event loop, until ``total_frames`` or
+        :meth:`close`. An error is raised by the next call to the collector.
 
         Raises:
             InvalidArgumentError: there is no replay buffer.
@@ -229,23 +270,23 @@ class MultiAsyncCollector(MultiCollector):
 class Collector(MultiCollector):
     """The blocking twin of :class:`aiosync.collectors.Collector`.
 
-    Rolls out a policy in this process, on the event loop that iterates it.
+    Rolls out a policy in this process, on the event loop that iterates the collector.
 
-    All is as with a :class:`MultiCollector` of one worker with ``sync=True``: no step is made between one
-    batch and the call for the next, the policy that acts is a copy, and has the version that was sent last.
-    An environment that takes long to step holds up the event loop meanwhile, unless its ``step`` is a
-    coroutine.
+    Otherwise it behaves as a :class:`MultiCollector` with one worker and ``sync=True``: no step happens
+    between one batch and the request for the next. The policy that acts is a copy, with the version that was
+    sent last. An environment with a slow ``step`` blocks the event loop, unless ``step`` is a coroutine
+    function.
 
     Args:
-        create_env_fn: an environment, or what makes one.
+        create_env_fn: an environment, or a function that returns one.
         policy: see :class:`MultiCollector`.
-        policy_factory: see there.
-        create_env_kwargs: see there.
-        config: see there. What is said of processes is refused here.
-        options: the same as keywords.
+        policy_factory: see :class:`MultiCollector`.
+        create_env_kwargs: see :class:`MultiCollector`.
+        config: see :class:`MultiCollector`. Options about processes are refused.
+        options: the same options as keywords.
 
     Raises:
-        InvalidArgumentError: an option that there is not, or that does not go with the others.
+        InvalidArgumentError: an unknown option, or options that do not fit together.
     """
 
     _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.Collector

@@ -24,36 +24,46 @@ class WeightUpdaterBase(InlineHooks, updaters.WeightUpdaterBase):
 
     Pushes a policy's weights to workers.
 
-    A subclass says how one worker is updated, :meth:`_sync_weights_with_worker`, and perhaps where weights
-    come from (:meth:`_get_server_weights`), what is made of them (:meth:`_maybe_map_weights`), which workers
-    there are (:meth:`all_worker_ids`) and which are left out now (:meth:`_skip_update`). All of these, and
-    hooks, may be plain functions or coroutine functions. ``super().__init__()`` need not be called.
+    A push calls these methods, in this order:
+
+    - :meth:`_get_server_weights`, if no weights were given;
+    - :meth:`_maybe_map_weights`, which converts them;
+    - :meth:`all_worker_ids`, if no workers were given;
+    - for each worker :meth:`_skip_update`, and unless it returns True :meth:`_sync_weights_with_worker`;
+    - the hooks of :meth:`register_post_hook`.
+
+    A subclass must implement :meth:`_sync_weights_with_worker`. All of these methods, and the hooks, may be
+    plain functions or coroutine functions. A subclass need not call ``super().__init__()``.
     """
 
     def push_weights(self, policy_or_weights: Any=None, worker_ids: WorkerIds=None, *, timeout: float | None=None) -> None:  # type: ignore[override]
-        """Bring workers up to date, then call the hooks.
+        """Update workers, then call the hooks.
 
         Args:
-            policy_or_weights: an ``nn.Module``, a TensorDict or a dict; None: the updater's own.
+            policy_or_weights: an ``nn.Module``, a TensorDict or a dict; None: the updater's own weights.
             worker_ids: a worker, several, or None for all.
-            timeout: seconds for all of it; None: the environment's ``AIOSYNC_TIMEOUT``, else 120.
+            timeout: seconds for the whole push; None: the environment variable ``AIOSYNC_TIMEOUT``, else 120.
 
         Raises:
-            WeightSourceError: these are no weights, or there are none.
-            SyncTimeoutError: a worker, or a hook, did not come to an end.
+            WeightSourceError: invalid weights, or none.
+            SyncTimeoutError: a worker or a hook did not finish in time.
         """
         run_inline(updaters.WeightUpdaterBase.push_weights(self, policy_or_weights, worker_ids, timeout=timeout))
 
     def __call__(self, policy_or_weights: Any=None, worker_ids: WorkerIds=None, *, timeout: float | None=None) -> None:  # type: ignore[override]
-        """The same as :meth:`push_weights`."""
+        """Same as :meth:`push_weights`."""
         run_inline(updaters.WeightUpdaterBase.__call__(self, policy_or_weights, worker_ids, timeout=timeout))
 
     def increment_version(self, *, timeout: float | None=None) -> None:  # type: ignore[override]
-        """Have each collector count its policy's version up."""
+        """Increment the policy version of each registered collector.
+
+        Args:
+            timeout: seconds.
+        """
         run_inline(updaters.WeightUpdaterBase.increment_version(self, timeout=timeout))
 
     def close(self) -> None:
-        """Let go of everything; idempotent."""
+        """Release all resources; idempotent."""
         run_inline(updaters.WeightUpdaterBase.aclose(self))
 
 
@@ -63,122 +73,121 @@ class VanillaWeightUpdater(WeightUpdaterBase, updaters.VanillaWeightUpdater):
     Updates one local policy in place.
 
     Args:
-        weight_getter: where weights come from if none are given; None: then nothing happens.
-        policy_weights: the policy's own, as a TensorDict; written in place.
+        weight_getter: returns the weights if none are given; None: a push without weights does nothing.
+        policy_weights: the policy's own weights, as a TensorDict; written in place.
     """
 
 
 class MultiProcessedWeightUpdater(WeightUpdaterBase, updaters.MultiProcessedWeightUpdater):
     """The blocking twin of :class:`aiosync.updaters.MultiProcessedWeightUpdater`.
 
-    Updates weights that worker processes share with this one, device by device, in place: a worker may
-    see some of the new ones before it sees the others.
+    Updates weights that worker processes share with this process, one worker after the other, in place. A
+    worker may see half an update.
 
     Args:
-        get_server_weights: where weights come from if none are given; None, or what returns None: then
-            nothing happens.
-        policy_weights: worker (a device, or an index) -> its weights as a TensorDict; written in place.
+        get_server_weights: returns the weights if none are given; None, or if it returns None: a push without
+            weights does nothing.
+        policy_weights: worker (a device or an index) -> its weights as a TensorDict; written in place.
     """
 
 
 class RemoteModuleWeightUpdater(WeightUpdaterBase, updaters.RemoteModuleWeightUpdater):
     """The blocking twin of :class:`aiosync.updaters.RemoteModuleWeightUpdater`.
 
-    For workers that update themselves: it only insists that weights are given.
+    For workers that update themselves: a push only checks that weights are given.
     """
 
 
 class RayWeightUpdater(WeightUpdaterBase, updaters.RayWeightUpdater):
     """The blocking twin of :class:`aiosync.updaters.RayWeightUpdater`.
 
-    Puts the weights in Ray's object store once, and calls ``update_policy_weights_(weights)`` of each
-    remote collector with the reference; of all at the same time.
+    Puts the weights into Ray's object store once, and calls ``update_policy_weights_(weights)`` of all
+    remote collectors concurrently.
 
     Args:
-        policy_weights: what is pushed where nothing is given: a module, a TensorDict or a dict.
+        policy_weights: a module, a TensorDict or a dict; pushed if no weights are given.
         remote_collectors: the actors' handles.
-        max_interval: how many pushes a worker is left out of between two that it takes part in. (As in
-            torchrl: 0, in none.)
+        max_interval: how many pushes skip a worker between two that update it. 0: no push skips it.
     """
 
     def push_weights(self, policy_or_weights: Any=None, worker_ids: WorkerIds=None, *, weights: Any=None, wait: bool=True, timeout: float | None=None) -> None:  # type: ignore[override]
-        """See :meth:`WeightUpdaterBase.push_weights`. The healthy workers are updated also where others fail.
+        """Update workers, then call the hooks. The healthy workers are updated even if others fail.
 
         Args:
             policy_or_weights: an ``nn.Module``, a TensorDict or a dict; None: :attr:`policy_weights`.
             worker_ids: a worker, several, or None for all.
             weights: another name of ``policy_or_weights``.
-            wait: whether to wait until they have been applied; otherwise the next push does, and raises
-                what was raised.
-            timeout: seconds; None: the environment's ``AIOSYNC_TIMEOUT``, else 120.
+            wait: wait until the weights are applied. If False, the next push waits, and raises the errors of
+                this one.
+            timeout: seconds for the whole push; None: the environment variable ``AIOSYNC_TIMEOUT``, else 120.
 
         Raises:
             UnknownWorkerError: there is no such worker.
             RemoteApplyError: a collector raised.
-            WorkerLostError: its process is gone.
-            SyncTimeoutError: it did not answer in time.
+            WorkerLostError: the process of a collector has ended.
+            SyncTimeoutError: a collector did not answer in time.
         """
         run_inline(updaters.RayWeightUpdater.push_weights(self, policy_or_weights, worker_ids, weights=weights, wait=wait, timeout=timeout))
 
     def close(self) -> None:
-        """See :class:`WeightUpdaterBase`; the collectors stay."""
+        """Release all resources; idempotent. The collectors stay open."""
         run_inline(updaters.RayWeightUpdater.aclose(self))
 
 
 class RPCWeightUpdater(WeightUpdaterBase, updaters.RPCWeightUpdater):
     """The blocking twin of :class:`aiosync.updaters.RPCWeightUpdater`.
 
-    Calls ``update_policy_weights_(weights)`` of each remote collector; of all at the same time.
+    Calls ``update_policy_weights_(weights)`` of all remote collectors concurrently.
 
     Args:
-        collector_infos: the WorkerInfos, or names, of the processes that have them.
-        collector_class: their class.
-        collector_rrefs: the RRefs to them.
-        policy_weights: what is pushed where nothing is given: a module, a TensorDict or a dict.
-        num_workers: how many there are.
+        collector_infos: WorkerInfo or name of each collector's process.
+        collector_class: the collectors' class.
+        collector_rrefs: an RRef to each collector.
+        policy_weights: a module, a TensorDict or a dict; pushed if no weights are given.
+        num_workers: the number of collectors.
     """
 
     def push_weights(self, policy_or_weights: Any=None, worker_ids: WorkerIds=None, *, weights: Any=None, wait: bool=True, timeout: float | None=None) -> None:  # type: ignore[override]
-        """See :meth:`WeightUpdaterBase.push_weights`. The healthy workers are updated also where others fail.
+        """Update workers, then call the hooks. The healthy workers are updated even if others fail.
 
         Args:
             policy_or_weights: an ``nn.Module``, a TensorDict or a dict; None: :attr:`policy_weights`.
             worker_ids: a worker, several, or None for all.
             weights: another name of ``policy_or_weights``.
-            wait: whether to wait until they have been applied; otherwise the next push does, and raises
-                what was raised.
-            timeout: seconds; None: the environment's ``AIOSYNC_TIMEOUT``, else 120.
+            wait: wait until the weights are applied. If False, the next push waits, and raises the errors of
+                this one.
+            timeout: seconds for the whole push; None: the environment variable ``AIOSYNC_TIMEOUT``, else 120.
 
         Raises:
             UnknownWorkerError: there is no such worker.
             RemoteApplyError: a collector raised.
-            WorkerLostError: its process is gone.
-            SyncTimeoutError: it did not answer in time.
+            WorkerLostError: the process of a collector has ended.
+            SyncTimeoutError: a collector did not answer in time.
         """
         run_inline(updaters.RPCWeightUpdater.push_weights(self, policy_or_weights, worker_ids, weights=weights, wait=wait, timeout=timeout))
 
     def close(self) -> None:
-        """See :class:`WeightUpdaterBase`; the collectors stay."""
+        """Release all resources; idempotent. The collectors stay open."""
         run_inline(updaters.RPCWeightUpdater.aclose(self))
 
 
 class DistributedWeightUpdater(WeightUpdaterBase, updaters.DistributedWeightUpdater):
     """The blocking twin of :class:`aiosync.updaters.DistributedWeightUpdater`.
 
-    Sends weights from rank 0 to workers over the default process group, one worker after the other.
+    Sends weights from rank 0 to workers over the default process group, to one worker after the other.
 
-    For each: ``NODE_<rank>_in`` is set to ``update_weights``, the weights are sent (tensor by tensor, by
-    TensorDict's own ``send``), and ``NODE_<rank>_out`` is awaited, which has to be ``updated``. All of
-    that blocks, and is done in a thread; given up, it goes on there until torch.distributed gives up too.
-    Between trainers and workers of aiosync :class:`~aiosync.DistributedWeightSyncScheme` does better.
+    For each worker: set ``NODE_<rank>_in`` to ``update_weights`` in the store, send the weights with
+    TensorDict's ``send``, and wait until ``NODE_<rank>_out`` is ``updated``. All of this blocks, in a thread.
+    After a timeout or a cancellation the thread runs on until torch.distributed returns. Between a trainer
+    and workers of aiosync, use :class:`~aiosync.DistributedWeightSyncScheme`.
 
     Args:
-        store: a store of torch.distributed, or what has its ``set``, ``get`` and ``delete_key``.
-        policy_weights: a TensorDict; what is pushed where nothing is given.
-        num_workers: how many there are; their ranks begin at 1.
-        sync: whether to wait until torch.distributed has sent the weights, before waiting for the answer.
+        store: a torch.distributed store, or any object with its ``set``, ``get`` and ``delete_key``.
+        policy_weights: a TensorDict; pushed if no weights are given.
+        num_workers: the number of workers; their ranks begin at 1.
+        sync: wait until torch.distributed has sent the weights before waiting for the answer.
     """
 
     def close(self) -> None:
-        """Let go of everything; idempotent."""
+        """Release all resources; idempotent."""
         run_inline(updaters.DistributedWeightUpdater.aclose(self))

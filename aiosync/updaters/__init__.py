@@ -1,8 +1,7 @@
-"""The weight updaters of torchrl's older interface, as coroutines; blocking twins in
-:mod:`aiosync.sync.updaters`.
+"""torchrl's older weight updaters, as coroutines; the blocking twins are in :mod:`aiosync.sync.updaters`.
 
-They push what they are given to workers that apply it in place: nothing is versioned or all-or-nothing over
-several workers. New programs are better served by a scheme.
+An updater writes weights into the workers' models in place. It counts no versions, and an update of several
+workers is not all or nothing. A weight sync scheme has both; use a scheme in new programs.
 """
 
 from aiosync.updaters.base import WeightUpdaterBase

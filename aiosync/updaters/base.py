@@ -1,4 +1,4 @@
-"""What all weight updaters have in common. Source of names and behaviour: torchrl's WeightUpdaterBase."""
+"""Base of all weight updaters. Names and behaviour follow torchrl's WeightUpdaterBase."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from aiosync.errors import InvalidArgumentError, SyncTimeoutError, WeightSourceE
 __all__ = ["WeightUpdaterBase", "WorkerId", "WorkerIds", "bounded", "remaining"]
 
 WorkerId: TypeAlias = "int | torch.device"
-"""What a worker goes by."""
+"""How an updater identifies a worker."""
 
 WorkerIds: TypeAlias = "WorkerId | Sequence[WorkerId] | None"
 """One worker, several, or None for all."""
@@ -30,10 +30,10 @@ _deadline: ContextVar[Deadline] = ContextVar("_deadline")
 
 
 async def bounded(result: Any) -> Any:
-    """Await what a hook returned, within the deadline of the call that asked for it.
+    """Await the result of a hook, within the deadline of the current push.
 
     Raises:
-        SyncTimeoutError: it passed.
+        SyncTimeoutError: the deadline has passed.
     """
     deadline = _current()
     try:
@@ -42,17 +42,17 @@ async def bounded(result: Any) -> Any:
     except TimeoutError as exc:
         if not limit.expired() or isinstance(exc, SyncTimeoutError):
             raise  # the hook's own
-        raise deadline.error("commit", hint="a worker, or a hook, did not come to an end") from exc
+        raise deadline.error("commit", hint="a worker or a hook did not finish") from exc
 
 
 def remaining() -> float:
-    """Seconds that the call has which asked for this."""
+    """Return the seconds until the deadline of the current push."""
     return _current().remaining()
 
 
 @contextmanager
 def _limited(timeout: float | None) -> Iterator[None]:
-    """The deadline of what is awaited inside."""
+    """Set the deadline of what is awaited inside."""
     token = _deadline.set(_after(timeout))
     try:
         yield
@@ -67,31 +67,38 @@ def _current() -> Deadline:
 class WeightUpdaterBase(ABC):
     """Pushes a policy's weights to workers.
 
-    A subclass says how one worker is updated, :meth:`_sync_weights_with_worker`, and perhaps where weights
-    come from (:meth:`_get_server_weights`), what is made of them (:meth:`_maybe_map_weights`), which workers
-    there are (:meth:`all_worker_ids`) and which are left out now (:meth:`_skip_update`). All of these, and
-    hooks, may be plain functions or coroutine functions. ``super().__init__()`` need not be called.
+    A push calls these methods, in this order:
+
+    - :meth:`_get_server_weights`, if no weights were given;
+    - :meth:`_maybe_map_weights`, which converts them;
+    - :meth:`all_worker_ids`, if no workers were given;
+    - for each worker :meth:`_skip_update`, and unless it returns True :meth:`_sync_weights_with_worker`;
+    - the hooks of :meth:`register_post_hook`.
+
+    A subclass must implement :meth:`_sync_weights_with_worker`. All of these methods, and the hooks, may be
+    plain functions or coroutine functions. A subclass need not call ``super().__init__()``.
     """
 
     _may_lack_weights: ClassVar[bool] = False
     _collector_refs: list[Callable[[], Any]] | None = None
     _hooks: list[Callable[[], Any]] | None = None
 
-    # -- what a subclass fills in ----------------------------------------------------------------------
+    # -- methods for subclasses ------------------------------------------------------------------------
 
     @abstractmethod
     def _sync_weights_with_worker(self, *, worker_id: WorkerId | None = None, server_weights: Any) -> Any:
-        """Bring one worker up to date; without ``worker_id``, all there is."""
+        """Update one worker; without ``worker_id``, all of them."""
 
     def _get_server_weights(self) -> Any:
-        """The weights, where none were given; None: there are none."""
+        """Return the updater's own weights; None if it has none."""
         return None
 
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
-        """What is pushed, of what was given or got: a module's weights as a TensorDict, all else as it is.
+        """Convert weights to the form that is pushed: a module to a TensorDict of its weights. All else is
+        unchanged.
 
         Raises:
-            WeightSourceError: it is neither a module nor a TensorDict nor a dict.
+            WeightSourceError: the weights are neither a module nor a TensorDict nor a dict.
         """
         if isinstance(policy_or_weights, TensorDictBase | dict) or (
             policy_or_weights is None and self._may_lack_weights
@@ -100,61 +107,62 @@ class WeightUpdaterBase(ABC):
         if isinstance(policy_or_weights, nn.Module):
             return TensorDict.from_module(policy_or_weights).data
         raise WeightSourceError(
-            "policy_or_weights: expected an nn.Module, a TensorDict or a dict (or None, where the updater "
-            f"has weights of its own), got {type(policy_or_weights).__name__}"
+            "policy_or_weights: expected an nn.Module, a TensorDict or a dict (or None, if the updater "
+            f"has its own weights), got {type(policy_or_weights).__name__}"
         )
 
     def all_worker_ids(self) -> Sequence[WorkerId] | None:
-        """The workers; None: there is nothing to tell apart."""
+        """Return the ids of all workers; None if workers have no ids."""
         return None
 
     def _skip_update(self, worker_id: WorkerId) -> Any:
-        """Whether a worker is left out this time."""
+        """Return whether this push skips a worker."""
         return False
 
     @classmethod
     def from_policy(cls, policy: nn.Module) -> Self | None:
-        """An updater for this policy, or None if one cannot be made of that alone."""
+        """Return an updater for this policy; None if the class needs more than a policy."""
         return None
 
     def init(self, *args: Any, **kwargs: Any) -> None:
-        """For subclasses that are set up later."""
+        """Set up the updater. For subclasses that are set up after their construction."""
         return
 
     # -- collectors and hooks --------------------------------------------------------------------------
 
     def register_collector(self, collector: Any) -> None:
-        """Refer weakly to a collector, or to another object that contains the workers."""
+        """Add a weak reference to a collector, or to another object that contains the workers."""
         if self._collector_refs is None:
             self._collector_refs = []
         self._collector_refs.append(weakref.ref(collector))
 
     @property
     def collector(self) -> Any:
-        """The collector; None: there is none, or it is gone.
+        """The collector; None if none is registered or it was garbage-collected.
 
         Raises:
-            InvalidArgumentError: there are several.
+            InvalidArgumentError: several collectors are registered.
         """
         refs = self._collector_refs or []
         if len(refs) > 1:
-            raise InvalidArgumentError(f"{len(refs)} collectors are registered: see collectors")
+            raise InvalidArgumentError(f"{len(refs)} collectors are registered: use `collectors`")
         return refs[0]() if refs else None
 
     @property
     def collectors(self) -> list[Any] | None:
-        """The collectors in the order in which they came, None for one that is gone; None: none came."""
+        """The collectors in order of registration, None for one that was garbage-collected; None if none was
+        registered."""
         return [ref() for ref in self._collector_refs] if self._collector_refs else None
 
     @property
     def post_hooks(self) -> list[Callable[[], Any]]:
-        """What is called after each push, in order."""
+        """The hooks that each push calls at its end, in order."""
         if self._hooks is None:
             self._hooks = []
         return self._hooks
 
     def register_post_hook(self, hook: Callable[[], Any]) -> None:
-        """Have ``hook()`` called after each push, after those that were registered before."""
+        """Add a hook: ``hook()`` is called at the end of each push, after the hooks added before."""
         self.post_hooks.append(hook)
 
     # -- pushing ---------------------------------------------------------------------------------------
@@ -162,34 +170,38 @@ class WeightUpdaterBase(ABC):
     async def push_weights(
         self, policy_or_weights: Any = None, worker_ids: WorkerIds = None, *, timeout: float | None = None
     ) -> None:
-        """Bring workers up to date, then call the hooks.
+        """Update workers, then call the hooks.
 
         Args:
-            policy_or_weights: an ``nn.Module``, a TensorDict or a dict; None: the updater's own.
+            policy_or_weights: an ``nn.Module``, a TensorDict or a dict; None: the updater's own weights.
             worker_ids: a worker, several, or None for all.
-            timeout: seconds for all of it; None: the environment's ``AIOSYNC_TIMEOUT``, else 120.
+            timeout: seconds for the whole push; None: the environment variable ``AIOSYNC_TIMEOUT``, else 120.
 
         Raises:
-            WeightSourceError: these are no weights, or there are none.
-            SyncTimeoutError: a worker, or a hook, did not come to an end.
+            WeightSourceError: invalid weights, or none.
+            SyncTimeoutError: a worker or a hook did not finish in time.
         """
         await self._push(policy_or_weights, worker_ids, timeout)
 
     async def __call__(
         self, policy_or_weights: Any = None, worker_ids: WorkerIds = None, *, timeout: float | None = None
     ) -> None:
-        """The same as :meth:`push_weights`."""
+        """Same as :meth:`push_weights`."""
         await self._push(policy_or_weights, worker_ids, timeout)
 
     async def increment_version(self, *, timeout: float | None = None) -> None:
-        """Have each collector count its policy's version up."""
+        """Increment the policy version of each registered collector.
+
+        Args:
+            timeout: seconds.
+        """
         with _limited(timeout):
             for collector in self.collectors or ():
                 if collector is not None:
                     await self._settle(collector.increment_version())
 
     async def aclose(self) -> None:
-        """Let go of everything; idempotent."""
+        """Release all resources; idempotent."""
         return
 
     async def _push(
@@ -197,13 +209,13 @@ class WeightUpdaterBase(ABC):
     ) -> None:
         with _limited(timeout):
             pushing = self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids, **how)
-            if inspect.iscoroutine(pushing):  # a subclass may have it as a plain function
+            if inspect.iscoroutine(pushing):  # a subclass may override it with a plain function
                 await pushing
             for hook in self.post_hooks:
                 await self._settle(hook())
 
     async def _push_weights(self, *, policy_or_weights: Any, worker_ids: WorkerIds) -> None:
-        """One push; hooks apart."""
+        """Push once, without the hooks."""
         weights = policy_or_weights
         if weights is None:
             weights = await self._settle(self._get_server_weights())
@@ -222,7 +234,8 @@ class WeightUpdaterBase(ABC):
         return [worker_ids] if isinstance(worker_ids, int | torch.device) else list(worker_ids)
 
     async def _settle(self, result: Any) -> Any:
-        """What a hook has returned, or what came of it if that can be awaited."""
+        """Return the result of a method that may be a plain function or a coroutine function; await it if
+        needed."""
         return await bounded(result) if inspect.isawaitable(result) else result
 
 

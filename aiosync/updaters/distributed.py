@@ -1,4 +1,4 @@
-"""Workers that get weights as torchrl's DistributedCollector sends them: announced in a store."""
+"""Updates of workers as torchrl's DistributedCollector sends them: announced in a store."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _DONE = (b"updated", "updated")
 
 
 class DistributedWeightUpdater(WeightUpdaterBase):
-    """Sends weights from rank 0 to workers over the default process group, one worker after the other.
+    """Sends weights from rank 0 to workers over the default process group, to one worker after the other.
 
-    For each: ``NODE_<rank>_in`` is set to ``update_weights``, the weights are sent (tensor by tensor, by
-    TensorDict's own ``send``), and ``NODE_<rank>_out`` is awaited, which has to be ``updated``. All of
-    that blocks, and is done in a thread; given up, it goes on there until torch.distributed gives up too.
-    Between trainers and workers of aiosync :class:`~aiosync.DistributedWeightSyncScheme` does better.
+    For each worker: set ``NODE_<rank>_in`` to ``update_weights`` in the store, send the weights with
+    TensorDict's ``send``, and wait until ``NODE_<rank>_out`` is ``updated``. All of this blocks, in a thread.
+    After a timeout or a cancellation the thread runs on until torch.distributed returns. Between a trainer
+    and workers of aiosync, use :class:`~aiosync.DistributedWeightSyncScheme`.
 
     Args:
-        store: a store of torch.distributed, or what has its ``set``, ``get`` and ``delete_key``.
-        policy_weights: a TensorDict; what is pushed where nothing is given.
-        num_workers: how many there are; their ranks begin at 1.
-        sync: whether to wait until torch.distributed has sent the weights, before waiting for the answer.
+        store: a torch.distributed store, or any object with its ``set``, ``get`` and ``delete_key``.
+        policy_weights: a TensorDict; pushed if no weights are given.
+        num_workers: the number of workers; their ranks begin at 1.
+        sync: wait until torch.distributed has sent the weights before waiting for the answer.
     """
 
     def __init__(self, store: Any, policy_weights: Any, num_workers: int, sync: bool) -> None:
@@ -37,14 +37,14 @@ class DistributedWeightUpdater(WeightUpdaterBase):
         self._thread = DetachedThread("aiosync-updater")
 
     def all_worker_ids(self) -> list[int]:
-        """The workers' ranks, from 1."""
+        """Return the workers' ranks, from 1."""
         return list(range(1, self.num_workers + 1))
 
     def _get_server_weights(self) -> Any:
         return self.policy_weights
 
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
-        # What has a ``send`` is sent as it is.
+        # An object with a ``send`` method is sent unchanged.
         given = policy_or_weights
         return given if hasattr(given, "send") else to_tensordict(super()._maybe_map_weights(given))
 

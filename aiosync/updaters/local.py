@@ -1,4 +1,4 @@
-"""Updaters whose workers' weights this process can reach."""
+"""Updaters for weights that this process can write to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["MultiProcessedWeightUpdater", "RemoteModuleWeightUpdater", "VanillaW
 
 
 async def _apply(destination: Any, weights: Any) -> None:
-    """Write weights in place, in a thread: all that are given, or, where one does not fit, none."""
+    """Write weights in place, in a thread: all that are given, or none if one does not fit."""
 
     def work() -> None:
         WeightStrategy().apply_weights(destination, weights, strict=False)
@@ -29,8 +29,8 @@ class VanillaWeightUpdater(WeightUpdaterBase):
     """Updates one local policy in place.
 
     Args:
-        weight_getter: where weights come from if none are given; None: then nothing happens.
-        policy_weights: the policy's own, as a TensorDict; written in place.
+        weight_getter: returns the weights if none are given; None: a push without weights does nothing.
+        policy_weights: the policy's own weights, as a TensorDict; written in place.
     """
 
     _may_lack_weights = True
@@ -43,7 +43,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
 
     @classmethod
     def from_policy(cls, policy: nn.Module) -> Self | None:
-        """An updater of this policy's parameters and buffers."""
+        """Return an updater of this policy's parameters and buffers."""
         return cls(policy_weights=TensorDict.from_module(policy).lock_())
 
     def _get_server_weights(self) -> Any:
@@ -57,13 +57,13 @@ class VanillaWeightUpdater(WeightUpdaterBase):
 
 
 class MultiProcessedWeightUpdater(WeightUpdaterBase):
-    """Updates weights that worker processes share with this one, device by device, in place: a worker may
-    see some of the new ones before it sees the others.
+    """Updates weights that worker processes share with this process, one worker after the other, in place. A
+    worker may see half an update.
 
     Args:
-        get_server_weights: where weights come from if none are given; None, or what returns None: then
-            nothing happens.
-        policy_weights: worker (a device, or an index) -> its weights as a TensorDict; written in place.
+        get_server_weights: returns the weights if none are given; None, or if it returns None: a push without
+            weights does nothing.
+        policy_weights: worker (a device or an index) -> its weights as a TensorDict; written in place.
     """
 
     _may_lack_weights = True
@@ -78,7 +78,7 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
         self._policy_weights = dict(policy_weights)
 
     def all_worker_ids(self) -> list[Any]:
-        """The devices, or indices."""
+        """Return the devices or indices."""
         return list(self._policy_weights)
 
     def _get_server_weights(self) -> Any:
@@ -94,12 +94,12 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
 
 
 class RemoteModuleWeightUpdater(WeightUpdaterBase):
-    """For workers that update themselves: it only insists that weights are given."""
+    """For workers that update themselves: a push only checks that weights are given."""
 
     _may_lack_weights = True
 
     def _sync_weights_with_worker(self, *, worker_id: WorkerId | None = None, server_weights: Any) -> None:
         if server_weights is None:
             raise NotInitializedError(
-                "a RemoteModuleWeightUpdater has no weights of its own: pass them, push_weights(weights)"
+                "a RemoteModuleWeightUpdater has no weights of its own: call push_weights(weights)"
             )

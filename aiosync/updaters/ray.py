@@ -1,4 +1,4 @@
-"""Remote collectors that are Ray actors."""
+"""Updates of remote collectors that are Ray actors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ __all__ = ["RayWeightUpdater"]
 
 
 class RayWeightUpdater(RemoteCollectorsUpdater):
-    """Puts the weights in Ray's object store once, and calls ``update_policy_weights_(weights)`` of each
-    remote collector with the reference; of all at the same time.
+    """Puts the weights into Ray's object store once, and calls ``update_policy_weights_(weights)`` of all
+    remote collectors concurrently.
 
     Args:
-        policy_weights: what is pushed where nothing is given: a module, a TensorDict or a dict.
+        policy_weights: a module, a TensorDict or a dict; pushed if no weights are given.
         remote_collectors: the actors' handles.
-        max_interval: how many pushes a worker is left out of between two that it takes part in. (As in
-            torchrl: 0, in none.)
+        max_interval: how many pushes skip a worker between two that update it. 0: no push skips it.
     """
 
     def __init__(self, policy_weights: Any, remote_collectors: Sequence[Any], max_interval: int = 0) -> None:
@@ -35,7 +34,7 @@ class RayWeightUpdater(RemoteCollectorsUpdater):
 
     def _skip_update(self, worker_id: WorkerId) -> bool:
         if not isinstance(worker_id, int) or not 0 <= worker_id < self.num_workers:
-            return False  # there is no such worker
+            return False  # unknown worker: the transport's lookup raises
         self._left_out[worker_id] += 1
         if self._left_out[worker_id] <= self.max_interval:
             return True

@@ -1,4 +1,4 @@
-"""What the updaters of remote collectors have in common."""
+"""Base of the updaters of remote collectors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from aiosync.updaters.base import WeightUpdaterBase, WorkerId, WorkerIds, remain
 __all__ = ["RemoteCollectorsUpdater"]
 
 _EARLIER = 0.05
-"""Seconds that a call is given less than the push has, so that it can still say which worker it was."""
+"""Seconds that a call's timeout is shorter than the push's, so that the error can still name the worker."""
 
 
 class RemoteCollectorsUpdater(WeightUpdaterBase):
-    """Calls ``update_policy_weights_(weights)`` of remote collectors; of all at the same time.
+    """Calls ``update_policy_weights_(weights)`` of all remote collectors concurrently.
 
     Args:
-        policy_weights: what is pushed where nothing is given: a module, a TensorDict or a dict.
-        num_workers: how many collectors there are.
+        policy_weights: a module, a TensorDict or a dict; pushed if no weights are given.
+        num_workers: the number of collectors.
     """
 
     def __init__(self, policy_weights: Any, num_workers: int) -> None:
@@ -32,14 +32,14 @@ class RemoteCollectorsUpdater(WeightUpdaterBase):
 
     @abstractmethod
     def _make_transport(self, worker: int) -> CallingTransport:
-        """The way to a worker's collector."""
+        """Return a transport to a worker's collector."""
 
     async def _prepared(self, weights: Any) -> Any:
-        """What is handed to the transports, made once for all."""
+        """Return what the transports send; called once per push."""
         return weights
 
     def all_worker_ids(self) -> list[int]:
-        """The workers' indices, from 0."""
+        """Return the workers' indices, from 0."""
         return list(range(self.num_workers))
 
     def _get_server_weights(self) -> Any:
@@ -54,21 +54,21 @@ class RemoteCollectorsUpdater(WeightUpdaterBase):
         wait: bool = True,
         timeout: float | None = None,
     ) -> None:
-        """See :meth:`WeightUpdaterBase.push_weights`. The healthy workers are updated also where others fail.
+        """Update workers, then call the hooks. The healthy workers are updated even if others fail.
 
         Args:
             policy_or_weights: an ``nn.Module``, a TensorDict or a dict; None: :attr:`policy_weights`.
             worker_ids: a worker, several, or None for all.
             weights: another name of ``policy_or_weights``.
-            wait: whether to wait until they have been applied; otherwise the next push does, and raises
-                what was raised.
-            timeout: seconds; None: the environment's ``AIOSYNC_TIMEOUT``, else 120.
+            wait: wait until the weights are applied. If False, the next push waits, and raises the errors of
+                this one.
+            timeout: seconds for the whole push; None: the environment variable ``AIOSYNC_TIMEOUT``, else 120.
 
         Raises:
             UnknownWorkerError: there is no such worker.
             RemoteApplyError: a collector raised.
-            WorkerLostError: its process is gone.
-            SyncTimeoutError: it did not answer in time.
+            WorkerLostError: the process of a collector has ended.
+            SyncTimeoutError: a collector did not answer in time.
         """
         given = policy_or_weights if policy_or_weights is not None else weights
         await self._push(given, worker_ids, timeout, wait=wait)
@@ -120,7 +120,7 @@ class RemoteCollectorsUpdater(WeightUpdaterBase):
         await self._send(server_weights, workers, True)
 
     async def aclose(self) -> None:
-        """See :class:`WeightUpdaterBase`; the collectors stay."""
+        """Release all resources; idempotent. The collectors stay open."""
         await self._settle(self._close())
 
     async def _close(self) -> None:

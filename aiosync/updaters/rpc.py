@@ -1,4 +1,4 @@
-"""Remote collectors of torch RPC."""
+"""Updates of remote collectors of torch RPC."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["RPCWeightUpdater"]
 
 
 class RPCWeightUpdater(RemoteCollectorsUpdater):
-    """Calls ``update_policy_weights_(weights)`` of each remote collector; of all at the same time.
+    """Calls ``update_policy_weights_(weights)`` of all remote collectors concurrently.
 
     Args:
-        collector_infos: the WorkerInfos, or names, of the processes that have them.
-        collector_class: their class.
-        collector_rrefs: the RRefs to them.
-        policy_weights: what is pushed where nothing is given: a module, a TensorDict or a dict.
-        num_workers: how many there are.
+        collector_infos: WorkerInfo or name of each collector's process.
+        collector_class: the collectors' class.
+        collector_rrefs: an RRef to each collector.
+        policy_weights: a module, a TensorDict or a dict; pushed if no weights are given.
+        num_workers: the number of collectors.
     """
 
     def __init__(

@@ -10,12 +10,45 @@ from typing import Any
 import torch
 
 from aiosync.collectors import MultiCollector
+from aiosync.collectors.proxy import WorkerProxy
 from tests.collectors.worlds import Counting
 from tests.kit.clock import PATIENCE
 
-__all__ = ["ENVS", "check", "collecting"]
+__all__ = ["ENVS", "ListReplayBuffer", "check", "collecting", "pid_of", "pids_of", "workers_of"]
 
 ENVS = [functools.partial(Counting, name) for name in range(2)]
+
+
+class ListReplayBuffer:
+    """A replay buffer that appends all it receives to lists."""
+
+    def __init__(self) -> None:
+        self.frames: list[Any] = []
+        self.items: list[Any] = []
+
+    def extend(self, frames: Any) -> None:
+        """Append each frame."""
+        self.frames += list(frames.unbind(0))
+
+    def add(self, item: Any) -> None:
+        """Append one item."""
+        self.items.append(item)
+
+
+def workers_of(collector: MultiCollector) -> list[WorkerProxy]:
+    """Return the collector's current workers. No other code of the tests reads the collector's pool."""
+    assert collector._pool is not None
+    return collector._pool.workers
+
+
+def pid_of(collector: MultiCollector, worker: int) -> int | None:
+    """Return the process id of a worker; None while its process starts."""
+    return workers_of(collector)[worker].pid
+
+
+def pids_of(collector: MultiCollector) -> list[int]:
+    """Return the process ids of all workers, 0 for one without a process."""
+    return [worker.pid or 0 for worker in workers_of(collector)]
 
 
 @asynccontextmanager

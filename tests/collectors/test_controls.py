@@ -14,62 +14,46 @@ import torch
 from aiosync import InvalidArgumentError, WorkerLostError
 from aiosync.collectors import MultiCollector
 from aiosync.sync import collectors as blocking
-from tests.collectors.kit import ENVS, check, collecting
+from tests.collectors.kit import ENVS, ListReplayBuffer, check, collecting, pids_of
 from tests.collectors.worlds import AsyncCounting, make_policy
 from tests.kit.clock import PATIENCE, eventually, within
 from tests.kit.marked import mark
 
 
-class Shelf:
-    """A replay buffer that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.frames: list[Any] = []
-        self.items: list[Any] = []
-
-    def extend(self, frames: Any) -> None:
-        """Frame by frame."""
-        self.frames += list(frames.unbind(0))
-
-    def add(self, item: Any) -> None:
-        """One."""
-        self.items.append(item)
-
-
 @pytest.mark.parametrize("sync", [True, False])
 async def test_a_replay_buffer_is_filled_instead(sync: bool) -> None:
-    shelf = Shelf()
-    async with collecting(ENVS, make_policy(), sync=sync, total_frames=60, replay_buffer=shelf) as collector:
+    replay = ListReplayBuffer()
+    async with collecting(ENVS, make_policy(), sync=sync, total_frames=60, replay_buffer=replay) as collector:
         assert [batch async for batch in collector] == [None] * 3
-    assert len(shelf.frames) == 60
-    assert shelf.frames[0].batch_size == ()
-    async with collecting(ENVS, total_frames=40, replay_buffer=shelf, extend_buffer=False) as collector:
+    assert len(replay.frames) == 60
+    assert replay.frames[0].batch_size == ()
+    async with collecting(ENVS, total_frames=40, replay_buffer=replay, extend_buffer=False) as collector:
         async for _ in collector:
             pass
-    assert [item.shape for item in shelf.items] == [(2, 10)] * 2
+    assert [item.shape for item in replay.items] == [(2, 10)] * 2
     with pytest.raises(InvalidArgumentError, match=r"extend\(\)"):
         MultiCollector(ENVS, replay_buffer=[1].copy)
 
 
 async def test_started_it_collects_by_itself() -> None:
-    shelf = Shelf()
+    replay = ListReplayBuffer()
     policy = make_policy()
-    async with collecting(ENVS, policy, sync=False, replay_buffer=shelf) as collector:
+    async with collecting(ENVS, policy, sync=False, replay_buffer=replay) as collector:
         await collector.start()
-        await eventually(lambda: len(shelf.frames) >= 100, "it collects")
+        await eventually(lambda: len(replay.frames) >= 100, "it collects")
         mark(policy, 1)
         await collector.update_policy_weights_()
-        before = len(shelf.frames)
-        await eventually(lambda: len(shelf.frames) >= before + 200, "it goes on")
-        assert shelf.frames[-1]["marks"].tolist() == [1.0, 1.0]
+        before = len(replay.frames)
+        await eventually(lambda: len(replay.frames) >= before + 200, "it goes on")
+        assert replay.frames[-1]["marks"].tolist() == [1.0, 1.0]
         async with collector.pause():
-            paused = len(shelf.frames)
+            paused = len(replay.frames)
             await asyncio.sleep(0.2)
-            assert len(shelf.frames) <= paused + 80  # what was finished before
-            settled = len(shelf.frames)
+            assert len(replay.frames) <= paused + 80  # what was finished before
+            settled = len(replay.frames)
             await asyncio.sleep(0.2)
-            assert len(shelf.frames) == settled
-        await eventually(lambda: len(shelf.frames) >= settled + 100, "it goes on after a pause")
+            assert len(replay.frames) == settled
+        await eventually(lambda: len(replay.frames) >= settled + 100, "it goes on after a pause")
     with pytest.raises(InvalidArgumentError, match="replay_buffer"):
         async with collecting(ENVS) as collector:
             await collector.start()
@@ -83,11 +67,6 @@ async def test_a_pause_always_ends() -> None:
                 raise KeyError
         for _ in range(5):
             check(await within(anext(collector)))
-
-
-def _pids(collector: MultiCollector) -> list[int]:
-    assert collector._pool is not None
-    return [worker.pid or 0 for worker in collector._pool.workers]
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -109,7 +88,7 @@ async def test_a_killed_worker_comes_back(sync: bool) -> None:
             mark(policy, number)
             await collector.update_policy_weights_()
             if number == 5:
-                os.kill(_pids(collector)[1], signal.SIGKILL)
+                os.kill(pids_of(collector)[1], signal.SIGKILL)
         assert collector.frames == 400
     assert {seed for _, _, seed in ids} == {3, 4}
     names = {number: name for number, name, _ in ids}
@@ -121,7 +100,7 @@ async def test_it_does_not_come_back_for_ever() -> None:
         async with collecting(ENVS, restart_workers=1) as collector:
             for _ in range(3):
                 await anext(collector)
-                os.kill(_pids(collector)[0], signal.SIGKILL)
+                os.kill(pids_of(collector)[0], signal.SIGKILL)
 
 
 async def test_where_it_stands_can_be_kept() -> None:

@@ -16,18 +16,12 @@ from tensordict.nn import TensorDictModule
 
 from aiosync import InvalidArgumentError, NotConnectedError, SharedMemWeightSyncScheme, WorkerLostError
 from aiosync.collectors import Collector, CollectorConfig, MultiCollector, ProcessConfig
-from tests.collectors.kit import ENVS, check, collecting
-from tests.collectors.test_controls import Shelf
+from tests.collectors.kit import ENVS, ListReplayBuffer, check, collecting, pids_of, workers_of
 from tests.collectors.worlds import AsyncCounting, Counting, Failing, Odd, make_policy
 from tests.kit.clock import PATIENCE, eventually, within
 from tests.kit.marked import mark
 
 BOTH = pytest.mark.parametrize("sync", [True, False])
-
-
-def _pids(collector: MultiCollector) -> list[int]:
-    assert collector._pool is not None
-    return [worker.pid or 0 for worker in collector._pool.workers]
 
 
 def _gone(pids: list[int]) -> bool:
@@ -43,9 +37,11 @@ def _gone(pids: list[int]) -> bool:
 @BOTH
 async def test_an_end_that_is_cancelled_at_each_await(sync: bool) -> None:
     for turns in range(1, 12, 2):
-        collector = MultiCollector(ENVS, make_policy(), sync=sync, replay_buffer=Shelf(), timeout=PATIENCE)
+        collector = MultiCollector(
+            ENVS, make_policy(), sync=sync, replay_buffer=ListReplayBuffer(), timeout=PATIENCE
+        )
         await collector.connect()
-        pids = _pids(collector)
+        pids = pids_of(collector)
         await collector.start()
         closing = asyncio.ensure_future(collector.aclose())
         for _ in range(turns):
@@ -61,7 +57,7 @@ async def test_a_scope_that_is_cancelled_around_it(sync: bool) -> None:
     with anyio.CancelScope() as scope:
         async with collecting(ENVS, make_policy(), sync=sync) as collector:
             await anext(collector)
-            pids = _pids(collector)
+            pids = pids_of(collector)
             scope.cancel()
             await anext(collector)
     assert _gone(pids)
@@ -69,16 +65,16 @@ async def test_a_scope_that_is_cancelled_around_it(sync: bool) -> None:
 
 @BOTH
 async def test_a_pause_of_what_was_started(sync: bool) -> None:
-    shelf = Shelf()
-    async with collecting(ENVS, make_policy(), sync=sync, replay_buffer=shelf, timeout=2) as collector:
+    replay = ListReplayBuffer()
+    async with collecting(ENVS, make_policy(), sync=sync, replay_buffer=replay, timeout=2) as collector:
         await collector.start()
-        await eventually(lambda: len(shelf.frames) >= 60, "it collects")
+        await eventually(lambda: len(replay.frames) >= 60, "it collects")
         async with collector.pause():
             await asyncio.sleep(0.2)
-            settled = len(shelf.frames)
+            settled = len(replay.frames)
             await asyncio.sleep(2.5)  # longer than a call may take
-            assert len(shelf.frames) == settled
-        await eventually(lambda: len(shelf.frames) >= settled + 60, "it goes on after a pause")
+            assert len(replay.frames) == settled
+        await eventually(lambda: len(replay.frames) >= settled + 60, "it goes on after a pause")
 
 
 async def test_a_worker_that_fails_while_others_deliver() -> None:
@@ -171,7 +167,7 @@ async def test_who_waits_while_it_is_closed(sync: bool) -> None:
         waiting = asyncio.ensure_future(anext(collector))
         await asyncio.sleep(0.1)
         await collector.aclose(timeout=1)
-        with pytest.raises(NotConnectedError, match="closed meanwhile"):
+        with pytest.raises(NotConnectedError, match="closed during the call"):
             await within(waiting, 2)
 
 
@@ -191,34 +187,33 @@ async def _next(collector: MultiCollector) -> Any:
 
 
 async def test_masks_of_parts_that_differ_in_length() -> None:
-    shelf = Shelf()
-    options: dict[str, Any] = {"frames_per_batch": [20, 28], "replay_buffer": shelf}
+    replay = ListReplayBuffer()
+    options: dict[str, Any] = {"frames_per_batch": [20, 28], "replay_buffer": replay}
     async with collecting([_vector] * 2, sync=True, **options) as collector:
         await anext(collector)
     # An episode has seven steps and one more that begins the next.
-    assert len(shelf.frames) == 2 * (10 - 1) + 2 * (14 - 1)
-    assert all(frame["collector", "mask"] for frame in shelf.frames)
+    assert len(replay.frames) == 2 * (10 - 1) + 2 * (14 - 1)
+    assert all(frame["collector", "mask"] for frame in replay.frames)
 
 
 async def test_many_batches_are_kept() -> None:
     async with collecting(ENVS[:1], make_policy(), sync=False) as collector:
         kept = [await anext(collector) for _ in range(80)]
-        assert collector._pool is not None
-        assert len(collector._pool.workers[0].loans.lent) <= 32
+        assert len(workers_of(collector)[0].loans.lent) <= 32
         steps = torch.cat([batch["observation"] for batch in kept])
     assert (steps[1:, 1:3] != steps[:-1, 1:3]).any(-1).all()
 
 
 def test_a_configuration_of_processes_is_refused_too() -> None:
     config = CollectorConfig(processes=ProcessConfig(num_workers=2))
-    with pytest.raises(InvalidArgumentError, match="num_workers: a Collector plays in this process"):
+    with pytest.raises(InvalidArgumentError, match="num_workers: a Collector runs in this process"):
         Collector(Counting, config=config)
 
 
 async def test_a_killed_worker_is_told_of_while_others_deliver() -> None:
     async with collecting(ENVS, make_policy(), sync=False) as collector:
         await anext(collector)
-        os.kill(_pids(collector)[1], signal.SIGKILL)
+        os.kill(pids_of(collector)[1], signal.SIGKILL)
         with pytest.raises(WorkerLostError, match="SIGKILL"):
             for _ in range(2000):
                 await anext(collector)

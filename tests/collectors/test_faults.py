@@ -14,7 +14,7 @@ import pytest
 
 from aiosync import SyncTimeoutError, WorkerLostError
 from aiosync.collectors import MultiCollector
-from tests.collectors.kit import ENVS, check, collecting
+from tests.collectors.kit import ENVS, check, collecting, pid_of
 from tests.collectors.worlds import AsyncCounting, Counting, Failing, Odd, make_policy
 from tests.kit.clock import PATIENCE, SCALE, eventually, within
 from tests.kit.leaks import Snapshot
@@ -61,8 +61,7 @@ PHASES: dict[str, Callable[[MultiCollector, Any], Awaitable[None]]] = {
 
 
 def _pid(collector: MultiCollector, worker: int) -> int:
-    assert collector._pool is not None
-    found = collector._pool.workers[worker].pid
+    found = pid_of(collector, worker)
     assert found is not None
     return found
 
@@ -91,7 +90,7 @@ async def test_a_killed_worker_is_replaced(phase: str, sync: bool) -> None:
         await asyncio.sleep(0.2)
         before = _pid(collector, 1)
         os.kill(before, signal.SIGKILL)
-        await eventually(lambda: _pid_or_none(collector, 1) not in (None, before), "there is another")
+        await eventually(lambda: pid_of(collector, 1) not in (None, before), "there is another")
         await asyncio.sleep(0.2)
         assert not running.done(), running
         running.cancel()
@@ -100,11 +99,6 @@ async def test_a_killed_worker_is_replaced(phase: str, sync: bool) -> None:
         await collector.update_policy_weights_()
         for _ in range(4):
             check(await anext(collector))
-
-
-def _pid_or_none(collector: MultiCollector, worker: int) -> int | None:
-    assert collector._pool is not None
-    return collector._pool.workers[worker].pid
 
 
 @BOTH

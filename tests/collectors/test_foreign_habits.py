@@ -22,7 +22,7 @@ import torch
 from tensordict import TensorDict
 
 from aiosync import InvalidArgumentError, WorkerLostError
-from tests.collectors.kit import ENVS, collecting
+from tests.collectors.kit import ENVS, collecting, pid_of
 from tests.collectors.worlds import Counting, make_policy
 from tests.kit.clock import SCALE, within
 from tests.kit.processes import ROOT
@@ -126,8 +126,7 @@ async def test_a_killed_worker_with_children_is_noticed() -> None:
         batch = await within(anext(collector))
         child = int(batch["observation"].flatten()[0])
         del batch
-        assert collector._pool is not None
-        pid = collector._pool.workers[0].pid
+        pid = pid_of(collector, 0)
         assert pid is not None
         try:
             os.kill(pid, signal.SIGKILL)
@@ -143,13 +142,14 @@ async def test_a_killed_worker_with_children_is_noticed() -> None:
 _TRAINER = """
 import asyncio, sys
 from tests.collectors.test_foreign_habits import stuck_env
+from tests.collectors.kit import pids_of
 from tests.collectors.worlds import Counting
 from aiosync.collectors import MultiCollector
 
 async def main():
     collector = MultiCollector([stuck_env], None, frames_per_batch=8, start_method="forkserver")
     await collector.__aenter__()
-    print(*[w.pid for w in collector._pool.workers], flush=True)
+    print(*pids_of(collector), flush=True)
     {end}
 
 if __name__ == "__main__":

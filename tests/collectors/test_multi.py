@@ -215,7 +215,7 @@ async def test_attributes_of_the_workers() -> None:
         ({"frames_per_batch": 0}, "expected a positive number"),
         ({"frames_per_batch": [3]}, "one per worker, 2; got 1"),
         ({"cat_results": "cat"}, "expected 'stack' or"),
-        ({"preemptive_threshold": 1.5}, "a share of the workers"),
+        ({"preemptive_threshold": 1.5}, "a fraction of the workers"),
         ({"num_workers": 3}, "one per worker, 3; got 2"),
     ],
 )

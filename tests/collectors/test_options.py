@@ -19,7 +19,7 @@ from aiosync.collectors import (
     MultiCollector,
     ProcessConfig,
 )
-from tests.collectors.kit import ENVS, check, collecting
+from tests.collectors.kit import ENVS, check, collecting, workers_of
 from tests.collectors.worlds import Counting, make_policy
 from tests.kit.marked import mark
 
@@ -87,8 +87,7 @@ async def test_batches_without_buffers(sync: bool) -> None:
             check(await anext(collector))
             mark(policy, version)
             await collector.update_policy_weights_()
-        assert collector._pool is not None
-        assert all(not worker._slots for worker in collector._pool.workers)
+        assert all(not worker.buffers for worker in workers_of(collector))
 
 
 @BOTH
@@ -233,21 +232,21 @@ async def test_devices(sync: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "cuda"}, "there is no CUDA device here"),
+        ({"device": "cuda"}, "this machine has no CUDA device"),
         ({"device": "cdua"}, "device='cdua': expected a device"),
         ({"policy_device": ["cpu"]}, "policy_device: expected one device, or one per worker, 2; got 1"),
-        ({"storing_device": ["cpu", "meta"], "sync": True}, "lies on one device"),
+        ({"storing_device": ["cpu", "meta"], "sync": True}, "storing_device: expected one device"),
         ({"cudagraph_policy": True}, "cudagraph_policy= needs policy_device="),
         ({"launcher": "slurm"}, "expected 'process' or 'ray'"),
-        ({"ray_options": {}}, "of launcher='ray'"),
+        ({"ray_options": {}}, "needs launcher='ray'"),
         ({"on_stale": "wati"}, "expected 'drop' or 'wait'"),
-        ({"on_stale": "wait", "sync": False}, "with max_staleness="),
+        ({"on_stale": "wait", "sync": False}, "needs max_staleness="),
         ({"max_staleness": -1, "sync": False}, "expected 0 or more versions"),
         ({"restart_workers": -1}, "expected 0 or more"),
         ({"num_workers": 0}, "expected a positive number"),
-        ({"frames_per_batch": 1, "sync": True}, "has a part of each worker"),
+        ({"frames_per_batch": 1, "sync": True}, "a part from every worker"),
         ({"preemptive_threshold": 0.5, "sync": False}, "preemptive_threshold= needs sync=True"),
-        ({"max_staleness": 1, "sync": True}, "max_staleness= is of sync=False"),
+        ({"max_staleness": 1, "sync": True}, "max_staleness= needs sync=False"),
         ({"start_method": "fork"}, "expected 'spawn' or 'forkserver'"),
         ({"weight_updater": 3}, "weight_updater: expected an updater"),
     ],

@@ -78,7 +78,7 @@ async def test_its_environments_error_is_raised() -> None:
 
 
 def test_what_is_said_of_processes_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="num_workers: a Collector plays in this process"):
+    with pytest.raises(InvalidArgumentError, match="num_workers: a Collector runs in this process"):
         Collector(Counting, num_workers=2)
     with pytest.raises(InvalidArgumentError, match="one environment"):
         Collector([Counting])

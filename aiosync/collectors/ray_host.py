@@ -11,19 +11,19 @@ from typing import Any
 import cloudpickle
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.channel import Channel, ChannelClosed, LocalChannel
+from aiosync.collectors.command_pipe import CommandPipe, CommandPipeClosed, LocalCommandPipe
 from aiosync.collectors.host import Host, Schemes
-from aiosync.collectors.worker import WorkerSpec, serve
+from aiosync.collectors.worker import WorkerSpec, run_worker
 from aiosync.transports._offload import handover
 
 __all__ = ["RayHost"]
 
 
 class RayHost(Host):
-    """An actor.
+    """Runs a worker in a Ray actor.
 
     Args:
-        ray: Ray, in a process that takes part in a cluster.
+        ray: the module ``ray``, in a process that has joined a cluster.
         options: Ray's options for the actor.
     """
 
@@ -33,11 +33,11 @@ class RayHost(Host):
         self._handle: Any = None
         self._running: asyncio.Future[Any] | None = None
 
-    async def start(self, spec: WorkerSpec, schemes: Schemes) -> Channel:
-        # It is an async one: a call that waits for messages does not keep others from being made.
-        self._handle = self._ray.remote(_Actor).options(**self._options).remote()
-        self._running = _awaited(self._handle.run.remote(cloudpickle.dumps(spec), dict(schemes)))
-        return _RayChannel(self._handle)
+    async def start(self, spec: WorkerSpec, schemes: Schemes) -> CommandPipe:
+        # An async actor: a call that waits for messages does not block other calls.
+        self._handle = self._ray.remote(_WorkerActor).options(**self._options).remote()
+        self._running = _as_future(self._handle.run.remote(cloudpickle.dumps(spec), dict(schemes)))
+        return _RayCommandPipe(self._handle)
 
     async def ended(self, deadline: Deadline) -> bool:
         if self._running is None:
@@ -51,47 +51,47 @@ class RayHost(Host):
 
     def cause(self) -> str:
         if self._running is None or not self._running.done():
-            return "its actor says nothing more, though it still runs"
+            return "its actor sends nothing more, but still runs"
         error = self._running.exception()
         if error is None:
-            return "its actor has come to its end"
+            return "its actor has ended"
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return f"Ray says: {' '.join(lines)[:400]}"
+        return f"Ray reports: {' '.join(lines)[:400]}"
 
     @property
     def pid(self) -> int | None:
         return None
 
     def release(self) -> None:
-        self.kill()  # it would stay alive, idle, as long as a process has the handle
+        self.kill()  # an idle actor stays alive as long as a process has its handle
         self._handle = self._running = None
 
 
-def _awaited(pending: Any) -> asyncio.Future[Any]:
+def _as_future(pending: Any) -> asyncio.Future[Any]:
     answer: asyncio.Future[Any]
     answer, settle = handover()
     pending.future().add_done_callback(lambda done: settle(done.result))
     return answer
 
 
-class _Actor:
-    """What runs a worker on its event loop."""
+class _WorkerActor:
+    """The actor: runs a worker on its event loop."""
 
     def __init__(self) -> None:
-        self._ours, self._theirs = LocalChannel.pair()
+        self._ours, self._theirs = LocalCommandPipe.pair()
         self._expected = 0
-        self._early: dict[int, bytes | None] = {}
+        self._out_of_order: dict[int, bytes | None] = {}
 
     async def run(self, spec: bytes, schemes: Schemes) -> None:
-        """Be a worker until the collector closes."""
-        await serve(partial(cloudpickle.loads, spec), schemes, self._theirs)
+        """Run a worker until the collector closes the pipe."""
+        await run_worker(partial(cloudpickle.loads, spec), schemes, self._theirs)
 
-    async def tell(self, number: int, data: bytes | None) -> None:
-        """A message for the worker, the ``number``-th (Ray may call an async actor in another order); None:
-        there will be no more."""
-        self._early[number] = data
-        while self._expected in self._early:
-            message = self._early.pop(self._expected)
+    async def deliver(self, number: int, data: bytes | None) -> None:
+        """Deliver message ``number`` to the worker; None closes the pipe. Ray may run the calls of an async
+        actor in another order."""
+        self._out_of_order[number] = data
+        while self._expected in self._out_of_order:
+            message = self._out_of_order.pop(self._expected)
             self._expected += 1
             if message is None:
                 self._ours.close()
@@ -99,37 +99,37 @@ class _Actor:
                 self._ours.send(cloudpickle.loads(message))
 
     async def messages(self) -> list[Any]:
-        """The worker's next ones; an empty list: there will be no more."""
+        """Wait for messages of the worker and return them; an empty list after the last one."""
         try:
             return await self._ours.receive_all()
-        except ChannelClosed:
+        except CommandPipeClosed:
             return []
 
 
-class _RayChannel(Channel):
+class _RayCommandPipe(CommandPipe):
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self._numbers = itertools.count()
         self._received: list[Any] = []
-        self._asked: asyncio.Future[Any] | None = None
+        self._pending: asyncio.Future[Any] | None = None
         self._closed = False
 
     def send(self, message: object) -> None:
         if not self._closed:
-            self._handle.tell.remote(next(self._numbers), cloudpickle.dumps(message))
+            self._handle.deliver.remote(next(self._numbers), cloudpickle.dumps(message))
 
     async def receive(self) -> Any:
         if not self._received:
-            if self._asked is None:  # else a call that was cancelled has asked
-                self._asked = _awaited(self._handle.messages.remote())
-            await asyncio.wait([self._asked])
-            asked, self._asked = self._asked, None
+            if self._pending is None:  # else a cancelled receive() has made the call
+                self._pending = _as_future(self._handle.messages.remote())
+            await asyncio.wait([self._pending])
+            pending, self._pending = self._pending, None
             try:
-                self._received = list(reversed(asked.result()))
+                self._received = list(reversed(pending.result()))
             except Exception as exc:
-                raise ChannelClosed("the actor is gone") from exc
+                raise CommandPipeClosed("the actor has ended") from exc
         if not self._received:
-            raise ChannelClosed("the actor has closed")
+            raise CommandPipeClosed("the actor has closed the pipe")
         return self._received.pop()
 
     async def drain(self) -> None:
@@ -138,4 +138,4 @@ class _RayChannel(Channel):
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._handle.tell.remote(next(self._numbers), None)
+            self._handle.deliver.remote(next(self._numbers), None)

@@ -1,4 +1,4 @@
-"""What a collector and a worker talk over: objects, in order, until one end is closed."""
+"""The pipe between a collector and one worker: messages, in order, until one end closes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ import cloudpickle
 
 from aiosync.transports.forks import close_in_children
 
-__all__ = ["Channel", "ChannelClosed", "LocalChannel", "PipeChannel"]
+__all__ = ["CommandPipe", "CommandPipeClosed", "LocalCommandPipe", "ProcessCommandPipe"]
 
 _HEAD = struct.Struct("!Q")
 
 
-class ChannelClosed(Exception):
-    """The other end of a channel is closed. A type of its own: what an environment raises is its own."""
+class CommandPipeClosed(Exception):
+    """The other end of the pipe is closed. Not an OSError or EOFError: environments may raise those
+    themselves."""
 
 
-class Channel(ABC):
-    """One end. Writing never waits: what the other end has not read yet is kept here."""
+class CommandPipe(ABC):
+    """One end of a command pipe. Sending never blocks: unread messages are buffered at this end."""
 
     @abstractmethod
     def send(self, message: object) -> None:
-        """Write a message; to an end that is closed it is lost."""
+        """Send a message. It is lost if the other end is closed."""
 
     @abstractmethod
     async def drain(self) -> None:
-        """Wait until not too much is kept here.
+        """Wait until this end buffers less than its limit.
 
         Raises:
             OSError: the other end is closed.
@@ -41,23 +42,23 @@ class Channel(ABC):
 
     @abstractmethod
     async def receive(self) -> Any:
-        """The next message.
+        """Wait for the next message.
 
         Raises:
-            ChannelClosed: the other end is closed.
+            CommandPipeClosed: the other end is closed.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close this end; idempotent. What is kept here is written as far as it can be at once."""
+        """Close this end; idempotent. Buffered messages are sent as far as the pipe takes them at once."""
 
 
-class PipeChannel(Channel):
-    """Over a pipe between a process and its child, on an event loop. Messages are pickled: both ends
-    belong to this program, and no other process has the pipe.
+class ProcessCommandPipe(CommandPipe):
+    """A pipe between a process and its child, on an event loop. Messages are pickled: only this program's two
+    processes have the pipe.
 
     Args:
-        reader, writer: asyncio's streams of it. Most callers want :meth:`open`.
+        reader, writer: asyncio's streams of one end. Most callers use :meth:`open`.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -66,10 +67,10 @@ class PipeChannel(Channel):
 
     @classmethod
     async def open(cls, connection: Connection[Any, Any]) -> Self:
-        """Take over one end of a duplex pipe, which is closed here."""
+        """Take over one end of a duplex pipe. ``connection`` is closed."""
         sock = socket.socket(fileno=os.dup(connection.fileno()))
         connection.close()
-        # An environment's own processes must not hide the end of this one.
+        # A child of the environment that inherits this socket would keep it open after this process ends.
         close_in_children(sock)
         sock.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=sock)
@@ -88,15 +89,16 @@ class PipeChannel(Channel):
             (size,) = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
             data = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError) as exc:
-            raise ChannelClosed("the other end of the pipe is closed") from exc
+            raise CommandPipeClosed("the other end of the pipe is closed") from exc
         return pickle.loads(data)
 
     def close(self) -> None:
         self._writer.close()
 
 
-class LocalChannel(Channel):
-    """Between two tasks of one event loop, as they are. Make both with :meth:`pair`."""
+class LocalCommandPipe(CommandPipe):
+    """A pipe between two tasks of one event loop. Messages are passed by reference. :meth:`pair` makes both
+    ends."""
 
     def __init__(self, incoming: asyncio.Queue[Any], outgoing: asyncio.Queue[Any]) -> None:
         self._incoming = incoming
@@ -105,7 +107,7 @@ class LocalChannel(Channel):
 
     @classmethod
     def pair(cls) -> tuple[Self, Self]:
-        """Both ends."""
+        """Return both ends."""
         one: asyncio.Queue[Any] = asyncio.Queue()
         other: asyncio.Queue[Any] = asyncio.Queue()
         return cls(one, other), cls(other, one)
@@ -117,18 +119,18 @@ class LocalChannel(Channel):
     async def receive(self) -> Any:
         message = await self._incoming.get()
         if message is _END:
-            self._incoming.put_nowait(_END)  # for the next call
-            raise ChannelClosed("the other end is closed")
+            self._incoming.put_nowait(_END)  # the next call finds it too
+            raise CommandPipeClosed("the other end is closed")
         return message
 
     async def drain(self) -> None:
         """See :class:`Channel`."""
 
     async def receive_all(self) -> list[Any]:
-        """The next message, and those that are there after it.
+        """Wait for the next message, and return it with all others that have arrived.
 
         Raises:
-            ChannelClosed: the other end is closed.
+            CommandPipeClosed: the other end is closed.
         """
         found = [await self.receive()]
         while not self._incoming.empty():
@@ -147,4 +149,4 @@ class LocalChannel(Channel):
 
 
 _END = object()
-"""Follows the last message."""
+"""Sent behind the last message."""

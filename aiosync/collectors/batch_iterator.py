@@ -1,0 +1,290 @@
+"""The iterator of a collector: requests batches from the workers and returns them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Self
+
+from tensordict import TensorDict, TensorDictBase
+
+from aiosync.collectors.batches import BatchJoiner, split_trajectories
+from aiosync.collectors.config import CollectorConfig
+from aiosync.collectors.controls import Controls
+from aiosync.collectors.fields import MASK
+from aiosync.collectors.pool import Pool
+from aiosync.collectors.proxy import DeliveredBatch, WorkerProxy
+from aiosync.errors import InvalidArgumentError, SyncTimeoutError
+from aiosync.transports._offload import offloaded
+from aiosync.weights.copying import INLINE_LIMIT
+
+__all__ = ["BatchIterator"]
+
+_REQUESTED_AHEAD = 2
+"""Batches of an asynchronous collector that a worker may have requested or delivered at a time: one in
+progress, and one that the caller has not taken yet."""
+
+
+class BatchIterator(Controls):
+    """The part of a collector that is its asynchronous iterator.
+
+    Each worker has one or two batches requested at a time. A delivered batch waits here until the caller
+    takes it.
+
+    Args:
+        config: all options.
+        sync: each batch has a part from every worker, and no worker steps between two batches.
+
+    Attributes:
+        frames: how many frames the iterator has returned.
+    """
+
+    def __init__(self, config: CollectorConfig, *, sync: bool) -> None:
+        self.config = config
+        self.sync = sync
+        self.frames = 0
+        # Frames of all requested batches, delivered or not; dropped ones do not count.
+        self._requested = 0
+        # Delivered batches of an asynchronous collector that the caller has not taken, oldest first.
+        self._finished: deque[DeliveredBatch] = deque()
+        self._next_lock = asyncio.Lock()
+        self._active_pauses = 0
+        # Counts all pauses, so that a timeout during a pause can be told from others.
+        self._pauses_begun = 0
+        self._not_paused = asyncio.Event()
+        self._not_paused.set()
+        self._joiner = BatchJoiner(config.batch.cat_results)
+        # The task of start().
+        self._collecting: asyncio.Task[None] | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        """Return the next batch, a TensorDict; None if the batch went to a replay buffer.
+
+        Raises:
+            StopAsyncIteration: ``total_frames`` have been returned.
+            Exception: what an environment or the policy raised in a worker, with the worker's traceback as
+                its cause.
+            WorkerLostError: a worker died.
+            SyncTimeoutError: no batch was complete in time.
+        """
+        if self._is_done:
+            raise StopAsyncIteration
+        pool = self._connected_pool
+        if self.config.weights.update_at_each_batch:
+            await self.update_policy_weights_()
+        async with self._next_lock:
+            if self._is_done:  # concurrent calls took the last batches
+                raise StopAsyncIteration
+            await self._wait_while_paused()
+            batch = await (self._next_sync_batch(pool) if self.sync else self._next_async_batch(pool))
+            return self._to_replay_buffer(batch)
+
+    @property
+    def _is_done(self) -> bool:
+        return self.frames >= self.config.batch.total_frames != -1
+
+    async def _wait_while_paused(self) -> None:
+        deadline = self._deadline(None)
+        try:
+            async with asyncio.timeout(deadline.remaining()) as limit:
+                await self._not_paused.wait()
+        except TimeoutError as exc:
+            if not limit.expired():
+                raise
+            raise deadline.error("receive", hint="the collector is paused") from exc
+
+    def _to_replay_buffer(self, batch: TensorDictBase) -> Any:
+        replay = self.config.replay
+        if replay.replay_buffer is None:
+            return batch
+        if replay.extend_buffer and self.config.batch.split_trajs:
+            replay.replay_buffer.extend(batch)
+        elif replay.extend_buffer:
+            flat = batch.reshape(-1)
+            valid = flat.get(MASK, None)
+            replay.replay_buffer.extend(flat if valid is None else flat[valid])
+        else:
+            replay.replay_buffer.add(batch)
+        return None
+
+    async def _next_sync_batch(self, pool: Pool) -> TensorDictBase:
+        config = self.config.batch
+        at_random = self._acts_at_random
+        for worker in pool.workers:
+            if not worker.requested and not worker.batches:  # else a cancelled call requested it
+                self._request(worker, config.frames_of(worker.index, self.num_workers), at_random=at_random)
+        enough = max(1, int(self.num_workers * config.preemptive_threshold))
+        deadline = self._deadline(None)
+
+        def delivered() -> int:
+            return sum(bool(worker.batches) for worker in pool.workers)
+
+        await pool.wait_for(lambda: delivered() >= enough, deadline, "receive")
+        if enough < self.num_workers:
+            for worker in pool.workers:
+                if not worker.batches:
+                    worker.end_early()
+            await pool.wait_for(lambda: delivered() >= self.num_workers, deadline, "receive")
+        return await self._join_parts([worker.batches[0] for worker in pool.workers])
+
+    async def _next_async_batch(self, pool: Pool) -> TensorDictBase:
+        deadline = self._deadline(None)
+        self._request_from_all(pool, trained=True)
+        while True:
+            await pool.wait_for(lambda: bool(self._finished), deadline, "receive")
+            if self._is_fresh(self._finished[0]):
+                found = await self._lend(self._finished[0])
+                self._request_from_all(pool, trained=False)
+                return found
+            dropped = self._finished.popleft()
+            dropped.release()
+            self._requested -= dropped.frames
+            self._request_from_all(pool, trained=True)
+
+    def _is_fresh(self, batch: DeliveredBatch) -> bool:
+        allowed = self.config.weights.max_staleness
+        if allowed is None:
+            return True
+        return self.policy_version - int(batch.read()["policy_version"].min()) <= allowed
+
+    def _request_from_all(self, pool: Pool, *, trained: bool) -> None:
+        """Request batches from all workers that may collect more.
+
+        Args:
+            pool: the workers.
+            trained: the trainer has sent the update for the batch that it took last, if it sends one after
+                each batch.
+        """
+        # The worker with the fewest frames first: if only some may collect, it is not always the same ones.
+        for worker in sorted(pool.workers, key=lambda worker: worker.frames):
+            self._request_from(pool, worker, trained=trained)
+
+    def _on_delivered(self, part: DeliveredBatch) -> None:
+        self._requested += part.frames - part.requested
+        if not self.sync:
+            self._finished.append(part)
+
+    def _request_from(self, pool: Pool, worker: WorkerProxy, *, trained: bool) -> None:
+        total = self.config.batch.total_frames
+        frames = self.config.batch.frames_of(worker.index, 1)
+        while worker.requested + len(worker.batches) < _REQUESTED_AHEAD and not self._active_pauses:
+            # The updates before this batch is returned, if the trainer sends one after each batch.
+            updates = sum(each.requested + len(each.batches) for each in pool.workers) + (not trained)
+            if self._requested >= total != -1 or updates > self.config.weights.allowed_updates:
+                return
+            self._request(worker, frames, at_random=self._acts_at_random)
+
+    @property
+    def _acts_at_random(self) -> bool:
+        """Whether the next batch to request is within ``init_random_frames``."""
+        return self._requested < self.config.batch.init_random_frames
+
+    def _request(self, worker: WorkerProxy, frames: int, *, at_random: bool) -> None:
+        self._requested += frames
+        worker.collect(frames, at_random=at_random)
+
+    async def _join_parts(self, delivered: Sequence[DeliveredBatch]) -> TensorDictBase:
+        """Join the workers' parts into one batch, in memory of this process."""
+        parts = [part.read() for part in delivered]
+        nbytes = sum(leaf.nbytes for part in parts for leaf in part.values(True, True))
+        device = self.config.devices.of(0).storing
+
+        def join() -> TensorDictBase:
+            found = self._concatenate(parts)
+            return found if device is None else found.to(device)
+
+        found = join() if nbytes <= INLINE_LIMIT else await offloaded(join, "aiosync-batch")
+        # Released only now: a cancelled call loses no batch.
+        for part in delivered:
+            part.release()
+        return self._finish(found, sum(part.frames for part in delivered))
+
+    def _concatenate(self, parts: Sequence[TensorDict]) -> TensorDictBase:
+        return self._joiner.join(parts)
+
+    async def _lend(self, delivered: DeliveredBatch) -> TensorDictBase:
+        """Return a worker's batch, in the memory that the worker wrote it to, or copied to
+        ``storing_device``."""
+        device = self.config.devices.of(delivered.worker.index).storing
+        if device is None or device.type == "cpu":
+            found: TensorDictBase = delivered.lend()
+        else:
+            found = await offloaded(lambda: delivered.read().to(device), "aiosync-batch")
+            delivered.release()
+        self._finished.popleft()
+        return self._finish(found, delivered.frames)
+
+    def _finish(self, batch: TensorDictBase, frames: int) -> TensorDictBase:
+        self.frames += frames
+        found = split_trajectories(batch) if self.config.batch.split_trajs else batch
+        postproc = self.config.batch.postproc
+        return found if postproc is None else postproc(found)
+
+    async def start(self) -> None:
+        """Collect into the replay buffer, in a task of this event loop, until ``total_frames`` or
+        :meth:`aclose`. An error is raised by the next call to the collector.
+
+        Raises:
+            InvalidArgumentError: there is no replay buffer.
+        """
+        if self.config.replay.replay_buffer is None:
+            raise InvalidArgumentError("start() collects into a replay buffer: give replay_buffer=")
+        if self._collecting is None:
+            self._collecting = asyncio.create_task(
+                self._collect(self._connected_pool), name="aiosync-collecting"
+            )
+
+    async def _collect(self, pool: Pool) -> None:
+        try:
+            while not self._is_done:
+                await self._not_paused.wait()
+                pauses = self._pauses_begun
+                try:
+                    await anext(self)
+                except SyncTimeoutError:
+                    if pauses == self._pauses_begun:  # else the timeout passed during a pause
+                        raise
+                await asyncio.sleep(0)  # anext() does not yield if the next batch has been delivered
+        except Exception as exc:  # noqa: BLE001 - raised by the next call
+            pool.fail(exc)
+
+    def _drop_delivered(self) -> None:
+        self._finished.clear()
+        for worker in self._connected_pool.workers:
+            for batch in list(worker.batches):
+                batch.release()
+
+    @asynccontextmanager
+    async def pause(self, timeout: float | None = None) -> AsyncIterator[None]:
+        """Stop the workers' steps inside this context. The workers finish the batches in progress first. They
+        continue when the context ends, also by an exception.
+
+        Args:
+            timeout: seconds to wait for the batches in progress.
+
+        Raises:
+            Exception: as the iterator.
+            SyncTimeoutError: the workers did not finish in time.
+        """
+        pool = self._connected_pool
+        self._active_pauses += 1
+        self._pauses_begun += 1
+        self._not_paused.clear()
+        try:
+            await pool.wait_for(
+                lambda: not any(worker.requested for worker in pool.workers),
+                self._deadline(timeout),
+                "receive",
+            )
+            yield
+        finally:
+            self._active_pauses -= 1
+            if not self._active_pauses:
+                self._not_paused.set()
+            if not self.sync and self._is_current(pool):
+                self._request_from_all(pool, trained=False)
