@@ -21,11 +21,12 @@ from aiosync.protocol.nack import DownstreamError
 from aiosync.receiver.updates import Applier, PendingUpdate, check_same_layout
 from aiosync.schemes.tcp import RelayParts
 from aiosync.sender.away_workers import AwayWorkers
-from aiosync.sender.connection import LATE_AFTER
 from aiosync.sender.pending_acks import PendingAcks, first_failure
+from aiosync.sender.progress_watch import LATE_AFTER
 from aiosync.sender.publisher import Publication, Publisher
 from aiosync.sender.registry import WorkerRegistry
-from aiosync.sender.worker_group import SlotWrite, WorkerGroup
+from aiosync.sender.slot_write import SlotWrite
+from aiosync.sender.worker_group import WorkerGroup
 from aiosync.sender.worker_plan import CPU
 from aiosync.transfer.slots import JointParts, SlotPool
 from aiosync.transfer.stream_inbound import StreamInbound

@@ -6,49 +6,24 @@ flight* (the worker got the Update frame and has not answered), and *current* (t
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from aiosync.errors import ProtocolError
 from aiosync.protocol.events import Applied, Fetched, Left, Rejected, SenderEvent, StageDone
-from aiosync.protocol.frames import Bye, Frame, Joint, Nack, Update, Welcome
+from aiosync.protocol.frames import Frame, Joint, Nack, Update
 from aiosync.protocol.sender_session import SenderSession, SenderState
+from aiosync.sender.introduction import Introduction
+from aiosync.sender.progress_watch import ProgressWatch
 from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.base import MemoryAccess, OutboundTransfer
 from aiosync.transfer.slots import JointParts, Lease, LeaseKind, SlotVersion
 from aiosync.transports.base import Transport
 from aiosync.transports.process_watch import ProcessWatch
 
-__all__ = ["ConnectionOwner", "DroppedConnection", "Introduction", "WorkerConnection"]
-
-EAGER_LIMIT = 1 << 20
-"""Bytes up to which a worker gets an update without a Notify before it. This saves a round trip. It costs a
-slot if the worker hangs at that moment."""
-
-LATE_AFTER = 2.0
-"""Seconds without an answer and without a byte moved, after which a worker counts as unresponsive: the slots
-that it holds then do not count towards ``max_slots``."""
-
-SAMPLE = 0.5
-"""Seconds between two checks of whether bytes move."""
+__all__ = ["ConnectionOwner", "WorkerConnection"]
 
 PATIENCE = 1.0
 """Seconds without a byte moved, after which an update that is being sent may be taken back."""
-
-
-class Introduction(NamedTuple):
-    """What a Welcome frame says of the sender.
-
-    Attributes:
-        instance: an id of this sender, different from the next sender's at the same address.
-        ticket: the secret with which the worker proves that the index is its own.
-        via: the ids of the senders that an update passes on its way.
-    """
-
-    instance: str
-    ticket: bytes
-    via: Sequence[str]
 
 
 class ConnectionOwner(Protocol):
@@ -118,11 +93,8 @@ class WorkerConnection:
         self._introduction = introduction
         # The worker's last Fetch: the version whose bytes it has, and whether it can read our memory.
         self._fetched = Fetched()
-        # (progress of the transfer, when it last changed): decides whether a silent worker is unresponsive.
-        self._moved: tuple[Hashable, float] = (None, 0.0)
-        self._loop = asyncio.get_running_loop()
-        # Runs while a version is in flight, to find a worker that hangs.
-        self._timer: asyncio.TimerHandle | None = None
+        # Finds out whether the worker hangs while a version is in flight.
+        self._progress = ProgressWatch(outbound, self.mark_unresponsive)
         self._owner = owner
         self._watch = ProcessWatch(pid, self._process_ended)
         outbound.attach(self)
@@ -257,7 +229,7 @@ class WorkerConnection:
                 self._offer(notified)
         elif state is SenderState.WELCOMING and group.offerable(group.newest):
             assert group.newest is not None
-            self.session.welcome(self._welcome(group.newest))
+            self.session.welcome(self._introduction.welcome(self.worker, group, self.session.hello))
             group.addressed[self.worker] = group.newest.version
             self.notify(group.newest)
             self.transport.flush(self.session)
@@ -285,15 +257,11 @@ class WorkerConnection:
         if self.notified is published:
             self._release_notified()
         payload = outbound.payload(published, self._fetched)
-        moved: Hashable = None
         if outbound.carries:
-            moved, base = outbound.moved, outbound.base_slot()
+            base = outbound.base_slot()
             if base is not None:
                 self._reading.append(pool.lease(base, LeaseKind.READING, self))
-        self._moved = moved, self._loop.time()
-        if self._timer is None:
-            # One timer serves many updates: making one costs as much as a tenth of a small send.
-            self._timer = self._loop.call_later(min(SAMPLE, LATE_AFTER), self._check_progress)
+        self._progress.start()
         have = self.session.acked_version
         update = Update(
             round=published.round,
@@ -306,21 +274,6 @@ class WorkerConnection:
         if update != published.offered:
             published.offered = update
         return published.offered  # the same object for most workers, so that it is encoded once
-
-    def _welcome(self, newest: SlotVersion) -> Welcome:
-        layout, hello = self.group.pool.layout, self.session.hello
-        known = hello is not None and hello.signature == layout.identity
-        return Welcome(
-            layout=None if known else layout.to_wire(),
-            signature=layout.identity,
-            version=newest.version,
-            worker=self.worker,
-            instance=self._introduction.instance,
-            device=str(newest.slot.segment.buffer.device),
-            eager=layout.nbytes <= EAGER_LIMIT,
-            ticket=self._introduction.ticket,
-            via=list(self._introduction.via),
-        )
 
     # -- from the worker ---------------------------------------------------------------------------
 
@@ -335,6 +288,7 @@ class WorkerConnection:
                 if before is not None:
                     reading.append(before)
         self._in_flight = None
+        self._progress.stop()
         if self._outbound.carries:
             self._outbound.answered()
         for lease in reading:
@@ -383,7 +337,7 @@ class WorkerConnection:
 
         A worker that is merely slow keeps its update: otherwise it would never get a whole version.
         """
-        if self._in_flight is None or self._idle_seconds() <= PATIENCE:
+        if self._in_flight is None or self._progress.idle_seconds() <= PATIENCE:
             return
         if self._outbound.cancel():
             self._keep_notified(self._in_flight)
@@ -415,9 +369,7 @@ class WorkerConnection:
             Leases on the slots that the worker's process may still read.
         """
         self._watch.close()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._progress.close()
         viewed = [] if self._current_lease is None else [self._current_lease]
         leases = self._reading + viewed
         self._reading, self._current_lease = [], None
@@ -449,52 +401,7 @@ class WorkerConnection:
         if published is not None and published.joint is not None:
             published.joint.cancel_for(self.worker)
 
-    # -- a worker that hangs -----------------------------------------------------------------------
-
-    def _check_progress(self) -> None:
-        """Check whether the worker hangs. The slot of a worker that hangs must not hold up the others."""
-        self._timer = None
-        if self._in_flight is None:
-            return
-        left = LATE_AFTER - self._idle_seconds()
-        if left > 0:
-            self._timer = self._loop.call_later(min(SAMPLE, left), self._check_progress)
-        else:
-            self.mark_unresponsive()
-
     def mark_unresponsive(self) -> None:
         """The worker hangs or missed a deadline: until it answers, its slots do not count."""
         self.unresponsive = True
         self.group.pool.changed()
-
-    def _idle_seconds(self) -> float:
-        """Seconds for which no byte of the version in flight has moved, as far as was checked."""
-        moved, now = self._outbound.moved, self._loop.time()
-        if moved != self._moved[0]:
-            self._moved = moved, now
-        return now - self._moved[1]
-
-
-class DroppedConnection:
-    """The sink of a dropped worker's connection. Only the worker's goodbye, or its end, counts.
-
-    Args:
-        on_end: called once; with True if the worker said that it reads no slot any more.
-    """
-
-    def __init__(self, on_end: Callable[[bool], None]) -> None:
-        self._on_end: Callable[[bool], None] | None = on_end
-
-    def frame_received(self, frame: Frame) -> None:
-        """Handle the worker's Bye; ignore all other frames."""
-        if isinstance(frame, Bye):
-            self._end(said_so=not frame.dropped)
-
-    def connection_lost(self, reason: str) -> None:
-        """Handle the end of the connection."""
-        self._end(said_so=False)
-
-    def _end(self, *, said_so: bool) -> None:
-        on_end, self._on_end = self._on_end, None
-        if on_end is not None:
-            on_end(said_so)

@@ -8,7 +8,6 @@ in that, the version stays published and the answers are taken as they come.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, ExitStack, suppress
@@ -22,13 +21,14 @@ from aiosync._endpoint import Endpoint
 from aiosync._home_loop import HomeLoop
 from aiosync._open_calls import OpenCalls
 from aiosync._options import SchemeOptions
-from aiosync.errors import InvalidArgumentError, NotConnectedError, SyncTimeoutError
-from aiosync.events import EventSource, SchemeStats, logger
+from aiosync.errors import InvalidArgumentError, NotConnectedError
+from aiosync.events import EventSource, SchemeStats
 from aiosync.reports import SendReport, WorkerReport, WorkerState
 from aiosync.sender.extraction import Sources, WeightSource, is_per_worker
-from aiosync.sender.pending_acks import PendingAcks, first_failure
+from aiosync.sender.pending_acks import PendingAcks
 from aiosync.sender.publisher import Publication, Publisher, publish_together
 from aiosync.sender.registry import WorkerRegistry
+from aiosync.sender.send_reports import SendReports
 from aiosync.sender.sharded.gather import GatherLeader, ShardGather, leading
 from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.base import Transfer
@@ -95,6 +95,7 @@ class WeightSender(Endpoint):
         self._offloader = Offloader("aiosync-sender")
         self._groups: list[WorkerGroup] = []
         self.publisher = Publisher(self._groups, self.registry, self._host, spec.first_version)
+        self._reports = SendReports(self.registry, spec, model_id, events)
         self._live = False
         self._closed = False
         self._calls = OpenCalls()
@@ -237,11 +238,11 @@ class WeightSender(Endpoint):
         for worker in list(acks.pending):
             if registry.version_of(worker) >= 0:
                 acks.settle(WorkerReport(worker, "applied", registry.version_of(worker)))
-        with registry.tracking(acks):
+        with registry.awaited.tracking(acks):
             if join is not None:
                 await join()
             await acks.wait(deadline, registry.timer)
-        self._raise_failure(self._conclude(acks, deadline, waited=True), deadline)
+        self._reports.raise_failure(self._reports.conclude(acks, deadline, waited=True), deadline)
 
     async def _open(
         self,
@@ -345,7 +346,7 @@ class WeightSender(Endpoint):
         report = await self.finish(publication, wait=wait)
         acks = publication.acks
         if not wait or acks is None or acks.troubled or acks.pending:
-            self._raise_failure(report, deadline)
+            self._reports.raise_failure(report, deadline)
         return report
 
     async def finish(self, publication: Publication, *, wait: bool) -> SendReport:
@@ -360,14 +361,14 @@ class WeightSender(Endpoint):
             self.publisher.settle(publication)
         now = time.perf_counter()
         seconds["ack"], seconds["total"] = now - begun, now - publication.started
-        report = self._conclude(
+        report = self._reports.conclude(
             acks, publication.deadline, waited=wait, nbytes=publication.nbytes, seconds=seconds
         )
         stats = self.registry.stats
         stats.updates += 1
         stats.nbytes += report.nbytes
         stats.add_phases(report.seconds)
-        self._tell_world(report)
+        self._reports.emit_sent(report)
         return report
 
     async def wait_ack(self, worker_ids: int | list[int] | None, deadline: Deadline) -> SendReport:
@@ -376,89 +377,12 @@ class WeightSender(Endpoint):
         targets = self.registry.resolve(worker_ids)
         started = time.perf_counter()
         acks = self.registry.acks_for_current(targets)
-        with self.registry.tracking(acks):
+        with self.registry.awaited.tracking(acks):
             await acks.wait(deadline, self.registry.timer)
         seconds = {"total": time.perf_counter() - started}
-        report = self._conclude(acks, deadline, waited=True, seconds=seconds)
-        self._raise_failure(report, deadline)
+        report = self._reports.conclude(acks, deadline, waited=True, seconds=seconds)
+        self._reports.raise_failure(report, deadline)
         return report
-
-    # -- reports ------------------------------------------------------------------------------------
-
-    def _conclude(
-        self,
-        acks: PendingAcks,
-        deadline: Deadline,
-        *,
-        waited: bool,
-        nbytes: int = 0,
-        seconds: dict[str, float] | None = None,
-    ) -> SendReport:
-        reports = dict(acks.reports)
-        for worker in acks.pending:
-            version = self.registry.version_of(worker)
-            if waited:
-                error = self._timeout(worker, acks, deadline)
-                reports[worker] = WorkerReport(worker, "timeout", version, error=error)
-                self.registry.mark_unresponsive(worker)
-            else:
-                reports[worker] = WorkerReport(worker, "published", version)
-        if not waited:
-            reports.update(self.registry.take_unreported(reports))
-        dropped = self._drop(reports.values()) if self.spec.on_failure == "drop" else ()
-        return SendReport(acks.version, nbytes, dict(sorted(reports.items())), seconds or {}, dropped)
-
-    def _timeout(self, worker: int, acks: PendingAcks, deadline: Deadline) -> SyncTimeoutError:
-        connection = self.registry.connections.get(worker)
-        staged = connection is not None and connection.staged
-        return SyncTimeoutError(
-            "commit" if staged else acks.phase,
-            seconds=deadline.seconds,
-            workers=[worker],
-            version=acks.version,
-            hint=self._hint(worker),
-        )
-
-    def _hint(self, worker: int) -> str:
-        refused = self.registry.admission.refused
-        if not refused or worker in self.registry.connections:
-            return ""
-        return f"connections were refused meanwhile: {'; '.join(dict.fromkeys(refused))}"
-
-    def _drop(self, reports: Collection[WorkerReport]) -> tuple[int, ...]:
-        late = {r.worker for r in reports if r.status == "timeout"}
-        lost = {r.worker for r in reports if r.status == "lost"}
-        # A lost worker may have come again meanwhile.
-        gone = sorted(late | (lost - self.registry.connections.keys()))
-        for worker in gone:
-            self.registry.drop(worker, "dropped: it was lost or missed a deadline")
-        return tuple(gone)
-
-    def _raise_failure(self, report: SendReport, deadline: Deadline) -> None:
-        reports = list(report.workers.values())
-        if self.spec.on_failure == "drop":
-            reports = [r for r in reports if r.status not in ("lost", "timeout")]
-        error = first_failure(reports, deadline)
-        if error is not None:
-            error.report = report
-            raise error
-
-    def _tell_world(self, report: SendReport) -> None:
-        if self._events.hooks:
-            self._events.tell(
-                "sent", self.model_id, report.version, nbytes=report.nbytes, seconds=report.seconds
-            )
-        if logger.isEnabledFor(logging.INFO):
-            applied = sum(r.status in ("applied", "published") for r in report.workers.values())
-            logger.info(
-                "sent version %d of %s: %.3g MB to %d of %d workers in %.3g ms",
-                report.version,
-                self.model_id,
-                report.nbytes / 1e6,
-                applied,
-                len(report.workers),
-                1e3 * report.seconds["total"],
-            )
 
     # -- close --------------------------------------------------------------------------------------
 
@@ -477,12 +401,7 @@ class WeightSender(Endpoint):
     def _abandon_loop(self) -> None:
         """Release what can be released without the loop that this endpoint lived on."""
         with ExitStack() as last:
-            if self._leader is not None:
-                last.callback(self._leader.close)
-            last.callback(self.transfer.close)
-            last.callback(self._offloader.close)
-            for group in self._groups:
-                last.callback(group.close)
+            self._release_memory(last)
             with suppress(RuntimeError):  # parts of it lived on that loop
                 self._listener.close()
 
@@ -490,17 +409,20 @@ class WeightSender(Endpoint):
         await self._calls.stop()
         async with AsyncExitStack() as last:  # the last first, whatever raises
             last.callback(self._events.tell, "closed", self.model_id, self.version)
-            if self._leader is not None:
-                last.callback(self._leader.close)
-            last.callback(self.transfer.close)
-            last.callback(self._offloader.close)
-            for group in self._groups:
-                last.callback(group.close)
+            self._release_memory(last)
             last.callback(self._listener.close)
             last.push_async_callback(self._host.aclose)
             self._listener.stop()
             await self.publisher.stop()
             await self.registry.close("the sender has closed")
+
+    def _release_memory(self, last: ExitStack | AsyncExitStack) -> None:
+        if self._leader is not None:
+            last.callback(self._leader.close)
+        last.callback(self.transfer.close)
+        last.callback(self._offloader.close)
+        for group in self._groups:
+            last.callback(group.close)
 
     def check_open(self) -> None:
         """Check that this endpoint can be used here.

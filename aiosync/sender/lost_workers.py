@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
+from aiosync.protocol.frames import Bye, Frame
 from aiosync.transfer.slots import Lease
 from aiosync.transports.process_watch import ProcessWatch
 
-__all__ = ["LostWorkers"]
+__all__ = ["DroppedConnection", "LostWorkers"]
 
 
 class LostWorkers:
@@ -64,3 +66,28 @@ class LostWorkers:
             watch.close()
         self._watches.clear()
         self._leases.clear()
+
+
+class DroppedConnection:
+    """The sink of a dropped worker's connection. Only the worker's goodbye, or its end, counts.
+
+    Args:
+        on_end: called once; with True if the worker said that it reads no slot any more.
+    """
+
+    def __init__(self, on_end: Callable[[bool], None]) -> None:
+        self._on_end: Callable[[bool], None] | None = on_end
+
+    def frame_received(self, frame: Frame) -> None:
+        """Handle the worker's Bye; ignore all other frames."""
+        if isinstance(frame, Bye):
+            self._end(said_so=not frame.dropped)
+
+    def connection_lost(self, reason: str) -> None:
+        """Handle the end of the connection."""
+        self._end(said_so=False)
+
+    def _end(self, *, said_so: bool) -> None:
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(said_so)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from aiosync._deadline import Deadline, DeadlineTimer
 from aiosync.errors import (
     AiosyncError,
     JointUpdateError,
+    NotConnectedError,
     Phase,
     SyncTimeoutError,
     WorkerLostError,
 )
 from aiosync.reports import WorkerReport
 
-__all__ = ["PendingAcks", "first_failure"]
+__all__ = ["AwaitedAcks", "PendingAcks", "first_failure"]
 
 
 class PendingAcks:
@@ -90,6 +92,60 @@ class PendingAcks:
         finally:
             self._waiter = None
         return not self.pending
+
+
+class AwaitedAcks:
+    """The answers that calls wait for at the moment.
+
+    Attributes:
+        tracked: one for each call.
+    """
+
+    def __init__(self) -> None:
+        self.tracked: list[PendingAcks] = []
+
+    def track(self, acks: PendingAcks) -> None:
+        """Settle ``acks`` with the workers' answers until :meth:`untrack`."""
+        self.tracked.append(acks)
+
+    def untrack(self, acks: PendingAcks) -> None:
+        """The call that waited for these answers has returned."""
+        self.tracked.remove(acks)
+
+    @contextmanager
+    def tracking(self, acks: PendingAcks) -> Iterator[PendingAcks]:
+        """:meth:`track` for the body."""
+        self.track(acks)
+        try:
+            yield acks
+        finally:
+            self.untrack(acks)
+
+    def settle(self, report: WorkerReport) -> None:
+        """A worker's answer, for all calls that wait for it, whatever version they wait for."""
+        for acks in self.tracked:
+            acks.settle(report)
+
+    def answered(self, report: WorkerReport, version: int) -> bool:
+        """A worker's answer for a version. Return whether a call waited for it."""
+        awaited = False
+        for acks in self.tracked:
+            if acks.expects(report.worker, version):
+                acks.settle(report)
+                awaited = True
+        return awaited
+
+    def include(self, worker: int) -> None:
+        """All calls wait for this worker too."""
+        for acks in self.tracked:
+            acks.include(worker)
+
+    def close(self, reason: str, version_of: Callable[[int], int]) -> None:
+        """Settle all with NotConnectedError: no answer will come."""
+        for acks in self.tracked:
+            for worker in list(acks.pending):
+                error = NotConnectedError(f"{reason} before worker {worker} had answered")
+                acks.settle(WorkerReport(worker, "lost", version_of(worker), error=error))
 
 
 def first_failure(reports: Iterable[WorkerReport], deadline: Deadline) -> AiosyncError | None:

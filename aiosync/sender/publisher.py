@@ -25,7 +25,8 @@ from aiosync.sender.pending_acks import PendingAcks
 from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.sharded.gather import ShardGather
 from aiosync.sender.sharded.ranks import ShardRequest
-from aiosync.sender.worker_group import SlotWrite, WorkerGroup
+from aiosync.sender.slot_write import SlotWrite
+from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.slots import JointParts
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
@@ -213,7 +214,7 @@ class Publisher:
         self._round += 1
         publication.round, publication.version = self._round, self.version
         acks = publication.acks = PendingAcks(self.version, publication.targets)
-        self._registry.track(acks)
+        self._registry.awaited.track(acks)
         for write in publication.writes:
             group, joint = write.group, publication.joint
             targets = group.publish(
@@ -222,7 +223,7 @@ class Publisher:
             for worker in targets - group.connections.keys():
                 if joint is not None:
                     joint.cancel_for(worker)
-                self._registry.settle_absent(acks, worker)
+                acks.settle(self._registry.records.absence(worker))
             if write.overflow and not group.draining:
                 group.draining = True
                 self._host.spawn(self._drain, group)
@@ -237,14 +238,14 @@ class Publisher:
         """
         try:
             for write in publication.writes:
-                await write.group.begin_copy(write)
+                await write.begin_copy()
             self.check_open()
         except BaseException:
             self.discard(publication)
             raise
         acks = self.announce(publication, fallback=fallback)
         for write in publication.writes:
-            await write.group.finish_copy(write, paced=fallback)
+            await write.finish_copy(paced=fallback)
             write.group.reconcile()  # workers that view the slots have waited for the whole version
         publication.seconds["stage"] = time.perf_counter() - publication.started
         return acks
@@ -261,7 +262,7 @@ class Publisher:
             async with self.lock.hold():
                 write, overflow = await group.begin_drain(), group.overflow
                 if write is not None and overflow is not None:
-                    await group.write(write, lambda: False)
+                    await write.copy(lambda: False)
                     self._round += 1
                     group.publish(write, self._round, overflow.version, set(), fallback=False)
                     return
@@ -282,7 +283,7 @@ class Publisher:
         if acks is None or publication.settled:
             return
         publication.settled = True
-        self._registry.untrack(acks)
+        self._registry.awaited.untrack(acks)
         version = publication.version
         withdrawn = (
             may_withdraw
@@ -324,7 +325,7 @@ async def publish_together(publications: Sequence[Publication], *, fallback: boo
     try:
         for publication in publications:
             for write in publication.writes:
-                write.group.write_inline(write)
+                write.copy_inline()
             publication.publisher.check_open()
     except BaseException:
         _discard(publications)
@@ -347,7 +348,7 @@ async def _write_and_announce(
 ) -> None:
     writes = [write for publication in publications for write in publication.writes]
     publishers = [publication.publisher for publication in publications]
-    if len(publications) == 1 and writes and all(write.group.overlaps(write) for write in writes):
+    if len(publications) == 1 and writes and all(write.overlaps for write in writes):
         await publishers[0].announce_and_write(publications[0], fallback=fallback)
         return
     no_way_back = any(write.reclaimed for write in writes)
@@ -357,7 +358,7 @@ async def _write_and_announce(
 
     try:
         for write in writes:
-            whole = await write.group.write(write, cancelled)
+            whole = await write.copy(cancelled)
             for publisher in publishers:
                 publisher.check_open()
             if not whole:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-import msgspec
-
 from aiosync._deadline import Deadline, DeadlineTimer
-from aiosync.errors import AiosyncError, NotConnectedError, UnknownWorkerError, WorkerLostError
+from aiosync.errors import UnknownWorkerError, WorkerLostError
 from aiosync.events import EventKind, EventSource, SchemeStats, logger
 from aiosync.protocol.events import Applied
 from aiosync.protocol.frames import Hello, Joint, Nack
@@ -21,11 +18,13 @@ from aiosync.protocol.sender_session import SenderSession
 from aiosync.reports import WorkerReport
 from aiosync.sender.admission import Admission, Refusal
 from aiosync.sender.away_workers import AwayWorkers
-from aiosync.sender.connection import DroppedConnection, Introduction, WorkerConnection
+from aiosync.sender.connection import WorkerConnection
 from aiosync.sender.indices import WorkerIndices
-from aiosync.sender.lost_workers import LostWorkers
-from aiosync.sender.pending_acks import PendingAcks
+from aiosync.sender.introduction import Introduction
+from aiosync.sender.lost_workers import DroppedConnection, LostWorkers
+from aiosync.sender.pending_acks import AwaitedAcks, PendingAcks
 from aiosync.sender.worker_group import WorkerGroup
+from aiosync.sender.worker_records import WorkerRecords
 from aiosync.transfer.base import OutboundTransfer
 from aiosync.transfer.slots import Lease
 from aiosync.transports._tasks import BackgroundTasks
@@ -35,20 +34,6 @@ __all__ = ["Deliver", "WorkerRegistry"]
 
 Deliver: TypeAlias = Callable[[Transport, WorkerGroup], OutboundTransfer]
 """Makes the transfer of a group's versions over a connection."""
-
-
-class WorkerRecord(msgspec.Struct, eq=False):
-    """What a sender remembers of a worker beyond its connections.
-
-    Attributes:
-        last_version: the version that the worker acknowledged last over an earlier connection; -1: none.
-        lost: why the worker is not connected.
-        unreported: a refusal that no call has waited for.
-    """
-
-    last_version: int = -1
-    lost: WorkerLostError | None = None
-    unreported: AiosyncError | None = None
 
 
 class WorkerRegistry:
@@ -91,13 +76,13 @@ class WorkerRegistry:
     ) -> None:
         self.workers = set(workers)
         self.connections: dict[int, WorkerConnection] = {}
-        self.records: dict[int, WorkerRecord] = {}
+        self.records = WorkerRecords()
+        self.awaited = AwaitedAcks()
         self.timer = DeadlineTimer()
         self.admission = Admission(token, listener, self._admit)
         self.indices = WorkerIndices(elastic=elastic)
         self.stats = stats
         self.away: AwayWorkers | None = None
-        self.awaited: list[PendingAcks] = []
         self._model_id = model_id
         self._listener = listener
         self._elastic = elastic
@@ -121,10 +106,7 @@ class WorkerRegistry:
     async def close(self, reason: str) -> None:
         """Send a Bye to each worker and close the connections. Calls that wait for answers get an error."""
         self._host = None
-        for acks in self.awaited:
-            for worker in list(acks.pending):
-                error = NotConnectedError(f"{reason} before worker {worker} had answered")
-                acks.settle(WorkerReport(worker, "lost", self.version_of(worker), error=error))
+        self.awaited.close(reason, self.version_of)
         connections = list(self.connections.values())
         for connection in connections:
             self._remove(connection)
@@ -189,8 +171,7 @@ class WorkerRegistry:
         """The version that a worker last acknowledged, also if it is not connected any more."""
         if worker in self.connections:
             return self.version_of(worker)
-        record = self.records.get(worker)
-        return -1 if record is None else record.last_version
+        return self.records.last_version(worker)
 
     def address_of(self, worker: int) -> str:
         """The address of a connected worker; "" if it is not connected."""
@@ -212,29 +193,6 @@ class WorkerRegistry:
 
     # -- answers that calls wait for ----------------------------------------------------------------
 
-    def track(self, acks: PendingAcks) -> None:
-        """Settle ``acks`` with the workers' answers until :meth:`untrack`."""
-        self.awaited.append(acks)
-
-    def untrack(self, acks: PendingAcks) -> None:
-        """The call that waited for these answers has returned."""
-        self.awaited.remove(acks)
-
-    @contextmanager
-    def tracking(self, acks: PendingAcks) -> Iterator[PendingAcks]:
-        """:meth:`track` for the body."""
-        self.track(acks)
-        try:
-            yield acks
-        finally:
-            self.untrack(acks)
-
-    def settle_absent(self, acks: PendingAcks, worker: int) -> None:
-        """This worker is not connected: that is its answer."""
-        record = self.records.get(worker)
-        lost = (record.lost if record else None) or WorkerLostError([worker], "it has not connected yet")
-        acks.settle(WorkerReport(worker, "lost", self.last_version_of(worker), error=lost))
-
     def acks_for_current(self, targets: Iterable[int]) -> PendingAcks:
         """The answers for what was sent to these workers before. The caller tracks them."""
         workers = set(targets)
@@ -244,10 +202,10 @@ class WorkerRegistry:
         for worker in workers:
             connection = self.connections.get(worker)
             if connection is None:
-                self.settle_absent(acks, worker)
+                acks.settle(self.records.absence(worker))
                 continue
             version = connection.session.acked_version
-            error = self._take_unreported(worker)
+            error = self.records.take_unreported(worker)
             if error is not None:
                 acks.settle(WorkerReport(worker, "failed", version, error=error))
             elif not connection.has_pending:
@@ -256,24 +214,10 @@ class WorkerRegistry:
 
     def take_unreported(self, targets: Iterable[int]) -> Mapping[int, WorkerReport]:
         """Refusals of updates that no call waited for, by worker. Each is returned once."""
-        if not self.records:
-            return {}
-        errors = {worker: self._take_unreported(worker) for worker in targets}
         return {
             worker: WorkerReport(worker, "failed", self.version_of(worker), error=error)
-            for worker, error in errors.items()
-            if error is not None
+            for worker, error in self.records.take_all_unreported(targets).items()
         }
-
-    def _take_unreported(self, worker: int) -> AiosyncError | None:
-        record = self.records.get(worker)
-        if record is None:
-            return None
-        error, record.unreported = record.unreported, None
-        return error
-
-    def _record(self, worker: int) -> WorkerRecord:
-        return self.records.setdefault(worker, WorkerRecord())
 
     # -- workers come -------------------------------------------------------------------------------
 
@@ -284,9 +228,8 @@ class WorkerRegistry:
     def never_coming(self, worker: int, reason: str) -> None:
         """The channel that this worker would have connected over has broken, or its process has ended."""
         if worker not in self.connections:
-            self._record(worker).lost = WorkerLostError([worker], reason)
-            for acks in self.awaited:
-                self.settle_absent(acks, worker)
+            self.records.record(worker).lost = WorkerLostError([worker], reason)
+            self.awaited.settle(self.records.absence(worker))
 
     def _admit(self, hello: Hello, transport: Transport, session: SenderSession) -> Refusal | None:
         """Admit a worker, or return why not."""
@@ -306,8 +249,7 @@ class WorkerRegistry:
             self._replace(self.connections[worker])
         elif self._listener.full:
             return Refusal("the sender serves as many connections as its max_connections= allows", retry=True)
-        if worker in self.records:
-            self.records[worker].lost = None
+        self.records.connected(worker)
         self.workers.add(worker)
         group.workers.add(worker)
         outbound = self._deliver(transport, group)
@@ -335,8 +277,7 @@ class WorkerRegistry:
         The version that is being sent is acknowledged to the trainer only when this worker has it.
         """
         if self.away is not None and self.away.remove(before):
-            for acks in self.awaited:
-                acks.include(worker)
+            self.awaited.include(worker)
 
     def _replace(self, connection: WorkerConnection) -> None:
         """The worker has connected again.
@@ -357,10 +298,7 @@ class WorkerRegistry:
         if first:
             self._joined.set()
         worker = connection.worker
-        report = WorkerReport(worker, "applied", event.version, event.seconds)
-        for acks in self.awaited:
-            if acks.expects(worker, event.version):
-                acks.settle(report)
+        self.awaited.answered(WorkerReport(worker, "applied", event.version, event.seconds), event.version)
         if self._events.hooks:
             kind: EventKind = "joined" if first else "applied"
             self._emit(kind, event.version, worker, seconds=event.seconds)
@@ -373,11 +311,9 @@ class WorkerRegistry:
             self.admission.note(connection.transport, str(error))
         self.stats.failures += 1
         self._joined.set()  # a relay may have the version although it refuses it
-        waiting = [acks for acks in self.awaited if acks.expects(worker, nack.version)]
-        for acks in waiting:
-            acks.settle(WorkerReport(worker, "failed", version, error=error))
-        if not waiting:
-            self._record(worker).unreported = error
+        report = WorkerReport(worker, "failed", version, error=error)
+        if not self.awaited.answered(report, nack.version):
+            self.records.record(worker).unreported = error
         self._emit("failed", nack.version, worker, message=str(error))
 
     def lost(self, connection: WorkerConnection, reason: str, *, orderly: bool = False) -> None:
@@ -396,9 +332,8 @@ class WorkerRegistry:
             lease.release()
         self.stats.lost += 1
         error = WorkerLostError([worker], reason)
-        self.records[worker] = WorkerRecord(version, error, self._record(worker).unreported)
-        for acks in self.awaited:
-            acks.settle(WorkerReport(worker, "lost", version, error=error))
+        self.records.disconnected(worker, version, error)
+        self.awaited.settle(WorkerReport(worker, "lost", version, error=error))
         hello = connection.session.hello
         # A worker that has been connected before may act on the version that it had then.
         acts = version >= 0 or (hello is not None and bool(hello.signature))
@@ -434,8 +369,7 @@ class WorkerRegistry:
             # it has released the slots, when its process has ended, or else when its connection has.
             leases = self._lost_workers.keep(worker, connection.pid, connection.detach())
             error = WorkerLostError([worker], reason)
-            unreported = self._record(worker).unreported
-            self.records[worker] = WorkerRecord(connection.session.acked_version, error, unreported)
+            self.records.disconnected(worker, connection.session.acked_version, error)
             self._linger(connection, leases)
         self._emit("dropped", worker=worker, message=reason)
 

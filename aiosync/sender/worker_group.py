@@ -9,11 +9,10 @@ into a slot as soon as one is free. So such a sender never waits, and no queue g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -24,13 +23,13 @@ from aiosync.errors import (
     NotConnectedError,
     SyncTimeoutError,
 )
-from aiosync.protocol.stream import BLOCK
 from aiosync.sender.change_log import ChangeLog
+from aiosync.sender.slot_write import SlotWrite
 from aiosync.transfer.base import Streams
 from aiosync.transfer.slots import JointParts, Lease, LeaseKind, SlotPool, SlotVersion
 from aiosync.transports._offload import Offloader, call_when_done
 from aiosync.weights.arena import Slot
-from aiosync.weights.copying import INLINE_LIMIT, BlockCopy, Filling, copy_few
+from aiosync.weights.copying import INLINE_LIMIT
 from aiosync.weights.fit import Fit
 from aiosync.weights.segment import Segment
 from aiosync.weights.sharded import is_sharded
@@ -38,43 +37,7 @@ from aiosync.weights.sharded import is_sharded
 if TYPE_CHECKING:
     from aiosync.sender.connection import WorkerConnection
 
-__all__ = ["SlotWrite", "WorkerGroup"]
-
-_WORTH_OVERLAPPING = 4 << 20
-"""Bytes from which copying and sending are done at the same time."""
-
-
-class SlotWrite(msgspec.Struct, eq=False):
-    """A slot about to be written, and the weights that go in.
-
-    Attributes:
-        lease: keeps the slot for the writer until the version is published or discarded.
-        pairs: (destination, source) tensors.
-        names: the entries that the version is about; None: all.
-        reclaimed: the memory holds a version that was published and that no worker has fetched: from the
-            first byte written there is no way back, so the copy goes on even if its caller is cancelled.
-        overflow: the memory is not a slot that workers can read.
-        sharded: (name, destination, source) where the source is spread over the ranks of the trainer.
-        begun: the memory may have been written.
-        copying: the copy, if it goes on beside the sending.
-        superseded: the version that was the newest before this one.
-        fallback: keeps the slot of that version until all workers have answered.
-        replaced_overflow: an overflow version was given up for this one.
-    """
-
-    group: WorkerGroup
-    slot: Slot
-    lease: Lease
-    pairs: list[tuple[Tensor, Tensor]]
-    names: tuple[str, ...] | None
-    reclaimed: bool
-    overflow: bool = False
-    sharded: Sequence[tuple[str, Tensor, Tensor]] = ()
-    begun: bool = False
-    copying: Filling | None = None
-    superseded: SlotVersion | None = None
-    fallback: Lease | None = None
-    replaced_overflow: bool = False
+__all__ = ["WorkerGroup"]
 
 
 class WorkerGroup:
@@ -119,7 +82,7 @@ class WorkerGroup:
         self._overflow_slot: Slot | None = None
         self.draining = False
         self.streams = streams
-        self._offloader = offloader
+        self.offloader = offloader
         self.addressed: dict[int, int] = {}
         self.writes_inline = device.type == "cpu" and pool.layout.nbytes <= INLINE_LIMIT
         self.changes = ChangeLog()
@@ -246,7 +209,7 @@ class WorkerGroup:
     async def _overflow_memory(self) -> Slot:
         if self._overflow_slot is None:
             layout = self.pool.layout
-            self._overflow_slot = await self._offloader.run(
+            self._overflow_slot = await self.offloader.run(
                 lambda _: Slot(-1, Segment.private(layout.nbytes, self.device), layout)
             )
         return self._overflow_slot
@@ -254,7 +217,7 @@ class WorkerGroup:
     async def _grow(self) -> Slot:
         if self.writes_inline:
             return self.pool.grow()
-        return await self._offloader.run(lambda _: self.pool.grow())
+        return await self.offloader.run(lambda _: self.pool.grow())
 
     async def _until_freed(self, deadline: Deadline) -> None:
         try:
@@ -280,47 +243,6 @@ class WorkerGroup:
                 then(work)
 
         call_when_done(work, ended)
-
-    # -- copying --------------------------------------------------------------------------------
-
-    async def write(self, write: SlotWrite, cancelled: Callable[[], bool]) -> bool:
-        """Copy. Return whether all was copied: False if ``cancelled()`` became true."""
-        if self.writes_inline:
-            self.write_inline(write)
-            return True
-        write.begun = True
-        return await self._offloader.copy(write.pairs, cancelled)
-
-    def write_inline(self, write: SlotWrite) -> None:
-        """Copy on this thread."""
-        write.begun = True
-        copy_few(write.pairs)
-
-    def overlaps(self, write: SlotWrite) -> bool:
-        """Whether the version can be sent while it is being copied: not to workers that map the slots."""
-        worth = write.slot.segment.buffer.is_cpu and self.pool.layout.nbytes > _WORTH_OVERLAPPING
-        mapped = any(connection.access.lent for connection in self.connections.values())
-        return self.streams != "" and not write.overflow and worth and not mapped
-
-    async def begin_copy(self, write: SlotWrite) -> None:
-        """Begin a copy that goes on beside the sending."""
-        write.begun = True
-        buffer, nbytes = write.slot.segment.buffer, self.pool.layout.nbytes
-        checked = self.streams == "checked"
-        write.copying = await self._offloader.run(
-            lambda _: BlockCopy(buffer, nbytes, write.pairs, BLOCK, checked=checked)
-        )
-
-    async def finish_copy(self, write: SlotWrite, *, paced: bool) -> None:
-        """Finish the copy.
-
-        Args:
-            write: a write that :meth:`begin_copy` began.
-            paced: copy no faster than the version is sent, since the caller waits for that anyway.
-        """
-        copying = write.copying
-        assert isinstance(copying, BlockCopy)
-        await self._offloader.run(lambda _: copying.complete(paced=paced))
 
     # -- versions -------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from aiosync import (
     WeightStrategy,
     WeightSyncScheme,
 )
-from aiosync.sender.worker_group import WorkerGroup
+from aiosync.sender.slot_write import SlotWrite
 from aiosync.transfer.broadcast import BroadcastGroup
 from aiosync.transfer.double_buffer import DoubleBuffer
 from aiosync.transfer.slots import LeaseKind
@@ -229,11 +229,11 @@ async def test_a_broadcast_is_for_those_to_whom_something_is_sent(monkeypatch: p
 
 
 async def test_who_comes_in_the_middle_of_a_copy_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, finish = asyncio.Event(), WorkerGroup.finish_copy
+    go_on, finish = asyncio.Event(), SlotWrite.finish_copy
 
-    async def finish_later(self: WorkerGroup, write: Any, *, paced: bool) -> None:
+    async def finish_later(self: SlotWrite, *, paced: bool) -> None:
         await go_on.wait()
-        await finish(self, write, paced=False)
+        await finish(self, paced=False)
 
     store, model = a_store(), Uniform(size=LARGE)
     scheme = a_sender(store, model, 2)
@@ -243,7 +243,7 @@ async def test_who_comes_in_the_middle_of_a_copy_waits_for_its_end(monkeypatch: 
     connecting = asyncio.create_task(scheme.connect())
     await within(far.connect())
     # Not served: or what it is sent would have been copied to its end by who sends it.
-    monkeypatch.setattr(WorkerGroup, "finish_copy", finish_later)
+    monkeypatch.setattr(SlotWrite, "finish_copy", finish_later)
     await within(near.connect())
     await within(connecting)
     await near.close()

@@ -259,7 +259,7 @@ class Network(RuleBasedStateMachine):
         most = 2 * MOST + len(self.adversaries) + 1
         assert len(registry.connections) <= most
         assert len(registry.records) <= most
-        assert len(registry.awaited) <= most
+        assert len(registry.awaited.tracked) <= most
         assert len(asyncio.all_tasks()) <= 12 * most
 
     def teardown(self) -> None:

@@ -333,7 +333,7 @@ async def test_an_update_that_is_cut_and_offered_again_above_a_relay(
         await eventually(lambda: proxy.passed["to_worker"] > 33 << 20, "some of it has come")
         (link,) = connections_of(scheme).values()
         with monkeypatch.context() as patch:
-            patch.setattr(link, "_idle_seconds", lambda: STUCK_AFTER + 1)
+            patch.setattr(link._progress, "idle_seconds", lambda: STUCK_AFTER + 1)
             link.cancel_if_stuck()
         assert link.notified is not None
         proxy.weather["to_worker"].rate = 0.0
