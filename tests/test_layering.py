@@ -17,10 +17,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "aiosync"
 # Who lies under whom: a module may import from its own layer and from those before it.
 LAYERS = (
     {
-        "_compiler_later",
         "_deadline",
         "_home_loop",
-        "_imports",
         "_open_calls",
         "_resource",
         "errors",

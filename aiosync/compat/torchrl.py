@@ -1,7 +1,15 @@
-"""torchrl's collectors and servers as the twins meet them. The only file that imports torchrl.
+"""Adapters to torchrl's collectors and inference servers. The only module that imports torchrl.
 
-It is imported when torchrl is there already: by :mod:`aiosync.sync`, or by the first scheme that has a
-context of torchrl's. From then on the twins count as torchrl's schemes.
+Importing this module changes torchrl in two ways, and nothing else:
+
+- ``torchrl.weight_update.WeightSyncScheme`` and ``SharedMemWeightSyncScheme`` count the blocking twins as
+  subclasses (:meth:`abc.ABCMeta.register`).
+- ``torchrl.weight_update.WeightSyncScheme.from_backend`` knows the twins under the names
+  ``"aiosync.<backend>"``.
+
+aiosync imports this module in two cases: the first time that a program that has imported torchrl asks
+``isinstance(twin, ...)``, as torchrl does itself; and when a scheme gets a context of torchrl's. A program
+that makes twins by name imports it first.
 """
 
 from __future__ import annotations
@@ -175,8 +183,7 @@ class _Server(_Counting):
 
 
 def _register() -> None:
-    """Have the twins count as torchrl's schemes, and be made by
-    ``torchrl.weight_update.WeightSyncScheme.from_backend("aiosync.shared")``."""
+    """Make the changes to torchrl that the module's docstring lists."""
     weight_update.WeightSyncScheme.register(sync.WeightSyncScheme)
     # torchrl's InferenceServer asks whether it is one of these, and so whether updates come by themselves.
     weight_update.SharedMemWeightSyncScheme.register(sync.WeightSyncScheme)
