@@ -14,12 +14,7 @@ from aiosync.collectors.worker import POLICY
 from aiosync.sync._collecting import BlockingCollector
 from aiosync.sync._portal import portal
 
-__all__ = [
-    "Collector",
-    "MultiAsyncCollector",
-    "MultiCollector",
-    "MultiSyncCollector",
-]
+__all__ = ["Collector", "MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
 
 class MultiCollector(BlockingCollector):
@@ -65,10 +60,28 @@ class MultiCollector(BlockingCollector):
 
     _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.MultiCollector
 
-    def __init__(self, create_env_fn: Callable[..., Any] | Sequence[Callable[..., Any]], policy: Any=None, *, sync: bool | None=None, policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None=None, create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None=None, config: CollectorConfig | None=None, **options: Any) -> None:
-        self._async = self._async_class(create_env_fn, policy, sync=sync, policy_factory=policy_factory, create_env_kwargs=create_env_kwargs, config=config, **options)
+    def __init__(
+        self,
+        create_env_fn: Callable[..., Any] | Sequence[Callable[..., Any]],
+        policy: Any = None,
+        *,
+        sync: bool | None = None,
+        policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        config: CollectorConfig | None = None,
+        **options: Any,
+    ) -> None:
+        self._async = self._async_class(
+            create_env_fn,
+            policy,
+            sync=sync,
+            policy_factory=policy_factory,
+            create_env_kwargs=create_env_kwargs,
+            config=config,
+            **options,
+        )
 
-    def connect(self, timeout: float | None=None) -> None:
+    def connect(self, timeout: float | None = None) -> None:
         """Start the workers, and wait until each is ready to play with version 0.
 
         Args:
@@ -81,7 +94,7 @@ class MultiCollector(BlockingCollector):
         """
         self._blocking_connect(timeout)
 
-    def pause(self, timeout: float | None=None) -> AbstractContextManager[None]:
+    def pause(self, timeout: float | None = None) -> AbstractContextManager[None]:
         """No worker steps inside: the workers finish what they are collecting first. They always
         go on afterwards.
 
@@ -91,7 +104,15 @@ class MultiCollector(BlockingCollector):
         """
         return self._blocking_pause(timeout)
 
-    def update_policy_weights_(self, policy_or_weights: Any=None, *, model_id: str=POLICY, worker_ids: int | Sequence[int] | None=None, weights_dict: Mapping[str, Any] | None=None, timeout: float | None=None) -> None:
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        model_id: str = POLICY,
+        worker_ids: int | Sequence[int] | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> None:
         """Send weights to the workers.
 
         Args:
@@ -105,20 +126,27 @@ class MultiCollector(BlockingCollector):
             Exception: as :meth:`aiosync.WeightSyncScheme.send`. (That a worker was lost which is started
                 again is no error: it begins with these weights.)
         """
-        portal().call(self._async.update_policy_weights_, policy_or_weights, model_id=model_id, worker_ids=worker_ids, weights_dict=weights_dict, timeout=timeout)
+        portal().call(
+            self._async.update_policy_weights_,
+            policy_or_weights,
+            model_id=model_id,
+            worker_ids=worker_ids,
+            weights_dict=weights_dict,
+            timeout=timeout,
+        )
 
     @property
     def policy_version(self) -> int:
         """The policy's newest version; 0 if it has no weights."""
         return self._async.policy_version
 
-    def increment_version(self, timeout: float | None=None) -> None:
+    def increment_version(self, timeout: float | None = None) -> None:
         """Count the policy's version up, where weights got to the workers in a way that this collector knows
         nothing of. Frames are tagged with the new one from here on.
         """
         portal().call(self._async.increment_version, timeout)
 
-    def receive_weights(self, policy_or_weights: Any=None, *, timeout: float | None=None) -> None:
+    def receive_weights(self, policy_or_weights: Any = None, *, timeout: float | None = None) -> None:
         """Bring this collector's own policy up to date.
 
         Args:
@@ -134,7 +162,7 @@ class MultiCollector(BlockingCollector):
         """
         portal().call(self._async.receive_weights, policy_or_weights, timeout=timeout)
 
-    def get_cached_weights(self, model_id: str=POLICY) -> TensorDictBase | None:
+    def get_cached_weights(self, model_id: str = POLICY) -> TensorDictBase | None:
         """A copy of the weights that were sent last; None: there are none."""
         return self._async.get_cached_weights(model_id)
 
@@ -148,21 +176,21 @@ class MultiCollector(BlockingCollector):
         """Which worker of another collector this is."""
         return self._async.worker_idx
 
-    def set_seed(self, seed: int, static_seed: bool=False, timeout: float | None=None) -> int:
+    def set_seed(self, seed: int, static_seed: bool = False, timeout: float | None = None) -> int:
         """Begin anew, each environment with a seed of its own: ``seed``, ``seed + 1``, and so on; or each
         worker with the same, if ``static_seed``. Returns the next one.
         """
         return portal().call(self._async.set_seed, seed, static_seed, timeout)
 
-    def reset(self, reset_idx: Sequence[bool] | None=None, timeout: float | None=None) -> None:
+    def reset(self, reset_idx: Sequence[bool] | None = None, timeout: float | None = None) -> None:
         """Begin new episodes, in all workers or those where ``reset_idx`` is true."""
         portal().call(self._async.reset, reset_idx, timeout)
 
-    def getattr_env(self, name: str, timeout: float | None=None) -> list[Any]:
+    def getattr_env(self, name: str, timeout: float | None = None) -> list[Any]:
         """What each worker's environment has under a name, which may be dotted."""
         return portal().call(self._async.getattr_env, name, timeout)
 
-    def getattr_policy(self, name: str, timeout: float | None=None) -> list[Any]:
+    def getattr_policy(self, name: str, timeout: float | None = None) -> list[Any]:
         """What each worker's policy has under a name, which may be dotted."""
         return portal().call(self._async.getattr_policy, name, timeout)
 
@@ -175,14 +203,14 @@ class MultiCollector(BlockingCollector):
         """
         return self._async.getattr_rb(name)
 
-    def state_dict(self, timeout: float | None=None) -> dict[str, Any]:
+    def state_dict(self, timeout: float | None = None) -> dict[str, Any]:
         """Where collection stands: how many frames there were, and each worker's environments and generators
         of random numbers, as far as they can be pickled. Take it when nothing is being collected: between two
         synchronous batches, or inside :meth:`pause`.
         """
         return portal().call(self._async.state_dict, timeout)
 
-    def load_state_dict(self, state: Mapping[str, Any], timeout: float | None=None) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], timeout: float | None = None) -> None:
         """Go on from there; what was collected before and not handed out is dropped.
 
         Raises:
@@ -190,7 +218,7 @@ class MultiCollector(BlockingCollector):
         """
         portal().call(self._async.load_state_dict, state, timeout)
 
-    def get_model(self, model_id: str=POLICY) -> Any:
+    def get_model(self, model_id: str = POLICY) -> Any:
         """The trainer's model of that name.
 
         Raises:
@@ -250,5 +278,21 @@ class Collector(MultiCollector):
 
     _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.Collector
 
-    def __init__(self, create_env_fn: Any, policy: Any=None, *, policy_factory: Callable[[], Any] | None=None, create_env_kwargs: Mapping[str, Any] | None=None, config: CollectorConfig | None=None, **options: Any) -> None:
-        self._async = self._async_class(create_env_fn, policy, policy_factory=policy_factory, create_env_kwargs=create_env_kwargs, config=config, **options)
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        policy_factory: Callable[[], Any] | None = None,
+        create_env_kwargs: Mapping[str, Any] | None = None,
+        config: CollectorConfig | None = None,
+        **options: Any,
+    ) -> None:
+        self._async = self._async_class(
+            create_env_fn,
+            policy,
+            policy_factory=policy_factory,
+            create_env_kwargs=create_env_kwargs,
+            config=config,
+            **options,
+        )

@@ -30,7 +30,9 @@ class WeightUpdaterBase(InlineHooks, updaters.WeightUpdaterBase):
     hooks, may be plain functions or coroutine functions. ``super().__init__()`` need not be called.
     """
 
-    def push_weights(self, policy_or_weights: Any=None, worker_ids: WorkerIds=None, *, timeout: float | None=None) -> None:  # type: ignore[override]
+    def push_weights(  # type: ignore[override]
+        self, policy_or_weights: Any = None, worker_ids: WorkerIds = None, *, timeout: float | None = None
+    ) -> None:
         """Bring workers up to date, then call the hooks.
 
         Args:
@@ -42,13 +44,19 @@ class WeightUpdaterBase(InlineHooks, updaters.WeightUpdaterBase):
             WeightSourceError: these are no weights, or there are none.
             SyncTimeoutError: a worker, or a hook, did not come to an end.
         """
-        run_inline(updaters.WeightUpdaterBase.push_weights(self, policy_or_weights, worker_ids, timeout=timeout))
+        run_inline(
+            updaters.WeightUpdaterBase.push_weights(self, policy_or_weights, worker_ids, timeout=timeout)
+        )
 
-    def __call__(self, policy_or_weights: Any=None, worker_ids: WorkerIds=None, *, timeout: float | None=None) -> None:  # type: ignore[override]
+    def __call__(  # type: ignore[override]
+        self, policy_or_weights: Any = None, worker_ids: WorkerIds = None, *, timeout: float | None = None
+    ) -> None:
         """The same as :meth:`push_weights`."""
         run_inline(updaters.WeightUpdaterBase.__call__(self, policy_or_weights, worker_ids, timeout=timeout))
 
-    def increment_version(self, *, timeout: float | None=None) -> None:  # type: ignore[override]
+    def increment_version(  # type: ignore[override]
+        self, *, timeout: float | None = None
+    ) -> None:
         """Have each collector count its policy's version up."""
         run_inline(updaters.WeightUpdaterBase.increment_version(self, timeout=timeout))
 
@@ -101,7 +109,15 @@ class RayWeightUpdater(WeightUpdaterBase, updaters.RayWeightUpdater):
             torchrl: 0, in none.)
     """
 
-    def push_weights(self, policy_or_weights: Any=None, worker_ids: WorkerIds=None, *, weights: Any=None, wait: bool=True, timeout: float | None=None) -> None:  # type: ignore[override]
+    def push_weights(  # type: ignore[override]
+        self,
+        policy_or_weights: Any = None,
+        worker_ids: WorkerIds = None,
+        *,
+        weights: Any = None,
+        wait: bool = True,
+        timeout: float | None = None,
+    ) -> None:
         """See :meth:`WeightUpdaterBase.push_weights`. The healthy workers are updated also where others fail.
 
         Args:
@@ -118,7 +134,11 @@ class RayWeightUpdater(WeightUpdaterBase, updaters.RayWeightUpdater):
             WorkerLostError: its process is gone.
             SyncTimeoutError: it did not answer in time.
         """
-        run_inline(updaters.RayWeightUpdater.push_weights(self, policy_or_weights, worker_ids, weights=weights, wait=wait, timeout=timeout))
+        run_inline(
+            updaters.RayWeightUpdater.push_weights(
+                self, policy_or_weights, worker_ids, weights=weights, wait=wait, timeout=timeout
+            )
+        )
 
     def close(self) -> None:
         """See :class:`WeightUpdaterBase`; the collectors stay."""
@@ -138,7 +158,15 @@ class RPCWeightUpdater(WeightUpdaterBase, updaters.RPCWeightUpdater):
         num_workers: how many there are.
     """
 
-    def push_weights(self, policy_or_weights: Any=None, worker_ids: WorkerIds=None, *, weights: Any=None, wait: bool=True, timeout: float | None=None) -> None:  # type: ignore[override]
+    def push_weights(  # type: ignore[override]
+        self,
+        policy_or_weights: Any = None,
+        worker_ids: WorkerIds = None,
+        *,
+        weights: Any = None,
+        wait: bool = True,
+        timeout: float | None = None,
+    ) -> None:
         """See :meth:`WeightUpdaterBase.push_weights`. The healthy workers are updated also where others fail.
 
         Args:
@@ -155,7 +183,11 @@ class RPCWeightUpdater(WeightUpdaterBase, updaters.RPCWeightUpdater):
             WorkerLostError: its process is gone.
             SyncTimeoutError: it did not answer in time.
         """
-        run_inline(updaters.RPCWeightUpdater.push_weights(self, policy_or_weights, worker_ids, weights=weights, wait=wait, timeout=timeout))
+        run_inline(
+            updaters.RPCWeightUpdater.push_weights(
+                self, policy_or_weights, worker_ids, weights=weights, wait=wait, timeout=timeout
+            )
+        )
 
     def close(self) -> None:
         """See :class:`WeightUpdaterBase`; the collectors stay."""

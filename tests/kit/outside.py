@@ -58,7 +58,7 @@ def _settings() -> dict[str, Any]:
         "the working directory": os.getcwd(),
         "gc": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), list(gc.callbacks)),
         "the start method": multiprocessing.get_start_method(allow_none=True),
-        "the forkserver": vars(forkserver._forkserver).copy(),  # type: ignore[attr-defined]
+        "the forkserver": vars(forkserver._forkserver).copy(),
         "the event loop policy": asyncio.get_event_loop_policy(),
         "threads": threading.enumerate(),
         "descriptors": sorted(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else [],
