@@ -31,6 +31,7 @@ CACHES = {
     "sys.path_importer_cache": "the import system's own",
     "re._cache": "compiled expressions, those of whatever module",
     "msgspec._core._struct_lookup_cache": "one entry for each class of messages",
+    "typing._overload_registry": "what typing.overload decorates, by its module",
 }
 """Containers that every program fills, each with what fills it."""
 
