@@ -4,7 +4,6 @@ Begin with :class:`SharedMemWeightSyncScheme`; :mod:`aiosync.sync` has the same 
 event loop.
 """
 
-from aiosync import _compiler_later  # noqa: F401 - before all that imports tensordict
 from aiosync.errors import (
     AiosyncError,
     AlreadyConnectedError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,13 +15,11 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "aiosync"
 
-# Who lies under whom: a module may import from its own layer and from those before it.
+# A module may import from its own layer and from the layers before it, wherever in its code it does so.
 LAYERS = (
     {
-        "_compiler_later",
         "_deadline",
         "_home_loop",
-        "_imports",
         "_open_calls",
         "_resource",
         "errors",
@@ -42,6 +41,19 @@ LAYERS = (
 APART = {"receiver": "sender", "sender": "receiver"}  # of one layer, and neither imports the other
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 PUBLIC = RANK["collectors"]  # what aiosync/__init__.py may re-export
+
+COMPAT = "aiosync.compat.torchrl"
+ALLOWED = {
+    ("schemes/contexts.py", COMPAT): "adapts torchrl's contexts; imported for such a context only",
+    ("sync/_torchrl.py", COMPAT): "registers the twins with torchrl; imported after torchrl only",
+}
+"""(module, import through importlib) -> why it may point upwards: each imports torchrl, which is optional."""
+
+IMPORTERS = {"__import__", "import_module"}
+"""Functions that import a module by its name."""
+
+DOTTED = re.compile(r"aiosync\.[\w.]*")
+"""A module of ours, or the beginning of one, as a string."""
 
 LOOPS = {"anyio", "asyncio", "trio", "uvloop"}
 INPUT_AND_OUTPUT = LOOPS | {"select", "selectors", "socket", "ssl", "threading", "time"}
@@ -83,7 +95,10 @@ class Module:
         return self.name.removeprefix("aiosync").removeprefix(".").partition(".")[0]
 
     def imports(self) -> Iterator[tuple[int, str]]:
-        """(line, dotted name) of what it imports when it runs; not what only a checker reads."""
+        """(line, dotted name) of what it imports when it runs; not what only a checker reads.
+
+        An import inside a function counts like one at the top, and so does one through importlib.
+        """
         for node in _running(self.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -93,6 +108,29 @@ class Module:
                 assert node.module is not None
                 for alias in node.names:
                     yield node.lineno, f"{node.module}.{alias.name}"
+        yield from self.imports_by_name()
+
+    def imports_by_name(self) -> Iterator[tuple[int, str]]:
+        """(line, dotted name) of what it imports through importlib: the literal arguments of such calls, and
+        each module of ours that it has as a string, if it imports by name at all."""
+        nodes = list(_running(self.tree))
+        importers = IMPORTERS | {
+            alias.asname
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node.module == "importlib"
+            for alias in node.names
+            if alias.asname
+        }
+        for node in nodes:
+            if isinstance(node, ast.Call) and _used(node.func) in importers:
+                for given in node.args[:1]:
+                    if isinstance(given, ast.Constant) and not DOTTED.fullmatch(str(given.value)):
+                        yield given.lineno, str(given.value)
+        if any(_used(node) in importers for node in nodes):
+            for node in nodes:
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    if DOTTED.fullmatch(node.value):
+                        yield node.lineno, node.value
 
     def exported(self) -> list[str] | None:
         """Its ``__all__``, or None where it has none."""
@@ -113,6 +151,11 @@ def _running(node: ast.AST) -> Iterator[ast.AST]:
         yield from _running(child)
 
 
+def _used(node: ast.AST) -> str:
+    """The name that an expression uses, or the attribute."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
 MODULES = [Module(path) for path in sorted(PACKAGE.rglob("*.py")) if "_bundled" not in path.parts]
 every_module = pytest.mark.parametrize("module", MODULES, ids=lambda m: m.where)
 
@@ -122,7 +165,7 @@ def test_imports_point_one_way(module: Module) -> None:
     rank = RANK[module.top] if module.top else PUBLIC
     for line, name in module.imports():
         package, _, rest = name.partition(".")
-        if package != "aiosync":
+        if package != "aiosync" or (module.where, name) in ALLOWED:
             continue
         top = rest.partition(".")[0]
         if top not in RANK:  # `import aiosync` or `from aiosync import Name`: the whole library
@@ -130,6 +173,44 @@ def test_imports_point_one_way(module: Module) -> None:
             continue
         assert RANK[top] <= rank, f"{module.where}:{line} imports upwards: {name}"
         assert APART.get(module.top) != top, f"{module.where}:{line} imports the other side: {name}"
+
+
+@every_module
+def test_nothing_below_the_twins_imports_us_by_name(module: Module) -> None:
+    if not module.top or RANK[module.top] >= RANK["sync"]:
+        return
+    for line, name in module.imports_by_name():
+        ours = name.partition(".")[0] == "aiosync"
+        assert not ours or (module.where, name) in ALLOWED, (
+            f"{module.where}:{line} imports {name} by its name"
+        )
+
+
+def test_what_is_allowed_is_needed() -> None:
+    used = {(module.where, name) for module in MODULES for _, name in module.imports_by_name()}
+    assert ALLOWED.keys() <= used
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f():\n    from aiosync.sync import _portal",
+        "def f():\n    import aiosync.sync._portal",
+        "import importlib\nimportlib.import_module('aiosync.sync._portal')",
+        "from importlib import import_module as load\nload('aiosync.sync._portal')",
+        "from importlib import import_module\nlater = partial(import_module, 'aiosync.sync._portal')",
+        "import importlib\nname = 'aiosync.sync._portal'\nimportlib.import_module(name)",
+        "__import__('aiosync.sync._portal')",
+        "import importlib\nimportlib.import_module(f'aiosync.{name}')",
+    ],
+)
+def test_an_import_upwards_is_found(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "aiosync" / "weights"
+    folder.mkdir(parents=True)
+    (folder / "upwards.py").write_text(source)
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "aiosync")
+    with pytest.raises(AssertionError, match=r"weights/upwards.py:[123] imports (upwards|all of aiosync)"):
+        test_imports_point_one_way(Module(folder / "upwards.py"))
 
 
 @every_module
@@ -152,9 +233,8 @@ def test_threads_start_in_two_places(module: Module) -> None:
     if module.where in MAY_START_THREADS:
         return
     for node in _running(module.tree):
-        used = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         line = getattr(node, "lineno", 0)
-        assert used not in STARTS_THREADS, f"{module.where}:{line} starts a thread: {used}"
+        assert _used(node) not in STARTS_THREADS, f"{module.where}:{line} starts a thread: {_used(node)}"
 
 
 @every_module

@@ -27,14 +27,14 @@ _SWAP = "AIOSYNC_SUITE_SWAP"
 def pytest_configure() -> None:
     """Put the twins in, before any test module is imported."""
     if os.environ.get(_SWAP):
-        for name in ("torchrl.weight_update", "torchrl.collectors", "torchrl.collectors.distributed"):
+        for name in ("torchrl.collectors", "torchrl.collectors.distributed", "aiosync.compat.torchrl"):
             importlib.import_module(name)
         for module in [m for n, m in list(sys.modules.items()) if n.split(".")[0] == "torchrl"]:
             swap(module)
 
 
 def swap(module: ModuleType) -> None:
-    """Have a module's names of schemes mean the twins; the base class counts them as its own already."""
+    """Have a module's names of schemes mean the twins; its base class counts them as its own."""
     twins: Any = importlib.import_module("aiosync.sync")
     for name in twins.__all__:
         if name.endswith("Scheme") and name != "WeightSyncScheme" and name in vars(module):

@@ -246,13 +246,26 @@ def context_of(method: StartMethod | None) -> BaseContext:
     if method is None:
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     if method == "forkserver":
-        wanted = [*_PRELOADED, *(name for name in _PRELOADED_IF_USED if name in sys.modules)]
-        if getattr(forkserver._forkserver, "_preload_modules", None) == [
-            "__main__"
-        ]:  # the default: the program has not set it
-            forkserver.set_forkserver_preload(wanted)
-        forkserver.ensure_running()
+        _start_server()
     return multiprocessing.get_context(method)
+
+
+def _start_server() -> None:
+    """Start the server that processes are forked from, with the workers' modules imported, unless it runs.
+
+    A process has one server and one list of modules for it. A list that the program has set is used as it
+    is; else the default is put back afterwards, so that the program finds it as it was.
+    """
+    default = ["__main__"]
+    if getattr(forkserver._forkserver, "_preload_modules", None) != default:
+        forkserver.ensure_running()
+        return
+    used = (name for name in _PRELOADED_IF_USED if name in sys.modules)
+    forkserver.set_forkserver_preload([*_PRELOADED, *used])
+    try:
+        forkserver.ensure_running()
+    finally:
+        forkserver.set_forkserver_preload(default)
 
 
 _PRELOADED = ["uvloop", "aiosync.collectors.host"]

@@ -1,7 +1,15 @@
 """Adapter to torchrl's collectors and servers, for the blocking twins. The only file that imports torchrl.
 
-It is imported by :mod:`aiosync.sync` if torchrl has been imported, or by the first scheme with a context of
-torchrl's. Its import registers the blocking twins as torchrl's weight sync schemes.
+Importing this module changes torchrl in two ways, and nothing else:
+
+- ``torchrl.weight_update.WeightSyncScheme`` and ``SharedMemWeightSyncScheme`` count the blocking twins as
+  subclasses (:meth:`abc.ABCMeta.register`).
+- ``torchrl.weight_update.WeightSyncScheme.from_backend`` makes the twins by the names
+  ``"aiosync.<backend>"``.
+
+aiosync imports this module in two cases: the first time that a program which has imported torchrl calls
+``isinstance(twin, ...)``, as torchrl itself does; and when a scheme gets a context of torchrl's. A program
+that makes twins by name imports this module itself.
 """
 
 from __future__ import annotations
@@ -181,8 +189,7 @@ class _Server(_Counting):
 
 
 def _register() -> None:
-    """Register the blocking twins as torchrl's schemes, also by name:
-    ``torchrl.weight_update.WeightSyncScheme.from_backend("aiosync.shared")``."""
+    """Make the changes to torchrl that the module's docstring lists."""
     weight_update.WeightSyncScheme.register(sync.WeightSyncScheme)
     # torchrl's InferenceServer checks for this class to know whether updates arrive without a call.
     weight_update.SharedMemWeightSyncScheme.register(sync.WeightSyncScheme)

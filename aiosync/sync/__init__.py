@@ -6,10 +6,6 @@ running forward pass of its model. A call from a thread that runs an event loop 
 loop: await the class of the same name in :mod:`aiosync` there.
 """
 
-from functools import partial
-from importlib import import_module
-
-from aiosync._imports import when_imported
 from aiosync.sync._generated_schemes import (
     DistributedWeightSyncScheme,
     MemoryWeightSyncScheme,
@@ -38,6 +34,3 @@ __all__ = [
     "WeightSyncScheme",
     "atomic",
 ]
-
-# Its classes are to count the twins as their own.
-when_imported("torchrl.weight_update", partial(import_module, "aiosync.compat.torchrl"))

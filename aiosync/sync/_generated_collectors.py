@@ -14,12 +14,7 @@ from aiosync.collectors.worker import POLICY
 from aiosync.sync._collecting import BlockingCollector
 from aiosync.sync._portal import portal
 
-__all__ = [
-    "Collector",
-    "MultiAsyncCollector",
-    "MultiCollector",
-    "MultiSyncCollector",
-]
+__all__ = ["Collector", "MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
 
 class MultiCollector(BlockingCollector):
@@ -65,10 +60,28 @@ class MultiCollector(BlockingCollector):
 
     _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.MultiCollector
 
-    def __init__(self, create_env_fn: Callable[..., Any] | Sequence[Callable[..., Any]], policy: Any=None, *, sync: bool | None=None, policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None=None, create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None=None, config: CollectorConfig | None=None, **options: Any) -> None:
-        self._async = self._async_class(create_env_fn, policy, sync=sync, policy_factory=policy_factory, create_env_kwargs=create_env_kwargs, config=config, **options)
+    def __init__(
+        self,
+        create_env_fn: Callable[..., Any] | Sequence[Callable[..., Any]],
+        policy: Any = None,
+        *,
+        sync: bool | None = None,
+        policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
+        create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        config: CollectorConfig | None = None,
+        **options: Any,
+    ) -> None:
+        self._async = self._async_class(
+            create_env_fn,
+            policy,
+            sync=sync,
+            policy_factory=policy_factory,
+            create_env_kwargs=create_env_kwargs,
+            config=config,
+            **options,
+        )
 
-    def connect(self, timeout: float | None=None) -> None:
+    def connect(self, timeout: float | None = None) -> None:
         """Start the workers, and wait until each is ready to act with version 0.
 
         Args:
@@ -82,7 +95,7 @@ class MultiCollector(BlockingCollector):
         """
         self._blocking_connect(timeout)
 
-    def pause(self, timeout: float | None=None) -> AbstractContextManager[None]:
+    def pause(self, timeout: float | None = None) -> AbstractContextManager[None]:
         """Stop the workers' steps inside this context. The workers finish the batches in progress first. They
         continue when the context ends, also by an exception.
 
@@ -95,7 +108,15 @@ class MultiCollector(BlockingCollector):
         """
         return self._blocking_pause(timeout)
 
-    def update_policy_weights_(self, policy_or_weights: Any=None, *, model_id: str=POLICY, worker_ids: int | Sequence[int] | None=None, weights_dict: Mapping[str, Any] | None=None, timeout: float | None=None) -> None:
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        model_id: str = POLICY,
+        worker_ids: int | Sequence[int] | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> None:
         """Send weights to the workers.
 
         Args:
@@ -109,14 +130,21 @@ class MultiCollector(BlockingCollector):
             Exception: as :meth:`aiosync.WeightSyncScheme.send`. (A lost worker that is started again is no
                 error: it begins with these weights.)
         """
-        portal().call(self._async.update_policy_weights_, policy_or_weights, model_id=model_id, worker_ids=worker_ids, weights_dict=weights_dict, timeout=timeout)
+        portal().call(
+            self._async.update_policy_weights_,
+            policy_or_weights,
+            model_id=model_id,
+            worker_ids=worker_ids,
+            weights_dict=weights_dict,
+            timeout=timeout,
+        )
 
     @property
     def policy_version(self) -> int:
         """The newest version of the policy; 0 if the policy has no weights."""
         return self._async.policy_version
 
-    def increment_version(self, timeout: float | None=None) -> None:
+    def increment_version(self, timeout: float | None = None) -> None:
         """Increment the policy's version, after weights reached the workers without this collector. Later
         frames are tagged with the new version.
 
@@ -125,7 +153,7 @@ class MultiCollector(BlockingCollector):
         """
         portal().call(self._async.increment_version, timeout)
 
-    def receive_weights(self, policy_or_weights: Any=None, *, timeout: float | None=None) -> None:
+    def receive_weights(self, policy_or_weights: Any = None, *, timeout: float | None = None) -> None:
         """Update this collector's own policy.
 
         Args:
@@ -142,7 +170,7 @@ class MultiCollector(BlockingCollector):
         """
         portal().call(self._async.receive_weights, policy_or_weights, timeout=timeout)
 
-    def get_cached_weights(self, model_id: str=POLICY) -> TensorDictBase | None:
+    def get_cached_weights(self, model_id: str = POLICY) -> TensorDictBase | None:
         """Return a copy of the weights that were sent last; None if none were sent."""
         return self._async.get_cached_weights(model_id)
 
@@ -156,7 +184,7 @@ class MultiCollector(BlockingCollector):
         """The index of this collector among the workers of another collector."""
         return self._async.worker_idx
 
-    def set_seed(self, seed: int, static_seed: bool=False, timeout: float | None=None) -> int:
+    def set_seed(self, seed: int, static_seed: bool = False, timeout: float | None = None) -> int:
         """Seed the environments and begin new episodes.
 
         Args:
@@ -169,7 +197,7 @@ class MultiCollector(BlockingCollector):
         """
         return portal().call(self._async.set_seed, seed, static_seed, timeout)
 
-    def reset(self, reset_idx: Sequence[bool] | None=None, timeout: float | None=None) -> None:
+    def reset(self, reset_idx: Sequence[bool] | None = None, timeout: float | None = None) -> None:
         """Begin new episodes.
 
         Args:
@@ -178,7 +206,7 @@ class MultiCollector(BlockingCollector):
         """
         portal().call(self._async.reset, reset_idx, timeout)
 
-    def getattr_env(self, name: str, timeout: float | None=None) -> list[Any]:
+    def getattr_env(self, name: str, timeout: float | None = None) -> list[Any]:
         """Return an attribute of each worker's environment.
 
         Args:
@@ -187,7 +215,7 @@ class MultiCollector(BlockingCollector):
         """
         return portal().call(self._async.getattr_env, name, timeout)
 
-    def getattr_policy(self, name: str, timeout: float | None=None) -> list[Any]:
+    def getattr_policy(self, name: str, timeout: float | None = None) -> list[Any]:
         """Return an attribute of each worker's policy.
 
         Args:
@@ -208,7 +236,7 @@ class MultiCollector(BlockingCollector):
         """
         return self._async.getattr_rb(name)
 
-    def state_dict(self, timeout: float | None=None) -> dict[str, Any]:
+    def state_dict(self, timeout: float | None = None) -> dict[str, Any]:
         """Return the state of collection: the number of frames, and each worker's random number generators
         and environments, as far as these can be pickled. Call it while no worker collects: between two
         synchronous batches, or inside :meth:`pause`.
@@ -218,7 +246,7 @@ class MultiCollector(BlockingCollector):
         """
         return portal().call(self._async.state_dict, timeout)
 
-    def load_state_dict(self, state: Mapping[str, Any], timeout: float | None=None) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], timeout: float | None = None) -> None:
         """Restore a state of :meth:`state_dict`. Batches that workers have delivered and the iterator has not
         returned are dropped.
 
@@ -231,7 +259,7 @@ class MultiCollector(BlockingCollector):
         """
         portal().call(self._async.load_state_dict, state, timeout)
 
-    def get_model(self, model_id: str=POLICY) -> Any:
+    def get_model(self, model_id: str = POLICY) -> Any:
         """Return the trainer's model with this id.
 
         Raises:
@@ -291,5 +319,21 @@ class Collector(MultiCollector):
 
     _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.Collector
 
-    def __init__(self, create_env_fn: Any, policy: Any=None, *, policy_factory: Callable[[], Any] | None=None, create_env_kwargs: Mapping[str, Any] | None=None, config: CollectorConfig | None=None, **options: Any) -> None:
-        self._async = self._async_class(create_env_fn, policy, policy_factory=policy_factory, create_env_kwargs=create_env_kwargs, config=config, **options)
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        policy_factory: Callable[[], Any] | None = None,
+        create_env_kwargs: Mapping[str, Any] | None = None,
+        config: CollectorConfig | None = None,
+        **options: Any,
+    ) -> None:
+        self._async = self._async_class(
+            create_env_fn,
+            policy,
+            policy_factory=policy_factory,
+            create_env_kwargs=create_env_kwargs,
+            config=config,
+            **options,
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -11,24 +11,24 @@ from typing import Any, ClassVar
 import torch
 
 import aiosync
-from aiosync.transfer.process_group import Collective
-from aiosync.schemes.ray import DataPlane, TensorTransport
-from aiosync.receiver.endpoint import WeightReceiver
-from aiosync.reports import SendReport, WorkerState
-from aiosync.sender.endpoint import WeightSender
 from aiosync._options import OnFailure, OnSenderClose, StrategyName
 from aiosync.events import EventHook, SchemeStats
+from aiosync.receiver.endpoint import WeightReceiver
+from aiosync.reports import SendReport, WorkerState
+from aiosync.schemes.ray import DataPlane, TensorTransport
+from aiosync.sender.endpoint import WeightSender
 from aiosync.sync._portal import portal
 from aiosync.sync._twin import BlockingTwin
+from aiosync.transfer.process_group import Collective
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.torch_distributed.transport import DistributedTransport
 from aiosync.transports.memory import Fault, MemoryTransport
-from aiosync.transports.ray.transport import UpdateMethod
 from aiosync.transports.ray.rendezvous import RayWorkerTransport
-from aiosync.transports.torch_rpc.rendezvous import RPCWorkerTransport
-from aiosync.transports.unix_socket import SharedMemTransport
+from aiosync.transports.ray.transport import UpdateMethod
 from aiosync.transports.tcp.connection import TCPTransport
 from aiosync.transports.tcp.tls import TLSConfig
+from aiosync.transports.torch_distributed.transport import DistributedTransport
+from aiosync.transports.torch_rpc.rendezvous import RPCWorkerTransport
+from aiosync.transports.unix_socket import SharedMemTransport
 from aiosync.weights.binding import CommitMode
 from aiosync.weights.codec import Codec
 from aiosync.weights.strategy import WeightStrategy
@@ -84,10 +84,41 @@ class WeightSyncScheme(BlockingTwin):
 
     _async: aiosync.WeightSyncScheme
 
-    def __init__(self, strategy: StrategyName='tensordict', sync: bool=True, *, timeout: float | None=None, cast: torch.dtype | None=None, commit: CommitMode='flip', on_failure: OnFailure='raise', per_worker_weights: bool=False, max_slots: int=3, first_version: int=0, min_workers: int | None=None) -> None:
-        self._async = self._make_async(strategy, sync, timeout=timeout, cast=cast, commit=commit, on_failure=on_failure, per_worker_weights=per_worker_weights, max_slots=max_slots, first_version=first_version, min_workers=min_workers)
+    def __init__(
+        self,
+        strategy: StrategyName = "tensordict",
+        sync: bool = True,
+        *,
+        timeout: float | None = None,
+        cast: torch.dtype | None = None,
+        commit: CommitMode = "flip",
+        on_failure: OnFailure = "raise",
+        per_worker_weights: bool = False,
+        max_slots: int = 3,
+        first_version: int = 0,
+        min_workers: int | None = None,
+    ) -> None:
+        self._async = self._make_async(
+            strategy,
+            sync,
+            timeout=timeout,
+            cast=cast,
+            commit=commit,
+            on_failure=on_failure,
+            per_worker_weights=per_worker_weights,
+            max_slots=max_slots,
+            first_version=first_version,
+            min_workers=min_workers,
+        )
 
-    def connect(self, *, worker_idx: int | None=None, weights: Any=None, min_workers: int | None=None, timeout: float | None=None) -> None:
+    def connect(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        min_workers: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
         """Meet the other side. The sender hands out version 0 and waits until every worker runs on it;
         a worker puts it in service.
 
@@ -105,7 +136,9 @@ class WeightSyncScheme(BlockingTwin):
             LayoutMismatchError: the weights do not fit the worker's model; both sides are told.
             WorkerLostError, HandshakeError: on a worker, there is no sender or it refused.
         """
-        self._blocking_connect(worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout)
+        self._blocking_connect(
+            worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout
+        )
 
     def create_transport(self, *, worker_idx: int) -> Transport:
         """A worker's way to the sender, not open yet."""
@@ -116,7 +149,19 @@ class WeightSyncScheme(BlockingTwin):
         """Whether this is a worker whose sender will have it join, and which need not connect."""
         return self._async.sender_enlists
 
-    def init_on_sender(self, *, model_id: str | None=None, context: Any=None, model: Any=None, weights: Any=None, params_map: Mapping[int, Any] | None=None, devices: list[Any] | None=None, device_map_fn: Callable[[int, Any], Any] | None=None, num_workers: int | None=None, ctx: BaseContext | None=None) -> None:
+    def init_on_sender(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        weights: Any = None,
+        params_map: Mapping[int, Any] | None = None,
+        devices: list[Any] | None = None,
+        device_map_fn: Callable[[int, Any], Any] | None = None,
+        num_workers: int | None = None,
+        ctx: BaseContext | None = None,
+    ) -> None:
         """Say whom to send to and what. Nothing is sent yet, but workers may already connect.
 
         A model that is spread over the ranks of a trainer (FSDP2, DTensors) is sent by one of them, the
@@ -146,9 +191,26 @@ class WeightSyncScheme(BlockingTwin):
             InvalidArgumentError: a mix that makes no sense; the message names what clashes.
             AlreadyConnectedError: this scheme has a live endpoint.
         """
-        self._async.init_on_sender(model_id=model_id, context=context, model=model, weights=weights, params_map=params_map, devices=devices, device_map_fn=device_map_fn, num_workers=num_workers, ctx=ctx)
+        self._async.init_on_sender(
+            model_id=model_id,
+            context=context,
+            model=model,
+            weights=weights,
+            params_map=params_map,
+            devices=devices,
+            device_map_fn=device_map_fn,
+            num_workers=num_workers,
+            ctx=ctx,
+        )
 
-    def init_on_receiver(self, *, model_id: str | None=None, context: Any=None, model: Any=None, worker_idx: int | None=None) -> None:
+    def init_on_receiver(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        worker_idx: int | None = None,
+    ) -> None:
         """Say which model of this process to keep in step.
 
         Args:
@@ -338,7 +400,15 @@ class WeightSyncScheme(BlockingTwin):
         """
         return cls._blocking_from_backend(backend, **kwargs)
 
-    def send(self, weights: Any=None, worker_ids: int | list[int] | None=None, *, wait: bool | None=None, strict: bool=True, timeout: float | None=None) -> SendReport:
+    def send(
+        self,
+        weights: Any = None,
+        worker_ids: int | list[int] | None = None,
+        *,
+        wait: bool | None = None,
+        strict: bool = True,
+        timeout: float | None = None,
+    ) -> SendReport:
         """Publish the next version.
 
         Where workers refuse, are lost or do not answer in time, the others are updated all the same; the
@@ -367,13 +437,19 @@ class WeightSyncScheme(BlockingTwin):
         """
         return portal().call(self._async.send, weights, worker_ids, wait=wait, strict=strict, timeout=timeout)
 
-    def wait_ack(self, worker_ids: int | list[int] | None=None, timeout: float | None=None) -> SendReport:
+    def wait_ack(self, worker_ids: int | list[int] | None = None, timeout: float | None = None) -> SendReport:
         """Wait until workers run on what was last published to them. Raises as :meth:`send` does, also
         for what they refused since.
         """
         return portal().call(self._async.wait_ack, worker_ids, timeout)
 
-    def prepare_weights(self, weights: Any=None, model_id: str | None=None, strategy: WeightStrategy | None=None, context: Any=None) -> Any:
+    def prepare_weights(
+        self,
+        weights: Any = None,
+        model_id: str | None = None,
+        strategy: WeightStrategy | None = None,
+        context: Any = None,
+    ) -> Any:
         """The weights that :meth:`send` would send, in the strategy's form, not copied.
 
         Args:
@@ -400,7 +476,7 @@ class WeightSyncScheme(BlockingTwin):
         """
         return self._blocking_receiving()
 
-    def receive(self, timeout: float | None=None) -> Any:
+    def receive(self, timeout: float | None = None) -> Any:
         """The weights of an update that no call before has returned, once they are in service, or None if
         none came in time. Beside :meth:`receiving` several may have come meanwhile: it is the newest.
 
@@ -414,7 +490,7 @@ class WeightSyncScheme(BlockingTwin):
         """
         return portal().call(self._async.receive, timeout)
 
-    def pinned(self, timeout: float | None=None) -> AbstractContextManager[int]:
+    def pinned(self, timeout: float | None = None) -> AbstractContextManager[int]:
         """Keep the version in service for the length of the body: ``with scheme.pinned() as version``.
 
         Put it around whatever awaits in the middle of a forward pass, or runs it in a thread. A commit
@@ -426,7 +502,7 @@ class WeightSyncScheme(BlockingTwin):
         """
         return self._blocking_pinned(timeout)
 
-    def rebind(self, *, model: Any=None, context: Any=None) -> None:
+    def rebind(self, *, model: Any = None, context: Any = None) -> None:
         """On a connected receiver: go on with another model (a copy on another device, say), which gets the
         weights in service; or tell another context of updates from now on. What is not given stays.
 
@@ -444,7 +520,7 @@ class WeightSyncScheme(BlockingTwin):
         """On a receiver: wait until the sender has gone. Has no deadline: cancel it to stop waiting."""
         portal().call(self._async.wait_closed)
 
-    def apply_weights(self, weights: Any, inplace: bool=True) -> None:
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights to this receiver's model by hand. No version is counted.
 
         Raises:
@@ -484,8 +560,32 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.SharedMemWeightSyncScheme
     _async: aiosync.SharedMemWeightSyncScheme
 
-    def __init__(self, strategy: StrategyName='tensordict', sync: bool=True, *, timeout: float | None=None, cast: torch.dtype | None=None, commit: CommitMode='flip', on_failure: OnFailure='raise', per_worker_weights: bool=False, max_slots: int=3, first_version: int=0, min_workers: int | None=None) -> None:
-        self._async = aiosync.SharedMemWeightSyncScheme(strategy, sync, timeout=timeout, cast=cast, commit=commit, on_failure=on_failure, per_worker_weights=per_worker_weights, max_slots=max_slots, first_version=first_version, min_workers=min_workers)
+    def __init__(
+        self,
+        strategy: StrategyName = "tensordict",
+        sync: bool = True,
+        *,
+        timeout: float | None = None,
+        cast: torch.dtype | None = None,
+        commit: CommitMode = "flip",
+        on_failure: OnFailure = "raise",
+        per_worker_weights: bool = False,
+        max_slots: int = 3,
+        first_version: int = 0,
+        min_workers: int | None = None,
+    ) -> None:
+        self._async = aiosync.SharedMemWeightSyncScheme(
+            strategy,
+            sync,
+            timeout=timeout,
+            cast=cast,
+            commit=commit,
+            on_failure=on_failure,
+            per_worker_weights=per_worker_weights,
+            max_slots=max_slots,
+            first_version=first_version,
+            min_workers=min_workers,
+        )
 
     def create_transport(self, *, worker_idx: int) -> SharedMemTransport:
         """A worker's doorbell, not open yet.
@@ -531,14 +631,24 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.MultiProcessWeightSyncScheme
     _async: aiosync.MultiProcessWeightSyncScheme
 
-    def __init__(self, *args: Any, pipes: Sequence[Connection[Any, Any]] | None=None, on_other_message: Callable[[int, Any], None] | None=None, **options: Any) -> None:
-        self._async = aiosync.MultiProcessWeightSyncScheme(*args, pipes=pipes, on_other_message=on_other_message, **options)
+    def __init__(
+        self,
+        *args: Any,
+        pipes: Sequence[Connection[Any, Any]] | None = None,
+        on_other_message: Callable[[int, Any], None] | None = None,
+        **options: Any,
+    ) -> None:
+        self._async = aiosync.MultiProcessWeightSyncScheme(
+            *args, pipes=pipes, on_other_message=on_other_message, **options
+        )
 
-    def init_on_sender(self, *, pipes: Sequence[Connection[Any, Any]] | None=None, **arguments: Any) -> None:
+    def init_on_sender(
+        self, *, pipes: Sequence[Connection[Any, Any]] | None = None, **arguments: Any
+    ) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`; also takes ``pipes``, one end per worker."""
         self._async.init_on_sender(pipes=pipes, **arguments)
 
-    def init_on_receiver(self, *, pipe: Connection[Any, Any] | None=None, **arguments: Any) -> None:
+    def init_on_receiver(self, *, pipe: Connection[Any, Any] | None = None, **arguments: Any) -> None:
         """See :meth:`WeightSyncScheme.init_on_receiver`; also takes ``pipe``, this worker's end."""
         self._async.init_on_receiver(pipe=pipe, **arguments)
 
@@ -605,8 +715,30 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.TCPWeightSyncScheme
     _async: aiosync.TCPWeightSyncScheme
 
-    def __init__(self, address: str='tcp://127.0.0.1:0', *, token: str | bytes | None=None, tls: TLSConfig | None=None, codec: Codec='full', reconnect_for: float=60.0, on_sender_close: OnSenderClose='stop', insecure: bool=False, max_connections: int=1024, **options: Any) -> None:
-        self._async = aiosync.TCPWeightSyncScheme(address, token=token, tls=tls, codec=codec, reconnect_for=reconnect_for, on_sender_close=on_sender_close, insecure=insecure, max_connections=max_connections, **options)
+    def __init__(
+        self,
+        address: str = "tcp://127.0.0.1:0",
+        *,
+        token: str | bytes | None = None,
+        tls: TLSConfig | None = None,
+        codec: Codec = "full",
+        reconnect_for: float = 60.0,
+        on_sender_close: OnSenderClose = "stop",
+        insecure: bool = False,
+        max_connections: int = 1024,
+        **options: Any,
+    ) -> None:
+        self._async = aiosync.TCPWeightSyncScheme(
+            address,
+            token=token,
+            tls=tls,
+            codec=codec,
+            reconnect_for=reconnect_for,
+            on_sender_close=on_sender_close,
+            insecure=insecure,
+            max_connections=max_connections,
+            **options,
+        )
 
     @property
     def address(self) -> str:
@@ -669,10 +801,32 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.DistributedWeightSyncScheme
     _async: aiosync.DistributedWeightSyncScheme
 
-    def __init__(self, backend: str='gloo', sync: bool=True, *, collective: Collective='p2p', store: Any=None, init_method: str | None=None, share_memory: bool=True, reconnect_for: float=60.0, on_sender_close: OnSenderClose='stop', **options: Any) -> None:
-        self._async = aiosync.DistributedWeightSyncScheme(backend, sync, collective=collective, store=store, init_method=init_method, share_memory=share_memory, reconnect_for=reconnect_for, on_sender_close=on_sender_close, **options)
+    def __init__(
+        self,
+        backend: str = "gloo",
+        sync: bool = True,
+        *,
+        collective: Collective = "p2p",
+        store: Any = None,
+        init_method: str | None = None,
+        share_memory: bool = True,
+        reconnect_for: float = 60.0,
+        on_sender_close: OnSenderClose = "stop",
+        **options: Any,
+    ) -> None:
+        self._async = aiosync.DistributedWeightSyncScheme(
+            backend,
+            sync,
+            collective=collective,
+            store=store,
+            init_method=init_method,
+            share_memory=share_memory,
+            reconnect_for=reconnect_for,
+            on_sender_close=on_sender_close,
+            **options,
+        )
 
-    def reconnect(self, *, timeout: float | None=None) -> None:
+    def reconnect(self, *, timeout: float | None = None) -> None:
         """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
         replacement, and make broadcasts again in a process group of them. (Each worker has a process group of
         its own with the sender from when it connects, and is sent everything through that meanwhile.)
@@ -729,10 +883,28 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RPCWeightSyncScheme
     _async: aiosync.RPCWeightSyncScheme
 
-    def __init__(self, backend: str='gloo', sync: bool=True, *, sender: str | None=None, collective: Collective='p2p', share_memory: bool=True, reconnect_for: float=60.0, **options: Any) -> None:
-        self._async = aiosync.RPCWeightSyncScheme(backend, sync, sender=sender, collective=collective, share_memory=share_memory, reconnect_for=reconnect_for, **options)
+    def __init__(
+        self,
+        backend: str = "gloo",
+        sync: bool = True,
+        *,
+        sender: str | None = None,
+        collective: Collective = "p2p",
+        share_memory: bool = True,
+        reconnect_for: float = 60.0,
+        **options: Any,
+    ) -> None:
+        self._async = aiosync.RPCWeightSyncScheme(
+            backend,
+            sync,
+            sender=sender,
+            collective=collective,
+            share_memory=share_memory,
+            reconnect_for=reconnect_for,
+            **options,
+        )
 
-    def reconnect(self, *, timeout: float | None=None) -> None:
+    def reconnect(self, *, timeout: float | None = None) -> None:
         """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
         replacement, and make broadcasts again in a process group of them. (Each worker has a process group of
         its own with the sender from when it connects, and is sent everything through that meanwhile.)
@@ -809,10 +981,30 @@ class RayWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RayWeightSyncScheme
     _async: aiosync.RayWeightSyncScheme
 
-    def __init__(self, tensor_transport: TensorTransport='object_store', sync: bool=True, *, data_plane: DataPlane='object_store', backend: str='gloo', collective: Collective='p2p', share_memory: bool=True, reconnect_for: float=60.0, **options: Any) -> None:
-        self._async = aiosync.RayWeightSyncScheme(tensor_transport, sync, data_plane=data_plane, backend=backend, collective=collective, share_memory=share_memory, reconnect_for=reconnect_for, **options)
+    def __init__(
+        self,
+        tensor_transport: TensorTransport = "object_store",
+        sync: bool = True,
+        *,
+        data_plane: DataPlane = "object_store",
+        backend: str = "gloo",
+        collective: Collective = "p2p",
+        share_memory: bool = True,
+        reconnect_for: float = 60.0,
+        **options: Any,
+    ) -> None:
+        self._async = aiosync.RayWeightSyncScheme(
+            tensor_transport,
+            sync,
+            data_plane=data_plane,
+            backend=backend,
+            collective=collective,
+            share_memory=share_memory,
+            reconnect_for=reconnect_for,
+            **options,
+        )
 
-    def reconnect(self, *, timeout: float | None=None) -> None:
+    def reconnect(self, *, timeout: float | None = None) -> None:
         """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
         replacement, and make broadcasts again in a process group of them. (Each worker has a process group of
         its own with the sender from when it connects, and is sent everything through that meanwhile.)
@@ -836,7 +1028,13 @@ class RayWeightSyncScheme(WeightSyncScheme):
         """Where the sender of this recipe listens, if it says so; another one listens elsewhere."""
         return self._async.port_of_sender
 
-    def init_on_sender(self, *, actors: Sequence[Any] | None=None, remote_collectors: Sequence[Any] | None=None, **arguments: Any) -> None:
+    def init_on_sender(
+        self,
+        *,
+        actors: Sequence[Any] | None = None,
+        remote_collectors: Sequence[Any] | None = None,
+        **arguments: Any,
+    ) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.
 
         Args:
@@ -851,7 +1049,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         """
         self._async.init_on_sender(actors=actors, remote_collectors=remote_collectors, **arguments)
 
-    def add_worker(self, actor: Any, worker_idx: int | None=None, *, timeout: float | None=None) -> int:
+    def add_worker(self, actor: Any, worker_idx: int | None = None, *, timeout: float | None = None) -> int:
         """On the connected sender: make a worker of another actor, or of one in the place of a lost one that
         Ray does not start again, and wait until it runs on the newest version.
 
@@ -903,10 +1101,16 @@ class RayModuleTransformScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RayModuleTransformScheme
     _async: aiosync.RayModuleTransformScheme
 
-    def __init__(self, update_method: UpdateMethod='tensordict', tensor_transport: TensorTransport='object_store', sync: bool=True, **options: Any) -> None:
+    def __init__(
+        self,
+        update_method: UpdateMethod = "tensordict",
+        tensor_transport: TensorTransport = "object_store",
+        sync: bool = True,
+        **options: Any,
+    ) -> None:
         self._async = aiosync.RayModuleTransformScheme(update_method, tensor_transport, sync, **options)
 
-    def reconnect(self, *, timeout: float | None=None) -> None:
+    def reconnect(self, *, timeout: float | None = None) -> None:
         """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
         replacement, and make broadcasts again in a process group of them. (Each worker has a process group of
         its own with the sender from when it connects, and is sent everything through that meanwhile.)
@@ -930,7 +1134,16 @@ class RayModuleTransformScheme(WeightSyncScheme):
         """Where the sender of this recipe listens, if it says so; another one listens elsewhere."""
         return self._async.port_of_sender
 
-    def init_on_sender(self, *, actors: Sequence[Any] | None=None, model_id: str | None=None, context: Any=None, model: Any=None, weights: Any=None, **arguments: Any) -> None:
+    def init_on_sender(
+        self,
+        *,
+        actors: Sequence[Any] | None = None,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        weights: Any = None,
+        **arguments: Any,
+    ) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.
 
         Args:
@@ -947,9 +1160,11 @@ class RayModuleTransformScheme(WeightSyncScheme):
             InvalidArgumentError: there is no actor.
             AttributeError: ``model_id`` leads nowhere on ``context``.
         """
-        self._async.init_on_sender(actors=actors, model_id=model_id, context=context, model=model, weights=weights, **arguments)
+        self._async.init_on_sender(
+            actors=actors, model_id=model_id, context=context, model=model, weights=weights, **arguments
+        )
 
-    def add_worker(self, actor: Any, worker_idx: int | None=None, *, timeout: float | None=None) -> int:
+    def add_worker(self, actor: Any, worker_idx: int | None = None, *, timeout: float | None = None) -> int:
         """On the connected sender: make a worker of another actor, or of one in the place of a lost one that
         Ray does not start again, and wait until it runs on the newest version.
 
@@ -974,7 +1189,14 @@ class RayModuleTransformScheme(WeightSyncScheme):
         """Called by torchrl's ``RayModuleTransform``, which is the one to update."""
         self._async._set_transform(ray_transform)
 
-    def init_on_receiver(self, *, model_id: str | None=None, context: Any=None, model: Any=None, worker_idx: int | None=None) -> None:
+    def init_on_receiver(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        worker_idx: int | None = None,
+    ) -> None:
         """See :meth:`WeightSyncScheme.init_on_receiver`; done by the sender where it knows the actors.
 
         Args:
@@ -1005,24 +1227,64 @@ class NoWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.NoWeightSyncScheme
     _async: aiosync.NoWeightSyncScheme
 
-    def __init__(self, strategy: StrategyName='tensordict', sync: bool=True, *, timeout: float | None=None, cast: torch.dtype | None=None, commit: CommitMode='flip', on_failure: OnFailure='raise', per_worker_weights: bool=False, max_slots: int=3, first_version: int=0, min_workers: int | None=None) -> None:
-        self._async = aiosync.NoWeightSyncScheme(strategy, sync, timeout=timeout, cast=cast, commit=commit, on_failure=on_failure, per_worker_weights=per_worker_weights, max_slots=max_slots, first_version=first_version, min_workers=min_workers)
+    def __init__(
+        self,
+        strategy: StrategyName = "tensordict",
+        sync: bool = True,
+        *,
+        timeout: float | None = None,
+        cast: torch.dtype | None = None,
+        commit: CommitMode = "flip",
+        on_failure: OnFailure = "raise",
+        per_worker_weights: bool = False,
+        max_slots: int = 3,
+        first_version: int = 0,
+        min_workers: int | None = None,
+    ) -> None:
+        self._async = aiosync.NoWeightSyncScheme(
+            strategy,
+            sync,
+            timeout=timeout,
+            cast=cast,
+            commit=commit,
+            on_failure=on_failure,
+            per_worker_weights=per_worker_weights,
+            max_slots=max_slots,
+            first_version=first_version,
+            min_workers=min_workers,
+        )
 
-    def init_on_sender(self, *, model_id: str | None=None, **arguments: Any) -> None:
+    def init_on_sender(self, *, model_id: str | None = None, **arguments: Any) -> None:
         """Takes anything that another scheme would take."""
         self._async.init_on_sender(model_id=model_id, **arguments)
 
-    def init_on_receiver(self, *, model_id: str | None=None, context: Any=None, model: Any=None, worker_idx: int | None=None) -> None:
+    def init_on_receiver(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        worker_idx: int | None = None,
+    ) -> None:
         """Takes what another scheme would take."""
         self._async.init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
 
     init_on_worker = init_on_receiver
 
-    def connect(self, *, worker_idx: int | None=None, weights: Any=None, min_workers: int | None=None, timeout: float | None=None) -> None:
+    def connect(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        min_workers: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
         """Be connected at once, with version 0."""
-        self._blocking_connect(worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout)
+        self._blocking_connect(
+            worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout
+        )
 
-    def apply_weights(self, weights: Any, inplace: bool=True) -> None:
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply nothing."""
         self._async.apply_weights(weights, inplace)
 
@@ -1051,7 +1313,7 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.MemoryWeightSyncScheme
     _async: aiosync.MemoryWeightSyncScheme
 
-    def __init__(self, *, faults: Sequence[Fault]=(), **options: Any) -> None:
+    def __init__(self, *, faults: Sequence[Fault] = (), **options: Any) -> None:
         self._async = aiosync.MemoryWeightSyncScheme(faults=faults, **options)
 
     def create_transport(self, *, worker_idx: int) -> MemoryTransport:

@@ -36,7 +36,9 @@ class WeightUpdaterBase(InlineHooks, updaters.WeightUpdaterBase):
     plain functions or coroutine functions. A subclass need not call ``super().__init__()``.
     """
 
-    def push_weights(self, policy_or_weights: Any=None, worker_ids: WorkerIds=None, *, timeout: float | None=None) -> None:  # type: ignore[override]
+    def push_weights(  # type: ignore[override]
+        self, policy_or_weights: Any = None, worker_ids: WorkerIds = None, *, timeout: float | None = None
+    ) -> None:
         """Update workers, then call the hooks.
 
         Args:
@@ -48,13 +50,19 @@ class WeightUpdaterBase(InlineHooks, updaters.WeightUpdaterBase):
             WeightSourceError: invalid weights, or none.
             SyncTimeoutError: a worker or a hook did not finish in time.
         """
-        run_inline(updaters.WeightUpdaterBase.push_weights(self, policy_or_weights, worker_ids, timeout=timeout))
+        run_inline(
+            updaters.WeightUpdaterBase.push_weights(self, policy_or_weights, worker_ids, timeout=timeout)
+        )
 
-    def __call__(self, policy_or_weights: Any=None, worker_ids: WorkerIds=None, *, timeout: float | None=None) -> None:  # type: ignore[override]
+    def __call__(  # type: ignore[override]
+        self, policy_or_weights: Any = None, worker_ids: WorkerIds = None, *, timeout: float | None = None
+    ) -> None:
         """Same as :meth:`push_weights`."""
         run_inline(updaters.WeightUpdaterBase.__call__(self, policy_or_weights, worker_ids, timeout=timeout))
 
-    def increment_version(self, *, timeout: float | None=None) -> None:  # type: ignore[override]
+    def increment_version(  # type: ignore[override]
+        self, *, timeout: float | None = None
+    ) -> None:
         """Increment the policy version of each registered collector.
 
         Args:
@@ -110,7 +118,15 @@ class RayWeightUpdater(WeightUpdaterBase, updaters.RayWeightUpdater):
         max_interval: how many pushes skip a worker between two that update it. 0: no push skips it.
     """
 
-    def push_weights(self, policy_or_weights: Any=None, worker_ids: WorkerIds=None, *, weights: Any=None, wait: bool=True, timeout: float | None=None) -> None:  # type: ignore[override]
+    def push_weights(  # type: ignore[override]
+        self,
+        policy_or_weights: Any = None,
+        worker_ids: WorkerIds = None,
+        *,
+        weights: Any = None,
+        wait: bool = True,
+        timeout: float | None = None,
+    ) -> None:
         """Update workers, then call the hooks. The healthy workers are updated even if others fail.
 
         Args:
@@ -127,7 +143,11 @@ class RayWeightUpdater(WeightUpdaterBase, updaters.RayWeightUpdater):
             WorkerLostError: the process of a collector has ended.
             SyncTimeoutError: a collector did not answer in time.
         """
-        run_inline(updaters.RayWeightUpdater.push_weights(self, policy_or_weights, worker_ids, weights=weights, wait=wait, timeout=timeout))
+        run_inline(
+            updaters.RayWeightUpdater.push_weights(
+                self, policy_or_weights, worker_ids, weights=weights, wait=wait, timeout=timeout
+            )
+        )
 
     def close(self) -> None:
         """Release all resources; idempotent. The collectors stay open."""
@@ -147,7 +167,15 @@ class RPCWeightUpdater(WeightUpdaterBase, updaters.RPCWeightUpdater):
         num_workers: the number of collectors.
     """
 
-    def push_weights(self, policy_or_weights: Any=None, worker_ids: WorkerIds=None, *, weights: Any=None, wait: bool=True, timeout: float | None=None) -> None:  # type: ignore[override]
+    def push_weights(  # type: ignore[override]
+        self,
+        policy_or_weights: Any = None,
+        worker_ids: WorkerIds = None,
+        *,
+        weights: Any = None,
+        wait: bool = True,
+        timeout: float | None = None,
+    ) -> None:
         """Update workers, then call the hooks. The healthy workers are updated even if others fail.
 
         Args:
@@ -164,7 +192,11 @@ class RPCWeightUpdater(WeightUpdaterBase, updaters.RPCWeightUpdater):
             WorkerLostError: the process of a collector has ended.
             SyncTimeoutError: a collector did not answer in time.
         """
-        run_inline(updaters.RPCWeightUpdater.push_weights(self, policy_or_weights, worker_ids, weights=weights, wait=wait, timeout=timeout))
+        run_inline(
+            updaters.RPCWeightUpdater.push_weights(
+                self, policy_or_weights, worker_ids, weights=weights, wait=wait, timeout=timeout
+            )
+        )
 
     def close(self) -> None:
         """Release all resources; idempotent. The collectors stay open."""

@@ -13,6 +13,7 @@ import aiosync
 from aiosync.errors import InvalidArgumentError, SyncTimeoutError
 from aiosync.reports import SendReport
 from aiosync.sync._portal import portal
+from aiosync.sync._torchrl import KnownToTorchrl
 
 if TYPE_CHECKING:
     import asyncio
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockingTwin"]
 
 
-class BlockingTwin:
+class BlockingTwin(KnownToTorchrl):
     """Holds the asyncio scheme and runs its coroutines on the process's portal."""
 
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]]
