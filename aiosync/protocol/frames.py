@@ -1,56 +1,35 @@
-"""Frames: the messages of the protocol, and how they become bytes.
+"""Frames: the messages of the protocol. :mod:`aiosync.protocol.framing` encodes and decodes them.
 
-A frame is a 12-byte header and a body. The header is ``b"AS"``, the protocol's version, a byte that is 1 if
-the body is compressed (zlib) and else 0, the body's length and the body's CRC-32, both as unsigned 32-bit
-big-endian integers. The body is msgpack: one of the structs below, told apart by its ``type`` field.
-Nothing here is ever unpickled.
-
-Who says what::
+One update, from the connection of a worker to its answer::
 
     worker                              sender
-      Hello ----------------------------->        who I am, and a nonce
+      Hello ----------------------------->        the worker's identity, and a nonce
             <----------------------------- Challenge   a nonce
-      Proof ----------------------------->        proof that I know the token
-            <----------------------------- Accepted | Refused   so do I
-      Join ------------------------------>        then I take longer frames from you
+      Proof ----------------------------->        proves that the worker knows the token
+            <----------------------------- Accepted | Refused   proves that the sender knows the token
+      Join ------------------------------>        the worker accepts longer frames from now on
             <----------------------------- Welcome | Refused    the layout of all updates to come
-            <----------------------------- Notify      there is something newer than you have
-      Fetch ----------------------------->        I am ready to take whatever is newest now
-            <----------------------------- Update      here it lies; it is yours until you answer
-            <----------------------------- Chunk* End  (where the connection carries the bytes) here it is
-      Staged ---------------------------->        (only where the commit has to wait) I have it
-      Ack | Nack ------------------------>        an Ack may bring the next Fetch along
-            <----------------------------- Abort       a joint update is off
+            <----------------------------- Notify      a newer version exists
+      Fetch ----------------------------->        the worker is ready for the newest version
+            <----------------------------- Update      where the version lies; it stays valid until the answer
+            <----------------------------- Chunk* End  (if the connection carries the bytes) the bytes
+      Staged ---------------------------->        (only if the commit has to wait) the worker has the bytes
+      Ack | Nack ------------------------>        an Ack may contain the next Fetch
+            <----------------------------- Abort       a joint update is cancelled
       Bye  <----------------------------> Bye
 
-A worker asks for an update when it can take it, so one that is slow or stopped holds nothing but the
-version that it runs on, and goes straight to the newest when it comes back.
-
-What a peer may send, and how long its frames may be, depends on which side it is and on whether it has
-authenticated: see :class:`Inbound`. So a few bytes never decode into much memory.
+A worker fetches an update when it is ready. So a slow or suspended worker keeps only one version in use, the
+one that it runs on, and fetches the newest version when it resumes.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from aiosync.errors import FrameError
-from aiosync.protocol.text import clean
-
 __all__ = [
-    "FROM_SENDER",
-    "FROM_WORKER",
-    "GREETING",
-    "HEADER_SIZE",
-    "MAX_ANSWER",
-    "MAX_FRAME",
-    "MAX_GREETING",
     "MAX_NAMES",
     "MAX_TEXT",
     "PROTOCOL_VERSION",
@@ -64,10 +43,7 @@ __all__ = [
     "End",
     "Fetch",
     "Frame",
-    "FrameDecoder",
-    "Header",
     "Hello",
-    "Inbound",
     "Join",
     "Joint",
     "Nack",
@@ -78,19 +54,9 @@ __all__ = [
     "Staged",
     "Update",
     "Welcome",
-    "decode",
-    "encode",
-    "is_frame",
-    "read_header",
 ]
 
 PROTOCOL_VERSION = 3
-MAX_FRAME = 256 * 1024 * 1024
-"""Largest body in bytes that is accepted from an authenticated sender (a layout of a million entries)."""
-MAX_ANSWER = 512 * 1024
-"""Largest body in bytes that is accepted from an authenticated worker (a refusal)."""
-MAX_GREETING = 4096
-"""Largest body in bytes that is accepted from a peer that has not authenticated."""
 MAX_NAMES = 64
 """Entries that a refusal lists at most, of each kind."""
 MAX_TEXT = 256
@@ -106,20 +72,6 @@ if TYPE_CHECKING:  # for the type checker any text: the keys of a dict are invar
     _Measured: TypeAlias = str
 else:
     _Measured = Literal["stage", "wait", "commit"]
-
-_QUOTED = 300
-"""Characters of a peer's text that an error quotes."""
-
-_LONG = 16 * 1024
-"""Bytes from which a body is compressed."""
-
-_UNREADABLE = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
-"""What decoding a body may raise."""
-
-_HEADER = struct.Struct(">2sBBII")
-_MAGIC = b"AS"
-_TLS_RECORD = b"\x16\x03"
-HEADER_SIZE = _HEADER.size
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="hello"):
@@ -338,163 +290,3 @@ Frame: TypeAlias = (
     | Abort
     | Bye
 )
-
-_encoder = msgspec.msgpack.Encoder()
-_last_update: tuple[Update, bytes] | None = None
-
-
-class Inbound(msgspec.Struct, frozen=True):
-    """Which frames may come from a peer.
-
-    Only these are decoded. The other side's have fields that a small body could fill with much memory.
-
-    Attributes:
-        limit: largest body in bytes, also when it is decompressed.
-        decoder: of the kinds of frames.
-    """
-
-    limit: int
-    decoder: msgspec.msgpack.Decoder[Any]
-
-
-GREETING = Inbound(
-    MAX_GREETING, msgspec.msgpack.Decoder(Hello | Challenge | Proof | Accepted | Join | Refused | Bye)
-)
-"""From a peer that has not authenticated."""
-FROM_WORKER = Inbound(MAX_ANSWER, msgspec.msgpack.Decoder(Fetch | Staged | Ack | Nack | Bye))
-"""From an authenticated worker."""
-FROM_SENDER = Inbound(
-    MAX_FRAME,
-    msgspec.msgpack.Decoder(Refused | Welcome | Notify | Update | Chunk | End | Cut | Abort | Bye),
-)
-"""From an authenticated sender."""
-
-
-class Header(msgspec.Struct, frozen=True):
-    """What a frame's header says of its body."""
-
-    compressed: bool
-    length: int
-    checksum: int
-
-
-def encode(frame: Frame) -> bytes:
-    """Header and body of one frame.
-
-    The same update goes to many workers, one after the other: it is encoded for the first.
-    """
-    global _last_update
-    last = _last_update
-    if last is not None and last[0] is frame:
-        return last[1]
-    body = _encoder.encode(frame)
-    compressed = len(body) > _LONG  # a layout of thousands of names, which have much in common
-    if compressed:
-        body = zlib.compress(body, 1)
-    data = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, compressed, len(body), zlib.crc32(body)) + body
-    if type(frame) is Update:
-        _last_update = frame, data
-    return data
-
-
-def decode(header: Header, body: bytes, inbound: Inbound) -> Frame:
-    """The frame with this header and body.
-
-    Raises:
-        FrameError: if it arrived damaged, is over the limit when it is decompressed, is not msgpack, not one
-            of the frames that may come, or has a field of a wrong type or size.
-    """
-    if zlib.crc32(body) != header.checksum:
-        raise FrameError(f"a frame of {header.length} bytes arrived corrupted (checksum differs)")
-    if header.compressed:
-        unpacker = zlib.decompressobj()
-        try:
-            body = unpacker.decompress(body, inbound.limit)
-        except zlib.error as exc:
-            raise FrameError(f"a frame's body cannot be decompressed: {exc}") from exc
-        if not unpacker.eof:
-            raise FrameError(f"a compressed frame is cut off, or over the limit of {inbound.limit} bytes")
-    try:
-        frame: Frame = inbound.decoder.decode(body)
-        return frame
-    except _UNREADABLE as exc:
-        # The text quotes the peer.
-        raise FrameError(f"a frame's body cannot be read: {clean(str(exc), _QUOTED)}") from exc
-
-
-def read_header(buffer: bytes | bytearray | memoryview, offset: int, limit: int) -> Header:
-    """The header at ``offset``.
-
-    Raises:
-        FrameError: on a wrong magic number, another protocol version or a body over ``limit``.
-    """
-    magic, version, flags, length, checksum = _HEADER.unpack_from(buffer, offset)
-    if magic != _MAGIC:
-        tls = "; that is TLS: give tls= to both sides or to neither" if magic == _TLS_RECORD else ""
-        raise FrameError(f"expected a frame that starts with {_MAGIC!r}, got {bytes(magic)!r}{tls}")
-    if version != PROTOCOL_VERSION:
-        raise FrameError(f"expected protocol version {PROTOCOL_VERSION}, got {version}")
-    if length > limit:
-        raise FrameError(f"a frame of {length} bytes is over the limit of {limit}")
-    if flags > 1:
-        raise FrameError(f"expected flags 0 or 1 in a frame's header, got {flags}")
-    return Header(bool(flags), length, checksum)
-
-
-def is_frame(start: bytes | memoryview) -> bool:
-    """Whether a stream that starts so is one of frames, and not of TLS records."""
-    return bytes(start[: len(_MAGIC)]) == _MAGIC
-
-
-class FrameDecoder:
-    """Turns a stream of bytes, cut anywhere, into frames.
-
-    Once it has raised it stays broken: a stream that lost its framing has no next frame.
-
-    Attributes:
-        inbound: what may come.
-    """
-
-    def __init__(self, inbound: Inbound = GREETING) -> None:
-        self.inbound = inbound
-        self._buffer = bytearray()
-
-    @property
-    def buffered(self) -> int:
-        """Bytes held that do not make a whole frame yet."""
-        return len(self._buffer)
-
-    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
-        """Yield every frame that ``data`` completes.
-
-        Raises:
-            FrameError: on a wrong magic number, another protocol version, a body over ``limit`` or a
-                checksum that does not match.
-        """
-        self._buffer += data
-        while len(self._buffer) >= HEADER_SIZE:
-            header = read_header(self._buffer, 0, self.inbound.limit)
-            end = HEADER_SIZE + header.length
-            if len(self._buffer) < end:
-                return
-            body = bytes(memoryview(self._buffer)[HEADER_SIZE:end])
-            del self._buffer[:end]
-            yield decode(header, body, self.inbound)
-
-    def alone(self, data: bytes | bytearray) -> Frame | None:
-        """The frame that ``data`` is, if it is exactly one and not compressed, as it most often is.
-
-        Else None. Then pass ``data`` to :meth:`feed`, which also raises for what is no frame.
-        """
-        if self._buffer or len(data) < HEADER_SIZE:
-            return None
-        magic, version, flags, length, checksum = _HEADER.unpack_from(data)
-        body = data[HEADER_SIZE:]
-        known = magic == _MAGIC and version == PROTOCOL_VERSION and flags == 0
-        if not known or not len(body) == length <= self.inbound.limit or zlib.crc32(body) != checksum:
-            return None
-        try:
-            frame: Frame = self.inbound.decoder.decode(body)
-            return frame
-        except _UNREADABLE:
-            return None

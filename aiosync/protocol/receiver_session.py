@@ -11,6 +11,7 @@ import msgspec
 
 from aiosync.errors import HandshakeError, ProtocolError, SenderFullError
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 from aiosync.protocol.events import (
     Aborted,
     Left,
@@ -57,7 +58,7 @@ class ReceiverSession(Session):
         maps: whether it can read the sender's memory.
     """
 
-    inbound = f.FROM_SENDER
+    inbound = framing.FROM_SENDER
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ import os
 
 from aiosync.errors import HandshakeError, ProtocolError
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 from aiosync.protocol.events import (
     Applied,
     Fetched,
@@ -73,7 +74,7 @@ class SenderSession(Session):
         leased_round: of the update that was offered last; -1: none.
     """
 
-    inbound = f.FROM_WORKER
+    inbound = framing.FROM_WORKER
 
     def __init__(self, token: bytes, pid: int = 0) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ import hmac
 from typing import ClassVar
 
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 
 __all__ = ["NONCE_SIZE", "REASON", "Session", "proof_of"]
 
@@ -42,7 +43,7 @@ class Session:
         inbound: what the peer may send once it has authenticated.
     """
 
-    inbound: ClassVar[f.Inbound]
+    inbound: ClassVar[framing.Inbound]
 
     def __init__(self) -> None:
         self.outgoing: list[f.Frame] = []

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from aiosync.errors import ProtocolError
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 
 __all__ = ["BLOCK", "BodySink", "StreamDecoder", "block_count"]
 
@@ -64,12 +65,12 @@ class StreamDecoder:
         bare: whether updates come without bodies.
     """
 
-    def __init__(self, inbound: f.Inbound = f.GREETING) -> None:
+    def __init__(self, inbound: framing.Inbound = framing.GREETING) -> None:
         self.inbound = inbound
         self.framed = 0
         self.sink: BodySink | None = None
         self.bare = False
-        self._scratch = bytearray(f.HEADER_SIZE + f.MAX_GREETING)
+        self._scratch = bytearray(framing.HEADER_SIZE + framing.MAX_GREETING)
         self._start = self._end = 0
         self._target: memoryview | None = None
         self._filled = 0
@@ -138,16 +139,16 @@ class StreamDecoder:
         if self._target is not None:
             return self._fill()
         available = self._end - self._start
-        if available < f.HEADER_SIZE:
+        if available < framing.HEADER_SIZE:
             return False
-        header = f.read_header(self._scratch, self._start, self.inbound.limit)
-        end = self._start + f.HEADER_SIZE + header.length
+        header = framing.read_header(self._scratch, self._start, self.inbound.limit)
+        end = self._start + framing.HEADER_SIZE + header.length
         if self._end < end:
             return False
-        body = bytes(memoryview(self._scratch)[self._start + f.HEADER_SIZE : end])
+        body = bytes(memoryview(self._scratch)[self._start + framing.HEADER_SIZE : end])
         self._start = end
-        self.framed += f.HEADER_SIZE + header.length
-        self._take(f.decode(header, body, self.inbound), out)
+        self.framed += framing.HEADER_SIZE + header.length
+        self._take(framing.decode(header, body, self.inbound), out)
         return True
 
     def _fill(self) -> bool:
@@ -209,7 +210,7 @@ class StreamDecoder:
         """Make room for more of the frame that has begun: twice what is there. A peer that announces a long
         frame gets no memory for what it has not sent."""
         have = self._end - self._start
-        wanted = max(2 * have, _SCRATCH if self.inbound is not f.GREETING else len(self._scratch))
+        wanted = max(2 * have, _SCRATCH if self.inbound is not framing.GREETING else len(self._scratch))
         if self._end < len(self._scratch) and len(self._scratch) <= wanted:
             return
         scratch = bytearray(wanted)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aiosync.protocol.events import Fetched
-from aiosync.protocol.frames import Chunk, End, encode
+from aiosync.protocol.frames import Chunk, End
+from aiosync.protocol.framing import encode
 from aiosync.protocol.stream import BLOCK
 from aiosync.transfer.base import OutboundTransfer
 from aiosync.transfer.slots import SlotVersion

@@ -22,6 +22,7 @@ import pytest
 import aiosync.transports.tcp.connection as tcp_module
 from aiosync import HandshakeError, InvalidArgumentError, TCPWeightSyncScheme
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.schemes.tcp import _derived
 from aiosync.transports.tcp.tls import TLSLayer
@@ -63,7 +64,7 @@ async def test_a_stranger_holds_little(traced: None, caplog: pytest.LogCaptureFi
         for stranger in strangers:
             stranger.say(hello())
             await stranger.hear()
-            stranger.writer.write(frame_of(bytes(f.MAX_GREETING))[:-1])  # all but one byte of another
+            stranger.writer.write(frame_of(bytes(framing.MAX_GREETING))[:-1])  # all but one byte of another
         await asyncio.sleep(0.1)
         assert _pending(settled) - ours < count * BEFORE
         for stranger in strangers:
@@ -121,7 +122,7 @@ async def test_a_flood_of_fetches(caplog: pytest.LogCaptureFixture, traced: None
         peer.writer.transport.pause_reading()  # type: ignore[attr-defined]
         gc.collect()
         settled = tracemalloc.get_traced_memory()[0]
-        flood = f.encode(f.Fetch()) * 1000
+        flood = framing.encode(f.Fetch()) * 1000
         worst = 0
         for _ in range(1000):
             if len(scheme.workers) == 1:

@@ -9,7 +9,8 @@ import socket
 import pytest
 
 from aiosync.errors import ProtocolError
-from aiosync.protocol.frames import Bye, Frame, encode
+from aiosync.protocol.frames import Bye, Frame
+from aiosync.protocol.framing import encode
 from aiosync.transports._offload import LoopThread
 from aiosync.transports.tcp.socket_thread import SocketThread
 from tests.kit.clock import eventually

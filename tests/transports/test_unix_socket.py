@@ -8,7 +8,8 @@ import socket
 
 import pytest
 
-from aiosync.protocol.frames import FROM_SENDER, Abort, Frame, FrameDecoder, encode
+from aiosync.protocol.frames import Abort, Frame
+from aiosync.protocol.framing import FROM_SENDER, FrameDecoder, encode
 from aiosync.transports import unix_socket as shared_memory
 from aiosync.transports.base import Transport
 from aiosync.transports.unix_socket import _MAX_UNSENT, UnixListener, _os_address

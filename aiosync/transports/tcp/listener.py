@@ -14,7 +14,8 @@ from typing import Any
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, ProtocolError
-from aiosync.protocol.frames import Frame, Inbound, Refused
+from aiosync.protocol.frames import Frame, Refused
+from aiosync.protocol.framing import Inbound
 from aiosync.transports._offload import LoopThread
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.forks import close_in_children

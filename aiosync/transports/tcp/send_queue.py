@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from aiosync.protocol.frames import Cut, encode
+from aiosync.protocol.frames import Cut
+from aiosync.protocol.framing import encode
 
 __all__ = ["Body", "NotYet", "SendQueue"]
 

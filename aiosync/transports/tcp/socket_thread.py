@@ -30,7 +30,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from aiosync.errors import HandshakeError, ProtocolError, SenderFullError
-from aiosync.protocol.frames import Bye, Frame, FrameDecoder, Refused, encode, is_frame
+from aiosync.protocol.frames import Bye, Frame, Refused
+from aiosync.protocol.framing import FrameDecoder, encode, is_frame
 from aiosync.protocol.stream import StreamDecoder
 from aiosync.protocol.text import clean
 from aiosync.transports._offload import LoopThread
