@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from multiprocessing.queues import SimpleQueue
 
-from aiosync.transports._offload import QueueReader
 from aiosync.transports.base import Transport
 from aiosync.transports.ioctl import ioctl_int
 from aiosync.transports.mp.base import CarrierListener, MessagePipe, refuse_if_full, split_messages
+from aiosync.transports.mp.queue_reader import QueueReader
 
 __all__ = ["QueueCarrier", "QueueListener", "QueuePair"]
 

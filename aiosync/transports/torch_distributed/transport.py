@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from aiosync._deadline import Deadline
-from aiosync.transports._offload import DetachedThread, abandonable, aside
+from aiosync.transports._offload import DetachedThread, abandonable, start_thread
 from aiosync.transports.base import Transport
 from aiosync.transports.tcp.address import Address
 from aiosync.transports.torch_distributed.connection import RankedListener, RankedTransport, SenderAddress
@@ -66,7 +66,7 @@ class DistributedTransport(RankedTransport):
             raise deadline.error("connect", hint=self.trouble) from None
         finally:
             if found is None:
-                aside(search.give_up, "aiosync-meet")
+                start_thread(search.give_up, "aiosync-meet")
         assert found is not None
         answer, self.store = found
         return msgspec.msgpack.decode(answer, type=SenderAddress)
@@ -105,7 +105,7 @@ class DistributedListener(RankedListener):
         super().stop()
         reception, self._reception = self._reception, None
         if reception is not None:
-            aside(reception.close, "aiosync-reception")
+            start_thread(reception.close, "aiosync-reception")
         self._thread.close()
 
     def close(self) -> None:
