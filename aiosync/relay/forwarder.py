@@ -33,7 +33,7 @@ from aiosync.transports._offload import Offloader
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.transports.base import Transport
 from aiosync.weights.arena import Arena, Slot
-from aiosync.weights.copying import Filling
+from aiosync.weights.block_copy import Filling
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 

@@ -33,7 +33,8 @@ from aiosync.sender.change_log import ChangeLog
 from aiosync.transfer.slots import JointRound, SlotVersion
 from aiosync.transports._offload import Offloader, call_when_done
 from aiosync.weights.arena import Arena, Slot
-from aiosync.weights.copying import INLINE_LIMIT, BlockCopy, Filling, copy_few
+from aiosync.weights.block_copy import BlockCopy, Filling
+from aiosync.weights.copying import INLINE_LIMIT, copy_few
 from aiosync.weights.fit import Fit
 from aiosync.weights.segment import Segment
 from aiosync.weights.sharded import is_sharded

@@ -8,7 +8,7 @@ import msgspec
 
 from aiosync.protocol.frames import Joint, Update
 from aiosync.weights.arena import Slot
-from aiosync.weights.copying import Filling
+from aiosync.weights.block_copy import Filling
 
 __all__ = ["JointRound", "SlotVersion"]
 

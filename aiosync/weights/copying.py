@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NoReturn, TypeAlias
@@ -21,20 +19,20 @@ import torch
 from torch import Tensor
 
 from aiosync.errors import InvalidArgumentError
-from aiosync.weights.checksum import checksum_of
 
 __all__ = [
     "INLINE_LIMIT",
-    "BlockCopy",
     "Courtesy",
-    "Filling",
     "Lane",
     "Pairs",
+    "Range",
     "copy_few",
     "copy_lanes",
     "copy_pairs",
+    "copy_with_torch",
     "nbytes_of",
     "read_at",
+    "split_plain",
 ]
 
 INLINE_LIMIT = 256 * 1024
@@ -47,17 +45,11 @@ _STRETCH = 512 * 1024 * 1024
 """The same for ``memmove``, which passes the caches by, and is faster for it, only where one call moves more
 than they hold."""
 
-_LEAD = 4
-"""Blocks that are copied ahead of who sends them: so few that a cache still has them by then."""
-
 _TURN = 0.001
 """Seconds that an event loop runs at a time, at most, if it is not computing."""
 
 _MADE_UP = 8
 """How often over the time for which the processor was left has to pass before it is left again."""
-
-_PATIENCE = 0.005
-"""Seconds after which the copy waits for no sender any more: then the network is slow."""
 
 _NO_DISPATCH = Tensor.__torch_dispatch__
 
@@ -67,7 +59,7 @@ Pairs: TypeAlias = Sequence[tuple[Tensor, Tensor]]
 Lane: TypeAlias = Callable[[Callable[[], bool]], bool]
 """Does a share of a copy; asks its argument now and then whether to give up; returns whether it finished."""
 
-_Range: TypeAlias = tuple[int, int, int]
+Range: TypeAlias = tuple[int, int, int]
 """Destination address, source address, bytes."""
 
 
@@ -106,7 +98,7 @@ def copy_few(pairs: Pairs) -> None:
         else:
             rest.append(pair)
     if rest:
-        _copy_by_torch(rest, lambda: False)
+        copy_with_torch(rest, lambda: False)
 
 
 def read_at(fd: int, place: memoryview, offset: int) -> bool:
@@ -149,141 +141,29 @@ def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:
     Raises:
         As :func:`copy_pairs`.
     """
-    plain: list[tuple[Tensor, Tensor]] = []
-    rest: list[tuple[Tensor, Tensor]] = []
-    for pair in _detached(pairs):
-        (plain if _is_plain(*pair) else rest).append(pair)
+    plain, rest = split_plain(pairs)
     ranges = [(d.data_ptr(), s.data_ptr(), d.nbytes) for d, s in plain]
     share = -(-sum(nbytes for _, _, nbytes in ranges) // count)
-    lanes: list[Lane] = [partial(_copy_by_torch, rest)] if rest else []
+    lanes: list[Lane] = [partial(copy_with_torch, rest)] if rest else []
     return lanes + [partial(_copy_ranges, plain, shared) for shared in _divide(ranges, share)]
 
 
-class Filling(ABC):
-    """A buffer that is being filled, block after block from its beginning. The thread that fills it has each
-    block in its cache, and so computes its checksum."""
+def split_plain(pairs: Pairs) -> tuple[Pairs, Pairs]:
+    """Split ``pairs`` into those that ``memmove`` copies in pieces, and the rest.
 
-    @abstractmethod
-    def ready(self, block: int) -> bool:
-        """Whether every block up to this one is there."""
+    The tensors in the result are detached. So they keep their memory if a parameter's ``.data`` is replaced
+    during the copy.
 
-    @property
-    @abstractmethod
-    def whole(self) -> bool:
-        """Whether every block is there."""
-
-    @abstractmethod
-    def checksum(self, block: int) -> int:
-        """That of a block that is there."""
-
-    @abstractmethod
-    def on_more(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once, in any thread, when more is there than now, or nothing more will come."""
-
-
-class BlockCopy(Filling):
-    """A copy into one buffer, from its beginning to its end, by the thread that needs the next block first.
-
-    So a network can begin with the first block while the last are still to be copied. Who needs a block
-    hardly waits for longer than its copy takes; who only wants the copy to end (:meth:`complete`) may keep a
-    few blocks ahead of the others, for as long as they are quick.
-
-    Args:
-        buffer: 1-D uint8, in CPU memory.
-        nbytes: how much of it is in use.
-        pairs: (a view of the buffer, source); what memmove cannot do is copied here and now.
-        block: bytes of a block.
-        checked: whether checksums are wanted.
+    Raises:
+        InvalidArgumentError: the shapes of a pair differ.
     """
-
-    def __init__(
-        self, buffer: Tensor, nbytes: int, pairs: Pairs, block: int, *, checked: bool = True
-    ) -> None:
-        pairs = _detached(pairs)
-        plain = [pair for pair in pairs if _is_plain(*pair)]
-        _copy_by_torch([pair for pair in pairs if not _is_plain(*pair)], lambda: False)
-        ranges = sorted((d.data_ptr(), s.data_ptr(), d.nbytes) for d, s in plain)
-        self._memory = buffer.numpy().data[:nbytes]
-        self._start = buffer.data_ptr()
-        self._block = block
-        self._checked = checked
-        self._checksums: list[int] = []
-        self._alive = plain
-        self._ranges = iter(ranges)
-        self._range: _Range | None = next(self._ranges, None)
-        self._lock = threading.Lock()
-        self._asked = 0
-        self._waiting = False
-        self._nearer = threading.Event()
-        self._give_way = Courtesy()
-
-    def ready(self, block: int) -> bool:
-        """Always: what is not there is copied now."""
-        self._asked = max(self._asked, block)
-        self._waiting = True
-        self._copy_up_to(block)
-        self._waiting = False
-        if self._lead <= _LEAD // 2:
-            self._nearer.set()
-        return True
-
-    @property
-    def whole(self) -> bool:
-        return len(self._checksums) * self._block >= len(self._memory)
-
-    def complete(self, *, paced: bool) -> None:
-        """Have every block copied; ``paced``: a few blocks ahead of those who ask for them, if they do."""
-        last = -(-len(self._memory) // self._block) - 1
-        while paced and len(self._checksums) <= last:
-            self._nearer.clear()
-            self._copy_up_to(min(self._asked + _LEAD, last))
-            if self._lead > _LEAD // 2:
-                paced = self._nearer.wait(_PATIENCE)
-        while len(self._checksums) <= last:
-            self._copy_up_to(len(self._checksums))
-            if self._waiting:
-                time.sleep(0)  # lets a thread run that needs the next block and waits for the lock
-
-    @property
-    def _lead(self) -> int:
-        return len(self._checksums) - self._asked
-
-    def checksum(self, block: int) -> int:
-        return self._checksums[block]
-
-    def on_more(self, callback: Callable[[], None]) -> None:
-        """Never needed."""
-        callback()
-
-    def _copy_up_to(self, block: int) -> None:
-        done = self._checksums
-        while len(done) <= block:
-            with self._lock:
-                begin = len(done) * self._block
-                if len(done) <= block:
-                    self._copy_until(self._start + begin + self._block)
-                    copied = self._memory[begin : begin + self._block]
-                    done.append(checksum_of(copied) if self._checked else 0)  # it is still in the cache
-            self._give_way()
-
-    def _copy_until(self, end: int) -> None:
-        while self._range is not None and self._range[0] < end:
-            destination, source, nbytes = self._range
-            piece = min(nbytes, end - destination)
-            ctypes.memmove(destination, source, piece)  # lets other threads run meanwhile
-            rest = nbytes - piece
-            self._range = (destination + piece, source + piece, rest) if rest else next(self._ranges, None)
-        if self._range is None:
-            self._alive = []
-
-
-def _detached(pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
-    """The same memory, also if a parameter's ``.data`` is pointed elsewhere while it is being copied."""
-    detached = [(destination.detach(), source.detach()) for destination, source in pairs]
-    for destination, source in detached:
-        if destination.shape != source.shape:
-            _refuse_shape(destination, source)
-    return detached
+    plain: list[tuple[Tensor, Tensor]] = []
+    rest: list[tuple[Tensor, Tensor]] = []
+    for pair in [(destination.detach(), source.detach()) for destination, source in pairs]:
+        if pair[0].shape != pair[1].shape:
+            _refuse_shape(*pair)
+        (plain if _is_plain(*pair) else rest).append(pair)
+    return plain, rest
 
 
 def _refuse_shape(destination: Tensor, source: Tensor) -> NoReturn:
@@ -327,9 +207,9 @@ def _is_memory_alike(destination: Tensor, source: Tensor) -> bool:
     )
 
 
-def _divide(ranges: Sequence[_Range], share: int) -> list[list[_Range]]:
+def _divide(ranges: Sequence[Range], share: int) -> list[list[Range]]:
     """Lists of ``share`` bytes each, cut into pieces."""
-    shares: list[list[_Range]] = []
+    shares: list[list[Range]] = []
     room = 0
     for start, source, nbytes in ranges:
         done = 0
@@ -344,7 +224,7 @@ def _divide(ranges: Sequence[_Range], share: int) -> list[list[_Range]]:
     return shares
 
 
-def _copy_ranges(alive: Pairs, ranges: Sequence[_Range], cancelled: Callable[[], bool]) -> bool:
+def _copy_ranges(alive: Pairs, ranges: Sequence[Range], cancelled: Callable[[], bool]) -> bool:
     """Copy; ``alive`` are the tensors that the addresses belong to."""
     since = _STRETCH
     give_way = Courtesy()
@@ -359,7 +239,7 @@ def _copy_ranges(alive: Pairs, ranges: Sequence[_Range], cancelled: Callable[[],
     return True
 
 
-def _copy_by_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
+def copy_with_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
     for _, source in pairs:
         _check_memory(source)
     with torch.no_grad():

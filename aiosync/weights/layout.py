@@ -21,10 +21,11 @@ from aiosync.errors import InvalidArgumentError, LayoutMismatchError, ProtocolEr
 from aiosync.weights.dense import check_dense, describe, memory_key
 from aiosync.weights.dtypes import FLOATING, convertible, dtype_name, spelled
 from aiosync.weights.names import extra_state_root, is_extra_state
+from aiosync.weights.storage import tensor_in, tensor_over
 from aiosync.weights.ties import untied
 from aiosync.weights.wire import decode_layout
 
-__all__ = ["ALIGNMENT", "Entry", "Layout", "tensor_in"]
+__all__ = ["ALIGNMENT", "Entry", "Layout"]
 
 ALIGNMENT = 64
 """Bytes. Every entry starts at a multiple of this: a cache line, and more than any dtype needs."""
@@ -239,7 +240,7 @@ class Layout:
                 out = {}
                 for e in self.entries:
                     part = memory[e.offset : e.offset + e.nbytes]
-                    out[e.name] = _tensor_over(part, e.shape, e.dtype)
+                    out[e.name] = tensor_over(part, e.shape, e.dtype)
                     if e.nbytes:
                         on_part(part)
         for alias, name in self.aliases.items():
@@ -389,47 +390,5 @@ class Layout:
         return layout
 
 
-def tensor_in(
-    storage: torch.UntypedStorage, offset: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """A contiguous tensor in a part of ``storage``, with a storage of its own that covers just that part.
-
-    Args:
-        storage: on any device; stays alive as long as the tensor does.
-        offset: where the tensor starts, in bytes; a multiple of the dtype's size.
-        shape: its shape.
-        dtype: its dtype.
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    return _tensor_of(storage[offset : offset + nbytes], shape, dtype)
-
-
-def _tensor_over(memory: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The same over a piece of memory, which the tensor's storage keeps."""
-    storage = (
-        torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        if len(memory)
-        else torch.UntypedStorage(0, device="cpu")
-    )
-    return _tensor_of(storage, shape, dtype)
-
-
-def _tensor_of(storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A contiguous tensor that is all of ``storage``."""
-    empty = torch.empty(0, dtype=dtype, device=storage.device)
-    # An empty tensor has no address: torch.save would take the next tensor's bytes for its own.
-    part = storage if storage.nbytes() else empty.untyped_storage()
-    return empty.set_(part, 0, shape, _strides(shape))
-
-
 def _keys(name: str) -> tuple[str, ...]:
     return (name, extra_state_root(name)) if is_extra_state(name) else (name,)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

@@ -26,7 +26,7 @@ from aiosync.protocol.receiver_session import ReceiverSession, ReceiverState
 from aiosync.relay import forwarder as relay_intake
 from aiosync.sender.connection import PATIENCE as STUCK_AFTER
 from aiosync.transfer import stream_inbound as landing
-from aiosync.weights.copying import BlockCopy
+from aiosync.weights.block_copy import BlockCopy
 from tests.kit.certificates import certificates
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
