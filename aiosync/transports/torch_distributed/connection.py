@@ -133,8 +133,8 @@ class RankedTransport(DialledTransport):
     def trust(self, inbound: Inbound) -> None:
         """The sender has authenticated: its updates may come, and what they bring comes another way."""
         super().trust(inbound)
-        if self._channel is not None:
-            self._channel.decoder.bare = True
+        if self._socket is not None:
+            self._socket.decoder.bare = True
 
 
 class RankedListener(Listener):
