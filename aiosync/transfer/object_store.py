@@ -19,7 +19,7 @@ from aiosync.transfer.base import BroadcastMember, InboundTransfer, OutboundTran
 from aiosync.transfer.slots import SlotVersion
 from aiosync.transports._offload import DetachedThread, call_when_done
 from aiosync.transports.base import Transport
-from aiosync.transports.ray.object_store import put, take, tell, warn_if_tight
+from aiosync.transports.ray.object_store import fetch, notify_keeper, put, warn_if_tight
 from aiosync.transports.tcp.connection import TCPTransport
 from aiosync.weights.layout import Layout
 
@@ -132,7 +132,7 @@ class ObjectStorePublisher:
 
     def _drop_if_unread(self, number: int) -> None:
         if number >= 0 and number not in self._readers.values():
-            tell(self._office, "drop", self.name, number)
+            notify_keeper(self._office, "drop", self.name, number)
             if number == self.number:
                 self.number = -1
 
@@ -142,7 +142,7 @@ class ObjectStorePublisher:
         self._waiting.clear()
         self._readers.clear()
         self.number = -1
-        self._thread.submit(lambda: tell(self._office, "forget", self.name))
+        self._thread.submit(lambda: notify_keeper(self._office, "forget", self.name))
         self._thread.close()
 
 
@@ -230,7 +230,7 @@ class ObjectStoreInbound(InboundTransfer):
         """Look at it at once: it is here, or on its way from another node."""
         match update.payload:
             case {"object": str(name), "number": int(number)}:
-                future = self._thread.submit(lambda: take(self._office, name, number))
+                future = self._thread.submit(lambda: fetch(self._office, name, number))
             case {"bytes": bytes(data)}:
                 future = Future()
                 future.set_result(torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -428,8 +428,8 @@ async def test_a_stranger_in_the_middle_of_a_tls_handshake_gives_way_without_non
     await asyncio.sleep(0)
     peer = await RawWorker.dial(scheme)
     layer = TLSLayer(found.config.for_worker(), "localhost")
-    layer.shake_hands()
-    peer.writer.write(bytes(layer.take()))
+    layer.do_handshake()
+    peer.writer.write(bytes(layer.read_outgoing()))
     answer = await within(peer.reader.read(1 << 16))
     listener: Any = scheme.shared_transport
     listener._expel_one()

@@ -369,9 +369,9 @@ async def here() -> AsyncIterator[None]:
     try:
         yield
     finally:
-        assert not rpc_meeting._desk._asked
-        assert not rpc_meeting._desk._places
-        assert not rpc_meeting._tickets
+        assert not rpc_meeting._directory._asked
+        assert not rpc_meeting._directory._places
+        assert not rpc_meeting._pending
         world.close()
 
 
@@ -385,7 +385,7 @@ async def test_a_worker_that_was_told_nothing() -> None:
         for sender in (None, rpc.get_worker_info().name):
             worker = worker_of(RPCWeightSyncScheme(sender=sender, timeout=PATIENCE))
             coming = asyncio.ensure_future(worker.connect())
-            await eventually(lambda: bool(rpc_meeting._desk._asked), "it has asked")
+            await eventually(lambda: bool(rpc_meeting._directory._asked), "it has asked")
             scheme = RPCWeightSyncScheme(timeout=PATIENCE)
             scheme.init_on_sender(model_id="policy", model=Uniform(7.0), num_workers=1)
             await within(asyncio.gather(scheme.connect(), coming))
@@ -417,7 +417,7 @@ async def test_a_worker_whose_sender_does_not_come() -> None:
         worker = worker_of(RPCWeightSyncScheme(timeout=PATIENCE))
         with pytest.raises(SyncTimeoutError, match=r"'trainer' of torch RPC has no sender of this model"):
             await worker.connect(timeout=BRIEF)
-        await eventually(lambda: not rpc_meeting._desk._asked, "it does not ask any more")
+        await eventually(lambda: not rpc_meeting._directory._asked, "it does not ask any more")
         await worker.close()
 
 
