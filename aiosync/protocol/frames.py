@@ -58,9 +58,9 @@ __all__ = [
 
 PROTOCOL_VERSION = 3
 MAX_NAMES = 64
-"""Entries that a refusal lists at most, of each kind."""
+"""Most entries that a Nack lists, of each kind."""
 MAX_TEXT = 256
-"""Characters of a name, or of another short text, in a refusal."""
+"""Most characters of a name, or of another short text, in a Nack."""
 
 _Name: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
 _Names: TypeAlias = Annotated[list[_Name], Meta(max_length=MAX_NAMES)]
@@ -68,18 +68,24 @@ _Index: TypeAlias = Annotated[int, Meta(ge=-1, lt=2**31)]
 _Count: TypeAlias = Annotated[int, Meta(ge=-1, lt=2**62)]
 _Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 NackKind: TypeAlias = Literal["layout", "apply", "joint", "below"]
-if TYPE_CHECKING:  # for the type checker any text: the keys of a dict are invariant
+if TYPE_CHECKING:  # type checkers see str, because the keys of a dict are invariant
     _Measured: TypeAlias = str
 else:
     _Measured = Literal["stage", "wait", "commit"]
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="hello"):
-    """A worker's first words.
+    """The worker's first frame.
 
-    ``nonce`` is 16 random bytes; ``pid`` is 0 where it means nothing; ``worker`` is -1 if the sender is to
-    choose: the index ``before``, which it chose the last time, if that is free; ``codecs`` are the
-    encodings that it knows besides ``raw``; ``signature`` is that of the layout that it has, or "".
+    Attributes:
+        protocol: the worker's :data:`PROTOCOL_VERSION`.
+        worker: the worker's index; -1: the sender chooses one.
+        pid: the worker's process id; 0: it has no meaning for the sender.
+        nonce: 16 random bytes.
+        model_id: the model that the worker wants; None: any.
+        codecs: encodings that the worker can decode besides ``raw``.
+        before: the index that the sender chose before, and should choose again if it is free; -1: none.
+        signature: of the layout that the worker has; empty: none.
     """
 
     protocol: int
@@ -93,16 +99,19 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="he
 
 
 class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="challenge"):
-    """The sender's nonce, 16 random bytes. It proves nothing before the worker has."""
+    """The sender's nonce, 16 random bytes. The sender proves nothing until the worker has proved the
+    token."""
 
     nonce: bytes
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="proof"):
-    """The worker's HMAC-SHA256 over both nonces under the shared token.
+    """The worker's proof that it knows the token.
 
-    ``claim``: the same under the ticket that came with the worker's last welcome, if it has one. So it proves
-    that an index is its own without showing the ticket.
+    Attributes:
+        proof: HMAC-SHA256 over both nonces, under the token.
+        claim: HMAC-SHA256 over both nonces, under the ticket of the worker's last Welcome; empty: it has
+            none. It proves that an index belongs to this worker, without sending the ticket.
     """
 
     proof: bytes
@@ -110,18 +119,24 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="pr
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="accepted"):
-    """The worker has proved itself; the sender's HMAC-SHA256 over both nonces, and its process id."""
+    """The worker's proof is valid; the sender's own proof.
+
+    Attributes:
+        proof: HMAC-SHA256 over both nonces, under the token.
+        pid: the sender's process id; 0: it has no meaning for the worker.
+    """
 
     proof: bytes
     pid: int
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="join"):
-    """The sender has proved itself too: the worker takes its welcome, which may be long."""
+    """The sender's proof is valid: the worker now accepts a Welcome, which may be long."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="refused"):
-    """The sender will not serve this worker; the connection ends. ``retry``: it may a little later."""
+    """The sender does not serve this worker, and closes the connection. ``retry``: the worker may try
+    again."""
 
     reason: str
     retry: bool = False
@@ -135,11 +150,15 @@ class Joint(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="jo
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="update"):
-    """One version of the weights, and where it lies.
+    """One version of the weights, and where its bytes are.
 
-    ``round`` counts what was sent and is never used twice; ``version`` is what users see. ``names`` are
-    the entries that changed against ``base`` where the sender gave a subset, None where it gave all.
-    ``payload`` belongs to the carrier: the session hands it through.
+    Attributes:
+        round: number of the publication. It is never used twice.
+        version: the version that users see.
+        payload: describes where the bytes are. Only the transfer reads it; sessions pass it through.
+        base: the version that ``names`` refers to; -1: none.
+        names: the entries that differ from ``base``; None: all entries may differ.
+        joint: the joint update that this update is a part of.
     """
 
     round: int
@@ -151,16 +170,20 @@ class Update(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="welcome"):
-    """The sender takes the worker in.
+    """The sender serves this worker from now on.
 
-    ``layout`` is that of all updates to come, None if the worker said that it has the one of this
-    ``signature``; ``device`` where the sender has them, ``version`` its newest.
-    ``worker`` is the worker's index from now on. ``instance`` tells one sender from the next at the same
-    address: versions count anew with it.
-    ``eager``: the worker is to send its Fetch in advance, without waiting for a Notify.
-    ``ticket`` is a secret of 16 bytes: as long as another connection has the worker's index, only a worker
-    that holds the ticket may take its place. ``via`` are the senders that an update passes on its way, the
-    trainer first and this one last.
+    Attributes:
+        layout: the layout of all updates to come; None: the worker's own layout has the same ``signature``.
+        version: the sender's newest version.
+        worker: the worker's index.
+        instance: name of this sender object. Versions of another instance at the same address are not
+            comparable.
+        signature: of the layout.
+        device: the device of the sender's weights.
+        eager: whether the worker should send its next Fetch without waiting for a Notify.
+        ticket: a secret of 16 bytes. While another connection has the worker's index, only a worker that
+            proves to hold the ticket may replace that connection.
+        via: names of the senders that an update passes, the trainer first and this sender last.
     """
 
     layout: dict[str, Any] | None
@@ -175,16 +198,17 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class Notify(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="notify"):
-    """There is something newer than what the worker has."""
+    """A newer version than the worker's exists."""
 
     round: int
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="fetch"):
-    """The worker is ready to take the newest update.
+    """The worker is ready for the newest update.
 
-    ``have`` is a version whose bytes it still holds, so that what differs from it is enough; -1: none.
-    ``maps``: it can read the sender's memory, so blocks may be left where they are.
+    Attributes:
+        have: a version whose bytes the worker still has, so that the differences from it suffice; -1: none.
+        maps: whether the worker can read the sender's memory, so that blocks need not be sent.
     """
 
     have: _Count = -1
@@ -192,10 +216,14 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="chunk"):
-    """``size`` raw bytes follow this frame: those of block ``block`` of the update under way.
+    """One block of the update that is being sent. ``size`` raw bytes follow this frame.
 
-    ``encoding`` is how they stand for the block; ``checksum`` is the XXH3-64 of the block itself. A block
-    that is ``shared`` has no bytes here: it lies in the sender's memory.
+    Attributes:
+        block: the block's number.
+        size: number of raw bytes; 0 if the block is ``shared``.
+        checksum: XXH3-64 of the decoded block.
+        encoding: how the raw bytes encode the block. ``shared``: the worker reads the block in the sender's
+            memory.
     """
 
     block: int
@@ -205,27 +233,31 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="ch
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="end"):
-    """The update under way is complete. ``digest`` is the XXH3-128 of all its blocks' checksums, in
-    order, as unsigned 64-bit big-endian integers; also of the blocks that were not sent."""
+    """All chunks of the update have been sent.
+
+    ``digest`` is the XXH3-128 of the checksums of all blocks in order, each an unsigned 64-bit big-endian
+    integer. It includes blocks that were not sent.
+    """
 
     digest: bytes
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="cut"):
-    """The update under way is taken back; the Fetch is answered later."""
+    """The update that is being sent is cancelled. The sender answers the Fetch later."""
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="staged"):
-    """The worker holds the update in a back slot of its own and waits for the moment to commit."""
+    """The worker has staged the update and waits to commit it. ``copied``: in its own memory."""
 
     round: _Count
     copied: bool
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="ack"):
-    """The worker runs on this version now: the one that it was offered.
+    """The worker has committed the offered version.
 
-    ``seconds`` per phase as the worker measured them; ``fetch`` is its next Fetch, if it is ready for that.
+    ``seconds`` has the time of each phase as the worker measured it. ``fetch`` is the worker's next Fetch, if
+    the worker is ready for another update.
     """
 
     round: _Count
@@ -235,11 +267,11 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_fie
 
 
 class Nack(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="nack"):
-    """The worker refused an update, or the layout that it was welcomed with, and kept what it had.
+    """The worker refused an update, or the layout of its Welcome, and kept its weights.
 
-    ``kind``: layout, apply or joint; or below, from a relay: it has the update, some of its workers have not.
-    ``missing``, ``unexpected`` and ``differing`` name :data:`MAX_NAMES` entries each at most; ``omitted`` is
-    how many more there are.
+    ``kind`` is ``layout``, ``apply`` or ``joint``; or ``below``, from a relay that has the update while some
+    of its workers do not. ``missing``, ``unexpected`` and ``differing`` list at most :data:`MAX_NAMES`
+    entries each. ``omitted`` is the number of entries that they leave out.
     """
 
     round: _Count
@@ -255,15 +287,20 @@ class Nack(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="nac
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="abort"):
-    """A joint update is cancelled. A worker that still holds a part of it drops that part."""
+    """A joint update is cancelled. A worker that has staged a part of it drops that part."""
 
     joint: str
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="bye"):
-    """The last frame of an orderly end. ``dropped``: the sender goes on without this worker; ``replaced``:
-    with another in its place, so it is not to come back. From a worker ``dropped`` says that it still reads
-    what it was given."""
+    """The last frame of a connection that is closed in order.
+
+    Attributes:
+        reason: why, for messages.
+        dropped: from a sender: the sender continues without this worker. From a worker: the worker still
+            reads memory of the sender.
+        replaced: another worker has this worker's index, so this worker must not reconnect.
+    """
 
     reason: str = ""
     dropped: bool = False

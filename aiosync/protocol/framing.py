@@ -61,20 +61,20 @@ __all__ = [
 ]
 
 MAX_FRAME = 256 * 1024 * 1024
-"""Largest body in bytes that is accepted from an authenticated sender (a layout of a million entries)."""
+"""Largest body in bytes from an authenticated sender: a layout of a million entries."""
 MAX_ANSWER = 512 * 1024
-"""Largest body in bytes that is accepted from an authenticated worker (a refusal)."""
+"""Largest body in bytes from an authenticated worker: a Nack."""
 MAX_GREETING = 4096
-"""Largest body in bytes that is accepted from a peer that has not authenticated."""
+"""Largest body in bytes from a peer that has not authenticated."""
 
 _QUOTED = 300
 """Characters of a peer's text that an error quotes."""
 
 _LONG = 16 * 1024
-"""Bytes from which a body is compressed."""
+"""Longer bodies are compressed, in bytes."""
 
 _UNREADABLE = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
-"""What decoding a body may raise."""
+"""Exceptions of decoding a body."""
 
 _HEADER = struct.Struct(">2sBBII")
 _MAGIC = b"AS"
@@ -87,13 +87,13 @@ _last_update: tuple[Update, bytes] | None = None
 
 
 class Inbound(msgspec.Struct, frozen=True):
-    """Which frames may come from a peer.
+    """The frames that a peer may send.
 
-    Only these are decoded. The other side's have fields that a small body could fill with much memory.
+    Other kinds are not decoded: some have fields that take much memory for a small body.
 
     Attributes:
-        limit: largest body in bytes, also when it is decompressed.
-        decoder: of the kinds of frames.
+        limit: largest body in bytes, before and after decompression.
+        decoder: decodes the allowed kinds of frames.
     """
 
     limit: int
@@ -103,18 +103,18 @@ class Inbound(msgspec.Struct, frozen=True):
 GREETING = Inbound(
     MAX_GREETING, msgspec.msgpack.Decoder(Hello | Challenge | Proof | Accepted | Join | Refused | Bye)
 )
-"""From a peer that has not authenticated."""
+"""Frames of a peer that has not authenticated."""
 FROM_WORKER = Inbound(MAX_ANSWER, msgspec.msgpack.Decoder(Fetch | Staged | Ack | Nack | Bye))
-"""From an authenticated worker."""
+"""Frames of an authenticated worker."""
 FROM_SENDER = Inbound(
     MAX_FRAME,
     msgspec.msgpack.Decoder(Refused | Welcome | Notify | Update | Chunk | End | Cut | Abort | Bye),
 )
-"""From an authenticated sender."""
+"""Frames of an authenticated sender."""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a frame's header says of its body."""
+    """The fields of a frame's header that describe its body."""
 
     compressed: bool
     length: int
@@ -122,16 +122,16 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def encode(frame: Frame) -> bytes:
-    """Header and body of one frame.
+    """Return a frame's header and body.
 
-    The same update goes to many workers, one after the other: it is encoded for the first.
+    The last Update is cached, because the same Update is sent to many workers in a row.
     """
     global _last_update
     last = _last_update
     if last is not None and last[0] is frame:
         return last[1]
     body = _encoder.encode(frame)
-    compressed = len(body) > _LONG  # a layout of thousands of names, which have much in common
+    compressed = len(body) > _LONG  # a layout of thousands of names compresses well
     if compressed:
         body = zlib.compress(body, 1)
     data = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, compressed, len(body), zlib.crc32(body)) + body
@@ -141,11 +141,16 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode(header: Header, body: bytes, inbound: Inbound) -> Frame:
-    """The frame with this header and body.
+    """Decode a frame's body.
+
+    Args:
+        header: the frame's header.
+        body: as received.
+        inbound: the frames that the peer may send.
 
     Raises:
-        FrameError: if it arrived damaged, is over the limit when it is decompressed, is not msgpack, not one
-            of the frames that may come, or has a field of a wrong type or size.
+        FrameError: the checksum differs, the decompressed body is over the limit, or the body is not an
+            allowed frame with fields of valid types and sizes.
     """
     if zlib.crc32(body) != header.checksum:
         raise FrameError(f"a frame of {header.length} bytes arrived corrupted (checksum differs)")
@@ -166,10 +171,11 @@ def decode(header: Header, body: bytes, inbound: Inbound) -> Frame:
 
 
 def read_header(buffer: bytes | bytearray | memoryview, offset: int, limit: int) -> Header:
-    """The header at ``offset``.
+    """Decode the header at ``offset``.
 
     Raises:
-        FrameError: on a wrong magic number, another protocol version or a body over ``limit``.
+        FrameError: the magic number is wrong, the protocol version differs, or the body is longer than
+            ``limit``.
     """
     magic, version, flags, length, checksum = _HEADER.unpack_from(buffer, offset)
     if magic != _MAGIC:
@@ -185,17 +191,17 @@ def read_header(buffer: bytes | bytearray | memoryview, offset: int, limit: int)
 
 
 def is_frame(start: bytes | memoryview) -> bool:
-    """Whether a stream that starts so is one of frames, and not of TLS records."""
+    """Return whether a stream with these first bytes contains frames, and not TLS records."""
     return bytes(start[: len(_MAGIC)]) == _MAGIC
 
 
 class FrameDecoder:
-    """Turns a stream of bytes, cut anywhere, into frames.
+    """Decodes a stream of bytes, in pieces of any length, into frames.
 
-    Once it has raised it stays broken: a stream that lost its framing has no next frame.
+    After an error the decoder is unusable: the start of the next frame is unknown.
 
     Attributes:
-        inbound: what may come.
+        inbound: the frames that the peer may send.
     """
 
     def __init__(self, inbound: Inbound = GREETING) -> None:
@@ -204,15 +210,14 @@ class FrameDecoder:
 
     @property
     def buffered(self) -> int:
-        """Bytes held that do not make a whole frame yet."""
+        """Bytes of an incomplete frame."""
         return len(self._buffer)
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
         """Yield every frame that ``data`` completes.
 
         Raises:
-            FrameError: on a wrong magic number, another protocol version, a body over ``limit`` or a
-                checksum that does not match.
+            FrameError: as :func:`read_header` and :func:`decode`.
         """
         self._buffer += data
         while len(self._buffer) >= HEADER_SIZE:
@@ -225,9 +230,10 @@ class FrameDecoder:
             yield decode(header, body, self.inbound)
 
     def alone(self, data: bytes | bytearray) -> Frame | None:
-        """The frame that ``data`` is, if it is exactly one and not compressed, as it most often is.
+        """Decode ``data`` if it is exactly one uncompressed frame, which is the usual case.
 
-        Else None. Then pass ``data`` to :meth:`feed`, which also raises for what is no frame.
+        Returns None otherwise. The caller then passes ``data`` to :meth:`feed`, which raises if it is
+        invalid.
         """
         if self._buffer or len(data) < HEADER_SIZE:
             return None

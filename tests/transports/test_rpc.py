@@ -430,11 +430,11 @@ async def test_nobody_has_that_name() -> None:
 
 
 def test_a_question_that_comes_after_it_was_given_up() -> None:
-    desk = rpc_meeting._Desk()
-    desk.forget("model policy", "ticket")
-    assert desk.ask("model policy", "ticket", "worker") is None
-    assert not desk._asked
-    assert not desk._given_up
+    directory = rpc_meeting._Directory()
+    directory.cancel("model policy", "ticket")
+    assert directory.look_up("model policy", "ticket", "worker") is None
+    assert not directory._asked
+    assert not directory._cancelled
 
 
 async def test_two_senders_of_one_model() -> None:
