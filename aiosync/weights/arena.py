@@ -1,8 +1,8 @@
-"""The arena: a few slots of one layout, taken once and used again for ever.
+"""The arena: a few slots of one layout, allocated once and then reused.
 
-Each slot holds one version whole. Who may still read a slot is written down as its holders; a slot
-without holders is free to be written. Writing into warm pages runs about ten times as fast as into
-fresh ones, so slots are not given back while they may be needed again.
+Each slot has all tensors of one version. A slot's holders are the readers that may still read it. A slot
+without holders may be written. Writing into warm pages is about ten times as fast as into fresh pages, so
+slots are not freed while they may be needed again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["Arena", "LentTensors", "LentViews", "Slot"]
 
 
 class Slot:
-    """One version's place.
+    """The memory of one version.
 
     Attributes:
-        index: its number, never used twice in one arena.
-        segment: its memory.
-        views: entry name -> tensor in that memory (aliases included). What is written through them must
-            reach the slot, so they are never handed out: see :meth:`fresh_views` and :class:`LentViews`.
-        holders: who may still read it.
-        version: the version it holds, -1 while it is empty or being written.
+        index: the slot's number, never used twice in one arena.
+        segment: the slot's memory.
+        views: entry name -> tensor in that memory, aliases included. They must keep viewing the slot, so they
+            are not passed to users: see :meth:`fresh_views` and :class:`LentViews`.
+        holders: the readers that may still read the slot.
+        version: the version in the slot; -1 while it is empty or being written.
     """
 
     def __init__(self, index: int, segment: Segment, layout: Layout) -> None:
@@ -41,36 +41,36 @@ class Slot:
 
     @cached_property
     def views(self) -> dict[str, Tensor]:
-        """Entry name -> tensor, of the layout's shapes and dtypes."""
+        """Entry name -> tensor in the slot, of the layout's shapes and dtypes."""
         return self._layout.views(self.segment.buffer)
 
     @cached_property
     def lent(self) -> LentViews:
-        """The same for a model's parameters to view."""
+        """The slot's tensors for a model's parameters to view."""
         return LentViews(self._layout, self.segment.buffer)
 
     def fresh_views(self) -> dict[str, Tensor]:
-        """The same as new tensors, for the caller to do with as it likes."""
+        """Return new tensors over the slot's memory, which the caller may re-point or reshape."""
         return self._layout.views(self.segment.buffer)
 
 
 class LentViews:
-    """The tensors of a piece of memory as a worker's parameters view them.
+    """The tensors of a slot as a worker's parameters view them.
 
-    A user may call ``share_memory_()`` on a parameter, or put it into a ``torch.multiprocessing`` queue.
-    torch then moves its storage into other memory. A tensor that was moved is made again before it is lent
-    again: otherwise the next version would show the values of this one.
+    If a user calls ``share_memory_()`` on a parameter, or puts it into a ``torch.multiprocessing`` queue,
+    torch moves its storage into other memory. Such a tensor is made again before the slot is used again.
+    Otherwise the next version in this slot would show the old values.
 
     Args:
-        layout: what lies where.
+        layout: the layout of the memory.
         buffer: the memory; see :meth:`Layout.views`.
     """
 
     def __init__(self, layout: Layout, buffer: Tensor) -> None:
         self._layout = layout
         self._buffer = buffer
-        # Filled when a storage leaves its memory: looking for that in each tensor, each time, takes longer
-        # than the rest of a small update's staging. On a device it is looked for.
+        # Filled when a storage drops its memory. Comparing the address of each tensor at each update would
+        # take longer than the rest of a small update's staging. On a device the addresses are compared.
         self._moved: list[object] = []
         self._watches: list[object] = []
         self._make()
@@ -85,7 +85,7 @@ class LentViews:
         self._addresses = None if self._buffer.is_cpu else [*map(Tensor.data_ptr, views.values())]
 
     def tensors(self) -> LentTensors:
-        """Entry name -> tensor (aliases included), each where it belongs. Do not change the dict."""
+        """Return entry name -> tensor in the memory, aliases included. Do not change the dict."""
         if self._moved or (
             self._addresses is not None and [*map(Tensor.data_ptr, self._tensors.values())] != self._addresses
         ):
@@ -97,8 +97,8 @@ class LentTensors(dict[str, Tensor]):
     """Entry name -> tensor.
 
     Attributes:
-        matched: what a binding found out about these tensors, so that the next commit of the same slot need
-            not look again: (the binding's own mark, what it needs).
+        matched: (mark, result) that a binding has cached, so that the next commit of the same slot does not
+            compute the result again. The mark identifies the binding and its state.
     """
 
     matched: tuple[object, Any] | None = None
@@ -108,10 +108,10 @@ class Arena:
     """Slots of one layout.
 
     Args:
-        layout: what a slot holds.
-        allocate: takes a number of bytes and returns a segment of at least that many.
-        max_slots: how many slots there may be at a time. Slots that only ``parked`` holders keep (see
-            :meth:`may_grow`) do not count.
+        layout: the layout of each slot.
+        allocate: ``allocate(nbytes)`` returns a segment of at least ``nbytes`` bytes.
+        max_slots: most slots at a time. Slots that only ``stalled`` holders keep do not count, see
+            :meth:`may_grow`.
     """
 
     def __init__(self, layout: Layout, allocate: Callable[[int], Segment], max_slots: int = 3) -> None:
@@ -123,32 +123,33 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken by all slots."""
+        """Total size of all slots in bytes."""
         return sum(slot.segment.nbytes for slot in self.slots)
 
     def free_slot(self) -> Slot | None:
-        """A slot without holders, or None."""
+        """Return a slot without holders, or None."""
         for slot in self.slots:
             if not slot.holders:
                 return slot
         return None
 
-    def may_grow(self, parked: Iterable[Hashable] = ()) -> bool:
-        """Whether a slot may be added.
+    def may_grow(self, stalled: Iterable[Hashable] = ()) -> bool:
+        """Return whether a slot may be added.
 
-        ``parked`` holders are those that are not expected to move on: a worker that hangs, or one that
-        later updates are not addressed to. A slot that is kept by them alone would starve the others
-        if it counted.
+        Args:
+            stalled: holders that are not expected to release their slots soon: a worker that does not
+                respond, or a worker that later updates are not sent to. A slot that only they hold does not
+                count. Otherwise they would block the other workers.
         """
-        waiting = set(parked)
-        busy = sum(1 for slot in self.slots if not slot.holders or not slot.holders <= waiting)
+        ignored = set(stalled)
+        busy = sum(1 for slot in self.slots if not slot.holders or not slot.holders <= ignored)
         return busy < self.max_slots
 
     def grow(self) -> Slot:
-        """Add a slot (its memory is taken here, which takes time: call it in a thread).
+        """Add a slot. Allocating its memory takes time, so call this in a thread.
 
         Raises:
-            ArenaAllocationError: if the memory is not there.
+            ArenaAllocationError: there is not enough memory.
         """
         slot = Slot(self._created, self._allocate(self.layout.nbytes), self.layout)
         self._created += 1
@@ -156,13 +157,13 @@ class Arena:
         return slot
 
     def release(self, holder: Hashable, *, keep: Slot | None = None) -> None:
-        """``holder`` reads no slot any more but ``keep``."""
+        """Remove ``holder`` from all slots except ``keep``."""
         for slot in self.slots:
             if slot is not keep:
                 slot.holders.discard(holder)
 
     def trim(self) -> list[Slot]:
-        """Give back the free slots that exceed ``max_slots``; returns them."""
+        """Free the unused slots that exceed ``max_slots``; returns them."""
         surplus = len(self.slots) - self.max_slots
         spare = [slot for slot in self.slots if not slot.holders][: max(0, surplus)]
         for slot in spare:
@@ -171,7 +172,7 @@ class Arena:
         return spare
 
     def close(self) -> None:
-        """Give every slot back; idempotent. Tensors that view them stay valid."""
+        """Free all slots; idempotent. Tensors that view them stay valid."""
         slots, self.slots = self.slots, []
         for slot in slots:
             slot.segment.close()

@@ -16,47 +16,51 @@ from aiosync.weights.copying import Courtesy, Pairs, Range, copy_with_torch, spl
 __all__ = ["BlockCopy", "Filling"]
 
 _LEAD = 4
-"""Blocks that are copied ahead of who sends them: so few that a cache still has them by then."""
+"""Blocks that are copied ahead of the sending thread. Few, so that they are still in a cache when they are
+sent."""
 
 _PATIENCE = 0.005
-"""Seconds after which the copy waits for no sender any more: then the network is slow."""
+"""Seconds that the copy waits for the sending thread. After that the network is slow, and the copy goes
+on."""
 
 
 class Filling(ABC):
-    """A buffer that is being filled, block after block from its beginning. The thread that fills it has each
-    block in its cache, and so computes its checksum."""
+    """A buffer that is being filled, block by block from its beginning.
+
+    The thread that fills a block also computes its checksum, while the block is in the thread's cache.
+    """
 
     @abstractmethod
     def ready(self, block: int) -> bool:
-        """Whether every block up to this one is there."""
+        """Return whether ``block`` and all blocks before it are filled."""
 
     @property
     @abstractmethod
     def whole(self) -> bool:
-        """Whether every block is there."""
+        """Whether all blocks are filled."""
 
     @abstractmethod
     def checksum(self, block: int) -> int:
-        """That of a block that is there."""
+        """Return the checksum of a filled block."""
 
     @abstractmethod
     def on_more(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once, in any thread, when more is there than now, or nothing more will come."""
+        """Call ``callback`` once, from any thread, when more blocks are filled or filling has ended."""
 
 
 class BlockCopy(Filling):
-    """A copy into one buffer, from its beginning to its end, by the thread that needs the next block first.
+    """A copy into one buffer, block by block. A thread that needs a block copies up to that block.
 
-    So a network can begin with the first block while the last are still to be copied. Who needs a block
-    hardly waits for longer than its copy takes; who only wants the copy to end (:meth:`complete`) may keep a
-    few blocks ahead of the others, for as long as they are quick.
+    So a connection can send the first block before the last is copied. A thread that needs a block waits
+    hardly longer than the block's copy takes. :meth:`complete` copies the rest. It may stay a few blocks
+    ahead of the sending threads, as long as they are fast.
 
     Args:
         buffer: 1-D uint8, in CPU memory.
-        nbytes: how much of it is in use.
-        pairs: (a view of the buffer, source); what memmove cannot do is copied here and now.
-        block: bytes of a block.
-        checked: whether checksums are wanted.
+        nbytes: bytes of the buffer that are in use.
+        pairs: (view of the buffer, source). The constructor copies those that ``memmove`` cannot copy.
+        block: size of a block in bytes.
+        checked: whether to compute checksums.
     """
 
     def __init__(
@@ -69,18 +73,23 @@ class BlockCopy(Filling):
         self._start = buffer.data_ptr()
         self._block = block
         self._checked = checked
+        # One per copied block; 0 each if no checksums are wanted.
         self._checksums: list[int] = []
+        # Keeps the memory of the ranges that are still to be copied.
         self._alive: Pairs = plain
         self._ranges = iter(ranges)
         self._range: Range | None = next(self._ranges, None)
         self._lock = threading.Lock()
+        # The largest block that was asked for.
         self._asked = 0
+        # Whether a thread waits for a block.
         self._waiting = False
+        # Set when the sending thread has caught up.
         self._nearer = threading.Event()
         self._give_way = Courtesy()
 
     def ready(self, block: int) -> bool:
-        """Always: what is not there is copied now."""
+        """Copy up to ``block`` and return true."""
         self._asked = max(self._asked, block)
         self._waiting = True
         self._copy_up_to(block)
@@ -94,7 +103,11 @@ class BlockCopy(Filling):
         return len(self._checksums) * self._block >= len(self._memory)
 
     def complete(self, *, paced: bool) -> None:
-        """Have every block copied; ``paced``: a few blocks ahead of those who ask for them, if they do."""
+        """Copy all blocks.
+
+        Args:
+            paced: whether to stay only a few blocks ahead of the threads that ask for blocks.
+        """
         last = -(-len(self._memory) // self._block) - 1
         while paced and len(self._checksums) <= last:
             self._nearer.clear()
@@ -104,7 +117,7 @@ class BlockCopy(Filling):
         while len(self._checksums) <= last:
             self._copy_up_to(len(self._checksums))
             if self._waiting:
-                time.sleep(0)  # lets a thread run that needs the next block and waits for the lock
+                time.sleep(0)  # lets a thread that waits for the lock copy the block that it needs
 
     @property
     def _lead(self) -> int:
@@ -114,7 +127,7 @@ class BlockCopy(Filling):
         return self._checksums[block]
 
     def on_more(self, callback: Callable[[], None]) -> None:
-        """Never needed."""
+        """Call ``callback`` at once: :meth:`ready` always returns true."""
         callback()
 
     def _copy_up_to(self, block: int) -> None:
@@ -125,14 +138,16 @@ class BlockCopy(Filling):
                 if len(done) <= block:
                     self._copy_until(self._start + begin + self._block)
                     copied = self._memory[begin : begin + self._block]
-                    done.append(checksum_of(copied) if self._checked else 0)  # it is still in the cache
+                    done.append(
+                        checksum_of(copied) if self._checked else 0
+                    )  # the block is still in the cache
             self._give_way()
 
     def _copy_until(self, end: int) -> None:
         while self._range is not None and self._range[0] < end:
             destination, source, nbytes = self._range
             piece = min(nbytes, end - destination)
-            ctypes.memmove(destination, source, piece)  # lets other threads run meanwhile
+            ctypes.memmove(destination, source, piece)  # releases the GIL
             rest = nbytes - piece
             self._range = (destination + piece, source + piece, rest) if rest else next(self._ranges, None)
         if self._range is None:

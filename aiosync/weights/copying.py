@@ -1,9 +1,9 @@
-"""Copying many tensors at once, in pieces small enough to be given up in between.
+"""Copy many tensors at once, in pieces, so that a copy can be cancelled between two pieces.
 
-torch divides each tensor's copy among its threads and wakes them for each; here the bytes of all tensors
-together are divided, once, into lanes for as many threads. Where source and destination are plain memory
-of the same kind a lane is a list of ``memmove``; everything else (another dtype, strides, a device) torch
-copies.
+torch divides each tensor's copy among its threads, and wakes them for each tensor. This module divides the
+bytes of all tensors once, into one lane per thread. A lane is a list of ``memmove`` calls if source and
+destination are plain CPU memory of the same dtype. torch copies everything else: other dtypes, strides and
+devices.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ __all__ = [
 ]
 
 INLINE_LIMIT = 256 * 1024
-"""Bytes up to which a copy takes less time than handing it to a thread and back."""
+"""Largest copy in bytes that takes less time here than a round trip to a thread."""
 
 _PIECE = 32 * 1024 * 1024
-"""Bytes that torch copies between two questions whether to give up."""
+"""Bytes that torch copies between two checks for cancellation."""
 
 _STRETCH = 512 * 1024 * 1024
-"""The same for ``memmove``, which passes the caches by, and is faster for it, only where one call moves more
-than they hold."""
+"""Bytes that ``memmove`` copies between two such checks. Only calls that move more than the caches hold
+bypass the caches, which is faster."""
 
 _TURN = 0.001
-"""Seconds that an event loop runs at a time, at most, if it is not computing."""
+"""Most seconds that an event loop runs after the processor was yielded to it."""
 
 _MADE_UP = 8
-"""How often over the time for which the processor was left has to pass before it is left again."""
+"""After a long yield, the processor is not yielded again for this multiple of the yield's duration."""
 
 _NO_DISPATCH = Tensor.__torch_dispatch__
 
@@ -57,14 +57,14 @@ Pairs: TypeAlias = Sequence[tuple[Tensor, Tensor]]
 """(destination, source) of equal shapes."""
 
 Lane: TypeAlias = Callable[[Callable[[], bool]], bool]
-"""Does a share of a copy; asks its argument now and then whether to give up; returns whether it finished."""
+"""Copies one share. Its argument returns whether to stop. Returns whether the share is complete."""
 
 Range: TypeAlias = tuple[int, int, int]
 """Destination address, source address, bytes."""
 
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes that these tensors hold."""
+    """Return the total size of the tensors in bytes."""
     return sum(t.nbytes for t in tensors)
 
 
@@ -85,13 +85,14 @@ def copy_pairs(pairs: Pairs) -> None:
 
 
 def copy_few(pairs: Pairs) -> None:
-    """The same in one go: for about :data:`INLINE_LIMIT` bytes."""
+    """Copy at once, without lanes, at most about :data:`INLINE_LIMIT` bytes; otherwise as
+    :func:`copy_pairs`."""
     rest: list[tuple[Tensor, Tensor]] = []
     for pair in pairs:
         destination, source = pair
         if destination.shape != source.shape:
             _refuse_shape(destination, source)
-        # A small model's send is mostly such things, and torch's own copy takes several times as long.
+        # Most of a small model's send is such copies. torch's copy takes several times as long.
         address = source.data_ptr() if _is_memory_alike(destination, source) else 0
         if address:
             ctypes.memmove(destination.data_ptr(), address, destination.nbytes)
@@ -102,7 +103,10 @@ def copy_few(pairs: Pairs) -> None:
 
 
 def read_at(fd: int, place: memoryview, offset: int) -> bool:
-    """Fill ``place`` from a file; whether it has that much. Other threads run meanwhile."""
+    """Read ``len(place)`` bytes at ``offset`` of a file into ``place``; returns false at the end of the file.
+
+    The GIL is released during the read.
+    """
     filled = 0
     while filled < len(place):
         count = os.preadv(fd, [place[filled:]], offset + filled)
@@ -113,18 +117,18 @@ def read_at(fd: int, place: memoryview, offset: int) -> bool:
 
 
 class Courtesy:
-    """Leaves the processor, between two pieces of long work, to an event loop that waits for it.
+    """Yields the processor between two pieces of long work, so that a waiting event loop can run.
 
-    The kernel may give it to another process, though, and one that computes keeps it for milliseconds at a
-    time, longer than a loop does: it is not left again to that one before most of the time has been made up
-    for.
+    The kernel may run another process instead. A process that computes keeps the processor for milliseconds,
+    longer than an event loop. After such a yield the processor is not yielded again until :data:`_MADE_UP`
+    times its duration has passed.
     """
 
     def __init__(self) -> None:
         self._again = 0.0
 
     def __call__(self) -> None:
-        """A piece is done."""
+        """Yield the processor. Call it after each piece."""
         left = time.monotonic()
         if left >= self._again:
             os.sched_yield()
@@ -134,9 +138,9 @@ class Courtesy:
 
 
 def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:
-    """The same copy divided into ``count`` shares at most, to be done in any order or at the same time.
+    """Divide a copy into at most ``count`` lanes, which may run in any order or at the same time.
 
-    The lanes keep the memory that they copy from and to.
+    torch's part is one more lane. The lanes keep the memory that they copy from and to.
 
     Raises:
         As :func:`copy_pairs`.
@@ -167,7 +171,7 @@ def split_plain(pairs: Pairs) -> tuple[Pairs, Pairs]:
 
 
 def _refuse_shape(destination: Tensor, source: Tensor) -> NoReturn:
-    # It was right when ``send`` began; a parameter may have been given another ``.data`` since.
+    # The shape was checked when ``send`` began. A parameter's ``.data`` may have been replaced since.
     raise InvalidArgumentError(
         f"expected a tensor of shape {tuple(destination.shape)}, got {tuple(source.shape)}: "
         "the model was changed while its weights were being sent"
@@ -175,7 +179,7 @@ def _refuse_shape(destination: Tensor, source: Tensor) -> NoReturn:
 
 
 def _check_memory(source: Tensor) -> None:
-    """Check that there is something to be copied: torch itself reads from address 0 then."""
+    """Raise InvalidArgumentError if the tensor's storage was freed: torch would read from address 0."""
     if not source.is_cpu or source.layout is not torch.strided or source._is_zerotensor():
         return
     if type(source).__torch_dispatch__ is _NO_DISPATCH and source.numel() and not source.data_ptr():
@@ -186,29 +190,29 @@ def _check_memory(source: Tensor) -> None:
 
 
 def _is_plain(destination: Tensor, source: Tensor) -> bool:
-    """Whether ``memmove`` copies it, and there is enough of it to be divided."""
+    """Return whether ``memmove`` can copy the tensor and the tensor is large enough to be divided."""
     return (
         destination.nbytes > INLINE_LIMIT and _is_memory_alike(destination, source) and source.data_ptr() != 0
     )
 
 
 def _is_memory_alike(destination: Tensor, source: Tensor) -> bool:
-    """Whether the bytes in memory are the same for equal values, so that ``memmove`` copies them."""
+    """Return whether equal values have equal bytes in memory, so that ``memmove`` can copy them."""
     return (
         destination.dtype is source.dtype
         and destination.is_cpu
         and source.is_cpu
         and destination.is_contiguous()
         and source.is_contiguous()
-        # Bits that say "negated" or "conjugated" are not in the memory.
+        # The negative bit and the conjugate bit are not in the memory.
         and not (source.is_conj() or source.is_neg())
-        # Such a subclass need not have any memory, or may mean something else by it.
+        # A subclass with __torch_dispatch__ may have no memory, or may interpret it differently.
         and type(source).__torch_dispatch__ is _NO_DISPATCH
     )
 
 
 def _divide(ranges: Sequence[Range], share: int) -> list[list[Range]]:
-    """Lists of ``share`` bytes each, cut into pieces."""
+    """Divide ``ranges`` into lists of ``share`` bytes each, in pieces."""
     shares: list[list[Range]] = []
     room = 0
     for start, source, nbytes in ranges:
@@ -225,7 +229,7 @@ def _divide(ranges: Sequence[Range], share: int) -> list[list[Range]]:
 
 
 def _copy_ranges(alive: Pairs, ranges: Sequence[Range], cancelled: Callable[[], bool]) -> bool:
-    """Copy; ``alive`` are the tensors that the addresses belong to."""
+    """Copy the ranges. ``alive`` keeps the tensors that the addresses belong to."""
     since = _STRETCH
     give_way = Courtesy()
     for destination, source, nbytes in ranges:
@@ -233,13 +237,18 @@ def _copy_ranges(alive: Pairs, ranges: Sequence[Range], cancelled: Callable[[], 
             if cancelled():
                 return False
             since = 0
-        ctypes.memmove(destination, source, nbytes)  # lets other threads run meanwhile
+        ctypes.memmove(destination, source, nbytes)  # releases the GIL
         give_way()
         since += nbytes
     return True
 
 
 def copy_with_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
+    """Copy with torch's kernels; returns false if ``cancelled()`` ended the copy early.
+
+    Raises:
+        InvalidArgumentError: a source's memory was freed.
+    """
     for _, source in pairs:
         _check_memory(source)
     with torch.no_grad():
@@ -253,7 +262,7 @@ def copy_with_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
 
 def _await_devices(pairs: Pairs) -> None:
     for device in {t.device for pair in pairs for t in pair if t.is_cuda}:
-        # A copy on a device has only begun by now. The worker that is notified next reads in another stream.
+        # The copy on a device is only queued. A worker that is notified next reads in another stream.
         torch.cuda.current_stream(device).synchronize()
 
 
