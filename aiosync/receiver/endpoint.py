@@ -288,7 +288,7 @@ class WeightReceiver:
             return
         words = f"followed another sender: {before} → {version}"
         logger.warning("worker %d %s", self.worker_idx, words)
-        self._events.tell("followed", self.model_id, version, self.worker_idx, message=words, previous=before)
+        self._events.emit("followed", self.model_id, version, self.worker_idx, message=words, previous=before)
 
     # -- the transport's sink -----------------------------------------------------------------------
 
@@ -684,6 +684,6 @@ class WeightReceiver:
     def _emit(
         self, kind: EventKind, *, seconds: Mapping[str, float] | None = None, message: str = ""
     ) -> None:
-        self._events.tell(
+        self._events.emit(
             kind, self.model_id, self.version, self.worker_idx, seconds=seconds, message=message
         )

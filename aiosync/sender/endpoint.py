@@ -148,7 +148,7 @@ class WeightSender:
                 await self.registry.gather(min_workers, deadline)
             else:
                 await self._await_all(self.registry.workers, deadline)
-        self._events.tell("connected", self.model_id, self.version)
+        self._events.emit("connected", self.model_id, self.version)
 
     async def await_workers(self, deadline: Deadline) -> None:
         """Wait until every worker is there, also those that were lost.
@@ -382,7 +382,7 @@ class WeightSender:
 
     def _tell_world(self, report: SendReport) -> None:
         if self._events.hooks:
-            self._events.tell(
+            self._events.emit(
                 "sent", self.model_id, report.version, nbytes=report.nbytes, seconds=report.seconds
             )
         if logger.isEnabledFor(logging.INFO):
@@ -423,7 +423,7 @@ class WeightSender:
     async def _close(self) -> None:
         await self._calls.stop()
         async with AsyncExitStack() as last:  # the last first, whatever raises
-            last.callback(self._events.tell, "closed", self.model_id, self.version)
+            last.callback(self._events.emit, "closed", self.model_id, self.version)
             last.callback(self._offloader.close)
             for group in self._groups:
                 last.callback(group.close)

@@ -266,7 +266,7 @@ async def test_queues_are_replaced_only_if_a_lock_was_left_taken() -> None:
 
 def test_a_pair_closes_when_all_its_users_are_done() -> None:
     pair = QueuePair(multiprocessing.get_context("spawn"))
-    pair.hold()
+    pair.acquire()
     pair.close()
     pair.to_worker.put(b"still open")
     assert pair.to_worker.get() == b"still open"

@@ -124,7 +124,7 @@ async def test_a_fault_in_here_ends_one_connection(caplog: pytest.LogCaptureFixt
     peer.send(encode(Abort(joint="any")))
     await asyncio.wait_for(sink.ended.wait(), 10)
     assert peer.recv(10) == b""
-    assert "given up" in caplog.text
+    assert "closed after an unexpected error" in caplog.text
     await transport.aclose()
     peer.close()
     listener.close()
