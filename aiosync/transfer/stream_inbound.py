@@ -59,8 +59,8 @@ class StreamInbound(DoubleBuffer):
     def attach(self, transport: Transport) -> None:
         """Take in the bodies that this connection brings."""
         assert isinstance(transport, TCPTransport)
-        self._sender = transport.readable_pid
-        transport.receive_into(self)
+        self._sender = transport.shares_with
+        transport.land(self)
 
     @property
     def peeks(self) -> bool:

@@ -77,11 +77,11 @@ class MemoryTransport(Transport):
         self._loop = asyncio.get_running_loop()
         listener.accept(self)
 
-    def pair(self, peer: MemoryTransport, loop: asyncio.AbstractEventLoop, faults: Sequence[Fault]) -> None:
+    def join(self, peer: MemoryTransport, loop: asyncio.AbstractEventLoop, faults: Sequence[Fault]) -> None:
         """Become one end of a pair. ``loop`` is the loop of this end."""
         self._peer, self._loop, self._faults = peer, loop, faults
 
-    def send_early(self) -> None:
+    def connected(self) -> None:
         """Send the frames that were written before the other end existed."""
         early, self._early = self._early, []
         for data in early:
@@ -188,11 +188,11 @@ class MemoryListener(Listener):
             self._early.append(dialled)
             return
         ours = MemoryTransport(worker=dialled.worker, role="sender")
-        ours.pair(dialled, loop, self.faults)
+        ours.join(dialled, loop, self.faults)
         assert dialled._loop is not None
-        dialled.pair(ours, dialled._loop, self.faults)
+        dialled.join(ours, dialled._loop, self.faults)
         loop.call_soon_threadsafe(on_connection, ours)
-        dialled.send_early()
+        dialled.connected()
 
     def forget(self) -> None:
         """Do nothing: there are no descriptors."""

@@ -160,7 +160,7 @@ def stranger() -> Iterator[int]:
 
 async def test_memory_of_somebody_else_is_left_alone(stranger: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a proxy holds the other end of the socket."""
-    monkeypatch.setattr(DialledTransport, "readable_pid", property(lambda self: stranger))
+    monkeypatch.setattr(DialledTransport, "shares_with", property(lambda self: stranger))
     model = Uniform(size=SIZE)
     async with at_unix(model) as scheme:
         worker = large_worker(scheme.address)

@@ -24,13 +24,13 @@ class Owner:
         self.frames: list[Frame] = []
         self.ended: str | None = None
 
-    def socket_opened(self) -> None:
+    def channel_open(self) -> None:
         self.open = True
 
-    def socket_received(self, frames: list[Frame]) -> None:
+    def channel_frames(self, frames: list[Frame]) -> None:
         self.frames += frames
 
-    def socket_ended(self, reason: str, error: ProtocolError | None) -> None:
+    def channel_ended(self, reason: str, error: ProtocolError | None) -> None:
         self.ended = reason
 
 

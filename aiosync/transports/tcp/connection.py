@@ -62,7 +62,7 @@ class TCPTransport(Transport):
         return self._socket.writer.unread if self._socket is not None else 0
 
     @property
-    def readable_pid(self) -> int:
+    def shares_with(self) -> int:
         """The peer's process id if this process may read the peer's memory and need not encrypt it; else
         0."""
         return 0
@@ -74,7 +74,7 @@ class TCPTransport(Transport):
         if self._socket is not None:
             self._socket.decoder.inbound = inbound
 
-    def receive_into(self, sink: BodySink) -> None:
+    def land(self, sink: BodySink) -> None:
         """Write the bodies of updates into ``sink``. Call it before the first Fetch."""
         if self._socket is not None:
             self._socket.decoder.sink = sink
@@ -121,11 +121,11 @@ class TCPTransport(Transport):
 
     # -- called on this loop by the socket's thread ----------------------------------------------------
 
-    def socket_opened(self) -> None:
+    def channel_open(self) -> None:
         """Frames can be sent now."""
         self._opened()
 
-    def socket_received(self, frames: list[Frame]) -> None:
+    def channel_frames(self, frames: list[Frame]) -> None:
         """Deliver frames that have arrived."""
         try:
             for frame in frames:
@@ -135,7 +135,7 @@ class TCPTransport(Transport):
         except ProtocolError as exc:
             self._lost(str(exc), exc)
 
-    def socket_ended(self, reason: str, error: ProtocolError | None) -> None:
+    def channel_ended(self, reason: str, error: ProtocolError | None) -> None:
         """Report the end of the connection. ``error``: the peer broke the protocol."""
         self._lost(reason or "this side has closed the connection", error)
         self._ended(error)
@@ -207,7 +207,7 @@ class DialledTransport(TCPTransport):
             raise WorkerLostError((), f"cannot connect to {address}: {self._end}")
 
     @property
-    def readable_pid(self) -> int:
+    def shares_with(self) -> int:
         # A process that may list another's open files may most likely open them too.
         may = self._tls is None and os.access(f"/proc/{self.peer_pid}/fd", os.R_OK | os.X_OK)
         return self.peer_pid if may else 0
