@@ -226,7 +226,7 @@ class ReceiverSession(Session):
             self.outgoing.append(f.Bye(reason=reason, dropped=dropped))
         self.state = ReceiverState.CLOSED
 
-    def let_go(self) -> None:
+    def confirm_release(self) -> None:
         """Tell a sender that has dropped this worker that its memory is no longer read here."""
         if self._dropped:
             self._dropped = False

@@ -39,7 +39,7 @@ class BodySink(Protocol):
     """Receives the bodies of updates.
 
     The calls for one body are, in this order: ``begin``; ``place`` and ``placed`` for each chunk; ``finish``
-    or ``forsake``. Each raises ProtocolError if the frame is invalid.
+    or ``abandon``. Each raises ProtocolError if the frame is invalid.
     """
 
     def begin(self, update: f.Update) -> None:
@@ -55,7 +55,7 @@ class BodySink(Protocol):
         """Called when the body is complete. An error in its bytes is raised later, when the update is
         staged."""
 
-    def forsake(self) -> None:
+    def abandon(self) -> None:
         """Called when the body is cancelled, or the connection has ended."""
 
 
@@ -142,7 +142,7 @@ class StreamDecoder:
     def close(self) -> None:
         """End the stream: a body that is not complete is cancelled."""
         if self._update is not None and self.sink is not None:
-            self.sink.forsake()
+            self.sink.abandon()
         self._update = self._chunk = self._target = None
 
     # -- one step at a time --------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class StreamDecoder:
                 sink.finish(frame)
                 self._end_body(out, update)
             case f.Cut() if sink is not None and update is not None:
-                sink.forsake()
+                sink.abandon()
                 self._end_body(out, frame)
             case f.Update() | f.Chunk() | f.End() | f.Cut():
                 raise ProtocolError(f"a {type(frame).__name__} frame may not come here")

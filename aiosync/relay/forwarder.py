@@ -128,8 +128,8 @@ class _RelayLanding(StreamInbound):
         else:
             self._owner.post(self._owner.aborted)
 
-    def forsake(self) -> None:
-        super().forsake()
+    def abandon(self) -> None:
+        super().abandon()
         self._owner.post(self._owner.aborted)
 
     def make_room(self, names: Collection[str]) -> Collection[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from aiosync.weights.checksum import checksum_of
-from aiosync.weights.copying import Courtesy, Pairs, Range, copy_with_torch, split_plain
+from aiosync.weights.copying import Pairs, ProcessorYielder, Range, copy_with_torch, split_plain
 
 __all__ = ["BlockCopy", "Filling"]
 
@@ -86,7 +86,7 @@ class BlockCopy(Filling):
         self._waiting = False
         # Set when the sending thread has caught up.
         self._nearer = threading.Event()
-        self._give_way = Courtesy()
+        self._give_way = ProcessorYielder()
 
     def ready(self, block: int) -> bool:
         """Copy up to ``block`` and return true."""

@@ -22,9 +22,9 @@ from aiosync.errors import InvalidArgumentError
 
 __all__ = [
     "INLINE_LIMIT",
-    "Courtesy",
     "Lane",
     "Pairs",
+    "ProcessorYielder",
     "Range",
     "copy_few",
     "copy_lanes",
@@ -116,7 +116,7 @@ def read_at(fd: int, place: memoryview, offset: int) -> bool:
     return True
 
 
-class Courtesy:
+class ProcessorYielder:
     """Yields the processor between two pieces of long work, so that a waiting event loop can run.
 
     The kernel may run another process instead. A process that computes keeps the processor for milliseconds,
@@ -231,7 +231,7 @@ def _divide(ranges: Sequence[Range], share: int) -> list[list[Range]]:
 def _copy_ranges(alive: Pairs, ranges: Sequence[Range], cancelled: Callable[[], bool]) -> bool:
     """Copy the ranges. ``alive`` keeps the tensors that the addresses belong to."""
     since = _STRETCH
-    give_way = Courtesy()
+    give_way = ProcessorYielder()
     for destination, source, nbytes in ranges:
         if since >= _STRETCH:
             if cancelled():

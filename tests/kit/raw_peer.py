@@ -38,7 +38,7 @@ class _Discard:
     def finish(self, end: f.End) -> None:
         pass
 
-    def forsake(self) -> None:
+    def abandon(self) -> None:
         pass
 
 

@@ -52,7 +52,7 @@ class Sink:
         self._open = False
         self.bodies.append(b"".join(bytes(self._parts[n]) for n in sorted(self._parts)))
 
-    def forsake(self) -> None:
+    def abandon(self) -> None:
         assert self._open
         self._open = self._placing = False
 
