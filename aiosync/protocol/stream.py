@@ -102,9 +102,9 @@ class StreamDecoder:
         spare = memoryview(self._scratch)[self._end :]
         if self._target is not None:
             return [self._target[self._filled :], spare]
-        # Little between two chunks: the raw bytes that follow a Chunk frame belong elsewhere and would be
-        # copied. Also, the sender takes bytes that left its socket as a sign that the block before them was
-        # received.
+        # Few bytes between two chunks: a few bytes may announce a shared block, which is read from the
+        # sender's memory. So the bytes that have left the sender's socket tell the sender how far this side
+        # has read.
         return [spare[:_FEW] if self._update is not None else spare]
 
     def received(self, count: int) -> list[f.Frame]:
