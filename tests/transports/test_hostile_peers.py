@@ -112,7 +112,7 @@ async def test_nothing_is_kept_of_workers_that_have_left(
 
 
 async def test_a_flood_of_fetches(caplog: pytest.LogCaptureFixture, traced: None) -> None:
-    """A worker that asks and never reads is let go of, and the sender has not kept answers for it."""
+    """A worker that fetches and never reads is disconnected, and the sender keeps no answers for it."""
     caplog.set_level(logging.CRITICAL, "aiosync")
     model = Uniform()
     async with sender_of(model) as scheme:
@@ -131,7 +131,7 @@ async def test_a_flood_of_fetches(caplog: pytest.LogCaptureFixture, traced: None
             with suppress(ConnectionError, TimeoutError):
                 await asyncio.wait_for(peer.writer.drain(), BRIEF)
             worst = max(worst, _pending(settled))
-        await eventually(lambda: len(scheme.workers) == 1, "it is let go of")
+        await eventually(lambda: len(scheme.workers) == 1, "it is disconnected")
         assert worst < AFTER + 64 * len(flood)  # what the test's own end holds
         fill(model, 1)
         await scheme.send()
@@ -542,7 +542,7 @@ def test_a_killed_senders_path_is_free_while_its_children_live(tmp_path: Path) -
         scheme = TCPWeightSyncScheme(f"unix://{path}")
         scheme.init_on_sender(model_id="policy", model=Uniform())
         if os.fork() == 0:
-            os.write(write, os.getpid().to_bytes(4, "big"))  # it has let go of what is its parent's
+            os.write(write, os.getpid().to_bytes(4, "big"))  # it has closed its parent's descriptors
             time.sleep(60)
             os._exit(0)
         os._exit(0)  # without a goodbye

@@ -1,4 +1,4 @@
-"""Scripted faults: whatever happens to a frame, nobody hangs, nothing is torn, and the sibling goes on."""
+"""Scripted faults: no fault of a frame makes a side hang, tears an update, or stops the other worker."""
 
 from __future__ import annotations
 

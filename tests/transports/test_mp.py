@@ -44,7 +44,7 @@ class Ends:
 
 
 def _word(number: int) -> f.Frame:
-    """One of the frames that may come before anybody has authenticated."""
+    """A frame that is allowed before the authentication."""
     return f.Bye(reason=str(number))
 
 
@@ -95,7 +95,7 @@ async def test_a_new_connection_ends_the_one_before(ends: Any) -> None:
         first = await end.dial()
         first.write(_word(1))
         old = await end.accept()
-        old.write(_word(11))  # nobody reads this: it is in the way of the next connection
+        old.write(_word(11))  # is not read: it precedes the frames of the next connection
         await first.aclose()
         second = await end.dial()
         second.write(_word(2))

@@ -294,7 +294,7 @@ async def test_a_cancelled_call_leaves_nothing() -> None:
         with pytest.raises(asyncio.CancelledError):
             await pending
         await transport.send_weights(Uniform(3.0), timeout=PATIENCE)
-        await transport.send_weights_async(Uniform(13.0), timeout=PATIENCE)  # nobody hears of its failure
+        await transport.send_weights_async(Uniform(13.0), timeout=PATIENCE)  # its failure is not awaited
 
 
 # -- the updater ---------------------------------------------------------------------------------------
@@ -379,8 +379,8 @@ def worker_of(scheme: RPCWeightSyncScheme, model: nn.Module | None = None) -> Lo
     return LocalWorker(scheme, 0, Uniform(-1.0) if model is None else model, {})
 
 
-async def test_a_worker_that_was_told_nothing() -> None:
-    """It asks rank 0, or whom it was told to ask; it may come first."""
+async def test_a_worker_without_the_senders_scheme() -> None:
+    """It asks rank 0, or the process named by sender=. The worker may start first."""
     async with here():
         for sender in (None, rpc.get_worker_info().name):
             worker = worker_of(RPCWeightSyncScheme(sender=sender, timeout=PATIENCE))
@@ -429,7 +429,7 @@ async def test_nobody_has_that_name() -> None:
         await worker.close()
 
 
-def test_a_question_that_comes_after_it_was_given_up() -> None:
+def test_a_lookup_that_arrives_after_its_cancellation() -> None:
     directory = rpc_meeting._Directory()
     directory.cancel("model policy", "ticket")
     assert directory.look_up("model policy", "ticket", "worker") is None
@@ -505,6 +505,6 @@ async def test_endpoints_of_objects_end_with_their_sender() -> None:
             enlisted.enlist(target, copy.copy(scheme), "policy", 0)
         assert len(enlisted._seats) == 1
         await within(scheme.connect())
-        assert target.told == [3]
+        assert target.received == [3]
         await within(scheme.aclose())
         await eventually(lambda: not enlisted._seats, "it has ended too")
