@@ -1,4 +1,4 @@
-"""One deadline, made once at the public call and handed down through every layer."""
+"""Deadlines. A public call makes one deadline and passes it through all layers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from aiosync.errors import InvalidArgumentError, Phase, SyncTimeoutError
 __all__ = ["DEFAULT_TIMEOUT", "Deadline", "DeadlineTimer", "default_timeout", "pauses"]
 
 _FIRST_PAUSE = 0.05
+"""Seconds before the first retry."""
+
 _LONGEST_PAUSE = 2.0
+"""Most seconds between two retries, before randomisation."""
 
 DEFAULT_TIMEOUT = 120.0
-"""Seconds that a call may take where neither the call, the scheme nor the environment says."""
+"""Seconds that a call may take if the call, the scheme and the environment give no timeout."""
 
 
 def default_timeout() -> float:
-    """Seconds from the environment's ``AIOSYNC_TIMEOUT``, else :data:`DEFAULT_TIMEOUT`.
+    """Return the seconds of the environment variable ``AIOSYNC_TIMEOUT``, else :data:`DEFAULT_TIMEOUT`.
 
     Raises:
-        InvalidArgumentError: if ``AIOSYNC_TIMEOUT`` is not a positive number.
+        InvalidArgumentError: ``AIOSYNC_TIMEOUT`` is not a positive number.
     """
     text = os.environ.get("AIOSYNC_TIMEOUT")
     if text is None:
@@ -39,7 +42,8 @@ def default_timeout() -> float:
 
 
 def check_timeout(seconds: float, origin: str) -> float:
-    """Return ``seconds`` if it is a positive, finite number, else raise InvalidArgumentError."""
+    """Return ``seconds`` if it is a positive, finite number; else raise InvalidArgumentError naming
+    ``origin``."""
     if not isinstance(seconds, int | float) or not (seconds > 0 and math.isfinite(seconds)):
         raise InvalidArgumentError(
             f"{origin}: expected a positive, finite number of seconds (no call may wait for ever)"
@@ -48,47 +52,54 @@ def check_timeout(seconds: float, origin: str) -> float:
 
 
 class Deadline(msgspec.Struct, frozen=True):
-    """A point in monotonic time, and how long it was away when it was set (both in seconds)."""
+    """A point in time.
+
+    Attributes:
+        at: seconds on the monotonic clock.
+        seconds: the time limit that it was made with, for messages.
+    """
 
     at: float
     seconds: float
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
-        """The deadline ``seconds`` from now; zero or less has already passed."""
+        """Make a deadline ``seconds`` from now. With zero or less it has passed already."""
         return cls(time.monotonic() + seconds, seconds)
 
     def remaining(self) -> float:
-        """Seconds left, never below zero."""
+        """Return the seconds left, never below zero."""
         return max(0.0, self.at - time.monotonic())
 
     @property
     def expired(self) -> bool:
-        """Whether it has passed."""
+        """Whether the deadline has passed."""
         return time.monotonic() >= self.at
 
     def error(self, phase: Phase, *, version: int | None = None, hint: str = "") -> SyncTimeoutError:
-        """The error to raise when it has passed in ``phase``."""
+        """Return the error for a deadline that passed in ``phase``."""
         return SyncTimeoutError(phase, seconds=self.seconds, version=version, hint=hint)
 
 
 class DeadlineTimer:
-    """One timer of the event loop for all calls that wait with a deadline.
+    """One timer of an event loop for all calls that wait with a deadline.
 
-    A small update takes so little time that a timer of its own would be a tenth of it. Deadlines are seldom
-    reached, and most calls have the same number of seconds: so the timer that was set for one call is left
-    set when that call ends. When it fires it is set again for the earliest deadline that is waited for.
+    One timer per call would take a tenth of a small update's time. Deadlines rarely pass, and most calls have
+    the same time limit. So the timer stays set when its call ends. When it fires, it is set again for the
+    earliest deadline among the waiting calls.
 
-    It belongs to one event loop.
+    The timer belongs to one event loop.
     """
 
     def __init__(self) -> None:
+        # Future of a waiting call -> its deadline on the monotonic clock.
         self._waiters: dict[asyncio.Future[None], float] = {}
         self._handle: asyncio.TimerHandle | None = None
+        # When the timer fires.
         self._at = math.inf
 
     async def wait(self, waiter: asyncio.Future[None], deadline: Deadline) -> None:
-        """Wait until ``waiter`` is done, which it is made at the deadline."""
+        """Wait for ``waiter``. At the deadline the timer resolves it."""
         self._waiters[waiter] = deadline.at
         try:
             if deadline.at < self._at:
@@ -98,7 +109,7 @@ class DeadlineTimer:
             del self._waiters[waiter]
 
     def close(self) -> None:
-        """Cancel the timer, and end the calls that still wait."""
+        """Cancel the timer, and resolve the futures of the waiting calls."""
         self._cancel()
         for waiter in self._waiters:
             if not waiter.done():
@@ -110,7 +121,8 @@ class DeadlineTimer:
         self._handle, self._at = None, math.inf
 
     def _set(self, at: float) -> None:
-        # If anything raises here, a signal's handler say, the next call finds no timer and sets one.
+        # If this method is interrupted, by a signal handler for example, the next call finds no timer and
+        # sets one.
         self._cancel()
         seconds = max(0.0, at - time.monotonic())
         self._handle = asyncio.get_running_loop().call_later(seconds, self._fire)
@@ -129,9 +141,9 @@ class DeadlineTimer:
 
 
 def pauses(deadline: Deadline) -> Iterator[float]:
-    """Seconds to wait between attempts at what may fail for a while, growing, until the deadline."""
+    """Yield increasing pauses between retries, in seconds, until the deadline."""
     pause = _FIRST_PAUSE
     while not deadline.expired:
-        # At random, so that those who lost the same peer together do not all come back at once.
+        # Randomised, so that workers that lost the same peer at the same time do not all retry at once.
         yield min(pause * random.uniform(0.5, 1.5), deadline.remaining())
         pause = min(2 * pause, _LONGEST_PAUSE)

@@ -1,4 +1,4 @@
-"""What the demo needs and its reader does not: progress bar, table, picture."""
+"""Helpers of the demo: membership in torch RPC or Ray, progress bar, table and picture."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ RECENT_EPISODES = 20
 _RPC_ADDRESS = "AIOSYNC_DEMO_RPC"
 
 
-# ---- who takes part in what ---------------------------------------------------------------------
+# ---- membership in torch RPC and Ray ------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def member_of(scheme: WeightSyncScheme, rank: int) -> Iterator[None]:
-    """Take part in torch RPC or Ray inside, if that is what the scheme needs; rank 0 begins it. (Who is in
-    one of Ray's actors takes part in that already.)"""
+    """Join torch RPC or start Ray for the duration of the context, if the scheme needs it.
+
+    Rank 0 starts the cluster. A process of a Ray actor is connected to Ray already.
+    """
     if isinstance(scheme, RayWeightSyncScheme) and rank == 0:
         with ray_cluster():
             yield
@@ -65,10 +67,10 @@ def member_of(scheme: WeightSyncScheme, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ray_cluster(store: int = 256 << 20) -> Iterator[None]:
-    """Ray on this machine, whose actors find what this process has imported.
+    """Start Ray on this machine. Its actors can import the modules that this process can import.
 
     Args:
-        store: bytes of its object store.
+        store: size of the object store in bytes.
 
     Raises:
         NotInitializedError: Ray is not installed.
@@ -91,8 +93,14 @@ def ray_cluster(store: int = 256 << 20) -> Iterator[None]:
 
 
 def joined(make: Callable[[], Any], scheme: WeightSyncScheme, worker: int) -> Any:
-    """A worker's environment, made in a process that takes part in what its scheme needs (see
-    :func:`member_of`) until the environment is closed."""
+    """Make a worker's environment in a process that is a member as in :func:`member_of`, until the
+    environment closes.
+
+    Args:
+        make: makes the environment.
+        scheme: the worker's scheme.
+        worker: the worker's index.
+    """
     membership = member_of(scheme, 1 + worker)
     membership.__enter__()
     env = make()
@@ -110,12 +118,12 @@ def joined(make: Callable[[], Any], scheme: WeightSyncScheme, worker: int) -> An
 
 
 class LoopTicker:
-    """Asks the running loop for a call every ``interval`` seconds; records how late each comes."""
+    """Schedules a call on the running loop every ``interval`` seconds, and records its delay."""
 
     def __init__(self, interval: float = 0.005) -> None:
         self.interval = interval
         self.late: list[float] = []
-        """Seconds that each tick came after its time."""
+        """Delay of each call in seconds."""
         self._due = 0.0
         self._handle: asyncio.TimerHandle | None = None
 
@@ -142,7 +150,7 @@ class LoopTicker:
 
 @dataclass
 class _Series:
-    """One line of a panel: times in seconds since the training began, and values."""
+    """One line of a panel: values, and their times in seconds since the start of the training."""
 
     at: list[float] = field(default_factory=list)
     value: list[float] = field(default_factory=list)
@@ -153,19 +161,19 @@ class _Series:
 
 
 class DemoReport:
-    """A progress bar while it runs; a table and a picture at the end, also after Ctrl-C.
+    """Shows a progress bar during the training, and a table and a picture at its end, also after Ctrl-C.
 
-    Leaving the context turns Ctrl-C (exit status 130) and a lost worker (exit status 1) into one
-    line each; every other error passes.
+    At the exit of the context, Ctrl-C (exit status 130) and a lost worker (exit status 1) become one printed
+    line each. Other errors propagate.
     """
 
     def __init__(self, title: str, workers: int, max_updates: int, max_seconds: float, out: Path) -> None:
         self.title = title
         self.out = out
         self.evaluated = 0.0
-        """The mean return of the newest evaluation."""
-        # Not at the top: workers import this module too and draw nothing. Not at the end: a missing
-        # matplotlib is better known before the training than after it.
+        """Mean return of the newest evaluation."""
+        # Imported here and not at the top, because workers import this module and draw nothing. Not at the
+        # end, so that a missing matplotlib is reported before the training.
         self._figure: type[Figure] = importlib.import_module("matplotlib.figure").Figure
         self._max_updates = max_updates
         self._max_seconds = max_seconds
@@ -220,7 +228,7 @@ class DemoReport:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The training proper, when the workers are there: its clock, and the watch over its event loop."""
+        """Time the training and watch its event loop. Enter when the workers are connected."""
         self._began = time.monotonic()
         self._console.print(f"{len(self._lag)} workers connected; training.")
         if self._bar is not None:
@@ -235,20 +243,22 @@ class DemoReport:
         return 0.0 if self._began is None else time.monotonic() - self._began
 
     def time_left(self) -> bool:
-        """Whether neither the updates nor the minutes are used up."""
+        """Return whether the limits of updates and of seconds are not reached yet."""
         return len(self._sends) < self._max_updates and self._now() < self._max_seconds
 
     def batch(self, batch: TensorDictBase, version: int) -> None:
-        """Note a batch of shape ``(envs, steps)`` that the trainer, at ``version``, has just taken."""
+        """Record a batch of shape ``(envs, steps)`` that the trainer received while it was at ``version``."""
         now = self._now()
         ids, live = batch["collector", "traj_ids"], batch["collector", "mask"]
-        played = batch["policy_version"]
-        lag = float((version - played).float().mean())
-        worker = int(ids[0, 0]) % len(self._lag)  # each numbers its trajectories in steps of so many
+        acted = batch["policy_version"]
+        lag = float((version - acted).float().mean())
+        worker = int(ids[0, 0]) % len(
+            self._lag
+        )  # worker i numbers its trajectories i, i + workers, i + 2 * workers, ...
         self._steps += int(live.sum())
         self._lags.append(lag)
         self._lag[worker].add(now, lag)
-        self._version[worker].add(now, float(played.max()))
+        self._version[worker].add(now, float(acted.max()))
         rewards, done = batch["next", "reward"].squeeze(-1), batch["next", "done"].squeeze(-1) & live
         for number in ids.unique().tolist():
             mine = (ids == number) & live
@@ -258,7 +268,7 @@ class DemoReport:
                 self._training.add(now, float(np.mean(self._recent)))
 
     def update(self, version: int, send_seconds: float) -> None:
-        """Note an update that all workers now have, and what its ``send`` took."""
+        """Record an update that all workers have applied, and the duration of its ``send`` in seconds."""
         self._sends.append(send_seconds)
         self._trainer.add(self._now(), float(version))
         if self._bar is not None:
@@ -271,7 +281,7 @@ class DemoReport:
             )
 
     def evaluation(self, mean_return: float) -> None:
-        """Note an evaluation."""
+        """Record an evaluation."""
         self.evaluated = mean_return
         self._evaluations.add(self._now(), mean_return)
 

@@ -1,4 +1,4 @@
-"""`aiosync doctor`: what this machine offers, and one real update to a spawned worker."""
+"""``aiosync doctor``: print this machine's properties, and send one update to a spawned worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GIB = 2**30
 
 
 def examine(console: Console | None = None) -> bool:
-    """Print what was found; returns whether the self-check succeeded."""
+    """Print the findings, and run the self-check; returns whether the self-check succeeded."""
     console = console or Console()
     table = Table(title="aiosync doctor", show_header=False)
     table.add_column(style="bold", no_wrap=True)
@@ -86,13 +86,14 @@ def _memory() -> Iterator[tuple[str, str]]:
         yield "memory for weights", f"{available / _GIB:.1f} GiB available"
     if Path("/dev/shm").is_dir():
         usage = shutil.disk_usage("/dev/shm")
-        # aiosync keeps nothing there; torch's own shared tensors do.
+        # torch's shared tensors use it, and aiosync does not.
         free = f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
         yield "/dev/shm", f"{free} (used by torch, not by aiosync)"
 
 
 def _available_memory() -> int | None:
-    """Bytes that may still be taken: the system's, or this cgroup's where that is less."""
+    """Return the available memory in bytes, of the system or of this cgroup, the smaller one; None:
+    unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -113,7 +114,7 @@ def _cuda() -> Iterator[tuple[str, str]]:
         return
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield "CUDA", f"{torch.version.cuda}: {', '.join(names)}"
-    # CUDA IPC exists on Linux only, and not for the caching allocator's expandable segments.
+    # CUDA IPC works only on Linux, and not with the caching allocator's expandable segments.
     expandable = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if sys.platform != "linux":
         yield "CUDA IPC", "no: only on Linux"
@@ -134,8 +135,8 @@ async def self_check() -> dict[str, float]:
     """Send a new version to a spawned worker; returns the seconds of ``connect`` and of ``send``.
 
     Raises:
-        SyncTimeoutError: if the worker did not answer in time.
-        WorkerLostError: if the worker died.
+        SyncTimeoutError: the worker did not answer in time.
+        WorkerLostError: the worker died.
     """
     ctx = multiprocessing.get_context("spawn")
     model = _model()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 # What a module that is not there belongs to: a bare traceback would not say what to install.
 _EXTRA_OF = {
@@ -43,6 +46,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A trainer's model weights to the workers that roll out the policy.",
 )
+
+_Options = TypeVar("_Options")
 
 # The commands below hand their whole command line, --help included, to the program that they run.
 _FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -92,58 +97,91 @@ def bench(context: typer.Context) -> None:
         module.app(context.args, prog_name="aiosync bench")
 
 
-@app.command()
-def relay(
-    upstream: Annotated[str, typer.Option(help="The trainer's address, or that of the relay above.")],
-    listen: Annotated[str, typer.Option(help="tcp://host:port or unix:///path for workers here.")],
-    model_id: Annotated[str | None, typer.Option(help="The model, as the trainer calls it.")] = None,
+def _options_of(options: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
+    """Give a command one option per field of the dataclass ``options``; the command is called with an
+    instance."""
+
+    def decorate(command: Callable[[_Options], None]) -> Callable[..., None]:
+        def run(**values: Any) -> None:
+            command(options(**values))
+
+        hints = get_type_hints(options, include_extras=True)
+        fields = inspect.signature(options).parameters.values()
+        run.__name__, run.__doc__, run.__annotations__ = command.__name__, command.__doc__, hints
+        # typer reads a command's options from its signature.
+        signature = inspect.Signature([field.replace(annotation=hints[field.name]) for field in fields])
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RelayOptions:
+    """What the command line of ``aiosync relay`` says."""
+
+    upstream: Annotated[str, typer.Option(help="The trainer's address, or that of the relay above.")]
+    listen: Annotated[str, typer.Option(help="tcp://host:port or unix:///path for workers here.")]
+    model_id: Annotated[str | None, typer.Option(help="The model, as the trainer calls it.")] = None
     token_env: Annotated[
         str | None, typer.Option(help="The environment variable that has the token.  [AIOSYNC_TOKEN, if set]")
-    ] = None,
-    certfile: Annotated[str | None, typer.Option(help="This node's certificate, PEM: speak TLS.")] = None,
-    keyfile: Annotated[str | None, typer.Option(help="Its private key, if not in the same file.")] = None,
-    cafile: Annotated[str | None, typer.Option(help="What signed the others' certificates, PEM.")] = None,
-    codec: Annotated[Literal["full", "zstd", "delta"], typer.Option(help="From here on.")] = "full",
-    timeout: Annotated[float, typer.Option(help="Seconds that one step may take.")] = 120.0,
-    reconnect_for: Annotated[float, typer.Option(help="Seconds to look for a lost trainer.")] = 60.0,
+    ] = None
+    certfile: Annotated[str | None, typer.Option(help="This node's certificate, PEM: speak TLS.")] = None
+    keyfile: Annotated[str | None, typer.Option(help="Its private key, if not in the same file.")] = None
+    cafile: Annotated[str | None, typer.Option(help="What signed the others' certificates, PEM.")] = None
+    codec: Annotated[Literal["full", "zstd", "delta"], typer.Option(help="From here on.")] = "full"
+    timeout: Annotated[float, typer.Option(help="Seconds that one step may take.")] = 120.0
+    reconnect_for: Annotated[float, typer.Option(help="Seconds to look for a lost trainer.")] = 60.0
     on_sender_close: Annotated[
         Literal["stop", "wait"], typer.Option(help="When the trainer closes: stop, or wait for the next one.")
-    ] = "stop",
-    insecure: Annotated[bool, typer.Option("--insecure", help="Let everybody in.")] = False,
-) -> None:
+    ] = "stop"
+    insecure: Annotated[bool, typer.Option("--insecure", help="Let everybody in.")] = False
+
+
+@app.command()
+@_options_of(_RelayOptions)
+def relay(options: _RelayOptions) -> None:
     """Hand a trainer's updates on to workers here, as they arrive, until the trainer closes."""
     import asyncio
     import logging
-    import os
 
     import aiosync
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    token = os.environ.get(token_env or "AIOSYNC_TOKEN")
-    if token_env is not None and token is None:
-        raise typer.BadParameter(f"the environment variable {token_env} is not set", param_hint="--token-env")
-
-    async def main() -> None:
-        wants_tls = any((certfile, keyfile, cafile))
-        tls = aiosync.TLSConfig(certfile, keyfile, cafile) if wants_tls else None
-        common: dict[str, Any] = {"token": token, "tls": tls, "timeout": timeout}
-        above = aiosync.TCPWeightSyncScheme(
-            upstream, reconnect_for=reconnect_for, on_sender_close=on_sender_close, **common
+    token = os.environ.get(options.token_env or "AIOSYNC_TOKEN")
+    if options.token_env is not None and token is None:
+        raise typer.BadParameter(
+            f"the environment variable {options.token_env} is not set", param_hint="--token-env"
         )
-        below = aiosync.TCPWeightSyncScheme(listen, codec=codec, insecure=insecure, **common)
-        async with aiosync.WeightRelay(above, below, model_id=model_id) as node:
-            typer.echo(f"workers may connect to {node.address}")
-            await node.wait_closed()
-            typer.echo(f"the end, at version {node.version}: {node.ended}")
-
     try:
-        asyncio.run(main())
+        asyncio.run(_run_relay(options, token))
     except aiosync.InsecureTransportError as exc:
         raise SystemExit(f"aiosync relay: {exc} (here: AIOSYNC_TOKEN, --certfile, --insecure)") from None
     except aiosync.AiosyncError as exc:
         raise SystemExit(f"aiosync relay: {exc}") from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+async def _run_relay(options: _RelayOptions, token: str | None) -> None:
+    import aiosync
+
+    wants_tls = any((options.certfile, options.keyfile, options.cafile))
+    tls = aiosync.TLSConfig(options.certfile, options.keyfile, options.cafile) if wants_tls else None
+    common: dict[str, Any] = {"token": token, "tls": tls, "timeout": options.timeout}
+    above = aiosync.TCPWeightSyncScheme(
+        options.upstream,
+        reconnect_for=options.reconnect_for,
+        on_sender_close=options.on_sender_close,
+        **common,
+    )
+    below = aiosync.TCPWeightSyncScheme(
+        options.listen, codec=options.codec, insecure=options.insecure, **common
+    )
+    async with aiosync.WeightRelay(above, below, model_id=options.model_id) as node:
+        typer.echo(f"workers may connect to {node.address}")
+        await node.wait_closed()
+        typer.echo(f"the end, at version {node.version}: {node.ended}")
 
 
 @app.command()

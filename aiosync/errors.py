@@ -1,35 +1,34 @@
-"""Every error that aiosync raises on purpose, as one tree.
+"""The errors that aiosync raises, as one tree.
 
 ::
 
     AiosyncError
-    ├── InvalidArgumentError (ValueError)        an argument, or a mix of arguments, that cannot work
-    │   ├── UnknownWorkerError                   a worker id that this scheme does not serve
-    │   ├── WeightSourceError (TypeError)        what was given as weights has none
-    │   └── InsecureTransportError               an address that others can reach, and no authentication
-    ├── UnsupportedTensorError (TypeError)       a weight that has no dense bytes to send
-    ├── LayoutMismatchError (KeyError)           names, shapes or dtypes differ between two sides
-    ├── ArenaAllocationError (MemoryError)       the memory for the weights could not be taken
-    ├── NotInitializedError (RuntimeError)       init_on_sender / init_on_receiver is missing
-    ├── NotConnectedError (RuntimeError)         connect is missing, or the endpoint is closed
-    │   ├── ForkedEndpointError                  a live endpoint met in a forked child
-    │   └── WrongEventLoopError                  a live endpoint used from another event loop
-    ├── AlreadyConnectedError (RuntimeError)     connect, or an init, where there is a live endpoint
-    ├── BlockingCallError (RuntimeError)         a blocking twin called from the loop that serves it
-    ├── GatherError (RuntimeError)               the ranks of a sharded trainer are not together
-    ├── SyncTimeoutError (TimeoutError)          a deadline passed; names worker, phase and version
-    ├── WorkerError (RuntimeError)               something went wrong at the other end
-    │   ├── WorkerLostError                      its process or its channel is gone
-    │   ├── RemoteApplyError                     it refused the update; carries its traceback
-    │   └── JointUpdateError                     it gave up an update because a sibling model's failed
-    └── ProtocolError (RuntimeError)             bytes on a channel that are not our protocol
-        ├── FrameError                           a frame that is truncated, corrupted or too large
-        └── HandshakeError                       the peer was refused, or refused us
-            ├── SenderFullError                  for the time being: the sender has no room for the worker
-            └── RelayRingError                   a relay would receive what it has sent itself
+    ├── InvalidArgumentError (ValueError)        an argument, or a combination of arguments, is invalid
+    │   ├── UnknownWorkerError                   the scheme does not serve this worker id
+    │   ├── WeightSourceError (TypeError)        the given object has no weights
+    │   └── InsecureTransportError               others can reach the address, and nothing authenticates
+    workers ├── UnsupportedTensorError (TypeError)       a weight has no dense bytes to send ├──
+    LayoutMismatchError (KeyError)           names, shapes or dtypes of the two sides differ ├──
+    ArenaAllocationError (MemoryError)       memory for the weights could not be allocated ├──
+    NotInitializedError (RuntimeError)       init_on_sender / init_on_receiver was not called ├──
+    NotConnectedError (RuntimeError)         connect was not called, or the endpoint is closed │   ├──
+    ForkedEndpointError                  a connected endpoint was used in a forked child │   └──
+    WrongEventLoopError                  a connected endpoint was used from another event loop ├──
+    AlreadyConnectedError (RuntimeError)     the scheme has a connected endpoint already ├── BlockingCallError
+    (RuntimeError)         a blocking twin was called from the loop that serves it ├── GatherError
+    (RuntimeError)               the ranks of a sharded trainer could not gather the weights ├──
+    SyncTimeoutError (TimeoutError)          a deadline passed; names worker, phase and version ├──
+    WorkerError (RuntimeError)               an error at the other end │   ├── WorkerLostError
+    its process or its connection is gone │   ├── RemoteApplyError                     it refused the update;
+    has its traceback │   └── JointUpdateError                     it dropped an update because another
+    model's part failed └── ProtocolError (RuntimeError)             the peer broke the protocol
+        ├── FrameError                           a frame is truncated, corrupted or too large
+        └── HandshakeError                       one side refused the other
+            ├── SenderFullError                  the sender has no room for the worker at present
+            └── RelayRingError                   a relay would receive its own updates
 
-Each carries in attributes what its message says in words. An error raised by a ``send`` that reached
-some workers has the :class:`~aiosync.SendReport` of that send as its ``report``.
+Each error has the values in its message as attributes. An error of a ``send`` that reached some workers has
+the :class:`~aiosync.SendReport` of that send as its ``report``.
 """
 
 from __future__ import annotations
@@ -73,29 +72,29 @@ Phase: TypeAlias = Literal["connect", "stage", "commit", "ack", "pin", "receive"
 
 
 class AiosyncError(Exception):
-    """Root of the tree.
+    """The base class of all errors of aiosync.
 
     Attributes:
-        report: what a failed ``send`` did reach, or None where no send was under way.
+        report: the report of the ``send`` that failed; None: the error is not of a ``send``.
     """
 
     report: SendReport | None = None
 
 
 class InvalidArgumentError(AiosyncError, ValueError):
-    """An argument, or a mix of arguments, that cannot work."""
+    """An argument, or a combination of arguments, is invalid."""
 
 
 class WeightSourceError(InvalidArgumentError, TypeError):
-    """What was given as weights is of a kind that has none."""
+    """The object given as weights has no weights."""
 
 
 class UnknownWorkerError(InvalidArgumentError):
-    """A worker id that this scheme does not serve.
+    """The scheme does not serve this worker id.
 
     Attributes:
-        worker: the id that was given.
-        known: the ids that would have been accepted.
+        worker: the given id.
+        known: the ids that the scheme serves.
     """
 
     def __init__(self, worker: object, known: Iterable[object]) -> None:
@@ -105,15 +104,15 @@ class UnknownWorkerError(InvalidArgumentError):
 
 
 class InsecureTransportError(InvalidArgumentError):
-    """A sender was to listen where others can connect, without anything to tell workers from strangers."""
+    """A sender would listen where others can connect, and nothing authenticates its workers."""
 
 
 class UnsupportedTensorError(AiosyncError, TypeError):
-    """A weight that has no dense bytes to send (sparse, quantised, not a tensor).
+    """A weight has no dense bytes to send: it is sparse, quantised, or not a tensor, for example.
 
     Attributes:
         name: the dotted name of the entry.
-        reason: what it is, and what to do instead.
+        reason: what the entry is, and what to do instead.
     """
 
     def __init__(self, name: str, reason: str) -> None:
@@ -126,11 +125,11 @@ class LayoutMismatchError(AiosyncError, KeyError):
     """The weights of one side do not fit the other side's.
 
     Attributes:
-        missing: names expected and not given.
-        unexpected: names given and not expected.
+        missing: names that were expected and not given.
+        unexpected: names that were given and not expected.
         differing: name -> (expected, got), each as text such as ``float32[4, 2]``.
-        worker: the worker that found it, or None where the sender found it itself.
-        omitted: how many more entries there are that the worker did not list.
+        worker: the worker that reported the mismatch; None: this process found it.
+        omitted: how many more entries the worker found and did not list.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class LayoutMismatchError(AiosyncError, KeyError):
             parts.append(f"and {self.omitted} further entries, which the worker did not list")
         return f"{where}; " + "; ".join(parts)
 
-    # KeyError shows its argument's repr, which turns a sentence into a quoted string.
+    # KeyError shows the repr of its argument, which would quote the sentence.
     def __str__(self) -> str:
         return str(self.args[0])
 
@@ -196,15 +195,15 @@ def _shortened(names: Sequence[str], limit: int = 8) -> str:
 
 
 class ArenaAllocationError(AiosyncError, MemoryError):
-    """The memory for the weights could not be taken.
+    """Memory for the weights could not be allocated.
 
     Attributes:
-        nbytes: how many bytes were asked for.
+        nbytes: the requested size in bytes.
     """
 
     def __init__(self, nbytes: int, reason: str) -> None:
         self.nbytes = nbytes
-        super().__init__(f"could not take {nbytes} bytes for the weights: {reason}")
+        super().__init__(f"could not allocate {nbytes} bytes for the weights: {reason}")
 
 
 class NotInitializedError(AiosyncError, RuntimeError):
@@ -216,30 +215,30 @@ class NotConnectedError(AiosyncError, RuntimeError):
 
 
 class ForkedEndpointError(NotConnectedError):
-    """A live endpoint was used in a forked child; it belongs to the process that connected it."""
+    """A connected endpoint was used in a forked child. It belongs to the process that connected it."""
 
 
 class WrongEventLoopError(NotConnectedError):
-    """A live endpoint was used from another event loop than the one that ``connect`` ran on."""
+    """A connected endpoint was used from another event loop than that of its ``connect``."""
 
 
 class AlreadyConnectedError(AiosyncError, RuntimeError):
-    """The scheme has a live endpoint already, which the call would have replaced."""
+    """The scheme has a connected endpoint already, which the call would replace."""
 
 
 class BlockingCallError(AiosyncError, RuntimeError):
-    """A blocking twin was called from the event loop that would have to serve the call."""
+    """A blocking twin was called from the event loop that has to serve the call."""
 
 
 class SyncTimeoutError(AiosyncError, TimeoutError):
     """A deadline passed.
 
     Attributes:
-        phase: what was being waited for: connect, stage, commit, ack, pin, receive or close.
+        phase: the phase that did not finish: connect, stage, commit, ack, pin, receive or close.
         workers: the workers that did not answer in time, as a sorted tuple.
-        version: the version that was on its way, or None where none was.
-        seconds: the deadline that passed.
-        hint: what may be behind it, or "".
+        version: the version that was being sent; None: none.
+        seconds: the time limit in seconds.
+        hint: a possible cause; empty: none.
     """
 
     def __init__(
@@ -263,20 +262,20 @@ class SyncTimeoutError(AiosyncError, TimeoutError):
 
     @property
     def worker(self) -> int | None:
-        """The first worker that did not answer, or None."""
+        """The first worker that did not answer; None: no worker is named."""
         return self.workers[0] if self.workers else None
 
 
 class WorkerError(AiosyncError, RuntimeError):
-    """Something went wrong at the other end."""
+    """An error at the other end of a connection."""
 
 
 class WorkerLostError(WorkerError):
-    """A worker's process or channel is gone (or, on a receiver, the sender's).
+    """A worker's process or connection is gone; on a receiver, the sender's.
 
     Attributes:
-        workers: the workers that are gone, as a sorted tuple; empty where the sender is.
-        reason: how it was noticed.
+        workers: the workers that are gone, as a sorted tuple; empty: the sender is gone.
+        reason: how the loss was detected.
     """
 
     def __init__(self, workers: Iterable[int], reason: str) -> None:
@@ -287,19 +286,19 @@ class WorkerLostError(WorkerError):
 
     @property
     def worker(self) -> int | None:
-        """The first worker that is gone, or None."""
+        """The first worker that is gone; None: the sender is gone."""
         return self.workers[0] if self.workers else None
 
 
 class RemoteApplyError(WorkerError):
-    """A worker could not apply an update; it keeps the version it had, whole.
+    """A worker could not apply an update. It keeps its previous version unchanged.
 
     Attributes:
-        worker: the worker that refused.
-        version: the version it refused; -1 where it was not a version that was asked of it.
-        remote_type: the exception's type there, by its qualified name.
-        remote_message: the exception's text there.
-        remote_traceback: the traceback's text there.
+        worker: the worker's index.
+        version: the refused version; -1: the failed call was not an update.
+        remote_type: qualified name of the exception's type at the worker.
+        remote_message: the exception's message at the worker.
+        remote_traceback: the traceback at the worker, as text.
     """
 
     def __init__(
@@ -323,32 +322,31 @@ class RemoteApplyError(WorkerError):
 
 
 class JointUpdateError(WorkerError):
-    """A model's part of a joint update was given up because another model's part failed."""
+    """A model's part of a joint update was dropped because another model's part failed."""
 
 
 class GatherError(AiosyncError, RuntimeError):
-    """The ranks of a sharded trainer could not bring the weights together."""
+    """The ranks of a sharded trainer could not gather the weights."""
 
 
 class ProtocolError(AiosyncError, RuntimeError):
-    """Bytes on a channel that are not our protocol."""
+    """The peer broke the protocol."""
 
 
 class FrameError(ProtocolError):
-    """A frame that is truncated, corrupted, of an unknown kind or too large."""
+    """A frame is truncated, corrupted, of an unknown kind or too large."""
 
 
 class HandshakeError(ProtocolError):
-    """The peer was refused, or refused us, when the connection was made."""
+    """One side refused the other when the connection was made."""
 
 
 class SenderFullError(HandshakeError):
-    """The sender has no room for this worker now. ``connect`` and a lost worker try again until their
-    deadline."""
+    """The sender has no room for this worker at present. Workers retry until their deadline."""
 
 
 class RelayRingError(HandshakeError):
-    """A relay was about to follow a sender that, over other relays, follows the relay itself."""
+    """A relay would follow a sender that receives, over other relays, from the relay itself."""
 
 
 def _named(workers: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Figures of one endpoint, and the hook that hears of each event as it happens."""
+"""Events and statistics of one endpoint."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ EventKind: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True)
 class SyncEvent:
-    """Something that happened at an endpoint.
+    """An event at an endpoint.
 
     Attributes:
         kind: on the sender ``connected``, ``sent``, ``applied``, ``failed``, ``lost``, ``joined``,
             ``dropped``; on a receiver ``connected``, ``committed``, ``failed``, ``lost``, ``followed``;
             ``closed`` on both.
-        model_id: the scheme's.
-        version: the version in question, or -1.
-        worker: the worker in question, or None.
-        nbytes: bytes moved, or 0.
-        seconds: per phase.
-        message: an error's text, or "".
-        previous: of ``followed``, which says that a receiver follows another sender from now on, the version
-            of the sender before; ``version`` is the new sender's newest. Else -1.
+        model_id: the scheme's model id.
+        version: the version that the event is about; -1: none.
+        worker: the worker that the event is about; None: none.
+        nbytes: bytes of weights that were copied or sent.
+        seconds: phase -> seconds.
+        message: an error's text; empty: none.
+        previous: for ``followed`` (a receiver follows another sender from now on), the version of the
+            previous sender, while ``version`` is the new sender's newest; else -1.
     """
 
     kind: EventKind
@@ -57,7 +57,7 @@ EventHook: TypeAlias = Callable[[SyncEvent], None]
 
 @dataclass(slots=True)
 class PhaseStats:
-    """Seconds that one phase took, over all updates."""
+    """Durations of one phase over all updates, in seconds."""
 
     count: int = 0
     total: float = 0.0
@@ -66,25 +66,25 @@ class PhaseStats:
 
     @property
     def mean(self) -> float:
-        """Seconds on average, 0.0 before the first."""
+        """Mean duration in seconds; 0.0 before the first update."""
         return self.total / self.count if self.count else 0.0
 
 
 @dataclass(slots=True)
 class SchemeStats:
-    """Figures of one endpoint since it was connected.
+    """Statistics of one endpoint since it was connected.
 
     Attributes:
         updates: versions published (sender) or committed (receiver).
-        nbytes: bytes of weights copied by the sender, or staged by the receiver.
-        wire_nbytes: on the sender, bytes handed to the workers' connections, where those carry the weights.
-        skipped: on a receiver, versions that it never saw because a newer one was there (latest wins).
-        failures: updates refused; on the sender, by any worker.
-        lost: workers lost so far (sender).
-        phases: seconds per phase: ``extract``, ``stage``, ``ack``, ``total`` on the sender; ``stage``,
+        nbytes: bytes of weights that the sender copied, or that the receiver staged.
+        wire_nbytes: on the sender, bytes sent over the workers' connections, if those carry the weights.
+        skipped: on a receiver, versions that it did not get because a newer one existed (latest wins).
+        failures: refused updates; on the sender, by any worker.
+        lost: on the sender, workers lost so far.
+        phases: durations of the phases ``extract``, ``stage``, ``ack``, ``total`` on the sender; ``stage``,
             ``wait``, ``commit`` on a receiver.
-        lag: on the sender, worker -> versions that it is behind the newest.
-        memory: bytes of shared or staging memory that this endpoint has taken.
+        lag: on the sender, worker -> how many versions the worker is behind the newest.
+        memory: bytes of shared or staging memory that this endpoint has allocated.
     """
 
     updates: int = 0
@@ -98,7 +98,7 @@ class SchemeStats:
     memory: int = 0
 
     def add_phases(self, seconds: Mapping[str, float]) -> None:
-        """Count one update's phases."""
+        """Add the durations of one update's phases."""
         for phase, spent in seconds.items():
             known = self.phases.get(phase)
             if known is None:
@@ -111,19 +111,19 @@ class SchemeStats:
 
 
 class EventSource:
-    """Hands events to the hooks that were registered.
+    """Calls the registered hooks for each event.
 
     Attributes:
-        hooks: those.
+        hooks: the registered hooks.
     """
 
     def __init__(self) -> None:
         self.hooks: list[EventHook] = []
 
     def register(self, hook: EventHook) -> Callable[[], None]:
-        """Call ``hook`` for every event from now on; returns what ends that.
+        """Call ``hook`` for every event from now on; returns a function that removes the hook.
 
-        Hooks are called on the event loop and should return at once. What a hook raises is logged.
+        Hooks are called on the event loop and should return quickly. An exception of a hook is logged.
         """
         self.hooks.append(hook)
 
@@ -133,7 +133,7 @@ class EventSource:
 
         return remove
 
-    def tell(
+    def emit(
         self,
         kind: EventKind,
         model_id: str | None,
@@ -145,12 +145,12 @@ class EventSource:
         message: str = "",
         previous: int = -1,
     ) -> None:
-        """Tell the hooks; without one this costs nothing."""
+        """Call the hooks with a :class:`SyncEvent` of these values. Without hooks no event is made."""
         if not self.hooks:
             return
         event = SyncEvent(kind, model_id, version, worker, nbytes, seconds or {}, message, previous)
         for hook in list(self.hooks):
             try:
                 hook(event)
-            except Exception:  # an observer's fault must not fail the update observed
+            except Exception:  # an error of a hook must not fail the update
                 logger.exception("an event hook raised for %s", event.kind)

@@ -1,6 +1,6 @@
 """A scheme's events as Prometheus or OpenTelemetry metrics (extra ``aiosync[metrics]``).
 
-Both take the events of :meth:`~aiosync.WeightSyncScheme.on_event` and keep nothing of their own::
+Both functions convert the events of :meth:`~aiosync.WeightSyncScheme.on_event`, and keep no state::
 
     from aiosync import metrics
 
@@ -8,7 +8,7 @@ Both take the events of :meth:`~aiosync.WeightSyncScheme.on_event` and keep noth
     stop = metrics.to_opentelemetry(scheme)   # into the global meter provider
 
 ===========================  =========  ============================================================
-metric                       kind       what
+metric                       kind       meaning
 ===========================  =========  ============================================================
 ``aiosync_events``           counter    events by ``kind`` (sent, applied, failed, lost, ...)
 ``aiosync_bytes``            counter    bytes of weights copied by the sender
@@ -16,7 +16,7 @@ metric                       kind       what
 ``aiosync_phase_seconds``    histogram  seconds by ``phase`` (extract, stage, ack, commit, ...)
 ===========================  =========  ============================================================
 
-Each carries the labels ``model`` and ``worker`` (empty where an event is about no worker in particular).
+Each has the labels ``model`` and ``worker``, which is empty for events that are not about one worker.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def _labels(event: SyncEvent) -> dict[str, str]:
 
 
 def to_prometheus(scheme: WeightSyncScheme, registry: CollectorRegistry | None = None) -> Callable[[], None]:
-    """Count a scheme's events in a Prometheus registry.
+    """Record a scheme's events in a Prometheus registry.
 
     Args:
-        scheme: a sender or a receiver; several may count into one registry.
-        registry: None for the default one.
+        scheme: a sender or a receiver. Several schemes may use one registry.
+        registry: None: the default registry.
 
     Returns:
-        What ends the counting.
+        A function that ends the recording.
 
     Raises:
         ModuleNotFoundError: ``prometheus_client`` is not installed.
@@ -95,7 +95,7 @@ _by_registry: dict[int, tuple[CollectorRegistry, _PrometheusMetrics]] = {}
 
 
 def _prometheus_metrics(registry: CollectorRegistry) -> _PrometheusMetrics:
-    # A registry takes a name once, and several schemes may count into it.
+    # A metric's name can be registered once per registry, and several schemes may use one registry.
     known = _by_registry.get(id(registry))
     if known is None:
         known = _by_registry[id(registry)] = (registry, _PrometheusMetrics(registry))
@@ -103,14 +103,14 @@ def _prometheus_metrics(registry: CollectorRegistry) -> _PrometheusMetrics:
 
 
 def to_opentelemetry(scheme: WeightSyncScheme, meter: Meter | None = None) -> Callable[[], None]:
-    """Count a scheme's events with an OpenTelemetry meter.
+    """Record a scheme's events with an OpenTelemetry meter.
 
     Args:
         scheme: a sender or a receiver.
-        meter: None for the global provider's meter ``aiosync``.
+        meter: None: the meter ``aiosync`` of the global provider.
 
     Returns:
-        What ends the counting.
+        A function that ends the recording.
 
     Raises:
         ModuleNotFoundError: ``opentelemetry`` is not installed.

@@ -1,4 +1,4 @@
-"""What a ``send`` did, worker by worker."""
+"""Reports of a ``send``, and the state of a worker."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ WorkerStatus: TypeAlias = Literal["applied", "published", "failed", "lost", "tim
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """One worker's part.
+    """One worker's result of a ``send``.
 
     Attributes:
-        worker: its index.
-        status: ``applied`` (it runs on this version or a newer one), ``published`` (it was notified; the
-            call did not wait), ``failed`` (it refused), ``lost`` (it is gone), ``timeout`` (no answer yet).
-        version: the version it runs on as far as the sender knows; -1 before its first.
-        seconds: per phase as the worker measured it: ``stage``, ``wait`` (for readers), ``commit``.
-        error: why it failed or was lost.
+        worker: the worker's index.
+        status: ``applied`` (the worker runs on this version or a newer one), ``published`` (the worker was
+            notified, and the call did not wait), ``failed`` (the worker refused), ``lost`` (the worker is
+            gone), ``timeout`` (no answer yet).
+        version: the version that the worker runs on, as far as the sender knows; -1 before its first.
+        seconds: phase -> seconds, as the worker measured them: ``stage``, ``wait`` (for readers), ``commit``.
+        error: why the worker failed or was lost; None otherwise.
     """
 
     worker: int
@@ -35,13 +36,13 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """How a worker stands, seen from the sender.
+    """The state of a worker, as the sender knows it.
 
     Attributes:
-        connected: whether it is there now.
-        version: the version that it last acknowledged; -1 before its first.
-        lag: versions that it is behind the newest.
-        peer: where it is, such as ``10.0.0.7:51112``; "" while it is not there.
+        connected: whether the worker is connected now.
+        version: the version that the worker acknowledged last; -1 before its first.
+        lag: how many versions the worker is behind the newest.
+        peer: the worker's address, such as ``10.0.0.7:51112``; empty while it is not connected.
     """
 
     connected: bool
@@ -52,14 +53,14 @@ class WorkerState:
 
 @dataclass(frozen=True, slots=True)
 class SendReport:
-    """What a ``send`` did.
+    """The result of a ``send``.
 
     Attributes:
-        version: the version that it published.
-        nbytes: bytes of weights copied by the sender.
-        workers: worker index -> its part.
-        seconds: per phase on the sender: ``extract``, ``stage`` (the copy), ``ack``, ``total``.
-        dropped: workers that left the set because of this send (``on_failure="drop"``).
+        version: the published version.
+        nbytes: bytes of weights that the sender copied.
+        workers: worker index -> the worker's result.
+        seconds: phase -> seconds on the sender: ``extract``, ``stage`` (the copy), ``ack``, ``total``.
+        dropped: workers that this send removed (``on_failure="drop"``).
     """
 
     version: int
@@ -70,10 +71,10 @@ class SendReport:
 
     @property
     def failures(self) -> Mapping[int, WorkerReport]:
-        """The workers that neither applied it nor were merely told."""
+        """The results of the workers that failed, were lost or did not answer in time."""
         return {w: r for w, r in self.workers.items() if r.status not in ("applied", "published")}
 
     @property
     def ok(self) -> bool:
-        """Whether every worker applied it or was told."""
+        """Whether every worker applied the version or was notified of it."""
         return not self.failures

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.schemes.tcp import _derived
@@ -41,7 +42,7 @@ def greeting() -> dict[str, Any]:
         said += sender.frames_to_send()
         worker.receive(said[-1])
         said += worker.frames_to_send()
-    return {"token": TOKEN, "ticket": ticket.hex(), "stream": b"".join(map(f.encode, said)).hex()}
+    return {"token": TOKEN, "ticket": ticket.hex(), "stream": b"".join(map(framing.encode, said)).hex()}
 
 
 def _fields(frame: Any) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def welcome() -> dict[str, Any]:
         layout=layout.to_wire(), version=17, worker=3, instance="0123", signature="abc", via=["0123"]
     )
     fields = {"type": "welcome", "layout": layout.to_wire(), "version": 17, "worker": 3, "via": ["0123"]}
-    return {"stream": f.encode(frame).hex(), "fields": fields}
+    return {"stream": framing.encode(frame).hex(), "fields": fields}
 
 
 def update(codec: Codec, version: int) -> dict[str, Any]:
@@ -87,9 +88,9 @@ def update(codec: Codec, version: int) -> dict[str, Any]:
     checksum = checksum_of(memoryview(buffer))
     payload = {"base": 0 if codec == "delta" else -1}
     frames = [
-        f.encode(f.Update(round=4, version=version, payload=payload)),
-        f.encode(f.Chunk(block=0, size=len(raw), checksum=checksum, encoding=encoding)) + raw,
-        f.encode(f.End(digest=digest_of([checksum]))),
+        framing.encode(f.Update(round=4, version=version, payload=payload)),
+        framing.encode(f.Chunk(block=0, size=len(raw), checksum=checksum, encoding=encoding)) + raw,
+        framing.encode(f.End(digest=digest_of([checksum]))),
     ]
     stream = b"".join(frames)
     return {"version": version, "base": base.hex(), "buffer": buffer.hex(), "stream": stream.hex()}
@@ -109,7 +110,7 @@ def nack() -> dict[str, Any]:
     }
     differing = {"head.weight": ("float32[2, 64]", "float32[4, 64]")}
     given: dict[str, Any] = {**fields, "differing": differing}
-    return {"stream": f.encode(f.Nack(**given)).hex(), "fields": {"type": "nack", **fields}}
+    return {"stream": framing.encode(f.Nack(**given)).hex(), "fields": {"type": "nack", **fields}}
 
 
 def vectors() -> dict[str, dict[str, Any]]:

@@ -34,7 +34,7 @@ from aiosync.collectors.command_pipe import (
 from aiosync.collectors.config import StartMethod
 from aiosync.collectors.worker import WorkerSpec, run_worker
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.transports._offload import left_running, offloaded
+from aiosync.transports._offload import offloaded, start_thread
 
 __all__ = ["Host", "LocalHost", "MakeHost", "ProcessHost", "Schemes", "context_of"]
 
@@ -198,7 +198,7 @@ def _end_with_parent() -> None:
             child.kill()
         os._exit(1)
 
-    left_running(watch, "aiosync-parent")
+    start_thread(watch, "aiosync-parent")
 
 
 def _run(

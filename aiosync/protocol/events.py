@@ -1,4 +1,4 @@
-"""What sessions report: the events that :mod:`aiosync.protocol.session` returns."""
+"""The events that the sessions return."""
 
 from __future__ import annotations
 
@@ -26,21 +26,25 @@ __all__ = [
 
 
 class Greeted(msgspec.Struct, frozen=True):
-    """A worker proved that it knows the token; answer with ``welcome`` or ``refuse``."""
+    """A worker proved that it knows the token. The sender answers with ``welcome`` or ``refuse``."""
 
     hello: f.Hello
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """The worker is ready; answer with ``offer``. It still has the bytes of version ``have`` (-1: none), and
-    ``maps``: can read the sender's memory."""
+    """The worker is ready for an update. The sender answers with ``offer``.
+
+    Attributes:
+        have: the version whose bytes the worker still has; -1: none.
+        maps: whether the worker can read the sender's memory.
+    """
 
     have: int = -1
     maps: bool = False
 
 
 class StageDone(msgspec.Struct, frozen=True):
-    """The worker waits for its moment to commit; ``copied``: it needs the sender's memory no more."""
+    """The worker waits to commit. ``copied``: it no longer reads the sender's memory."""
 
     round: int
     copied: bool
@@ -61,7 +65,7 @@ class Rejected(msgspec.Struct, frozen=True):
 
 
 class Left(msgspec.Struct, frozen=True):
-    """The peer ended the session in order."""
+    """The peer sent a Bye. The fields are those of :class:`~aiosync.protocol.frames.Bye`."""
 
     reason: str
     dropped: bool = False
@@ -69,17 +73,17 @@ class Left(msgspec.Struct, frozen=True):
 
 
 class Recalled(msgspec.Struct, frozen=True):
-    """The update under way was taken back; another has to be fetched."""
+    """The sender cancelled the update that it was sending. The worker has to fetch again."""
 
 
 class Verified(msgspec.Struct, frozen=True):
-    """The sender proved that it knows the token; its process id is ``pid`` (0: not on this machine)."""
+    """The sender proved that it knows the token. ``pid``: its process id; 0: on another machine."""
 
     pid: int
 
 
 class Welcomed(msgspec.Struct, frozen=True):
-    """The sender has taken this worker in; updates follow."""
+    """The sender serves this worker from now on."""
 
     welcome: f.Welcome
 
@@ -91,7 +95,7 @@ class UpdateArrived(msgspec.Struct, frozen=True):
 
 
 class Aborted(msgspec.Struct, frozen=True):
-    """A joint update is off."""
+    """A joint update is cancelled."""
 
     joint: str
 

@@ -1,56 +1,35 @@
-"""Frames: the messages of the protocol, and how they become bytes.
+"""Frames: the messages of the protocol. :mod:`aiosync.protocol.framing` encodes and decodes them.
 
-A frame is a 12-byte header and a body. The header is ``b"AS"``, the protocol's version, a byte that is 1 if
-the body is compressed (zlib) and else 0, the body's length and the body's CRC-32, both as unsigned 32-bit
-big-endian integers. The body is msgpack: one of the structs below, told apart by its ``type`` field.
-Nothing here is ever unpickled.
-
-Who says what::
+One update, from the connection of a worker to its answer::
 
     worker                              sender
-      Hello ----------------------------->        who I am, and a nonce
+      Hello ----------------------------->        the worker's identity, and a nonce
             <----------------------------- Challenge   a nonce
-      Proof ----------------------------->        proof that I know the token
-            <----------------------------- Accepted | Refused   so do I
-      Join ------------------------------>        then I take longer frames from you
+      Proof ----------------------------->        proves that the worker knows the token
+            <----------------------------- Accepted | Refused   proves that the sender knows the token
+      Join ------------------------------>        the worker accepts longer frames from now on
             <----------------------------- Welcome | Refused    the layout of all updates to come
-            <----------------------------- Notify      there is something newer than you have
-      Fetch ----------------------------->        I am ready to take whatever is newest now
-            <----------------------------- Update      here it lies; it is yours until you answer
-            <----------------------------- Chunk* End  (where the connection carries the bytes) here it is
-      Staged ---------------------------->        (only where the commit has to wait) I have it
-      Ack | Nack ------------------------>        an Ack may bring the next Fetch along
-            <----------------------------- Abort       a joint update is off
+            <----------------------------- Notify      a newer version exists
+      Fetch ----------------------------->        the worker is ready for the newest version
+            <----------------------------- Update      where the version lies; it stays valid until the answer
+            <----------------------------- Chunk* End  (if the connection carries the bytes) the bytes
+      Staged ---------------------------->        (only if the commit has to wait) the worker has the bytes
+      Ack | Nack ------------------------>        an Ack may contain the next Fetch
+            <----------------------------- Abort       a joint update is cancelled
       Bye  <----------------------------> Bye
 
-A worker asks for an update when it can take it, so one that is slow or stopped holds nothing but the
-version that it runs on, and goes straight to the newest when it comes back.
-
-What a peer may send, and how long its frames may be, depends on which side it is and on whether it has
-authenticated: see :class:`Inbound`. So a few bytes never decode into much memory.
+A worker fetches an update when it is ready. So a slow or suspended worker keeps only one version in use, the
+one that it runs on, and fetches the newest version when it resumes.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from aiosync.errors import FrameError
-from aiosync.protocol.text import clean
-
 __all__ = [
-    "FROM_SENDER",
-    "FROM_WORKER",
-    "GREETING",
-    "HEADER_SIZE",
-    "MAX_ANSWER",
-    "MAX_FRAME",
-    "MAX_GREETING",
     "MAX_NAMES",
     "MAX_TEXT",
     "PROTOCOL_VERSION",
@@ -64,10 +43,7 @@ __all__ = [
     "End",
     "Fetch",
     "Frame",
-    "FrameDecoder",
-    "Header",
     "Hello",
-    "Inbound",
     "Join",
     "Joint",
     "Nack",
@@ -78,23 +54,13 @@ __all__ = [
     "Staged",
     "Update",
     "Welcome",
-    "decode",
-    "encode",
-    "is_frame",
-    "read_header",
 ]
 
 PROTOCOL_VERSION = 3
-MAX_FRAME = 256 * 1024 * 1024
-"""Largest body in bytes that is accepted from an authenticated sender (a layout of a million entries)."""
-MAX_ANSWER = 512 * 1024
-"""Largest body in bytes that is accepted from an authenticated worker (a refusal)."""
-MAX_GREETING = 4096
-"""Largest body in bytes that is accepted from a peer that has not authenticated."""
 MAX_NAMES = 64
-"""Entries that a refusal lists at most, of each kind."""
+"""Most entries that a Nack lists, of each kind."""
 MAX_TEXT = 256
-"""Characters of a name, or of another short text, in a refusal."""
+"""Most characters of a name, or of another short text, in a Nack."""
 
 _Name: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
 _Names: TypeAlias = Annotated[list[_Name], Meta(max_length=MAX_NAMES)]
@@ -102,32 +68,24 @@ _Index: TypeAlias = Annotated[int, Meta(ge=-1, lt=2**31)]
 _Count: TypeAlias = Annotated[int, Meta(ge=-1, lt=2**62)]
 _Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 NackKind: TypeAlias = Literal["layout", "apply", "joint", "below"]
-if TYPE_CHECKING:  # for the type checker any text: the keys of a dict are invariant
+if TYPE_CHECKING:  # type checkers see str, because the keys of a dict are invariant
     _Measured: TypeAlias = str
 else:
     _Measured = Literal["stage", "wait", "commit"]
 
-_QUOTED = 300
-"""Characters of a peer's text that an error quotes."""
-
-_LONG = 16 * 1024
-"""Bytes from which a body is compressed."""
-
-_UNREADABLE = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
-"""What decoding a body may raise."""
-
-_HEADER = struct.Struct(">2sBBII")
-_MAGIC = b"AS"
-_TLS_RECORD = b"\x16\x03"
-HEADER_SIZE = _HEADER.size
-
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="hello"):
-    """A worker's first words.
+    """The worker's first frame.
 
-    ``nonce`` is 16 random bytes; ``pid`` is 0 where it means nothing; ``worker`` is -1 if the sender is to
-    choose: the index ``before``, which it chose the last time, if that is free; ``codecs`` are the
-    encodings that it knows besides ``raw``; ``signature`` is that of the layout that it has, or "".
+    Attributes:
+        protocol: the worker's :data:`PROTOCOL_VERSION`.
+        worker: the worker's index; -1: the sender chooses one.
+        pid: the worker's process id; 0: it has no meaning for the sender.
+        nonce: 16 random bytes.
+        model_id: the model that the worker wants; None: any.
+        codecs: encodings that the worker can decode besides ``raw``.
+        before: the index that the sender chose before, and should choose again if it is free; -1: none.
+        signature: of the layout that the worker has; empty: none.
     """
 
     protocol: int
@@ -141,16 +99,19 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="he
 
 
 class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="challenge"):
-    """The sender's nonce, 16 random bytes. It proves nothing before the worker has."""
+    """The sender's nonce, 16 random bytes. The sender proves nothing until the worker has proved the
+    token."""
 
     nonce: bytes
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="proof"):
-    """The worker's HMAC-SHA256 over both nonces under the shared token.
+    """The worker's proof that it knows the token.
 
-    ``claim``: the same under the ticket that came with the worker's last welcome, if it has one. So it proves
-    that an index is its own without showing the ticket.
+    Attributes:
+        proof: HMAC-SHA256 over both nonces, under the token.
+        claim: HMAC-SHA256 over both nonces, under the ticket of the worker's last Welcome; empty: it has
+            none. It proves that an index belongs to this worker, without sending the ticket.
     """
 
     proof: bytes
@@ -158,18 +119,24 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="pr
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="accepted"):
-    """The worker has proved itself; the sender's HMAC-SHA256 over both nonces, and its process id."""
+    """The worker's proof is valid; the sender's own proof.
+
+    Attributes:
+        proof: HMAC-SHA256 over both nonces, under the token.
+        pid: the sender's process id; 0: it has no meaning for the worker.
+    """
 
     proof: bytes
     pid: int
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="join"):
-    """The sender has proved itself too: the worker takes its welcome, which may be long."""
+    """The sender's proof is valid: the worker now accepts a Welcome, which may be long."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="refused"):
-    """The sender will not serve this worker; the connection ends. ``retry``: it may a little later."""
+    """The sender does not serve this worker, and closes the connection. ``retry``: the worker may try
+    again."""
 
     reason: str
     retry: bool = False
@@ -183,11 +150,15 @@ class Joint(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="jo
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="update"):
-    """One version of the weights, and where it lies.
+    """One version of the weights, and where its bytes are.
 
-    ``round`` counts what was sent and is never used twice; ``version`` is what users see. ``names`` are
-    the entries that changed against ``base`` where the sender gave a subset, None where it gave all.
-    ``payload`` belongs to the carrier: the session hands it through.
+    Attributes:
+        round: number of the publication. It is never used twice.
+        version: the version that users see.
+        payload: describes where the bytes are. Only the transfer reads it; sessions pass it through.
+        base: the version that ``names`` refers to; -1: none.
+        names: the entries that differ from ``base``; None: all entries may differ.
+        joint: the joint update that this update is a part of.
     """
 
     round: int
@@ -199,16 +170,20 @@ class Update(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="welcome"):
-    """The sender takes the worker in.
+    """The sender serves this worker from now on.
 
-    ``layout`` is that of all updates to come, None if the worker said that it has the one of this
-    ``signature``; ``device`` where the sender has them, ``version`` its newest.
-    ``worker`` is the worker's index from now on. ``instance`` tells one sender from the next at the same
-    address: versions count anew with it.
-    ``eager``: the worker is to send its Fetch in advance, without waiting for a Notify.
-    ``ticket`` is a secret of 16 bytes: as long as another connection has the worker's index, only a worker
-    that holds the ticket may take its place. ``via`` are the senders that an update passes on its way, the
-    trainer first and this one last.
+    Attributes:
+        layout: the layout of all updates to come; None: the worker's own layout has the same ``signature``.
+        version: the sender's newest version.
+        worker: the worker's index.
+        instance: name of this sender object. Versions of another instance at the same address are not
+            comparable.
+        signature: of the layout.
+        device: the device of the sender's weights.
+        eager: whether the worker should send its next Fetch without waiting for a Notify.
+        ticket: a secret of 16 bytes. While another connection has the worker's index, only a worker that
+            proves to hold the ticket may replace that connection.
+        via: names of the senders that an update passes, the trainer first and this sender last.
     """
 
     layout: dict[str, Any] | None
@@ -223,16 +198,17 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class Notify(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="notify"):
-    """There is something newer than what the worker has."""
+    """A newer version than the worker's exists."""
 
     round: int
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="fetch"):
-    """The worker is ready to take the newest update.
+    """The worker is ready for the newest update.
 
-    ``have`` is a version whose bytes it still holds, so that what differs from it is enough; -1: none.
-    ``maps``: it can read the sender's memory, so blocks may be left where they are.
+    Attributes:
+        have: a version whose bytes the worker still has, so that the differences from it suffice; -1: none.
+        maps: whether the worker can read the sender's memory, so that blocks need not be sent.
     """
 
     have: _Count = -1
@@ -240,10 +216,14 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_f
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="chunk"):
-    """``size`` raw bytes follow this frame: those of block ``block`` of the update under way.
+    """One block of the update that is being sent. ``size`` raw bytes follow this frame.
 
-    ``encoding`` is how they stand for the block; ``checksum`` is the XXH3-64 of the block itself. A block
-    that is ``shared`` has no bytes here: it lies in the sender's memory.
+    Attributes:
+        block: the block's number.
+        size: number of raw bytes; 0 if the block is ``shared``.
+        checksum: XXH3-64 of the decoded block.
+        encoding: how the raw bytes encode the block. ``shared``: the worker reads the block in the sender's
+            memory.
     """
 
     block: int
@@ -253,27 +233,31 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="ch
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="end"):
-    """The update under way is complete. ``digest`` is the XXH3-128 of all its blocks' checksums, in
-    order, as unsigned 64-bit big-endian integers; also of the blocks that were not sent."""
+    """All chunks of the update have been sent.
+
+    ``digest`` is the XXH3-128 of the checksums of all blocks in order, each an unsigned 64-bit big-endian
+    integer. It includes blocks that were not sent.
+    """
 
     digest: bytes
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="cut"):
-    """The update under way is taken back; the Fetch is answered later."""
+    """The update that is being sent is cancelled. The sender answers the Fetch later."""
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="staged"):
-    """The worker holds the update in a back slot of its own and waits for the moment to commit."""
+    """The worker has staged the update and waits to commit it. ``copied``: in its own memory."""
 
     round: _Count
     copied: bool
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="ack"):
-    """The worker runs on this version now: the one that it was offered.
+    """The worker has committed the offered version.
 
-    ``seconds`` per phase as the worker measured them; ``fetch`` is its next Fetch, if it is ready for that.
+    ``seconds`` has the time of each phase as the worker measured it. ``fetch`` is the worker's next Fetch, if
+    the worker is ready for another update.
     """
 
     round: _Count
@@ -283,11 +267,11 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_fie
 
 
 class Nack(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="nack"):
-    """The worker refused an update, or the layout that it was welcomed with, and kept what it had.
+    """The worker refused an update, or the layout of its Welcome, and kept its weights.
 
-    ``kind``: layout, apply or joint; or below, from a relay: it has the update, some of its workers have not.
-    ``missing``, ``unexpected`` and ``differing`` name :data:`MAX_NAMES` entries each at most; ``omitted`` is
-    how many more there are.
+    ``kind`` is ``layout``, ``apply`` or ``joint``; or ``below``, from a relay that has the update while some
+    of its workers do not. ``missing``, ``unexpected`` and ``differing`` list at most :data:`MAX_NAMES`
+    entries each. ``omitted`` is the number of entries that they leave out.
     """
 
     round: _Count
@@ -303,15 +287,20 @@ class Nack(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="nac
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="abort"):
-    """A joint update is cancelled. A worker that still holds a part of it drops that part."""
+    """A joint update is cancelled. A worker that has staged a part of it drops that part."""
 
     joint: str
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="bye"):
-    """The last frame of an orderly end. ``dropped``: the sender goes on without this worker; ``replaced``:
-    with another in its place, so it is not to come back. From a worker ``dropped`` says that it still reads
-    what it was given."""
+    """The last frame of a connection that is closed in order.
+
+    Attributes:
+        reason: why, for messages.
+        dropped: from a sender: the sender continues without this worker. From a worker: the worker still
+            reads memory of the sender.
+        replaced: another worker has this worker's index, so this worker must not reconnect.
+    """
 
     reason: str = ""
     dropped: bool = False
@@ -338,163 +327,3 @@ Frame: TypeAlias = (
     | Abort
     | Bye
 )
-
-_encoder = msgspec.msgpack.Encoder()
-_last_update: tuple[Update, bytes] | None = None
-
-
-class Inbound(msgspec.Struct, frozen=True):
-    """Which frames may come from a peer.
-
-    Only these are decoded. The other side's have fields that a small body could fill with much memory.
-
-    Attributes:
-        limit: largest body in bytes, also when it is decompressed.
-        decoder: of the kinds of frames.
-    """
-
-    limit: int
-    decoder: msgspec.msgpack.Decoder[Any]
-
-
-GREETING = Inbound(
-    MAX_GREETING, msgspec.msgpack.Decoder(Hello | Challenge | Proof | Accepted | Join | Refused | Bye)
-)
-"""From a peer that has not authenticated."""
-FROM_WORKER = Inbound(MAX_ANSWER, msgspec.msgpack.Decoder(Fetch | Staged | Ack | Nack | Bye))
-"""From an authenticated worker."""
-FROM_SENDER = Inbound(
-    MAX_FRAME,
-    msgspec.msgpack.Decoder(Refused | Welcome | Notify | Update | Chunk | End | Cut | Abort | Bye),
-)
-"""From an authenticated sender."""
-
-
-class Header(msgspec.Struct, frozen=True):
-    """What a frame's header says of its body."""
-
-    compressed: bool
-    length: int
-    checksum: int
-
-
-def encode(frame: Frame) -> bytes:
-    """Header and body of one frame.
-
-    The same update goes to many workers, one after the other: it is encoded for the first.
-    """
-    global _last_update
-    last = _last_update
-    if last is not None and last[0] is frame:
-        return last[1]
-    body = _encoder.encode(frame)
-    compressed = len(body) > _LONG  # a layout of thousands of names, which have much in common
-    if compressed:
-        body = zlib.compress(body, 1)
-    data = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, compressed, len(body), zlib.crc32(body)) + body
-    if type(frame) is Update:
-        _last_update = frame, data
-    return data
-
-
-def decode(header: Header, body: bytes, inbound: Inbound) -> Frame:
-    """The frame with this header and body.
-
-    Raises:
-        FrameError: if it arrived damaged, is over the limit when it is decompressed, is not msgpack, not one
-            of the frames that may come, or has a field of a wrong type or size.
-    """
-    if zlib.crc32(body) != header.checksum:
-        raise FrameError(f"a frame of {header.length} bytes arrived corrupted (checksum differs)")
-    if header.compressed:
-        unpacker = zlib.decompressobj()
-        try:
-            body = unpacker.decompress(body, inbound.limit)
-        except zlib.error as exc:
-            raise FrameError(f"a frame's body cannot be decompressed: {exc}") from exc
-        if not unpacker.eof:
-            raise FrameError(f"a compressed frame is cut off, or over the limit of {inbound.limit} bytes")
-    try:
-        frame: Frame = inbound.decoder.decode(body)
-        return frame
-    except _UNREADABLE as exc:
-        # The text quotes the peer.
-        raise FrameError(f"a frame's body cannot be read: {clean(str(exc), _QUOTED)}") from exc
-
-
-def read_header(buffer: bytes | bytearray | memoryview, offset: int, limit: int) -> Header:
-    """The header at ``offset``.
-
-    Raises:
-        FrameError: on a wrong magic number, another protocol version or a body over ``limit``.
-    """
-    magic, version, flags, length, checksum = _HEADER.unpack_from(buffer, offset)
-    if magic != _MAGIC:
-        tls = "; that is TLS: give tls= to both sides or to neither" if magic == _TLS_RECORD else ""
-        raise FrameError(f"expected a frame that starts with {_MAGIC!r}, got {bytes(magic)!r}{tls}")
-    if version != PROTOCOL_VERSION:
-        raise FrameError(f"expected protocol version {PROTOCOL_VERSION}, got {version}")
-    if length > limit:
-        raise FrameError(f"a frame of {length} bytes is over the limit of {limit}")
-    if flags > 1:
-        raise FrameError(f"expected flags 0 or 1 in a frame's header, got {flags}")
-    return Header(bool(flags), length, checksum)
-
-
-def is_frame(start: bytes | memoryview) -> bool:
-    """Whether a stream that starts so is one of frames, and not of TLS records."""
-    return bytes(start[: len(_MAGIC)]) == _MAGIC
-
-
-class FrameDecoder:
-    """Turns a stream of bytes, cut anywhere, into frames.
-
-    Once it has raised it stays broken: a stream that lost its framing has no next frame.
-
-    Attributes:
-        inbound: what may come.
-    """
-
-    def __init__(self, inbound: Inbound = GREETING) -> None:
-        self.inbound = inbound
-        self._buffer = bytearray()
-
-    @property
-    def buffered(self) -> int:
-        """Bytes held that do not make a whole frame yet."""
-        return len(self._buffer)
-
-    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
-        """Yield every frame that ``data`` completes.
-
-        Raises:
-            FrameError: on a wrong magic number, another protocol version, a body over ``limit`` or a
-                checksum that does not match.
-        """
-        self._buffer += data
-        while len(self._buffer) >= HEADER_SIZE:
-            header = read_header(self._buffer, 0, self.inbound.limit)
-            end = HEADER_SIZE + header.length
-            if len(self._buffer) < end:
-                return
-            body = bytes(memoryview(self._buffer)[HEADER_SIZE:end])
-            del self._buffer[:end]
-            yield decode(header, body, self.inbound)
-
-    def alone(self, data: bytes | bytearray) -> Frame | None:
-        """The frame that ``data`` is, if it is exactly one and not compressed, as it most often is.
-
-        Else None. Then pass ``data`` to :meth:`feed`, which also raises for what is no frame.
-        """
-        if self._buffer or len(data) < HEADER_SIZE:
-            return None
-        magic, version, flags, length, checksum = _HEADER.unpack_from(data)
-        body = data[HEADER_SIZE:]
-        known = magic == _MAGIC and version == PROTOCOL_VERSION and flags == 0
-        if not known or not len(body) == length <= self.inbound.limit or zlib.crc32(body) != checksum:
-            return None
-        try:
-            frame: Frame = self.inbound.decoder.decode(body)
-            return frame
-        except _UNREADABLE:
-            return None

@@ -1,4 +1,4 @@
-"""A worker's refusal: from its exception to the wire, and from there to the sender's error."""
+"""Convert a worker's exception to a Nack, and a Nack to the sender's error."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from aiosync.protocol.text import cut
 __all__ = ["DownstreamError", "nack_of", "remote_error"]
 
 _MESSAGE = 8 * 1024
+"""Most characters of a message that are sent."""
+
 _TRACEBACK = 32 * 1024
-"""Characters that are sent."""
+"""Most characters of a traceback that are sent."""
 
 
 def nack_of(version: int, error: Exception) -> Nack:
-    """What to tell the sender about ``error``, cut to fit into a frame. The session fills in the round."""
+    """Return the Nack for ``error``, with texts cut to fit into a frame. The session sets the round."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     nack = Nack(
@@ -60,7 +62,7 @@ def _short(text: str) -> str:
 
 
 class DownstreamError(WorkerError):
-    """A relay has the update, and some of its own workers have not."""
+    """A relay has an update that some of its own workers do not have."""
 
 
 def _kind_of(error: Exception) -> NackKind:
@@ -70,7 +72,7 @@ def _kind_of(error: Exception) -> NackKind:
 
 
 def remote_error(worker: int, nack: Nack) -> AiosyncError:
-    """The error that a worker's refusal stands for here."""
+    """Return the sender's error for a worker's Nack."""
     if nack.kind == "layout":
         return LayoutMismatchError(
             missing=nack.missing,

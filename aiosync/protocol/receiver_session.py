@@ -11,6 +11,7 @@ import msgspec
 
 from aiosync.errors import HandshakeError, ProtocolError, SenderFullError
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 from aiosync.protocol.events import (
     Aborted,
     Left,
@@ -27,7 +28,7 @@ __all__ = ["ReceiverSession", "ReceiverState"]
 
 
 class ReceiverState(enum.Enum):
-    """Where the session stands, seen from the worker."""
+    """The states of the session on the worker."""
 
     GREETING = "greeting"
     PROVING = "proving"
@@ -39,25 +40,30 @@ class ReceiverState(enum.Enum):
 
 
 class ReceiverSession(Session):
-    """The worker's side. It asks for the next update when it has answered for the last one and is
-    :attr:`wanting`: so what it gets is the newest by then.
+    """The session on the worker.
+
+    The worker fetches the next update after it has answered the last one and while :attr:`wanting` is set. So
+    it gets the version that is the newest then.
 
     Args:
-        token: the secret that both sides hold.
-        worker: this worker's index, >= 0; -1: the sender is to choose.
-        pid: this process, for the sender to watch; 0 where the sender is on another machine.
-        model_id: the model to be kept up to date; the sender refuses another than its own.
-        codecs: the encodings that it knows.
-        before: the index that the sender chose the last time; -1: none.
-        signature: of the layout that it has; "": none.
-        ticket: what came with the last welcome; b"": none.
+        token: the secret of both sides.
+        worker: this worker's index, 0 or more; -1: the sender chooses one.
+        pid: this process's id, which the sender watches; 0: the sender is on another machine.
+        model_id: the model that the worker wants. The sender refuses another model than its own.
+        codecs: encodings that this worker can decode.
+        before: the index that the sender chose before; -1: none.
+        signature: of the layout that the worker has; empty: none.
+        ticket: from the last Welcome; empty: none.
 
     Attributes:
-        have: the version whose bytes it still holds.
-        maps: whether it can read the sender's memory.
+        state: the current state.
+        version: the newest version that the worker has committed; -1: none.
+        sender_pid: the sender's process id; 0: it has no meaning here.
+        have: the version whose bytes the worker still has, sent with each Fetch; -1: none.
+        maps: whether the worker can read the sender's memory, sent with each Fetch.
     """
 
-    inbound = f.FROM_SENDER
+    inbound = framing.FROM_SENDER
 
     def __init__(
         self,
@@ -82,10 +88,14 @@ class ReceiverSession(Session):
         self._worker = worker
         self._nonce = os.urandom(NONCE_SIZE)
         self._sender_nonce = b""
+        # Round of the held update.
         self._round = -1
+        # Whether there is a newer update than the last one fetched.
         self._notified = False
         self._wanting = False
+        # Whether to fetch without waiting for a Notify.
         self._eager = False
+        # Whether the sender has dropped this worker, and waits until it no longer reads the sender's memory.
         self._dropped = False
         self.outgoing.append(
             f.Hello(
@@ -135,7 +145,7 @@ class ReceiverSession(Session):
                 self._fetch_if_wanted()
                 return []
             case ReceiverState.FETCHING, f.Notify():
-                return []  # it crossed the Fetch, which is answered with the newest anyway
+                return []  # sent before the Fetch arrived, which is answered with the newest update anyway
             case ReceiverState.FETCHING, f.Cut():
                 self.state = ReceiverState.IDLE
                 self._wanting = False
@@ -151,7 +161,7 @@ class ReceiverSession(Session):
 
     @property
     def wanting(self) -> bool:
-        """Whether the next update may be asked for; goes back to false when it is."""
+        """Whether to fetch the next update. Setting it may send a Fetch; sending a Fetch clears it."""
         return self._wanting
 
     @wanting.setter
@@ -161,23 +171,32 @@ class ReceiverSession(Session):
 
     @property
     def superseded(self) -> bool:
-        """Whether there is something newer than the held update."""
+        """Whether there is a newer update than the held one."""
         return self._notified and self.state is ReceiverState.HOLDING
 
     def skip(self) -> None:
-        """Give the held update back unused, and ask for the newest in its place, now or when wanting."""
+        """Return the held update unused, and fetch the newest instead, now or once :attr:`wanting` is set."""
         self._notified = True
         self.state = ReceiverState.IDLE
         self._fetch_if_wanted()
 
     def staged(self, *, copied: bool) -> None:
-        """The held update waits for its moment; ``copied``: the sender's memory is not needed any more."""
+        """Report that the held update waits to be committed.
+
+        Args:
+            copied: whether the worker no longer reads the sender's memory.
+        """
         if self.state is ReceiverState.HOLDING:
             self.outgoing.append(f.Staged(round=self._round, copied=copied))
 
     def applied(self, version: int, seconds: dict[str, float], *, wanting: bool = False) -> None:
-        """The held update has been committed (or was no newer than what is in service); ``wanting``: the next
-        may be asked for with the answer."""
+        """Acknowledge the held update, which is committed or was not newer than the current version.
+
+        Args:
+            version: the version that the worker runs on.
+            seconds: duration of each phase.
+            wanting: whether to fetch the next update together with the Ack.
+        """
         self.version = max(self.version, version)
         self._wanting |= wanting
         if self._replies():
@@ -186,27 +205,32 @@ class ReceiverSession(Session):
             self.outgoing.append(ack)
 
     def refused(self, nack: f.Nack) -> None:
-        """The held update could not be applied; ``nack.round`` is filled in here."""
+        """Refuse the held update. This method sets ``nack.round``."""
         if self._replies():
             self.outgoing.append(msgspec.structs.replace(nack, round=self._round))
             self._fetch_if_wanted()
 
     def declined(self, nack: f.Nack) -> None:
-        """The layout that came with the welcome does not do."""
+        """Refuse the layout of the Welcome."""
         if self.state is ReceiverState.IDLE:
             self.outgoing.append(nack)
 
     def close(self, reason: str = "", *, dropped: bool = False) -> None:
-        """Say goodbye; ``dropped``: though what was given is still being read."""
+        """Send a Bye and close.
+
+        Args:
+            reason: for the sender's messages.
+            dropped: whether this worker still reads the sender's memory.
+        """
         if self.state not in (ReceiverState.GREETING, ReceiverState.PROVING, ReceiverState.CLOSED):
             self.outgoing.append(f.Bye(reason=reason, dropped=dropped))
         self.state = ReceiverState.CLOSED
 
-    def let_go(self) -> None:
-        """Say, after the sender has let this worker go, that nothing of its is read here any more."""
+    def confirm_release(self) -> None:
+        """Tell a sender that has dropped this worker that its memory is no longer read here."""
         if self._dropped:
             self._dropped = False
-            self.outgoing.append(f.Bye(reason="the worker has let go"))
+            self.outgoing.append(f.Bye(reason="the worker has released the sender's memory"))
 
     def _answer(self, challenge: f.Challenge) -> list[ReceiverEvent]:
         if len(challenge.nonce) != NONCE_SIZE:
@@ -233,8 +257,8 @@ class ReceiverSession(Session):
         return [Verified(accepted.pid)]
 
     def _replies(self) -> bool:
-        """Whether there is anybody to answer: the sender may have gone, or let this worker go, while the
-        update was being applied."""
+        """End the hold and return whether to answer. The session may have closed while the update was
+        applied."""
         held = self.state is ReceiverState.HOLDING
         if held:
             self.state = ReceiverState.IDLE
@@ -246,7 +270,7 @@ class ReceiverSession(Session):
             self.outgoing.append(fetch)
 
     def _next_fetch(self) -> f.Fetch | None:
-        """What asks for the next update, if that is to be done now; to be sent then."""
+        """Return the Fetch to send now; None: not now. The caller has to send it."""
         due = self._notified or self._eager
         if not (due and self._wanting and self.state is ReceiverState.IDLE):
             return None

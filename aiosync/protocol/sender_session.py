@@ -1,4 +1,6 @@
-"""The sender's session of one worker::
+"""The sender's session of one worker.
+
+States::
 
     GREETING --Hello--> PROVING --Proof--> ACCEPTED --Join--> WELCOMING
                                                                   | welcome()
@@ -9,12 +11,15 @@
                                                |                  v
                                              READY <--Fetch-- NOTIFIED
 
-and from everywhere to CLOSED. An eager worker sends its Fetch in IDLE already, in advance, which saves a
-round trip per update (and goes with the Ack then, so that LEASED is followed by READY); a worker that then
-stops is left holding an update that it never asked for again, so this is for small models. ``publish`` in
-NOTIFIED changes nothing, and in LEASED is sent once: a worker that has not begun with its update then sends
-a Fetch in place of an answer and gets the newest. So at most three frames are ever under way to a worker,
-whatever the sender publishes (latest wins).
+Every state may go to CLOSED.
+
+An eager worker sends its Fetch in IDLE already, together with its Ack, so that READY follows LEASED. That
+saves a round trip per update. But an eager worker that is suspended then keeps an update in use which it did
+not apply. So only small models use it.
+
+``publish`` in NOTIFIED sends nothing. ``publish`` in LEASED sends one Notify: a worker that has not begun to
+apply its update then sends a Fetch instead of an answer, and gets the newest. So at most three frames are in
+flight to a worker, however often the sender publishes: the latest version wins.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import os
 
 from aiosync.errors import HandshakeError, ProtocolError
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 from aiosync.protocol.events import (
     Applied,
     Fetched,
@@ -41,13 +47,14 @@ __all__ = ["SenderSession", "SenderState"]
 
 
 _MESSAGE = 8 * 1024
+"""Characters of a worker's error message that are kept."""
 
 _TRACEBACK = 32 * 1024
-"""Characters of a peer's text that are kept."""
+"""Characters of a worker's traceback that are kept."""
 
 
 class SenderState(enum.Enum):
-    """Where a worker's session stands, seen from the sender."""
+    """The states of a worker's session on the sender. The module's docstring shows the transitions."""
 
     GREETING = "greeting"
     PROVING = "proving"
@@ -64,16 +71,16 @@ class SenderSession(Session):
     """One worker's session, on the sender.
 
     Args:
-        token: the secret that both sides hold.
-        pid: this process, for the worker to watch; 0 where the worker is on another machine.
+        token: the secret of both sides.
+        pid: this process's id, which the worker watches; 0: the worker is on another machine.
 
     Attributes:
-        state: see :mod:`aiosync.protocol.session`.
-        acked_version: the newest that the worker runs on; -1: none.
-        leased_round: of the update that was offered last; -1: none.
+        state: the current state.
+        acked_version: the newest version that the worker has acknowledged; -1: none.
+        leased_round: round of the update that was offered last; -1: none.
     """
 
-    inbound = f.FROM_WORKER
+    inbound = framing.FROM_WORKER
 
     def __init__(self, token: bytes, pid: int = 0) -> None:
         super().__init__()
@@ -86,8 +93,10 @@ class SenderSession(Session):
         self._hello: f.Hello | None = None
         self._nonce = os.urandom(NONCE_SIZE)
         self._claim = b""
+        # The newest published round.
         self._newest = -1
-        self._told = False
+        # Whether a Notify was sent in LEASED.
+        self._notified = False
 
     @property
     def authenticated(self) -> bool:
@@ -96,11 +105,11 @@ class SenderSession(Session):
         return self.state not in strangers
 
     def receive(self, frame: f.Frame) -> list[SenderEvent]:
-        """Take one frame from the worker.
+        """Handle one frame from the worker; returns the resulting events.
 
         Raises:
-            HandshakeError: the worker speaks another protocol or does not know the token.
-            ProtocolError: a frame that may not come in this state.
+            HandshakeError: the worker has another protocol version or does not know the token.
+            ProtocolError: the frame is not allowed in this state.
         """
         match self.state, frame:
             case SenderState.LEASED, f.Ack() if frame.round == self.leased_round:
@@ -108,7 +117,7 @@ class SenderSession(Session):
                 applied = Applied(frame.round, frame.version, frame.seconds)
                 self.acked_version = frame.version
                 if frame.fetch is None:
-                    self._settle()
+                    self._end_lease()
                     return [applied]
                 self.state = SenderState.READY
                 return [applied, Fetched(frame.fetch.have, frame.fetch.maps)]
@@ -132,7 +141,7 @@ class SenderSession(Session):
                 self._check_offered(frame)
                 if frame.kind == "below":
                     self.acked_version = frame.version
-                self._settle()
+                self._end_lease()
                 return [Rejected(_cleaned(frame))]
             case ((SenderState.IDLE | SenderState.NOTIFIED), f.Nack()) if self.leased_round < 0:
                 return [Rejected(_cleaned(frame))]  # of the layout
@@ -141,63 +150,66 @@ class SenderSession(Session):
 
     @property
     def hello(self) -> f.Hello | None:
-        """How the worker introduced itself; None before it has."""
+        """The worker's Hello; None before it has arrived."""
         return self._hello
 
     def claims(self, ticket: bytes) -> bool:
-        """Whether the worker has proved that it holds ``ticket``."""
+        """Return whether the worker has proved that it has ``ticket``."""
         hello = self._hello
         if hello is None or not ticket:
             return False
         return hmac.compare_digest(proof_of(ticket, b"ticket", hello.nonce, self._nonce), self._claim)
 
     def welcome(self, welcome: f.Welcome) -> None:
-        """Take the worker in; tell it next what there is to fetch, with :meth:`publish`."""
+        """Send the Welcome. Call :meth:`publish` next if there is a version to fetch."""
         self._expect(SenderState.WELCOMING)
         self.state = SenderState.IDLE
         self.outgoing.append(welcome)
 
     def refuse(self, reason: str, *, retry: bool = False) -> None:
-        """Turn the worker away; ``retry``: it may try again a little later."""
+        """Refuse the worker and close. ``retry``: the worker may try again."""
         self.outgoing.append(f.Refused(reason=reason, retry=retry))
         self.state = SenderState.CLOSED
 
     def publish(self, round_: int) -> None:
-        """There is a newer update: tell the worker, now or when it has answered for the last one."""
+        """Announce a newer update to the worker, now or after its answer to the last one."""
         self._newest = max(self._newest, round_)
         if self.state is SenderState.IDLE:
             self._notify()
-        elif self.state is SenderState.LEASED and not self._told:
-            self._told = True
+        elif self.state is SenderState.LEASED and not self._notified:
+            self._notified = True
             self.outgoing.append(f.Notify(round=self._newest))
 
     def offer(self, update: f.Update) -> None:
-        """Answer the worker's fetch."""
+        """Send an update in answer to the worker's Fetch."""
         if self.state is not SenderState.READY:
             self._expect(SenderState.READY)
         self.state = SenderState.LEASED
         self.leased_round = update.round
         self._leased_version = update.version
-        self._told = False
+        self._notified = False
         self._newest = max(self._newest, update.round)
         self.outgoing.append(update)
 
     def recall(self, *, again: bool) -> None:
-        """The offered update is taken back, before all of it was sent; ``again``: it, or a newer one, can be
-        fetched."""
+        """Cancel the offered update before all of it was sent.
+
+        Args:
+            again: whether the worker may fetch the update, or a newer one, now.
+        """
         self._expect(SenderState.LEASED)
         self.state = SenderState.IDLE
-        self._told = False
+        self._notified = False
         if again:
             self._notify()
 
     def abort(self, joint: str) -> None:
-        """Call a joint update off."""
+        """Tell the worker that a joint update is cancelled."""
         if self.authenticated:
             self.outgoing.append(f.Abort(joint=joint))
 
     def close(self, reason: str = "", *, dropped: bool = False, replaced: bool = False) -> None:
-        """Say goodbye."""
+        """Send a Bye and close. The arguments are those of :class:`~aiosync.protocol.frames.Bye`."""
         if self.authenticated:
             self.outgoing.append(f.Bye(reason=reason, dropped=dropped, replaced=replaced))
         self.state = SenderState.CLOSED
@@ -211,7 +223,7 @@ class SenderSession(Session):
             raise HandshakeError(f"a nonce has {NONCE_SIZE} bytes, not {len(hello.nonce)}")
         self._hello = hello
         self.state = SenderState.PROVING
-        # No proof yet: a stranger could try passwords on it, one after another, at home.
+        # No proof yet: a stranger could use it to guess the token offline.
         self.outgoing.append(f.Challenge(nonce=self._nonce))
         return []
 
@@ -224,7 +236,7 @@ class SenderSession(Session):
                 "it does not know the sender's token: give both sides the same token=, or none to either"
             )
             raise HandshakeError(
-                f"worker {hello.worker} does not know this scheme's token: is its token= another?"
+                f"worker {hello.worker} does not know this scheme's token: give both sides the same token="
             )
         self.state = SenderState.ACCEPTED
         self._claim = answer.claim
@@ -243,9 +255,10 @@ class SenderSession(Session):
                 f"expected an answer for version {self._leased_version}, got one for version {answer.version}"
             )
 
-    def _settle(self) -> None:
+    def _end_lease(self) -> None:
+        """Go on after an answer: notify the worker if there is a newer round."""
         self.state = SenderState.IDLE
-        if self._told:
+        if self._notified:
             self.state = SenderState.NOTIFIED
         elif self._newest > self.leased_round:
             self._notify()
@@ -256,11 +269,11 @@ class SenderSession(Session):
 
     def _expect(self, state: SenderState) -> None:
         if self.state is not state:
-            raise ProtocolError(f"not possible in state {self.state.value}, only in {state.value}")
+            raise ProtocolError(f"expected state {state.value}, got {self.state.value}")
 
 
 def _cleaned(nack: f.Nack) -> f.Nack:
-    """The refusal as it can be printed."""
+    """Return the Nack with texts that are safe to print."""
 
     def short(text: str) -> str:
         return clean(text, f.MAX_TEXT)

@@ -1,7 +1,7 @@
-"""Sessions: what may be said when, on each side of one connection.
+"""The base of both sessions: which frames are allowed when, on each side of one connection.
 
-Both are sans I/O. Feed them the frames that arrived (:meth:`receive` returns events) or tell them what
-happened here (the other methods); take what has to be sent from :meth:`frames_to_send`.
+Sessions do no I/O. ``receive`` handles a frame that arrived and returns events. The other methods report what
+happened on this side. :meth:`Session.frames_to_send` returns the frames to send.
 """
 
 from __future__ import annotations
@@ -11,43 +11,44 @@ import hmac
 from typing import ClassVar
 
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 
 __all__ = ["NONCE_SIZE", "REASON", "Session", "proof_of"]
 
 
 NONCE_SIZE = 16
-"""Bytes."""
+"""Bytes of a nonce."""
 
 REASON = 512
 """Characters of a peer's reason that are kept."""
 
 
 def proof_of(key: bytes, role: bytes, mine: bytes, theirs: bytes) -> bytes:
-    """The HMAC-SHA256 with which a side proves that it has ``key``.
+    """Return the HMAC-SHA256 that proves the knowledge of ``key``.
 
     Args:
         key: the token, or a ticket.
-        role: ``b"worker"``, ``b"sender"`` or ``b"ticket"``: what is proved.
-        mine: the nonce of the side that proves.
+        role: ``b"worker"``, ``b"sender"`` or ``b"ticket"``.
+        mine: the nonce of the side that makes the proof.
         theirs: the other side's nonce.
     """
     return hmac.new(key, b"aiosync/3 " + role + mine + theirs, hashlib.sha256).digest()
 
 
 class Session:
-    """What both sides have.
+    """The common part of both sessions.
 
     Attributes:
         outgoing: the frames to send now, in order.
-        inbound: what the peer may send once it has authenticated.
+        inbound: the frames that the peer may send after its authentication.
     """
 
-    inbound: ClassVar[f.Inbound]
+    inbound: ClassVar[framing.Inbound]
 
     def __init__(self) -> None:
         self.outgoing: list[f.Frame] = []
 
     def frames_to_send(self) -> list[f.Frame]:
-        """The frames to send now, in order; each is handed out once."""
+        """Remove and return the frames to send now, in order."""
         out, self.outgoing = self.outgoing, []
         return out

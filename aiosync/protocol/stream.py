@@ -1,11 +1,10 @@
 """Frames and the bytes of updates in one stream.
 
-Each update is followed by its body: a Chunk frame for each block that is sent, right behind it as many raw
-bytes as it says, and an End when all has been said; or a Cut, if the sender takes the update back. Other
-frames may come between two chunks.
+An Update frame is followed by its body: for each block a Chunk frame and the block's raw bytes, and then an
+End. If the sender cancels the update, a Cut ends the body. Other frames may come between two chunks.
 
-A block is :data:`BLOCK` bytes of the layout's buffer (the last may be shorter). The raw bytes go straight
-to where they are wanted; no more than some kilobytes of them pass through memory of the decoder's own.
+A block is :data:`BLOCK` bytes of the layout's buffer; the last block may be shorter. The raw bytes are
+received directly into their destination. At most a few KiB of them pass through the decoder's own buffer.
 """
 
 from __future__ import annotations
@@ -14,91 +13,106 @@ from typing import Protocol
 
 from aiosync.errors import ProtocolError
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 
 __all__ = ["BLOCK", "BodySink", "StreamDecoder", "block_count"]
 
 BLOCK = 1 << 20
-"""Bytes of the decoded weights that one chunk stands for."""
+"""Bytes of decoded weights in one block."""
 
 _SCRATCH = 16 * 1024
+"""Smallest size in bytes of the decoder's buffer, once the peer has authenticated."""
+
 _HELD_BACK = 16
+"""Most frames between the chunks of one update."""
+
 _FEW = 1024
+"""Most bytes that are received into the decoder's buffer between two chunks."""
 
 
 def block_count(nbytes: int) -> int:
-    """How many blocks ``nbytes`` bytes make."""
+    """Return the number of blocks of a buffer of ``nbytes`` bytes."""
     return -(-nbytes // BLOCK)
 
 
 class BodySink(Protocol):
-    """Where the bodies of updates go. Called as ``begin (place placed)* (finish | forsake)``, again and
-    again; each raises ProtocolError for what the sender may not say."""
+    """Receives the bodies of updates.
+
+    The calls for one body are, in this order: ``begin``; ``place`` and ``placed`` for each chunk; ``finish``
+    or ``abandon``. Each raises ProtocolError if the frame is invalid.
+    """
 
     def begin(self, update: f.Update) -> None:
-        """The body of this update follows."""
+        """Called when the body of ``update`` begins."""
 
     def place(self, chunk: f.Chunk) -> memoryview:
-        """Where to put the chunk's raw bytes: as many as it says, which may be none."""
+        """Return the memory for the chunk's raw bytes, of ``chunk.size`` bytes."""
 
     def placed(self, chunk: f.Chunk) -> None:
-        """They are there."""
+        """Called when the chunk's raw bytes are in that memory."""
 
     def finish(self, end: f.End) -> None:
-        """Nothing more of this body follows. An error in its bytes is not raised here, but to
-        the caller that asks for the update."""
+        """Called when the body is complete. An error in its bytes is raised later, when the update is
+        staged."""
 
-    def forsake(self) -> None:
-        """The sender, or the connection, gave the body up."""
+    def abandon(self) -> None:
+        """Called when the body is cancelled, or the connection has ended."""
 
 
 class StreamDecoder:
-    """Turns a stream of bytes into frames, and puts the bodies of updates into a sink.
+    """Decodes a stream of bytes into frames, and writes the bodies of updates into a sink.
 
-    Read into :meth:`buffers`, then call :meth:`received`. An update is handed out when its body is
-    complete, or the Cut that ends it, and what came behind it after it. Once it has raised it stays broken.
+    The caller receives bytes into :meth:`buffers`, then calls :meth:`received`. An Update is returned when
+    its body is complete, and a Cut when the body is cancelled. Frames between the chunks are returned after
+    it. After an error the decoder is unusable.
 
     Attributes:
-        inbound: what may come.
-        framed: bytes of the frames that have been handed out so far.
-        sink: where bodies go; None as long as no update may come.
-        bare: whether updates come without bodies.
+        inbound: the frames that the peer may send.
+        framed: total size in bytes of the frames decoded so far.
+        sink: receives the bodies; None: no update may come.
+        bare: whether updates have no bodies.
     """
 
-    def __init__(self, inbound: f.Inbound = f.GREETING) -> None:
+    def __init__(self, inbound: framing.Inbound = framing.GREETING) -> None:
         self.inbound = inbound
         self.framed = 0
         self.sink: BodySink | None = None
         self.bare = False
-        self._scratch = bytearray(f.HEADER_SIZE + f.MAX_GREETING)
+        self._scratch = bytearray(framing.HEADER_SIZE + framing.MAX_GREETING)
+        # The received bytes in ``_scratch`` that have not been decoded.
         self._start = self._end = 0
+        # The memory for the raw bytes of ``_chunk``, and how many have arrived.
         self._target: memoryview | None = None
         self._filled = 0
         self._chunk: f.Chunk | None = None
+        # The update whose body is being received.
         self._update: f.Update | None = None
+        # Frames that came between its chunks.
         self._behind: list[f.Frame] = []
 
     @property
     def missing(self) -> int:
-        """Bytes of the chunk under way that are still to come; 0 if there is none."""
+        """Raw bytes of the current chunk that have not arrived; 0 if there is no chunk."""
         return 0 if self._target is None else len(self._target) - self._filled
 
     def buffers(self) -> list[memoryview]:
-        """Where to put the next bytes, in this order; none of them is empty."""
+        """Return where to receive the next bytes, in this order. No buffer is empty."""
         if self._start == self._end:
             self._start = self._end = 0
         spare = memoryview(self._scratch)[self._end :]
         if self._target is not None:
             return [self._target[self._filled :], spare]
-        # Little of what is between two blocks: behind a few bytes there may be a block elsewhere, and that
-        # the bytes have been taken is to mean that the block has been too.
+        # Few bytes between two chunks: a few bytes may announce a shared block, which is read from the
+        # sender's memory. So the bytes that have left the sender's socket tell the sender how far this side
+        # has read.
         return [spare[:_FEW] if self._update is not None else spare]
 
     def received(self, count: int) -> list[f.Frame]:
-        """``count`` bytes have been put there; returns the frames that they complete.
+        """Decode ``count`` bytes that were received into :meth:`buffers`; returns the completed frames.
 
         Raises:
-            FrameError: bytes that are no frame of ours, or a frame over the limit.
-            ProtocolError: a frame that may not come here.
+            FrameError: the bytes are not a frame, or the frame is over the limit.
+            ProtocolError: the frame is not allowed here.
         """
         if self._target is not None:
             here = min(count, len(self._target) - self._filled)
@@ -112,7 +126,7 @@ class StreamDecoder:
         return out
 
     def feed(self, data: bytes) -> list[f.Frame]:
-        """The same for bytes that lie elsewhere."""
+        """Decode bytes that are not in :meth:`buffers`; otherwise as :meth:`received`."""
         out: list[f.Frame] = []
         view = memoryview(data)
         while view:
@@ -126,32 +140,33 @@ class StreamDecoder:
         return out
 
     def close(self) -> None:
-        """The stream has ended."""
+        """End the stream: a body that is not complete is cancelled."""
         if self._update is not None and self.sink is not None:
-            self.sink.forsake()
+            self.sink.abandon()
         self._update = self._chunk = self._target = None
 
     # -- one step at a time --------------------------------------------------------------------------
 
     def _step(self, out: list[f.Frame]) -> bool:
-        """Take the next thing out of what has arrived; false if it is not whole yet."""
+        """Decode the next frame, or complete the current chunk; returns false if bytes are missing."""
         if self._target is not None:
             return self._fill()
         available = self._end - self._start
-        if available < f.HEADER_SIZE:
+        if available < framing.HEADER_SIZE:
             return False
-        header = f.read_header(self._scratch, self._start, self.inbound.limit)
-        end = self._start + f.HEADER_SIZE + header.length
+        header = framing.read_header(self._scratch, self._start, self.inbound.limit)
+        end = self._start + framing.HEADER_SIZE + header.length
         if self._end < end:
             return False
-        body = bytes(memoryview(self._scratch)[self._start + f.HEADER_SIZE : end])
+        body = bytes(memoryview(self._scratch)[self._start + framing.HEADER_SIZE : end])
         self._start = end
-        self.framed += f.HEADER_SIZE + header.length
-        self._take(f.decode(header, body, self.inbound), out)
+        self.framed += framing.HEADER_SIZE + header.length
+        self._handle(framing.decode(header, body, self.inbound), out)
         return True
 
     def _fill(self) -> bool:
-        """Bring what has arrived of a chunk's bytes to where they belong."""
+        """Move a chunk's bytes from the decoder's buffer to their memory; returns whether the chunk is
+        complete."""
         target, chunk, sink = self._target, self._chunk, self.sink
         assert target is not None and chunk is not None and sink is not None
         step = min(len(target) - self._filled, self._end - self._start)
@@ -166,7 +181,7 @@ class StreamDecoder:
         sink.placed(chunk)
         return True
 
-    def _take(self, frame: f.Frame, out: list[f.Frame]) -> None:
+    def _handle(self, frame: f.Frame, out: list[f.Frame]) -> None:
         sink, update = self.sink, self._update
         match frame:
             case f.Update() if self.bare:
@@ -178,10 +193,10 @@ class StreamDecoder:
                 self._open(frame, sink)
             case f.End() if sink is not None and update is not None:
                 sink.finish(frame)
-                self._hand_out(out, update)
+                self._end_body(out, update)
             case f.Cut() if sink is not None and update is not None:
-                sink.forsake()
-                self._hand_out(out, frame)
+                sink.abandon()
+                self._end_body(out, frame)
             case f.Update() | f.Chunk() | f.End() | f.Cut():
                 raise ProtocolError(f"a {type(frame).__name__} frame may not come here")
             case _ if update is None:
@@ -200,16 +215,18 @@ class StreamDecoder:
         else:
             sink.placed(chunk)
 
-    def _hand_out(self, out: list[f.Frame], outcome: f.Update | f.Cut) -> None:
+    def _end_body(self, out: list[f.Frame], outcome: f.Update | f.Cut) -> None:
         out += [outcome, *self._behind]
         self._update = None
         self._behind = []
 
     def _make_room(self) -> None:
-        """Make room for more of the frame that has begun: twice what is there. A peer that announces a long
-        frame gets no memory for what it has not sent."""
+        """Enlarge the buffer to twice the bytes in it.
+
+        It grows with the bytes that have arrived. A peer that only announces a long frame takes no memory.
+        """
         have = self._end - self._start
-        wanted = max(2 * have, _SCRATCH if self.inbound is not f.GREETING else len(self._scratch))
+        wanted = max(2 * have, _SCRATCH if self.inbound is not framing.GREETING else len(self._scratch))
         if self._end < len(self._scratch) and len(self._scratch) <= wanted:
             return
         scratch = bytearray(wanted)

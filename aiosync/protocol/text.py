@@ -1,4 +1,4 @@
-"""Text that a peer sends: made safe to print, and cut to a length."""
+"""Cut the text that a peer sends to a length, and make it safe to print."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["clean", "cut"]
 
 
 def cut(text: str, limit: int, *, keep_end: bool = False) -> str:
-    """At most ``limit`` characters of ``text``, with a note of how many are left out.
+    """Return at most ``limit`` characters of ``text``, with a note of how many are omitted.
 
     Args:
         text: any text.
@@ -21,13 +21,13 @@ def cut(text: str, limit: int, *, keep_end: bool = False) -> str:
 
 
 def clean(text: str, limit: int, *, lines: bool = False, keep_end: bool = False) -> str:
-    """``text`` as it can be written to a log or a terminal: cut, and without control characters.
+    """Return ``text`` cut, and with control characters escaped, for a log or a terminal.
 
-    A newline would forge a line of the log, and an escape sequence would run in the reader's terminal. They
-    are written as in a Python string literal.
+    A newline could forge a line of a log, and an escape sequence could control the reader's terminal. They
+    are escaped as in a Python string literal.
 
     Args:
-        text: what a peer sent.
+        text: text from a peer.
         limit: characters, before they are escaped.
         lines: whether newlines and tabs stay, as in a traceback.
         keep_end: whether to keep the end of the text rather than its beginning.

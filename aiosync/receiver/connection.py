@@ -111,7 +111,7 @@ class SenderConnection:
 
     def let_go(self) -> None:
         """Nothing of the sender's is read here any more: one that has let this worker go waits to hear it."""
-        self.session.let_go()
+        self.session.confirm_release()
         self.flush()
 
     def abandon_loop(self) -> None:
@@ -122,7 +122,7 @@ class SenderConnection:
     async def aclose(self, reason: str) -> None:
         """Say goodbye and close the connection; nothing of the sender's is read here any more."""
         self.unwatch()
-        self.session.let_go()
+        self.session.confirm_release()
         self.session.close(reason)
         self.flush()
         await self.transport.aclose()

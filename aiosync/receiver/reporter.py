@@ -32,7 +32,7 @@ class ReceiverReporter:
     def emit(self, kind: EventKind, *, seconds: Mapping[str, float] | None = None, message: str = "") -> None:
         """Emit an event."""
         worker = self._connection.worker
-        self._events.tell(
+        self._events.emit(
             kind, self.model_id, self._applier.version, worker, seconds=seconds, message=message
         )
 
@@ -41,4 +41,4 @@ class ReceiverReporter:
         worker = self._connection.worker
         words = f"followed another sender: {before} → {version}"
         logger.warning("worker %d %s", worker, words)
-        self._events.tell("followed", self.model_id, version, worker, message=words, previous=before)
+        self._events.emit("followed", self.model_id, version, worker, message=words, previous=before)

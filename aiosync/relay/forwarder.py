@@ -35,7 +35,7 @@ from aiosync.transports._tasks import BackgroundTasks
 from aiosync.transports.base import Transport
 from aiosync.weights.arena import Slot
 from aiosync.weights.binding import Staged
-from aiosync.weights.copying import Filling
+from aiosync.weights.block_copy import Filling
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
@@ -130,8 +130,8 @@ class _RelayLanding(StreamInbound):
         else:
             self._owner.post(self._owner.aborted)
 
-    def forsake(self) -> None:
-        super().forsake()
+    def abandon(self) -> None:
+        super().abandon()
         self._owner.post(self._owner.aborted)
 
     def make_room(self, names: Collection[str]) -> Collection[str]:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from aiosync.errors import AiosyncError
 from aiosync.events import logger
 from aiosync.schemes.ranked import RankedWeightSyncScheme
-from aiosync.transports._offload import LoopThread, aside
+from aiosync.transports._offload import LoopThread, start_thread
 
 __all__ = ["enlist", "keep", "serve", "take_seat"]
 
@@ -101,7 +101,7 @@ async def _in_thread(thread: LoopThread, scheme: RankedWeightSyncScheme, key: _K
     try:
         await serve(scheme, key)
     finally:
-        aside(thread.close, "aiosync-enlisted")
+        start_thread(thread.close, "aiosync-enlisted")
 
 
 async def serve(scheme: RankedWeightSyncScheme, key: _Key) -> None:

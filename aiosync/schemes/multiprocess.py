@@ -16,8 +16,8 @@ from aiosync.transfer.base import Transfer
 from aiosync.transfer.mapped import PrivatelyMappedTransfer
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.mp.base import MPTransport
-from aiosync.transports.mp.pipes import PipeCarrier, PipeListener, UnexpectedMessage
-from aiosync.transports.mp.queues import QueueCarrier, QueueListener, QueuePair
+from aiosync.transports.mp.pipes import ConnectionPipe, PipeListener, UnexpectedMessage
+from aiosync.transports.mp.queues import QueueListener, QueuePair, QueuePipe
 
 __all__ = ["MultiProcessWeightSyncScheme"]
 
@@ -116,7 +116,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             NotInitializedError: the scheme came to this process in another way than by starting it.
         """
         if self._pipe is not None:
-            return MPTransport(PipeCarrier(self._pipe, lambda message: self._other(worker_idx, message)))
+            return MPTransport(ConnectionPipe(self._pipe, lambda message: self._other(worker_idx, message)))
         pair = self._pairs.pop(worker_idx, None)
         # Only this worker's own queues are kept: a sibling's end held open here would hide its death.
         self._release()
@@ -126,7 +126,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
                 "the scheme to Process(args=...), which is the only way that queues can travel"
             )
         self._pairs[worker_idx] = pair
-        return MPTransport(QueueCarrier(pair, pair.to_worker, pair.to_sender))
+        return MPTransport(QueuePipe(pair, pair.to_worker, pair.to_sender))
 
     def _release(self) -> None:
         for worker, pair in list(self._pairs.items()):

@@ -189,7 +189,7 @@ class WeightSender(Endpoint):
                 await self.registry.wait_for_workers(min_workers, deadline)
             else:
                 await self._await_all(self.registry.workers, deadline)
-        self._events.tell("connected", self.model_id, self.version)
+        self._events.emit("connected", self.model_id, self.version)
 
     async def await_workers(self, deadline: Deadline) -> None:
         """Wait until every worker is there, also those that were lost.
@@ -408,7 +408,7 @@ class WeightSender(Endpoint):
     async def _close(self) -> None:
         await self._calls.stop()
         async with AsyncExitStack() as last:  # the last first, whatever raises
-            last.callback(self._events.tell, "closed", self.model_id, self.version)
+            last.callback(self._events.emit, "closed", self.model_id, self.version)
             self._release_memory(last)
             last.callback(self._listener.close)
             last.push_async_callback(self._host.aclose)

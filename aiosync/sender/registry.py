@@ -411,4 +411,4 @@ class WorkerRegistry:
         seconds: dict[str, float] | None = None,
         message: str = "",
     ) -> None:
-        self._events.tell(kind, self._model_id, version, worker, seconds=seconds, message=message)
+        self._events.emit(kind, self._model_id, version, worker, seconds=seconds, message=message)

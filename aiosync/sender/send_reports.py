@@ -105,7 +105,7 @@ class SendReports:
     def emit_sent(self, report: SendReport) -> None:
         """Emit the event of a send, and log it."""
         if self._events.hooks:
-            self._events.tell(
+            self._events.emit(
                 "sent", self._model_id, report.version, nbytes=report.nbytes, seconds=report.seconds
             )
         if logger.isEnabledFor(logging.INFO):

@@ -11,7 +11,8 @@ from torch import Tensor
 from aiosync.protocol.stream import BLOCK
 from aiosync.transfer.slots import Lease, SlotVersion
 from aiosync.weights.arena import Slot
-from aiosync.weights.copying import BlockCopy, Filling, copy_few
+from aiosync.weights.block_copy import BlockCopy, Filling
+from aiosync.weights.copying import copy_few
 
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup

@@ -28,7 +28,7 @@ from aiosync.transfer.process_group import allocate_near
 from aiosync.transfer.slots import SlotVersion
 from aiosync.transports._offload import DetachedThread, call_when_done
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.ray.object_store import put, take, tell, warn_if_tight
+from aiosync.transports.ray.object_store import fetch, notify_keeper, put, warn_if_tight
 from aiosync.transports.tcp.connection import TCPTransport
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
@@ -43,14 +43,14 @@ class ObjectStoreTransfer(Transfer):
     """Ray's object store holds the versions. Workers that can map the slots view them instead.
 
     Args:
-        office: the actor that keeps the references; None: this process has none yet.
+        keeper: the actor that keeps the references; None: this process has none yet.
         tensor_transport: how Ray moves objects.
         listener: on the sender: where workers connect.
         inline: bytes up to which an update carries the weights itself: putting an object takes longer.
     """
 
-    def __init__(self, office: Any, tensor_transport: str, listener: Listener | None, inline: int) -> None:
-        self._office = office
+    def __init__(self, keeper: Any, tensor_transport: str, listener: Listener | None, inline: int) -> None:
+        self._keeper = keeper
         self._tensor_transport = tensor_transport
         self._listener = listener
         self._inline = inline
@@ -64,13 +64,13 @@ class ObjectStoreTransfer(Transfer):
             return MappedOutbound(group, MemoryAccess.VIEWED)
         assert isinstance(transport, TCPTransport)
         if group not in self._publishers:
-            self._publishers[group] = ObjectStorePublisher(group, self._office, self._tensor_transport)
+            self._publishers[group] = ObjectStorePublisher(group, self._keeper, self._tensor_transport)
         return ObjectStoreOutbound(transport, self._publishers[group], self._inline)
 
     def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
         if transport.maps:
             return MappedInbound(layout, MemoryAccess.VIEWED)
-        return ObjectStoreInbound(layout, self._office)
+        return ObjectStoreInbound(layout, self._keeper)
 
     def close(self) -> None:
         publishers, self._publishers = self._publishers, {}
@@ -85,18 +85,18 @@ class ObjectStorePublisher:
 
     Args:
         group: the group.
-        office: the actor that keeps the references.
+        keeper: the actor that keeps the references.
         tensor_transport: how Ray moves objects.
 
     Attributes:
-        name: the name by which the office keeps the references.
+        name: the name by which the keeper keeps the references.
         number: the number of the newest object; -1: the newest version is not there.
     """
 
-    def __init__(self, group: WorkerGroup, office: Any, tensor_transport: str) -> None:
+    def __init__(self, group: WorkerGroup, keeper: Any, tensor_transport: str) -> None:
         self.name = secrets.token_hex(8)
         self._group = group
-        self._office = office
+        self._keeper = keeper
         self._tensor_transport = tensor_transport
         self._thread = DetachedThread("aiosync-ray")
         self.number = -1
@@ -149,8 +149,8 @@ class ObjectStorePublisher:
         def store() -> None:
             if number == 0:
                 warn_if_tight(self.nbytes)
-            # A worker that asks for the object waits at the office until this call has arrived there.
-            self._office.keep.remote(self.name, number, [put(buffer, self._tensor_transport)])
+            # A worker that asks for the object waits at the keeper until this call has arrived there.
+            self._keeper.keep.remote(self.name, number, [put(buffer, self._tensor_transport)])
 
         def stored(future: Future[Any]) -> None:
             self._storing = False
@@ -180,7 +180,7 @@ class ObjectStorePublisher:
 
     def _drop_if_unread(self, number: int) -> None:
         if number >= 0 and number not in self._readers.values():
-            tell(self._office, "drop", self.name, number)
+            notify_keeper(self._keeper, "drop", self.name, number)
             if number == self.number:
                 self.number = -1
 
@@ -190,7 +190,7 @@ class ObjectStorePublisher:
         self._waiting.clear()
         self._readers.clear()
         self.number = -1
-        self._thread.submit(lambda: tell(self._office, "forget", self.name))
+        self._thread.submit(lambda: notify_keeper(self._keeper, "forget", self.name))
         self._thread.close()
 
 
@@ -252,14 +252,14 @@ class ObjectStoreInbound(InboundTransfer):
 
     Args:
         layout: what an object holds.
-        office: the actor that keeps the references.
+        keeper: the actor that keeps the references.
     """
 
     access = MemoryAccess.IMMUTABLE
 
-    def __init__(self, layout: Layout, office: Any) -> None:
+    def __init__(self, layout: Layout, keeper: Any) -> None:
         self._layout = layout
-        self._office = office
+        self._keeper = keeper
         self._thread = DetachedThread("aiosync-ray")
         self._transport: Transport | None = None
         self._arriving: tuple[Update, Future[Tensor]] | None = None
@@ -276,7 +276,7 @@ class ObjectStoreInbound(InboundTransfer):
             future = Future[Tensor]()
             future.set_result(torch.frombuffer(bytearray(payload.data), dtype=torch.uint8))
         else:
-            future = self._thread.submit(lambda: take(self._office, payload.object, payload.number))
+            future = self._thread.submit(lambda: fetch(self._keeper, payload.object, payload.number))
         self._arriving = update, future
 
     def is_here(self, update: Update) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 
 from aiosync.protocol.frames import Joint, Update
 from aiosync.weights.arena import Arena, Slot
-from aiosync.weights.copying import Filling
+from aiosync.weights.block_copy import Filling
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 

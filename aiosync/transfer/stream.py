@@ -13,7 +13,8 @@ import torch
 
 from aiosync.errors import ArenaAllocationError
 from aiosync.protocol.events import Fetched
-from aiosync.protocol.frames import Chunk, End, encode
+from aiosync.protocol.frames import Chunk, End
+from aiosync.protocol.framing import encode
 from aiosync.protocol.payloads import StreamPayload
 from aiosync.protocol.payloads import encode as encode_payload
 from aiosync.protocol.stream import BLOCK

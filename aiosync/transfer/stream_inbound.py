@@ -23,7 +23,7 @@ from aiosync.transports.tcp.connection import TCPTransport
 from aiosync.weights.arena import Slot
 from aiosync.weights.checksum import checksum_of, digest_of
 from aiosync.weights.codec import decode
-from aiosync.weights.copying import Courtesy, read_at
+from aiosync.weights.copying import ProcessorYielder, read_at
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
@@ -51,7 +51,7 @@ class StreamInbound(DoubleBuffer):
         self._sender = 0
         self._source = -1
         self._shared = False
-        self._give_way = Courtesy()
+        self._give_way = ProcessorYielder()
         self._sums: dict[int, int] = {}
         self._filled = 0
         self._damage: ProtocolError | None = None
@@ -168,7 +168,7 @@ class StreamInbound(DoubleBuffer):
         if self._shared:
             self._sender = 0  # it may have been written over: from now on the connection brings all
 
-    def forsake(self) -> None:
+    def abandon(self) -> None:
         """What has come is of no use."""
         self._slot = self._base = None
         self._let_go()

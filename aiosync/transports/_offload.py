@@ -1,8 +1,9 @@
-"""Threads: the only place of the package that starts them (the blocking twins' loop thread aside).
+"""Threads. Only this module and the blocking twins' portal start threads.
 
-Four kinds. :class:`Offloader` runs blocking work for coroutines that await it. :class:`QueueReader`
-waits on a multiprocessing queue for as long as it is open. :class:`LoopThread` moves the bytes of
-sockets. :class:`DetachedThread` is for what cannot be interrupted, and is left to itself.
+- :class:`Offloader` runs blocking work for coroutines that await it.
+- :class:`LoopThread` runs an event loop that moves the bytes of sockets.
+- :class:`DetachedThread` runs calls that cannot be interrupted. Closing it does not wait for a running call.
+- :func:`start_thread` starts a daemon thread for one function.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import wait
-from multiprocessing.queues import SimpleQueue as ProcessQueue
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
@@ -30,32 +29,33 @@ __all__ = [
     "DetachedThread",
     "LoopThread",
     "Offloader",
-    "QueueReader",
     "abandonable",
-    "aside",
     "call_when_done",
     "detached",
     "handover",
-    "left_running",
     "offloaded",
+    "start_thread",
     "uninterrupted",
 ]
 
 T = TypeVar("T")
 
 _LAST_WAIT = 2.0
-"""Seconds that the interpreter's exit waits for detached threads."""
+"""Seconds that the interpreter's exit waits for detached threads, all together."""
 
 _LANES = 8
-"""Threads of one offloader at most; more do not copy any faster where memory is what limits."""
+"""Most threads of one offloader. More threads copy no faster: memory bandwidth is the limit."""
 
 
 class Offloader:
-    """A few lazily started threads. The endpoint that owns it closes it.
+    """A few threads, started on first use. The endpoint that owns the offloader closes it.
 
-    Work that has begun always ends before its ``run`` returns or raises, also when the caller is
-    cancelled: it may be reading the caller's tensors or writing into a slot, and no other code may use
-    those before it has ended. So work that can be long takes care to be cut into pieces (``cancelled``).
+    ``run`` returns or raises only when the work has ended, also if the caller is cancelled: the work may read
+    the caller's tensors or write into a slot, and no other code may use that memory at the same time. So long
+    work should be divided into pieces and call ``cancelled()`` between two pieces.
+
+    Args:
+        name: prefix of the threads' names.
     """
 
     def __init__(self, name: str) -> None:
@@ -63,16 +63,23 @@ class Offloader:
         self._executor: ThreadPoolExecutor | None = None
 
     async def run(self, work: Callable[[Callable[[], bool]], T]) -> T:
-        """Run ``work(cancelled)`` in a thread; ``cancelled()`` tells that the caller has given up.
+        """Run ``work(cancelled)`` in a thread and return its result.
+
+        Args:
+            work: ``cancelled()`` returns true once the caller of ``run`` was cancelled.
 
         Raises:
-            Exception: whatever ``work`` raises.
-            CancelledError: the caller was cancelled; ``work`` has ended.
+            Exception: any exception that ``work`` raises.
+            CancelledError: the caller was cancelled, and ``work`` has ended.
         """
         return (await self._run_all([work]))[0]
 
     async def copy(self, pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> bool:
-        """:func:`~aiosync.weights.copying.copy_pairs` in threads, as many as torch would use."""
+        """Run :func:`~aiosync.weights.copying.copy_pairs` in as many threads as torch would use.
+
+        Returns:
+            False if ``cancelled()`` ended the copy early.
+        """
         lanes = copy_lanes(pairs, min(torch.get_num_threads(), _LANES))
         return all(await self._run_all([partial(_drive, lane, cancelled) for lane in lanes]))
 
@@ -93,19 +100,21 @@ class Offloader:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the thread; idempotent. Call it when no work is under way: it waits for the thread."""
+        """End the threads and wait for them; idempotent. No work may be running."""
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown(wait=True)
 
 
-def left_running(work: Callable[[], object], name: str) -> None:
-    """Run ``work()`` in a thread that lives for as long as the process, and ends with it."""
-    threading.Thread(target=work, name=name, daemon=True).start()
+def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
+    """Run ``work()`` in a daemon thread; returns the thread. The process exits without waiting for it."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 async def offloaded(work: Callable[[], T], name: str) -> T:
-    """Run ``work()`` in a thread of its own and wait for its end, as :class:`Offloader` does."""
+    """Run ``work()`` in a new thread and return its result, as :meth:`Offloader.run` does."""
     offloader = Offloader(name)
     try:
         return await offloader.run(lambda _: work())
@@ -118,10 +127,10 @@ def _drive(lane: Lane, cancelled: Callable[[], bool], gone: Callable[[], bool]) 
 
 
 async def uninterrupted(work: Callable[[Callable[[], bool]], Coroutine[Any, Any, T]]) -> T:
-    """Await ``work(cancelled)`` to its end even if the caller is cancelled.
+    """Await ``work(cancelled)`` until it ends, even if the caller is cancelled.
 
-    A cancelled caller gets its ``CancelledError`` when the work has ended; the work itself is not
-    interrupted, it may ask ``cancelled()`` and end early in a state of its own choice.
+    A cancelled caller gets its ``CancelledError`` when the work has ended. The work itself is not cancelled.
+    It may call ``cancelled()`` and return early from a point that it chooses.
     """
     gone = threading.Event()
     task = asyncio.ensure_future(work(gone.is_set))
@@ -134,24 +143,26 @@ async def uninterrupted(work: Callable[[Callable[[], bool]], Coroutine[Any, Any,
 
 
 async def _outlast(future: asyncio.Future[Any]) -> None:
-    # A task can be cancelled again while it waits: the wait goes on, since the work does.
+    # A task can be cancelled again while it waits. The work still runs, so the wait continues.
     while not future.done():
         try:
             await asyncio.wait([future])
         except asyncio.CancelledError:
             continue
     if not future.cancelled():
-        future.exception()  # the caller is gone; without this asyncio would warn
+        future.exception()  # marks the exception as retrieved: the cancelled caller will not await it
 
 
 def handover() -> tuple[asyncio.Future[T], Callable[[Callable[[], T]], None]]:
-    """A future of this event loop, and what another thread settles it with: a call, which is made in
-    that thread, and whose result or exception is the future's. If no call waits any more, or the loop is
-    closed, the result is dropped.
+    """Make a future of the running loop that another thread resolves.
+
+    Returns:
+        The future, and ``resolve(work)`` for the other thread. ``resolve`` calls ``work()`` and gives its
+        result or exception to the future. If the future is done or the loop is closed, the result is dropped.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
-    future.add_done_callback(_seen)
+    future.add_done_callback(_retrieve)
 
     def put(value: T | None, error: BaseException | None) -> None:
         if future.done():
@@ -161,7 +172,7 @@ def handover() -> tuple[asyncio.Future[T], Callable[[Callable[[], T]], None]]:
         else:
             future.set_result(cast("T", value))
 
-    def settle(work: Callable[[], T]) -> None:
+    def resolve(work: Callable[[], T]) -> None:
         value, error = None, None
         try:
             value = work()
@@ -170,121 +181,45 @@ def handover() -> tuple[asyncio.Future[T], Callable[[Callable[[], T]], None]]:
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(put, value, error)
 
-    return future, settle
+    return future, resolve
 
 
 async def abandonable(work: Callable[[], T], name: str) -> T:
-    """Run ``work()`` in a thread that a cancelled caller leaves to itself: for what cannot be interrupted,
-    ends by itself, and touches nothing of ours.
+    """Run ``work()`` in a new daemon thread and return its result. A cancelled caller does not wait for it.
+
+    Use it for calls that cannot be interrupted, end by themselves and use none of this package's memory.
 
     Raises:
-        Exception: whatever ``work`` raises.
+        Exception: any exception that ``work`` raises.
     """
     future: asyncio.Future[T]
-    future, settle = handover()
-    threading.Thread(target=settle, args=(work,), name=name, daemon=True).start()
+    future, resolve = handover()
+    start_thread(partial(resolve, work), name)
     return await future
 
 
 def call_when_done(future: Future[T], callback: Callable[[Future[T]], None]) -> None:
-    """Call ``callback`` on this event loop, if that is still there by then."""
+    """Call ``callback(future)`` on the running loop once ``future`` is done, unless the loop is closed
+    then."""
     loop = asyncio.get_running_loop()
 
-    def tell(done: Future[T]) -> None:
+    def post(done: Future[T]) -> None:
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(callback, done)
 
-    future.add_done_callback(tell)
-
-
-def aside(work: Callable[[], object], name: str) -> None:
-    """Call ``work()`` in a daemon thread, and do not wait for it."""
-    threading.Thread(target=work, name=name, daemon=True).start()
-
-
-class QueueReader:
-    """A thread that waits on a multiprocessing queue and hands its bytes to the event loop.
-
-    It waits on the queue's descriptor and on one of its own, so that :meth:`close` can wake it without
-    a word from the other side; and never in the middle of a message, whose writer may have been killed.
-    While it has read a part of a message it has the queue's reading lock: if it is killed then, the lock
-    tells that the queue is of no use any more.
-
-    Args:
-        queue: the queue to read. No other code of this process may read it.
-        loop: the loop that ``on_bytes`` and ``on_end`` are called on.
-        split: cuts whole messages off a buffer.
-        on_item: takes one message, as it was written.
-        on_end: takes the reason, once, if the queue breaks before :meth:`close`.
-    """
-
-    def __init__(
-        self,
-        queue: ProcessQueue[bytes],
-        loop: asyncio.AbstractEventLoop,
-        split: Callable[[bytearray], list[bytes]],
-        on_item: Callable[[bytes], None],
-        on_end: Callable[[str], None],
-    ) -> None:
-        self._queue = queue
-        self._loop = loop
-        self._split = split
-        self._on_item = on_item
-        self._on_end = on_end
-        self._wake_read, self._wake_write = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="aiosync-queue", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Wake the thread and wait for its end (it never blocks for long); idempotent."""
-        if self._wake_write < 0:
-            return
-        os.write(self._wake_write, b"x")
-        self._thread.join()
-        os.close(self._wake_write)
-        os.close(self._wake_read)
-        self._wake_write = -1
-
-    def _run(self) -> None:
-        # The queue's public face has no descriptor to wait on, and no lock; its reading end has.
-        reader, lock = self._queue._reader, self._queue._rlock  # type: ignore[attr-defined]
-        buffer = bytearray()
-        try:
-            while True:
-                ready = wait([reader, self._wake_read])
-                if self._wake_read in ready:
-                    return
-                if not buffer and not lock.acquire(block=False):
-                    self._post(self._on_end, "its queue was left locked by a process that was killed")
-                    return
-                data = os.read(reader.fileno(), 1 << 16)
-                if not data:
-                    self._post(self._on_end, "its queue was closed")
-                    return
-                buffer += data
-                for item in self._split(buffer):
-                    self._post(self._on_item, item)
-                if not buffer:
-                    lock.release()
-        except OSError as exc:
-            self._post(self._on_end, f"its queue broke: {exc!r}")
-        finally:
-            if buffer:
-                lock.release()
-
-    def _post(self, callback: Callable[[Any], None], value: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback, value)
-        except RuntimeError:
-            return  # the loop is closed
+    future.add_done_callback(post)
 
 
 class LoopThread:
-    """An event loop in a thread of its own, for connections that are to move whatever the caller's loop
-    is busy with. The endpoint that owns it closes it.
+    """An event loop in its own thread. Its connections move bytes while the caller's loop is busy.
+
+    The endpoint that owns the thread closes it.
+
+    Args:
+        name: the thread's name.
 
     Attributes:
-        loop: to be used in its own thread only.
+        loop: use it only in its own thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -294,15 +229,18 @@ class LoopThread:
         self._closed = False
 
     def call(self, function: Callable[..., object], *args: object) -> bool:
-        """Have ``function(*args)`` called in the thread, after what was asked for before; false if the thread
-        has ended."""
+        """Call ``function(*args)`` in the thread, after earlier calls; returns false if the thread has
+        ended."""
         if self._closed:
             return False
         self.loop.call_soon_threadsafe(function, *args)
         return True
 
     def close(self) -> None:
-        """Do what was asked for, end the thread and wait for it (it never blocks for long); idempotent."""
+        """Run the calls queued so far, then end the thread and wait for it; idempotent.
+
+        The wait is short, because calls in this thread do not block.
+        """
         if not self._closed:
             self._closed = True
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -313,16 +251,19 @@ class LoopThread:
 _detached: weakref.WeakSet[DetachedThread] = weakref.WeakSet()
 
 _EXIT_PRIORITY = 500
-"""After whatever closes schemes (they may have a last word to say), and before multiprocessing joins its
-children (they may be waiting to hear it)."""
+"""Lower than the finalizers that close schemes, which may still send a frame. Higher than multiprocessing's
+join of its children, which may be waiting for that frame."""
 
 _watched_exit = 0
-"""The process whose exit ends its detached threads."""
+"""Process id for which the exit finalizer is registered; 0: none yet."""
 
 
 def _watch_exit() -> None:
-    """Not by atexit: multiprocessing's children leave without it. A finalizer is also run there, but a forked
-    child begins with none."""
+    """Register the finalizer that ends this process's detached threads.
+
+    Children of multiprocessing exit without running atexit. They run finalizers, but a forked child starts
+    with none: hence the check of the process id.
+    """
     global _watched_exit
     if _watched_exit != os.getpid():
         _watched_exit = os.getpid()
@@ -336,18 +277,17 @@ def _end_detached() -> None:
 
 
 class DetachedThread:
-    """A thread for calls into a library that waits for other machines and cannot be interrupted, one after
-    the other. :meth:`close` does not wait: the thread ends when the call that it is in returns.
+    """A thread for uninterruptible calls into a library that waits for other machines; one call at a time.
 
-    Only the interpreter waits at its exit, shortly: a thread that comes back from such a library into an
-    interpreter that is no more brings the process down with an error.
+    :meth:`close` does not wait: the thread ends when its running call returns. The interpreter's exit does
+    wait, up to :data:`_LAST_WAIT` seconds: a thread that returns from such a call into a finalized
+    interpreter crashes the process.
 
     Args:
-        name: the thread's.
+        name: the thread's name.
 
     Attributes:
-        wake: has the call that it is in return, where there is a way to; called at the interpreter's
-        exit.
+        wake: makes the running call return; called at the interpreter's exit. None: there is no way to.
     """
 
     def __init__(self, name: str) -> None:
@@ -358,7 +298,7 @@ class DetachedThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Do ``work()`` after what was asked for before."""
+        """Queue ``work()``; returns the future of its result. After :meth:`close` the future has an error."""
         if self._thread is None and not self._closed:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -366,18 +306,18 @@ class DetachedThread:
             _watch_exit()
         future: Future[T] = Future()
         if self._closed:
-            future.set_exception(RuntimeError("this was closed before"))
+            future.set_exception(RuntimeError("this thread is closed"))
         else:
             self._jobs.put((future, work))
         return future
 
     def close(self) -> None:
-        """Do what was asked for, and end."""
+        """Run the queued work, then end. Does not wait."""
         self._closed = True
         self._jobs.put(None)
 
     def _end(self, until: float) -> None:
-        """At the interpreter's exit."""
+        """Close at the interpreter's exit, and wait for the thread until ``until`` on the monotonic clock."""
         if self._thread is not None and self._thread.is_alive():
             self.close()
             if self.wake is not None:
@@ -391,22 +331,22 @@ class DetachedThread:
                 future.set_result(work())
             except BaseException as exc:  # noqa: BLE001 - the future raises it
                 future.set_exception(exc)
-            del job, future, work  # what they hold is to go now, and not when the next one comes
+            del job, future, work  # release what they refer to now, not when the next job arrives
 
 
 async def detached(thread: DetachedThread, work: Callable[[], T]) -> T:
-    """Have a thread do ``work()``, after what it was asked for before; a cancelled caller leaves it to that.
+    """Queue ``work()`` in ``thread`` and return its result. A cancelled caller does not wait for it.
 
     Raises:
-        Exception: whatever ``work`` raises.
+        Exception: any exception that ``work`` raises.
     """
     future = asyncio.wrap_future(thread.submit(work))
-    future.add_done_callback(_seen)
+    future.add_done_callback(_retrieve)
     await asyncio.wait([future])
     return future.result()
 
 
-def _seen(future: asyncio.Future[Any]) -> None:
-    """Read the exception of a future whose caller has given up, so that asyncio does not warn."""
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Retrieve the exception of a future whose caller was cancelled, so that asyncio logs no warning."""
     if not future.cancelled():
         future.exception()

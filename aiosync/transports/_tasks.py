@@ -1,7 +1,7 @@
-"""The one task of a live endpoint: it holds the task group that owns all its other tasks.
+"""The task group of a connected endpoint.
 
-An anyio task group has to be left by the task that entered it, but ``connect`` and ``aclose`` may be
-called by different tasks. So ``connect`` starts this one, and ``aclose`` ends it.
+The task that enters an anyio task group has to exit it, but different tasks may call ``connect`` and
+``aclose``. So ``connect`` starts a task that enters the group, and ``aclose`` ends that task.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ __all__ = ["BackgroundTasks"]
 
 
 class BackgroundTasks:
-    """Owns the background tasks of one endpoint."""
+    """Owns the background tasks of one endpoint.
+
+    Args:
+        name: of the task that holds the task group.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,7 +32,7 @@ class BackgroundTasks:
         self._stop = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the task; if cancelled here, nothing is left running."""
+        """Start the task group. If the caller is cancelled, nothing is left running."""
         ready = asyncio.Event()
         self._task = asyncio.create_task(self._main(ready), name=self._name)
         try:
@@ -38,16 +42,16 @@ class BackgroundTasks:
             raise
 
     def spawn(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
-        """Run ``function(*args)`` as a task of this endpoint; it must let no error out."""
+        """Run ``function(*args)`` as a task. It must not raise: an error would cancel the other tasks."""
         if self._group is not None and not self._stop.is_set():
             self._group.start_soon(function, *args)
 
     async def aclose(self) -> None:
-        """Cancel every task and wait for its end; idempotent."""
+        """Cancel all tasks and wait until they have ended; idempotent."""
         self._stop.set()
         task, self._task = self._task, None
         if task is not None:
-            await uninterrupted(lambda _: _end_of(task))
+            await uninterrupted(lambda _: _wait_for(task))
 
     async def _main(self, ready: asyncio.Event) -> None:
         async with anyio.create_task_group() as group:
@@ -57,6 +61,6 @@ class BackgroundTasks:
             group.cancel_scope.cancel()
 
 
-async def _end_of(task: asyncio.Task[None]) -> None:
+async def _wait_for(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])
     task.result()

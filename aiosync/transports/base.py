@@ -1,4 +1,4 @@
-"""What a transport is: one ordered connection to one peer, which moves frames and knows no more."""
+"""The base classes of connections. A transport is one ordered connection to one peer that moves frames."""
 
 from __future__ import annotations
 
@@ -11,15 +11,8 @@ from typing import ClassVar, Protocol
 from aiosync._deadline import Deadline
 from aiosync.errors import FrameError, ProtocolError, SyncTimeoutError, WorkerLostError
 from aiosync.protocol.events import Greeted, Left, Verified, Welcomed
-from aiosync.protocol.frames import (
-    Ack,
-    Frame,
-    FrameDecoder,
-    Inbound,
-    Nack,
-    Update,
-    encode,
-)
+from aiosync.protocol.frames import Ack, Frame, Nack, Update
+from aiosync.protocol.framing import FrameDecoder, Inbound, encode
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.transports._offload import uninterrupted
@@ -28,7 +21,11 @@ __all__ = ["Listener", "Sink", "Transport"]
 
 
 class Listener(ABC):
-    """Where workers connect. Made with ``init_on_sender``, so that no worker can come too early.
+    """The sender's side of the rendezvous: accepts connections of workers.
+
+    ``init_on_sender`` constructs it, so that workers can connect before the sender does. After that its
+    methods are called in this order: ``listen``; ``lost`` and ``replace`` when a worker disconnects;
+    ``stop``; ``close``.
 
     Attributes:
         patience: seconds that a connection may take to authenticate.
@@ -38,65 +35,74 @@ class Listener(ABC):
 
     @property
     def full(self) -> bool:
-        """Whether there are more connections that have authenticated than there may be."""
+        """Whether there are more authenticated connections than allowed."""
         return False
 
     @abstractmethod
     async def listen(
         self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
     ) -> None:
-        """Call ``on_connection`` for every worker that connects, on the running loop; and ``on_lost`` for one
-        that can be seen never to connect, with its index and the reason."""
+        """Start to accept connections.
+
+        Args:
+            on_connection: called on the running loop with the transport of each worker that connects.
+            on_lost: called with a worker's index and the reason if that worker cannot connect any more.
+        """
 
     async def replace(self, ended: Transport) -> None:
-        """The process at the other end of ``ended`` has died: make room for its worker to come back, where
-        that takes something."""
+        """Called when the process at the other end of ``ended`` has died.
+
+        Override it if a respawned worker needs new resources to connect.
+        """
         return
 
     async def lost(self, worker: int) -> None:
-        """A worker is gone: have it come back, where that takes something."""
+        """Called with a worker's index when the worker disconnects. Override it to restart the worker."""
         return
 
     @abstractmethod
     def forget(self) -> None:
-        """In a forked child: let go of the parent's descriptors without ending anything."""
+        """Close this process's copies of the descriptors, in a forked child. The parent's connections go
+        on."""
 
     def stop(self) -> None:
-        """Accept no more connections. Those that are open can still send a Bye."""
+        """Accept no more connections. Open connections can still send a Bye."""
         return
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything; idempotent."""
+        """Release all resources; idempotent."""
 
 
 class Sink(Protocol):
-    """Where a started transport delivers, on the event loop."""
+    """Gets the frames of a started transport, on the event loop."""
 
     def frame_received(self, frame: Frame) -> None:
-        """One frame from the peer. Raising ``ProtocolError`` ends the connection."""
+        """Called with each frame from the peer. Raise ``ProtocolError`` to end the connection."""
 
     def connection_lost(self, reason: str) -> None:
-        """Called once; nothing comes after it. Not called for an end by ``aclose``."""
+        """Called once when the connection is lost, as the last call. Not called after ``aclose``."""
 
 
 class Transport(ABC):
     """One connection to one peer.
 
+    Life cycle: ``open`` on the side that dials; the handshake, in which frames are awaited one by one
+    (``receive``); ``trust`` when the peer has authenticated, until which the peer may send only a few KiB;
+    ``start``, after which frames are delivered to a sink; ``aclose``.
+
+    A subclass implements ``open``, ``_write`` and ``_close``. It calls ``_feed`` with the bytes that arrive,
+    and ``_lost`` when the connection breaks.
+
     Attributes:
-        peer_name: who is at the other end, for messages.
+        peer_name: a name of the peer, for messages.
         same_machine: whether process ids mean the same on both sides.
         maps: whether the receiver can map the sender's memory.
+        trouble: why the connection has not been made so far, for the error of a timeout.
         reached: whether the peer's machine has accepted the connection.
-        secret: the token that goes with the peer, where it is found out how to get to it; else None.
-        greeting: when a connection that was accepted has to have authenticated; None: the listener's patience
-            counts from when it is greeted.
-
-    It begins in inbox mode, in which frames are awaited one by one (the handshake is written so); with
-    :meth:`start` it changes over to delivering them to a sink. Until :meth:`trust` is called no more
-    than a few KiB are accepted from the peer.
-
-    A subclass brings ``open``, ``_write`` and ``_close``, and calls ``_feed`` and ``_lost``.
+        secret: the sender's token, if the rendezvous supplied one; else None.
+        greeting: deadline for the authentication of an accepted connection. None: the listener's patience
+            starts when the connection is passed to ``on_connection``.
     """
 
     same_machine: ClassVar[bool] = True
@@ -105,31 +111,34 @@ class Transport(ABC):
     def __init__(self) -> None:
         self._decoder = FrameDecoder()
         self._inbox: deque[Frame] = deque()
+        # What ``receive`` waits on.
         self._waiter: asyncio.Future[None] | None = None
+        # None before ``start``.
         self._sink: Sink | None = None
         self.peer_name = "a local process"
         self.trouble = ""
         self.reached = False
         self.secret: bytes | None = None
         self.greeting: Deadline | None = None
+        # Why the connection was lost; None: it was not.
         self._end: str | None = None
+        # Set if the connection was lost because the peer broke the protocol.
         self._breach: ProtocolError | None = None
         self._closed = False
 
-    # -- what a subclass fills in ---------------------------------------------------------------
+    # -- implemented by subclasses --------------------------------------------------------------
 
     @abstractmethod
     async def open(self, deadline: Deadline) -> None:
-        """Make the connection, on the side that dials.
+        """Connect to the peer. Called on the side that dials.
 
         Raises:
-            WorkerLostError: no process listens there.
+            WorkerLostError: no process listens at the address.
             SyncTimeoutError: the deadline passed.
         """
 
     async def reach(self, deadline: Deadline) -> Transport:
-        """Open it, or a better connection to the same peer, if one was found on the way there; gives that
-        which is open.
+        """Open this connection, or a faster one to the same peer; returns the open one.
 
         Raises:
             As :meth:`open`.
@@ -140,7 +149,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _write(self, data: bytes) -> None:
-        """Hand ``data`` over without waiting.
+        """Send ``data`` without blocking.
 
         Raises:
             OSError: the connection is broken.
@@ -148,25 +157,25 @@ class Transport(ABC):
 
     @abstractmethod
     async def _close(self) -> None:
-        """Let go of descriptors and threads. Called once, shielded from cancellation."""
+        """Release descriptors and threads. Called once, shielded from cancellation."""
 
     # -- frames ---------------------------------------------------------------------------------
 
     @property
     def peer_pid(self) -> int:
-        """The peer's process id as the operating system tells it, or 0 where it does not."""
+        """The peer's process id as the operating system reports it; 0 if unknown."""
         return 0
 
     def check_connection(self) -> bool:
-        """Whether frames can still be moved, as far as is known without asking the peer."""
+        """Return whether the connection is open, as far as is known without a round trip."""
         return not self._closed and self._end is None
 
     def trust(self, inbound: Inbound) -> None:
-        """The peer has authenticated: accept ``inbound`` from it."""
+        """Accept the frames of ``inbound`` from now on: the peer has authenticated."""
         self._decoder.inbound = inbound
 
     def write(self, *frames: Frame) -> None:
-        """Send frames without waiting; a connection that turns out to be broken is reported lost."""
+        """Send frames without blocking. If the connection is broken, it is reported as lost."""
         if not self.check_connection():
             return
         try:
@@ -175,7 +184,7 @@ class Transport(ABC):
             self._lost(f"writing failed: {exc.strerror or exc}")
 
     def start(self, sink: Sink) -> None:
-        """Deliver to ``sink`` from now on, beginning with what has arrived already."""
+        """Deliver frames to ``sink`` from now on, including those that have arrived already."""
         self._sink = sink
         self._deliver = sink.frame_received  # type: ignore[method-assign]
         while self._inbox:
@@ -188,11 +197,11 @@ class Transport(ABC):
             sink.connection_lost(self._end)
 
     async def receive(self, deadline: Deadline) -> Frame:
-        """The next frame (inbox mode only).
+        """Wait for the next frame. Only before :meth:`start`.
 
         Raises:
-            WorkerLostError: the peer has gone.
-            ProtocolError: what it said was not our protocol.
+            WorkerLostError: the connection was lost or closed.
+            ProtocolError: the peer broke the protocol.
             SyncTimeoutError: the deadline passed.
         """
         while not self._inbox:
@@ -205,7 +214,7 @@ class Transport(ABC):
                 async with asyncio.timeout(deadline.remaining()):
                     await self._waiter
             except TimeoutError:
-                # After a turn of the loop that took longer than the deadline, the frame may be there too.
+                # If one callback of the loop took longer than the deadline, the frame may have arrived too.
                 if not self._inbox:
                     raise deadline.error("receive") from None
             finally:
@@ -213,36 +222,40 @@ class Transport(ABC):
         return self._inbox.popleft()
 
     async def aclose(self) -> None:
-        """End the connection and wait until nothing of it is left; idempotent."""
+        """End the connection and wait until its descriptors and threads are released; idempotent."""
         if self._closed:
             return
         self._closed = True
         self._wake()
-        # Shielded from cancellation: nothing else would close the rest. It is bounded by itself.
+        # Shielded from cancellation: no other code would release the rest. _close is bounded in time.
         await uninterrupted(lambda _: self._close())
 
     def abandon_loop(self) -> None:
-        """The event loop that this lived on is closed: release what can be released without it."""
+        """Release what can be released without the event loop, which is closed."""
         self._closed = True
 
-    # -- the words of the weight-update vocabulary -------------------------------------------------
+    # -- updates, before start() -------------------------------------------------------------------
 
     async def send_weights_async(self, update: Update) -> None:
-        """Send an update; do not wait for the answer."""
+        """Send an update without waiting for the answer."""
         self.write(update)
 
     async def send_weights(self, update: Update, timeout: float) -> Ack | Nack:
-        """Send an update and wait for the answer (inbox mode), ``timeout`` seconds at most."""
+        """Send an update and wait at most ``timeout`` seconds for the answer.
+
+        Raises:
+            As :meth:`wait_ack`.
+        """
         self.write(update)
         return await self.wait_ack(timeout)
 
     async def wait_ack(self, timeout: float) -> Ack | Nack:
-        """The next answer to an update (inbox mode), within ``timeout`` seconds.
+        """Wait at most ``timeout`` seconds for the answer to an update.
 
         Raises:
-            SyncTimeoutError: none came in time.
-            WorkerLostError: the peer has gone.
-            ProtocolError: something else came.
+            SyncTimeoutError: no frame arrived in time.
+            WorkerLostError: the connection was lost or closed.
+            ProtocolError: another frame arrived.
         """
         frame = await self.receive(Deadline.after(timeout))
         if isinstance(frame, Ack | Nack):
@@ -250,11 +263,11 @@ class Transport(ABC):
         raise ProtocolError(f"expected an answer to an update, got {type(frame).__name__}")
 
     async def receive_weights(self, timeout: float) -> Update | None:
-        """The next update (inbox mode), or None if none came within ``timeout`` seconds.
+        """Wait at most ``timeout`` seconds for the next update; None: no frame arrived in time.
 
         Raises:
-            WorkerLostError: the peer has gone.
-            ProtocolError: something else came.
+            WorkerLostError: the connection was lost or closed.
+            ProtocolError: another frame arrived.
         """
         try:
             frame = await self.receive(Deadline.after(timeout))
@@ -271,19 +284,20 @@ class Transport(ABC):
     async def setup_connection_and_weights_on_sender(
         self, session: SenderSession, deadline: Deadline
     ) -> Greeted:
-        """Authenticate the worker; it then waits for its welcome, which brings the weights.
+        """Authenticate the worker, which then waits for its Welcome.
 
         Raises:
-            HandshakeError, ProtocolError: it is not one of ours.
-            WorkerLostError: it has gone.
-            SyncTimeoutError: it took too long.
+            HandshakeError: the worker does not know the token.
+            ProtocolError: the worker broke the protocol.
+            WorkerLostError: the connection was lost.
+            SyncTimeoutError: the deadline passed.
         """
         while True:
             frame = await self.receive(deadline)
             try:
                 events = session.receive(frame)
             finally:
-                self.flush(session)  # a worker that is refused hears why
+                self.flush(session)  # sends the reason to a refused worker
             for event in events:
                 if isinstance(event, Left):
                     raise WorkerLostError((), event.reason)
@@ -294,12 +308,12 @@ class Transport(ABC):
     async def setup_connection_and_weights_on_receiver(
         self, session: ReceiverSession, deadline: Deadline
     ) -> Welcomed:
-        """Authenticate the sender and wait for its welcome, after which the weights can be fetched.
+        """Authenticate the sender and wait for its Welcome. After that the worker may fetch the weights.
 
         Raises:
-            HandshakeError: refused, or the sender does not know the token.
-            WorkerLostError: the sender has gone.
-            SyncTimeoutError: it did not answer in time.
+            HandshakeError: the sender refused this worker, or does not know the token.
+            WorkerLostError: the connection was lost.
+            SyncTimeoutError: the deadline passed.
         """
         self.flush(session)
         while True:
@@ -313,7 +327,7 @@ class Transport(ABC):
             events = session.receive(frame)
             for event in events:
                 if isinstance(event, Verified):
-                    self.trust(session.inbound)  # its welcome may be long
+                    self.trust(session.inbound)  # the Welcome may be longer than a greeting
             self.flush(session)
             for event in events:
                 if isinstance(event, Welcomed):
@@ -322,14 +336,14 @@ class Transport(ABC):
                     raise WorkerLostError((), f"it ended the handshake: {event.reason}")
 
     def flush(self, session: SenderSession | ReceiverSession) -> None:
-        """Send what the session has to say."""
+        """Send the session's outgoing frames."""
         if session.outgoing:
             self.write(*session.frames_to_send())
 
     # -- for subclasses ---------------------------------------------------------------------------
 
     def _feed(self, data: bytes) -> None:
-        """Bytes have arrived."""
+        """Decode bytes that have arrived, and deliver the frames."""
         try:
             alone = self._decoder.alone(data)
             if alone is not None:
@@ -343,9 +357,11 @@ class Transport(ABC):
             self._lost(str(exc), exc)
 
     def _lost(self, reason: str, breach: ProtocolError | None = None) -> None:
-        """The connection is of no use any more. Reported once; ``aclose`` is still to come.
+        """Report the connection as lost, once. ``aclose`` still has to be called.
 
-        ``breach``: it is the peer who did not keep to the protocol.
+        Args:
+            reason: why, for messages.
+            breach: set if the peer broke the protocol.
         """
         if self._end is not None or self._closed:
             return
@@ -355,7 +371,7 @@ class Transport(ABC):
             self._sink.connection_lost(reason)
 
     def _deliver(self, frame: Frame) -> None:
-        """A frame has arrived. This is what happens in inbox mode."""
+        """Queue a frame for ``receive``. :meth:`start` replaces this method by the sink's."""
         if len(self._inbox) >= 16:
             raise FrameError("the peer sends frames without waiting for answers")
         self._inbox.append(frame)

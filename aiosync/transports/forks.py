@@ -1,7 +1,7 @@
 """Sockets in forked children: a child must not keep its parent's connections open.
 
-The other side of a connection learns of a process's death when the kernel closes the process's sockets. A
-child that a worker forked has copies of them, and would hide the death for as long as it lives.
+When a process dies, the kernel closes its sockets, and its peers see the end of their connections. A forked
+child has copies of the sockets. While it runs, the peers would not see that its parent has died.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ __all__ = ["close_in_children"]
 
 
 class HasDescriptor(Protocol):
-    """Something with a descriptor."""
+    """An object with a file descriptor."""
 
     def fileno(self) -> int:
-        """The descriptor; -1 once it is closed."""
+        """Return the descriptor; -1 after the close."""
 
 
 _sockets: weakref.WeakSet[socket.socket | HasDescriptor] = weakref.WeakSet()
 
 
 def close_in_children(sock: socket.socket | HasDescriptor) -> None:
-    """Close this socket, or locked file, in every process that this one forks, as long as it is open here."""
+    """Close ``sock``, a socket or a locked file, in every process forked while it is open here."""
     _sockets.add(sock)
 
 
 def _close_all() -> None:
-    """In the forked child."""
+    """Close the registered descriptors; called in the forked child."""
     descriptors = [fd for sock in _sockets if (fd := sock.fileno()) >= 0]
     _sockets.clear()
     if not descriptors:
         return
-    # Not closed but replaced: the child's copy of the socket object would close the number again, which
-    # could be another file's by then.
+    # Replaced by /dev/null, not closed: the child's copy of the socket object closes the number again, and by
+    # then the number could belong to another file.
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in descriptors:
         os.dup2(null, fd, inheritable=False)

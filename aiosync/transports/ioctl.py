@@ -1,4 +1,4 @@
-"""Asking the kernel how much lies in a pipe or a socket."""
+"""Ask the kernel how many bytes are in a pipe or a socket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["ioctl_int"]
 
 
 def ioctl_int(fd: int, request: int) -> int:
-    """The int that ``request`` gives for ``fd``."""
+    """Return the int that the ioctl ``request`` reports for the descriptor ``fd``."""
     value = array.array("i", [0])
     fcntl.ioctl(fd, request, value)
     return value[0]

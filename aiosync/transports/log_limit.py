@@ -1,4 +1,4 @@
-"""A log that strangers can write to, limited to a few lines a second."""
+"""A limit on warnings that unauthenticated peers can cause."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import time
 __all__ = ["LogLimit"]
 
 _LINES = 5
+"""Most lines that are written per period."""
+
 _PERIOD = 10.0
-"""Lines that are written in so many seconds."""
+"""Length of the period in seconds."""
 
 
 class LogLimit:
-    """Writes warnings that peers cause, until there are too many; then it counts them.
+    """Logs warnings, at most :data:`_LINES` per :data:`_PERIOD` seconds, and counts the others.
 
     Args:
-        logger: where to.
+        logger: where the warnings go.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -26,7 +28,7 @@ class LogLimit:
         self._dropped = 0
 
     def warning(self, message: str, *args: object) -> None:
-        """Write a line, or count it. The first line after a period says how many were left out."""
+        """Log a warning, or count it. At the start of a period the number of omitted lines is logged."""
         now = time.monotonic()
         if now - self._since >= _PERIOD:
             self.flush()
@@ -38,7 +40,7 @@ class LogLimit:
             self._dropped += 1
 
     def flush(self) -> None:
-        """Write how many lines have been left out."""
+        """Log how many lines were omitted."""
         dropped, self._dropped = self._dropped, 0
         if dropped:
             self._logger.warning("%d more warnings of this kind were left out of the log", dropped)

@@ -1,7 +1,7 @@
-"""A pair of transports inside one process, with faults on demand.
+"""Connections inside one process, with scripted faults.
 
-For tests: of aiosync itself, and of anybody's trainer or worker code that should be seen to survive a
-cut, a lost or a garbled frame without a second process.
+They are for tests: of aiosync, and of trainer or worker code that has to survive a closed connection, or a
+lost or corrupted frame.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ FaultKind = Literal["drop", "corrupt", "truncate", "duplicate", "swap", "close"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one frame.
+    """A fault of one frame.
 
     Attributes:
-        kind: ``drop`` it, ``corrupt`` one byte of it, ``truncate`` it to its first half, deliver it
-            twice (``duplicate``), ``swap`` it with the next one, or ``close`` the connection in its place.
-        frame: which frame of the connection, counted from 0 in its direction.
-        to: who it is on its way to.
-        worker: whose connection; None means each.
+        kind: ``drop`` the frame, ``corrupt`` one byte, ``truncate`` the frame to its first half, deliver it
+            twice (``duplicate``), ``swap`` it with the next frame, or ``close`` the connection in its place.
+        frame: the frame's number in its connection and direction, from 0.
+        to: the frame's destination.
+        worker: the index of the worker whose connection has the fault. None: all connections.
     """
 
     kind: FaultKind
@@ -44,9 +44,9 @@ class MemoryTransport(Transport):
     """One end of an in-process connection.
 
     Args:
-        address: the listener's address, for the side that dials.
-        worker: the index of the worker at the dialling end.
-        role: which end this is; a fault names the end that a frame is on its way to.
+        address: the listener's address, on the side that dials.
+        worker: the index of the worker that dials.
+        role: which end this is.
     """
 
     def __init__(
@@ -60,11 +60,17 @@ class MemoryTransport(Transport):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._faults: Sequence[Fault] = ()
         self._sent = 0
+        # A frame that is sent after the next one: the fault "swap".
         self._held: bytes | None = None
+        # Frames written before the sender listens.
         self._early: list[bytes] = []
 
     async def open(self, deadline: Deadline) -> None:
-        """Connect to the listener of this address."""
+        """Connect to the listener of this address.
+
+        Raises:
+            WorkerLostError: there is no such listener.
+        """
         listener = _listeners.get(self._address)
         if listener is None:
             raise WorkerLostError((), "no sender listens at the scheme's address: it has closed")
@@ -72,29 +78,29 @@ class MemoryTransport(Transport):
         listener.accept(self)
 
     def join(self, peer: MemoryTransport, loop: asyncio.AbstractEventLoop, faults: Sequence[Fault]) -> None:
-        """Become one end of a pair; this end lives on ``loop``."""
+        """Become one end of a pair. ``loop`` is the loop of this end."""
         self._peer, self._loop, self._faults = peer, loop, faults
 
     def connected(self) -> None:
-        """The other end exists: send what was written before."""
+        """Send the frames that were written before the other end existed."""
         early, self._early = self._early, []
         for data in early:
             self._write(data)
 
     def write(self, *frames: Frame) -> None:
-        """One by one, because faults are counted by frames."""
+        """Send frames one by one, because faults count frames."""
         for frame in frames:
             super().write(frame)
 
     def _write(self, data: bytes) -> None:
         peer = self._peer
         if peer is None:
-            self._early.append(data)  # the sender has not begun to listen yet
+            self._early.append(data)  # the sender does not listen yet
             return
         number, self._sent = self._sent, self._sent + 1
-        fault = next((x for x in self._faults if self._concerns(x, number)), None)
+        fault = next((x for x in self._faults if self._applies(x, number)), None)
         held, self._held = self._held, None
-        for piece in self._bend(data, fault):
+        for piece in self._apply_fault(data, fault):
             peer._post(piece)
         if held is not None:
             peer._post(held)
@@ -102,11 +108,11 @@ class MemoryTransport(Transport):
             self._lost("the connection was closed by a scripted fault")
             peer._post(None)
 
-    def _concerns(self, fault: Fault, number: int) -> bool:
+    def _applies(self, fault: Fault, number: int) -> bool:
         whose = fault.worker is None or fault.worker == self.worker
         return fault.frame == number and fault.to != self._role and whose
 
-    def _bend(self, data: bytes, fault: Fault | None) -> list[bytes]:
+    def _apply_fault(self, data: bytes, fault: Fault | None) -> list[bytes]:
         match fault.kind if fault else None:
             case None:
                 return [data]
@@ -128,11 +134,11 @@ class MemoryTransport(Transport):
         try:
             loop.call_soon_threadsafe(self._arrived, data)
         except RuntimeError:
-            return  # that end's loop is closed, as a dead peer's would be
+            return  # the loop of that end is closed, as if the peer had died
 
     def _arrived(self, data: bytes | None) -> None:
         if data is None:
-            self._lost("its channel closed")
+            self._lost("its connection closed")
         elif self.check_connection():
             self._feed(data)
 
@@ -147,14 +153,17 @@ _listeners: dict[str, MemoryListener] = {}
 class MemoryListener(Listener):
     """The sender's end of the in-process rendezvous.
 
+    Args:
+        faults: applied to every connection.
+
     Attributes:
-        address: what workers dial; means something in this process only.
+        address: what workers dial; valid in this process only.
     """
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
         for fault in faults:
             if fault.frame < 0:
-                raise InvalidArgumentError(f"a fault's frame is counted from 0, got {fault.frame}")
+                raise InvalidArgumentError(f"expected a fault's frame number of 0 or more, got {fault.frame}")
         self.address = f"memory:{secrets.token_hex(8)}"
         self.faults = tuple(faults)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -165,7 +174,7 @@ class MemoryListener(Listener):
     async def listen(
         self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
     ) -> None:
-        """Call ``on_connection`` for every peer that connects, on the running loop."""
+        """Call ``on_connection`` on the running loop for every worker that connects."""
         self._loop = asyncio.get_running_loop()
         self._on_connection = on_connection
         early, self._early = self._early, []
@@ -173,7 +182,7 @@ class MemoryListener(Listener):
             self.accept(dialled)
 
     def accept(self, dialled: MemoryTransport) -> None:
-        """Pair ``dialled`` with an end of ours; called on the dialling side's loop."""
+        """Pair ``dialled`` with a new end on the sender's loop. Called on the dialling side's loop."""
         loop, on_connection = self._loop, self._on_connection
         if loop is None or on_connection is None:
             self._early.append(dialled)
@@ -186,7 +195,7 @@ class MemoryListener(Listener):
         dialled.connected()
 
     def forget(self) -> None:
-        """In a forked child: nothing to let go of."""
+        """Do nothing: there are no descriptors."""
 
     def close(self) -> None:
         """Stop listening; idempotent."""

@@ -1,4 +1,4 @@
-"""Notice that a process has ended, by a descriptor that the kernel makes readable: no polling."""
+"""Watch for the end of a process, by a descriptor that the kernel makes readable."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["ProcessWatch"]
 
 
 class ProcessWatch:
-    """Calls ``on_exit`` once on the running loop when process ``pid`` ends (Linux: by a pidfd).
+    """Calls ``on_exit`` once on the running loop when the process ``pid`` ends, by a pidfd of Linux.
 
-    A channel tells of its peer's death by closing, but only if no other process has inherited the
-    peer's end, and a queue does not tell at all. Where the system has no pidfd nothing is watched.
+    A connection closes when its peer dies, unless another process has inherited the peer's end; a queue does
+    not close at all. On a system without pidfds nothing is watched.
 
     Args:
-        pid: the process; 0 and this process itself are not watched.
-        on_exit: takes nothing.
+        pid: the process to watch; 0 and this process are not watched.
+        on_exit: called without arguments.
 
     Attributes:
-        gone: there is no such process any more.
+        gone: whether the process had ended before the watch began.
     """
 
     def __init__(self, pid: int, on_exit: Callable[[], None]) -> None:
@@ -38,12 +38,12 @@ class ProcessWatch:
             self._loop.call_soon(on_exit)
             return
         except OSError:
-            return  # another PID namespace, or a kernel without it: the channel has to tell
+            return  # another PID namespace, or a kernel without pidfds: the connection has to show the end
         self._loop.add_reader(self._fd, self._exited)
 
     @property
     def watching(self) -> bool:
-        """Whether the process is known to run and its end will be told."""
+        """Whether the process runs, and ``on_exit`` will be called at its end."""
         return self._fd >= 0
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The way to one object of another process, by calling its methods: what torch RPC and Ray have in common."""
+"""Calls of the methods of one remote object: the base class of the torch RPC and the Ray transport."""
 
 from __future__ import annotations
 
@@ -13,62 +13,73 @@ __all__ = ["CallingTransport"]
 
 
 class CallingTransport(ABC):
-    """Methods of a remote object are called there, and awaited here. No thread waits for an answer.
+    """Calls methods of a remote object and awaits their results. No thread blocks meanwhile.
+
+    A subclass implements ``check_connection``, ``_start_call``, ``_start_weights``, ``_result`` and
+    ``_discard``.
 
     Args:
-        worker_idx: which worker it is, for messages.
+        worker_idx: the index of the object's worker, for messages.
     """
 
     _fetching: ClassVar[str] = "_receive_weights_scheme"
-    """The method that is called where there are no weights to hand over."""
+    """The method that ``send_weights(None)`` calls."""
 
     def __init__(self, worker_idx: int) -> None:
         self.worker_idx = worker_idx
+        # The call of the last ``send_weights_async`` whose result has not been read.
         self._sent: Any = None
         self._closed = False
 
     @abstractmethod
     def check_connection(self) -> bool:
-        """Whether it can be called, as far as is known without asking it."""
+        """Return whether the object can be called, as far as is known without a call."""
 
     @abstractmethod
-    def _begin(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], deadline: Deadline) -> Any:
-        """Begin a call."""
+    def _start_call(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], deadline: Deadline
+    ) -> Any:
+        """Start a call; returns it."""
 
     @abstractmethod
-    async def _begin_weights(self, weights: Any, deadline: Deadline) -> Any:
-        """Begin the call that hands weights over."""
+    async def _start_weights(self, weights: Any, deadline: Deadline) -> Any:
+        """Start the call that passes weights to the object; returns it."""
 
     @abstractmethod
-    async def _result(self, begun: Any, deadline: Deadline | None = None) -> Any:
-        """What came of a call; given up, it can be asked for again, with another deadline."""
-
-    @abstractmethod
-    def _forget(self, begun: Any) -> None:
-        """The result of a call is not needed any more."""
-
-    async def call(self, method: str, *args: Any, timeout: float, **kwargs: Any) -> Any:
-        """Call a method of the object; a coroutine is run to its end there.
+    async def _result(self, call: Any, deadline: Deadline | None = None) -> Any:
+        """Return the result of ``call``. After a cancellation or a timeout it may be awaited again.
 
         Args:
-            method: its name.
-            args: its arguments.
-            kwargs: its further arguments.
+            call: returned by ``_start_call`` or ``_start_weights``.
+            deadline: replaces the call's own.
+        """
+
+    @abstractmethod
+    def _discard(self, call: Any) -> None:
+        """Drop the result of ``call``."""
+
+    async def call(self, method: str, *args: Any, timeout: float, **kwargs: Any) -> Any:
+        """Call a method of the object and return its result. The remote process awaits a coroutine's result.
+
+        Args:
+            method: the method's name.
+            args: positional arguments.
+            kwargs: keyword arguments.
             timeout: seconds.
 
         Raises:
-            RemoteApplyError: it raised; with the exception's type, message and traceback.
+            RemoteApplyError: the method raised. The error has the exception's type, message and traceback.
             WorkerLostError: the process is gone.
-            SyncTimeoutError: it did not answer in time.
+            SyncTimeoutError: no answer arrived in time.
         """
-        return await self._result(self._begin(method, args, kwargs, Deadline.after(timeout)))
+        return await self._result(self._start_call(method, args, kwargs, Deadline.after(timeout)))
 
     async def send_weights(self, weights: Any, *, timeout: float) -> None:
-        """Hand weights to the object's method for that, and wait until it has returned.
+        """Pass weights to the object's method for weights, and wait until the method has returned.
 
         Args:
-            weights: an ``nn.Module``, TensorDict or dict; copied first. None: its
-                ``_receive_weights_scheme()`` is called, which fetches them.
+            weights: an ``nn.Module``, TensorDict or dict, which is copied first. None: call the object's
+                ``_receive_weights_scheme()``, which fetches the weights.
             timeout: seconds.
 
         Raises:
@@ -80,15 +91,28 @@ class CallingTransport(ABC):
             raise earlier
 
     async def send_weights_async(self, weights: Any, *, timeout: float) -> None:
-        """The same without waiting for the answer; :meth:`wait_ack` does. Waits for what was sent before: the
-        older weights are not to come last. What that raised is raised when these have been sent.
+        """Pass weights to the object without waiting for the answer; see :meth:`wait_ack`.
+
+        It first waits for the answer to the previous weights, so that older weights never arrive last. An
+        error in that answer is raised after the new weights have been sent.
+
+        Args:
+            weights: as in :meth:`send_weights`.
+            timeout: seconds.
+
+        Raises:
+            As :meth:`call`.
         """
         earlier = await self._send(weights, Deadline.after(timeout))
         if earlier is not None:
             raise earlier
 
     async def wait_ack(self) -> None:
-        """Wait for the answer to what :meth:`send_weights_async` sent, and raise what was raised there."""
+        """Wait for the answer to the last :meth:`send_weights_async`.
+
+        Raises:
+            As :meth:`call`.
+        """
         if self._sent is not None:
             await self._acknowledged(None)
 
@@ -100,13 +124,14 @@ class CallingTransport(ABC):
             except WorkerError as exc:
                 earlier = exc
         if weights is None:
-            self._sent = self._begin(self._fetching, (), {}, deadline)
+            self._sent = self._start_call(self._fetching, (), {}, deadline)
         else:
-            self._sent = await self._begin_weights(weights, deadline)
+            self._sent = await self._start_weights(weights, deadline)
         return earlier
 
     async def _acknowledged(self, deadline: Deadline | None) -> None:
-        """Given up, it is still the one that the next waits for."""
+        """Wait for the answer to the last weights. After a cancellation or a timeout it may be awaited
+        again."""
         assert self._sent is not None
         try:
             await self._result(self._sent, deadline)
@@ -116,8 +141,8 @@ class CallingTransport(ABC):
         self._sent = None
 
     async def aclose(self) -> None:
-        """Let go of it; idempotent. The object stays; its further answers are dropped."""
+        """Close this transport; idempotent. The object stays. Answers that arrive later are dropped."""
         self._closed = True
         sent, self._sent = self._sent, None
         if sent is not None:
-            self._forget(sent)
+            self._discard(sent)

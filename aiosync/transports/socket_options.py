@@ -1,4 +1,4 @@
-"""Options that are set on sockets, and what the kernel says about the other end."""
+"""Options of sockets, and what the kernel reports about the peer of a socket."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 __all__ = ["credentials", "name_of", "origin_of", "tune"]
 
 _UNIX_BUFFER = 2 << 20
+"""Send buffer of a Unix socket in bytes."""
 
 
 def credentials(sock: Any) -> tuple[int, int]:
-    """The peer's (pid, uid), or (0, -1) where the system does not tell."""
+    """Return the peer's (pid, uid); (0, -1) if the system does not report them."""
     if sys.platform != "linux" or sock is None or sock.family != socket.AF_UNIX:
         return 0, -1
     layout = struct.Struct("3i")
@@ -23,7 +24,7 @@ def credentials(sock: Any) -> tuple[int, int]:
 
 
 def name_of(sock: socket.socket) -> str:
-    """Where a connected socket's peer is, for people to read."""
+    """Return the address of a connected socket's peer, for messages."""
     try:
         peer = sock.getpeername()
     except OSError:
@@ -32,8 +33,10 @@ def name_of(sock: socket.socket) -> str:
 
 
 def origin_of(sock: socket.socket) -> str:
-    """The machine that a connected socket's peer is on. One machine can have many IPv6 addresses, so of these
-    the first 64 bits count."""
+    """Return a name of the machine of a connected socket's peer; empty if the peer has gone.
+
+    One machine can have many IPv6 addresses. So only the first 64 bits of an IPv6 address count.
+    """
     try:
         peer = sock.getpeername()
     except OSError:
@@ -47,9 +50,9 @@ def origin_of(sock: socket.socket) -> str:
 
 
 def tune(sock: socket.socket) -> None:
-    """Small frames at once, and a peer whose machine is gone is noticed within half a minute."""
+    """Send small frames at once, and detect a peer whose machine is gone within half a minute."""
     if sock.family == socket.AF_UNIX:
-        # What it has by default is less than the other side takes while it is being woken up.
+        # The default is less than the peer can read while it wakes up.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,15 +1,16 @@
-"""Unix-socket doorbells for weights that lie in shared memory.
+"""Unix-socket connections for weights in shared memory.
 
-The weights themselves never pass here: an update frame says in which slot they lie. On Linux the
-socket's name is abstract (it is in no folder, and goes with its owner); elsewhere it is a file in a
-private temporary folder.
+The weights are not sent over the socket: an Update frame names the slot that has them. On Linux the socket
+has an abstract name, which is in no folder and ends with its owner. Elsewhere it is a file in a private
+temporary folder.
 
-A connection is a non-blocking socket that the event loop watches. It is used directly: a small update is
-little more than one frame in each direction, and asyncio's streams would add a tenth to it.
+A connection is a non-blocking socket that the event loop watches. asyncio's streams are not used: a small
+update is little more than one frame in each direction, and streams would add a tenth to its time.
 
-States: NEW (no socket) → OPEN → ENDED; OPEN → CLOSING → ENDED. In CLOSING nothing is read any more, and
-what the kernel had not taken is still written, for a bounded time. Only the event loop's thread touches the
-socket. Nothing is awaited while a connection is opened. ``aclose`` is not cut short by a cancellation.
+States: NEW (no socket) → OPEN → ENDED; OPEN → CLOSING → ENDED. In CLOSING nothing is read, and what the
+    kernel has
+not taken is still written, for a bounded time. Only the event loop's thread uses the socket. Opening a
+connection awaits nothing. A cancellation does not interrupt ``aclose``.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ logger = logging.getLogger("aiosync")
 
 _BACKLOG = 4096
 _AT_ONCE = 64
-"""Connections that are accepted in one turn of the event loop."""
+"""Most connections that one callback of the event loop accepts."""
 
 _RETRY = 1.0
-"""Seconds until connections are accepted again, after the system had no descriptor or memory for one."""
+"""Seconds without accepting after the system had no descriptor or memory for a connection."""
 
 _READ = 1 << 16
-"""Bytes that are read at once."""
+"""Most bytes that one call reads."""
 
 _MAX_UNSENT = 16
-"""Writes that may wait for a peer that does not read: more than the protocol ever has under way."""
+"""Most writes that may wait for a peer that does not read. The protocol never has as many in flight."""
 
 _GRACE = 1.0
-"""Seconds that the peer has, when a connection is closed, to take what was said last."""
+"""Seconds that the peer has to read the last frames when the connection is closed."""
 
 _NOT_NOW = BlockingIOError, InterruptedError
 
@@ -58,8 +59,8 @@ class SharedMemTransport(Transport):
     """A Unix socket to one peer on this machine.
 
     Args:
-        address: the listener's address, for the side that dials.
-        on_open: called with the transport once the connection stands, for the side that accepts.
+        address: the listener's address, on the side that dials.
+        on_open: called with the transport when the connection is open, on the side that accepts.
     """
 
     def __init__(
@@ -70,19 +71,24 @@ class SharedMemTransport(Transport):
         self._on_open = on_open
         self._sock: socket.socket | None = None
         self._peer_pid = 0
-        # What the kernel has not taken, write by write; the first may have been taken in part.
+        # Writes that the kernel has not taken. It may have taken a part of the first.
         self._unsent: deque[bytes] = deque()
+        # Resolved when ``_unsent`` is empty; only ``_close`` waits for it.
         self._drained: asyncio.Future[None] | None = None
-        # The peer reads no more. What it said before is still to be read.
+        # Whether the peer has closed its reading end. Its last frames may still have to be read.
         self._mute = False
 
     @property
     def peer_pid(self) -> int:
-        """The peer's process id, from the kernel."""
+        """The peer's process id, as the kernel reports it."""
         return self._peer_pid
 
     async def open(self, deadline: Deadline) -> None:
-        """Connect to the sender. It has been listening since ``init_on_sender``, so this is instant."""
+        """Connect to the sender, which has been listening since ``init_on_sender``. Does not wait.
+
+        Raises:
+            WorkerLostError: no sender listens at the address.
+        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
@@ -95,7 +101,7 @@ class SharedMemTransport(Transport):
             raise
 
     def _adopt(self, sock: socket.socket) -> None:
-        """Go on with a socket that is connected and does not block; it is this transport's from now on."""
+        """Take ownership of a connected, non-blocking socket."""
         self._peer_pid, _ = credentials(sock)
         asyncio.get_running_loop().add_reader(sock.fileno(), self._readable)
         self._sock = sock
@@ -126,13 +132,13 @@ class SharedMemTransport(Transport):
         try:
             self._feed(data)
         except Exception as exc:
-            logger.error("a connection is given up", exc_info=exc)
+            logger.error("a connection is closed after an unexpected error", exc_info=exc)
             self._break(exc)
 
     def _break(self, exc: Exception | None) -> None:
-        """The peer has closed the connection, or it is of no use any more."""
+        """Close the socket and report the connection as lost. None: the peer has closed it."""
         self._close_socket()
-        self._lost(f"its channel closed{f' ({exc})' if exc else ''}")
+        self._lost(f"its connection closed{f' ({exc})' if exc else ''}")
 
     # -- writing --------------------------------------------------------------------------------------
 
@@ -150,7 +156,8 @@ class SharedMemTransport(Transport):
             asyncio.get_running_loop().add_writer(self._sock.fileno(), self._writable)
 
     def _send(self, sock: socket.socket, data: bytes) -> int:
-        """How many bytes need not be sent again. Raises OSError as :meth:`_write`."""
+        """Return how many bytes the kernel took, or all if the peer no longer reads. Raises OSError as
+        :meth:`_write`."""
         if self._mute:
             return len(data)
         try:
@@ -158,7 +165,7 @@ class SharedMemTransport(Transport):
         except _NOT_NOW:
             return 0
         except (BrokenPipeError, ConnectionResetError):
-            # Reading tells of the end, and brings what the peer said before.
+            # The reader finds the end too, after the peer's last frames.
             self._mute = True
             return len(data)
 
@@ -178,9 +185,9 @@ class SharedMemTransport(Transport):
                 return
             self._unsent.popleft()
         asyncio.get_running_loop().remove_writer(sock.fileno())
-        self._tell_drained()
+        self._resolve_drained()
 
-    def _tell_drained(self) -> None:
+    def _resolve_drained(self) -> None:
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
@@ -191,7 +198,7 @@ class SharedMemTransport(Transport):
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._sock.fileno())
             self._drained = loop.create_future()
-            # A peer that is stopped does not take what is still to be sent.
+            # Bounded: a suspended peer does not read what is left.
             await asyncio.wait([self._drained], timeout=_GRACE)
         self._close_socket()
 
@@ -203,14 +210,14 @@ class SharedMemTransport(Transport):
             loop.remove_reader(sock.fileno())
             loop.remove_writer(sock.fileno())
             sock.close()
-        self._tell_drained()
+        self._resolve_drained()
 
 
 class UnixListener(Listener):
-    """The sender's end of the rendezvous. Bound when it is made, so that no worker can come too early.
+    """The sender's listening socket. The constructor binds it, so that workers can connect from then on.
 
     Attributes:
-        address: what workers dial; plain text, good for a pickled recipe.
+        address: what workers dial; a string that can be pickled.
     """
 
     def __init__(self) -> None:
@@ -231,7 +238,7 @@ class UnixListener(Listener):
     async def listen(
         self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
     ) -> None:
-        """Call ``on_connection`` for every peer of this user that connects, on the running loop."""
+        """Call ``on_connection`` on the running loop for every process of this user that connects."""
         self._home, self._on_connection = asyncio.get_running_loop(), on_connection
         self._resume()
 
@@ -258,7 +265,7 @@ class UnixListener(Listener):
             SharedMemTransport(on_open=self._on_connection)._adopt(sock)
 
     def forget(self) -> None:
-        """In a forked child: let go of the parent's socket without ending it."""
+        """Close this process's copy of the socket, in a forked child. The parent goes on listening."""
         self._socket.close()
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Weights as named tensors: extracting, applying, and laying them out in one buffer."""
+"""Weights as named tensors: extract them, apply them, and lay them out in one buffer."""
 
 from __future__ import annotations
 

@@ -41,36 +41,36 @@ class Slot:
 
     @cached_property
     def views(self) -> dict[str, Tensor]:
-        """Entry name -> tensor, of the layout's shapes and dtypes."""
+        """Entry name -> tensor in the slot, of the layout's shapes and dtypes."""
         return self._layout.views(self.segment.buffer)
 
     @cached_property
     def lent(self) -> LentViews:
-        """The same for a model's parameters to view."""
+        """The slot's tensors for a model's parameters to view."""
         return LentViews(self._layout, self.segment.buffer)
 
     def fresh_views(self) -> dict[str, Tensor]:
-        """The same as new tensors, for the caller to do with as it likes."""
+        """Return new tensors over the slot's memory, which the caller may re-point or reshape."""
         return self._layout.views(self.segment.buffer)
 
 
 class LentViews:
-    """The tensors of a piece of memory as a worker's parameters view them.
+    """The tensors of a slot as a worker's parameters view them.
 
-    A user may call ``share_memory_()`` on a parameter, or put it into a ``torch.multiprocessing`` queue.
-    torch then moves its storage into other memory. A tensor that was moved is made again before it is lent
-    again: otherwise the next version would show the values of this one.
+    If a user calls ``share_memory_()`` on a parameter, or puts it into a ``torch.multiprocessing`` queue,
+    torch moves its storage into other memory. Such a tensor is made again before the slot is used again.
+    Otherwise the next version in this slot would show the old values.
 
     Args:
-        layout: what lies where.
+        layout: the layout of the memory.
         buffer: the memory; see :meth:`Layout.views`.
     """
 
     def __init__(self, layout: Layout, buffer: Tensor) -> None:
         self._layout = layout
         self._buffer = buffer
-        # Filled when a storage leaves its memory: looking for that in each tensor, each time, takes longer
-        # than the rest of a small update's staging. On a device it is looked for.
+        # Filled when a storage drops its memory. Comparing the address of each tensor at each update would
+        # take longer than the rest of a small update's staging. On a device the addresses are compared.
         self._moved: list[object] = []
         self._watches: list[object] = []
         self._make()
@@ -85,7 +85,7 @@ class LentViews:
         self._addresses = None if self._buffer.is_cpu else [*map(Tensor.data_ptr, views.values())]
 
     def tensors(self) -> LentTensors:
-        """Entry name -> tensor (aliases included), each where it belongs. Do not change the dict."""
+        """Return entry name -> tensor in the memory, aliases included. Do not change the dict."""
         if self._moved or (
             self._addresses is not None and [*map(Tensor.data_ptr, self._tensors.values())] != self._addresses
         ):
@@ -97,8 +97,8 @@ class LentTensors(dict[str, Tensor]):
     """Entry name -> tensor.
 
     Attributes:
-        matched: what a binding found out about these tensors, so that the next commit of the same slot need
-            not look again: (the binding's own mark, what it needs).
+        matched: (mark, result) that a binding has cached, so that the next commit of the same slot does not
+            compute the result again. The mark identifies the binding and its state.
     """
 
     matched: tuple[object, Any] | None = None

@@ -1,4 +1,4 @@
-"""A destination bound to a layout: what a commit changes in it, and how that is taken back."""
+"""A destination bound to a layout: what a commit changes in it, and how a commit is undone."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ CommitMode: TypeAlias = Literal["flip", "copy"]
 
 
 class StaleConversion(Exception):
-    """A value was converted for a tensor that has another dtype by now. A second conversion would lose bits,
-    so the value that was sent is needed again."""
+    """A value was converted for a tensor whose dtype has changed since.
+
+    A second conversion would lose bits, so the value that was sent has to be staged again.
+    """
 
 
 class Staged(msgspec.Struct, eq=False):
@@ -29,15 +31,16 @@ class Staged(msgspec.Struct, eq=False):
 
     Attributes:
         views: every name of the layout -> its new value.
-        own: the names whose value lies in memory of this process alone, so that a worker may write into it.
-        lasting: the names whose value lies in memory that stays as it is for as long as the model views it.
-            All other values lie in memory that the sender will write again.
-        generation: the binding's when this was staged; if it has changed since, values may have another
-            dtype or device than the model's tensors.
-        written: which of the given names this process has written into, in the memory that the version in
-            service lies in; None: its parameters are read only by contract.
-        leaving: names that are to get memory of their own, if the update is not about them.
-        is_lent: whether an address lies in memory that updates arrive in, and which will be written again.
+        own: names whose values are in memory of this process alone, which a worker may write.
+        lasting: names whose values are in memory that does not change while the model views it. All other
+            values are in memory that the sender will write again.
+        generation: the binding's generation when the update was staged. If it has changed since, values may
+            have another dtype or device than the model's tensors.
+        written: returns which of the given names this process has written in the memory of the current
+            version. None: the parameters are read-only by contract.
+        leaving: names that get their own memory, unless the update contains them.
+        is_lent: returns whether an address is in memory that updates arrive in and that will be written
+            again.
     """
 
     views: Mapping[str, Tensor]
@@ -50,18 +53,24 @@ class Staged(msgspec.Struct, eq=False):
 
 
 def over_same_memory(views: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """New tensors, for others to re-point and to reshape; those that are one tensor stay one."""
+    """Return new tensors over the same memory, which may be re-pointed and reshaped. Tied names share one
+    tensor."""
     made: dict[int, Tensor] = {}
     return {name: made.setdefault(id(view), view.detach()) for name, view in views.items()}
 
 
 class Binding:
-    """How commits reach a destination; this one goes through the strategy's ``apply_weights``.
+    """Commits updates to a destination, by the strategy's ``apply_weights``.
 
-    It serves destinations that are no modules, strategies of the user's own making, and none at all.
+    This class serves destinations that are not modules, users' own strategies, and receivers without a model.
+
+    Args:
+        model: the destination; None: there is none.
+        layout: the sender's layout.
+        strategy: the scheme's strategy.
 
     Attributes:
-        generation: changes whenever :meth:`needs` does.
+        generation: changes whenever the result of :meth:`needs` changes.
     """
 
     def __init__(self, model: WeightTarget | None, layout: Layout, strategy: WeightStrategy) -> None:
@@ -72,31 +81,33 @@ class Binding:
         self._ties = Layout.of(receiver_tensors(model)).aliases if model is not None else {}
 
     def needs(self) -> Mapping[str, Tensor]:
-        """The tensors that will view the committed memory, by name: it has to have their device and dtype."""
+        """Return name -> tensor that will view the committed memory, which needs the tensor's device and
+        dtype."""
         return {}
 
     def targets(self) -> Mapping[str, Tensor]:
-        """All tensors that a commit changes, by name: those of :meth:`needs`, and those it copies into."""
+        """Return name -> tensor that a commit changes: those of :meth:`needs`, and those that it copies
+        into."""
         return self.needs()
 
     def needs_own(self) -> Collection[str]:
-        """Those of :meth:`needs` that must not view memory of other processes."""
+        """Return the names of :meth:`needs` that must not view memory of other processes."""
         return ()
 
     def refresh(self) -> bool:
-        """Look at the model again if it has changed since the last commit; returns whether it has.
+        """Bind the model again if it has changed since the last commit; returns whether it has.
 
         Raises:
-            LayoutMismatchError: it does not fit the layout any more.
-            UnsupportedTensorError: it has a tensor that cannot be received into.
+            LayoutMismatchError: the model no longer fits the layout.
+            UnsupportedTensorError: the model has a tensor that updates cannot be written to.
         """
         return False
 
     def check(self, views: Mapping[str, Tensor]) -> None:
-        """Check what only the values can tell.
+        """Check the values of an update.
 
         Raises:
-            LayoutMismatchError: two values for what is one tensor here.
+            LayoutMismatchError: two names of one tied tensor have different values.
         """
         if self._ties:
             check_tied(views, self._ties)
@@ -105,15 +116,16 @@ class Binding:
     def committing(
         self, staged: Staged, names: Collection[str] | None = None, *, reversible: bool = False
     ) -> Iterator[None]:
-        """Put staged values in service on entry; take that back if the body raises.
+        """Commit staged values on entry; undo the commit if the body raises.
 
         Args:
             staged: the values.
-            names: the entries that were sent, where the others keep the values that they have.
-            reversible: whether the body may raise. Without it, what can no longer fail is not saved.
+            names: the entries that were sent; the others keep their values. None: all entries.
+            reversible: whether the body may raise. If not, values are not saved for an undo that cannot
+                happen.
 
         Raises:
-            Exception: whatever the destination raises; it then has the weights that it had before.
+            Exception: any exception of the destination. The destination then has its previous weights.
         """
         if self.model is None:
             yield
@@ -121,7 +133,7 @@ class Binding:
         given = over_same_memory(staged.views)
         if names is not None:
             given = {name: view for name, view in given.items() if name in names}
-        # aiosync's own strategy changes all or nothing; another one may fail half way.
+        # aiosync's own strategy changes all or nothing. A user's strategy may fail half way.
         saved = reversible or type(self._strategy) is not WeightStrategy
         before = [
             (slot, slot.tensor.clone())
@@ -143,14 +155,16 @@ class Binding:
             self._strategy.apply_weights(self.model, weights)
 
     def commit(self, staged: Staged, names: Collection[str] | None = None) -> None:
-        """Put staged values in service; raises as :meth:`committing`."""
+        """Commit staged values. Raises as :meth:`committing`."""
         with self.committing(staged, names):
             pass
 
     def detach(self, is_lent: Callable[[int], bool]) -> None:
-        """Give what lies at addresses that ``is_lent`` holds true for memory of the model's own, with the
-        values that it has."""
+        """Copy the model's tensors at addresses for which ``is_lent`` returns true into memory of the model's
+        own."""
 
     def forget_replaced(self) -> None:
-        """Free what the last commit put out of service. Takes time where that was the model's own
-        memory, so call it in a thread after the first."""
+        """Free the memory that the last commit replaced.
+
+        After the first commit this frees the model's own memory, which takes time: call it in a thread then.
+        """

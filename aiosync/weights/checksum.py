@@ -8,7 +8,7 @@ from aiosync.errors import InvalidArgumentError
 
 try:
     import xxhash
-except ModuleNotFoundError:  # only what goes over sockets is checked; the rest does without
+except ModuleNotFoundError:  # only transfers over sockets need checksums
     xxhash = None  # type: ignore[assignment]
 
 __all__ = ["check_available", "checksum_of", "digest_of"]
@@ -23,10 +23,10 @@ def check_available() -> None:
 
 
 def checksum_of(block: memoryview) -> int:
-    """XXH3-64 of a block's bytes. Lets other threads run meanwhile."""
+    """Return the XXH3-64 of a block's bytes. Releases the GIL."""
     return xxhash.xxh3_64_intdigest(block)
 
 
 def digest_of(checksums: Iterable[int]) -> bytes:
-    """XXH3-128 over the blocks' checksums, each as 8 bytes, the highest first."""
+    """Return the XXH3-128 over the blocks' checksums, each as 8 bytes in big-endian order."""
     return xxhash.xxh3_128_digest(b"".join(value.to_bytes(8, "big") for value in checksums))

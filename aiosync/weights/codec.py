@@ -1,16 +1,17 @@
 """Lossless encodings of one block of weights.
 
 ``zstd/W``
-    The block's bytes regrouped, first bytes of all W-byte elements first, then second bytes and so on (in
-    floating numbers exponents resemble each other and mantissas do not), compressed by zstd.
+    The block's bytes in another order, compressed by zstd: the first bytes of all W-byte elements, then the
+    second bytes, and so on. In floating-point numbers the exponents resemble each other, and the mantissas do
+    not.
 ``delta/W``
-    What differs from the same block of an earlier version: a bit for each W-byte element that changed, then
-    the differences of the changed ones. Elements are taken as unsigned integers: neighbouring floating
-    numbers have neighbouring integers, so small changes make small differences. A difference is folded so
-    that small negative ones are small too (0, -1, 1, -2, ... become 0, 1, 2, 3, ...), and both parts are
-    compressed by zstd; the length of the first stands before it as a 32-bit big-endian integer.
+    The differences from the same block of an earlier version: one bit per W-byte element that says whether
+    the element changed, then the differences of the changed elements. Elements are read as unsigned integers.
+    Neighbouring floating-point numbers have neighbouring integers, so small changes give small differences. A
+    difference is folded so that small negative ones are small too: 0, -1, 1, -2, ... become 0, 1, 2, 3, ...
+    Both parts are compressed by zstd. The length of the first precedes it as a 32-bit big-endian integer.
 
-Nothing is rounded: NaN payloads and negative zeros are bits like any others.
+Nothing is rounded: NaN payloads and negative zeros are kept.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["ENCODINGS", "Codec", "check_codec", "decode", "encode", "known_encod
 Codec: TypeAlias = Literal["full", "zstd", "delta"]
 
 ENCODINGS = ("zstd", "delta")
-"""What a worker may say that it knows."""
+"""The encodings that a worker may support."""
 
 _LEVEL = 1
 _WINDOW = 1 << 23
@@ -39,12 +40,12 @@ _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def known_encodings() -> list[str]:
-    """The encodings that this process can read and write."""
+    """Return the encodings that this process can encode and decode."""
     return list(ENCODINGS) if importlib.util.find_spec("zstandard") else []
 
 
 def check_codec(codec: str) -> None:
-    """Raise InvalidArgumentError if ``codec`` is none, or needs what is not installed."""
+    """Raise InvalidArgumentError if ``codec`` is unknown, or needs a package that is not installed."""
     if codec not in ("full", *ENCODINGS):
         raise InvalidArgumentError(f"codec={codec!r}: expected one of 'full', 'zstd', 'delta'")
     if codec != "full" and not known_encodings():
@@ -54,15 +55,17 @@ def check_codec(codec: str) -> None:
 
 
 def encode(codec: Codec, block: memoryview, base: memoryview | None, width: int) -> tuple[str, Any] | None:
-    """Encode a block; the encoding's name and the bytes, or None if it is the same as ``base``.
+    """Encode a block.
 
     Args:
-        block: its bytes, a multiple of ``width``.
-        base: the same block of a version that the other side has; None if there is none.
+        codec: the codec.
+        block: the block's bytes, a multiple of ``width``.
+        base: the same block of a version that the other side has; None: there is none.
         width: bytes of an element.
 
     Returns:
-        ``("raw", block)`` where nothing would be smaller.
+        The encoding's name and the encoded bytes; ``("raw", block)`` if encoding does not make the block
+        smaller; None if the block equals ``base``.
     """
     if base is not None and np.array_equal(np.frombuffer(block, np.uint8), np.frombuffer(base, np.uint8)):
         return None
@@ -78,8 +81,14 @@ def encode(codec: Codec, block: memoryview, base: memoryview | None, width: int)
 def decode(encoding: str, data: memoryview, block: memoryview, base: memoryview | None) -> None:
     """Write the decoded block into ``block``.
 
+    Args:
+        encoding: the encoding's name.
+        data: the encoded bytes.
+        block: where to write; its length is the block's.
+        base: the same block of the version that the sender encoded against; None: there is none.
+
     Raises:
-        ProtocolError: an encoding that is none, or bytes that are not of it.
+        ProtocolError: the encoding is unknown, or ``data`` is invalid.
     """
     codec, _, text = encoding.partition("/")
     if codec not in ENCODINGS or text not in ("1", "2", "4", "8"):
@@ -134,7 +143,11 @@ def _compress(data: NDArray[np.uint8]) -> bytes:
 
 
 def _decompress(data: memoryview, size: int) -> NDArray[np.uint8]:
-    """What was compressed, which must be ``size`` bytes: no more memory is taken than that."""
+    """Decompress ``data``, which must give ``size`` bytes. No more memory than that is allocated.
+
+    Raises:
+        ProtocolError: ``data`` is invalid, or gives another size.
+    """
     import zstandard
 
     try:

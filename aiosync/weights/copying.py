@@ -1,18 +1,16 @@
-"""Copying many tensors at once, in pieces small enough to be given up in between.
+"""Copy many tensors at once, in pieces, so that a copy can be cancelled between two pieces.
 
-torch divides each tensor's copy among its threads and wakes them for each; here the bytes of all tensors
-together are divided, once, into lanes for as many threads. Where source and destination are plain memory
-of the same kind a lane is a list of ``memmove``; everything else (another dtype, strides, a device) torch
-copies.
+torch divides each tensor's copy among its threads, and wakes them for each tensor. This module divides the
+bytes of all tensors once, into one lane per thread. A lane is a list of ``memmove`` calls if source and
+destination are plain CPU memory of the same dtype. torch copies everything else: other dtypes, strides and
+devices.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NoReturn, TypeAlias
@@ -21,43 +19,37 @@ import torch
 from torch import Tensor
 
 from aiosync.errors import InvalidArgumentError
-from aiosync.weights.checksum import checksum_of
 
 __all__ = [
     "INLINE_LIMIT",
-    "BlockCopy",
-    "Courtesy",
-    "Filling",
     "Lane",
     "Pairs",
+    "ProcessorYielder",
+    "Range",
     "copy_few",
     "copy_lanes",
     "copy_pairs",
+    "copy_with_torch",
     "nbytes_of",
     "read_at",
+    "split_plain",
 ]
 
 INLINE_LIMIT = 256 * 1024
-"""Bytes up to which a copy takes less time than handing it to a thread and back."""
+"""Largest copy in bytes that takes less time here than a round trip to a thread."""
 
 _PIECE = 32 * 1024 * 1024
-"""Bytes that torch copies between two questions whether to give up."""
+"""Bytes that torch copies between two checks for cancellation."""
 
 _STRETCH = 512 * 1024 * 1024
-"""The same for ``memmove``, which passes the caches by, and is faster for it, only where one call moves more
-than they hold."""
-
-_LEAD = 4
-"""Blocks that are copied ahead of who sends them: so few that a cache still has them by then."""
+"""Bytes that ``memmove`` copies between two such checks. Only calls that move more than the caches hold
+bypass the caches, which is faster."""
 
 _TURN = 0.001
-"""Seconds that an event loop runs at a time, at most, if it is not computing."""
+"""Most seconds that an event loop runs after the processor was yielded to it."""
 
 _MADE_UP = 8
-"""How often over the time for which the processor was left has to pass before it is left again."""
-
-_PATIENCE = 0.005
-"""Seconds after which the copy waits for no sender any more: then the network is slow."""
+"""After a long yield, the processor is not yielded again for this multiple of the yield's duration."""
 
 _NO_DISPATCH = Tensor.__torch_dispatch__
 
@@ -65,14 +57,14 @@ Pairs: TypeAlias = Sequence[tuple[Tensor, Tensor]]
 """(destination, source) of equal shapes."""
 
 Lane: TypeAlias = Callable[[Callable[[], bool]], bool]
-"""Does a share of a copy; asks its argument now and then whether to give up; returns whether it finished."""
+"""Copies one share. Its argument returns whether to stop. Returns whether the share is complete."""
 
-_Range: TypeAlias = tuple[int, int, int]
+Range: TypeAlias = tuple[int, int, int]
 """Destination address, source address, bytes."""
 
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes that these tensors hold."""
+    """Return the total size of the tensors in bytes."""
     return sum(t.nbytes for t in tensors)
 
 
@@ -93,24 +85,28 @@ def copy_pairs(pairs: Pairs) -> None:
 
 
 def copy_few(pairs: Pairs) -> None:
-    """The same in one go: for about :data:`INLINE_LIMIT` bytes."""
+    """Copy at once, without lanes, at most about :data:`INLINE_LIMIT` bytes; otherwise as
+    :func:`copy_pairs`."""
     rest: list[tuple[Tensor, Tensor]] = []
     for pair in pairs:
         destination, source = pair
         if destination.shape != source.shape:
             _refuse_shape(destination, source)
-        # A small model's send is mostly such things, and torch's own copy takes several times as long.
+        # Most of a small model's send is such copies. torch's copy takes several times as long.
         address = source.data_ptr() if _is_memory_alike(destination, source) else 0
         if address:
             ctypes.memmove(destination.data_ptr(), address, destination.nbytes)
         else:
             rest.append(pair)
     if rest:
-        _copy_by_torch(rest, lambda: False)
+        copy_with_torch(rest, lambda: False)
 
 
 def read_at(fd: int, place: memoryview, offset: int) -> bool:
-    """Fill ``place`` from a file; whether it has that much. Other threads run meanwhile."""
+    """Read ``len(place)`` bytes at ``offset`` of a file into ``place``; returns false at the end of the file.
+
+    The GIL is released during the read.
+    """
     filled = 0
     while filled < len(place):
         count = os.preadv(fd, [place[filled:]], offset + filled)
@@ -120,19 +116,19 @@ def read_at(fd: int, place: memoryview, offset: int) -> bool:
     return True
 
 
-class Courtesy:
-    """Leaves the processor, between two pieces of long work, to an event loop that waits for it.
+class ProcessorYielder:
+    """Yields the processor between two pieces of long work, so that a waiting event loop can run.
 
-    The kernel may give it to another process, though, and one that computes keeps it for milliseconds at a
-    time, longer than a loop does: it is not left again to that one before most of the time has been made up
-    for.
+    The kernel may run another process instead. A process that computes keeps the processor for milliseconds,
+    longer than an event loop. After such a yield the processor is not yielded again until :data:`_MADE_UP`
+    times its duration has passed.
     """
 
     def __init__(self) -> None:
         self._again = 0.0
 
     def __call__(self) -> None:
-        """A piece is done."""
+        """Yield the processor. Call it after each piece."""
         left = time.monotonic()
         if left >= self._again:
             os.sched_yield()
@@ -142,152 +138,40 @@ class Courtesy:
 
 
 def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:
-    """The same copy divided into ``count`` shares at most, to be done in any order or at the same time.
+    """Divide a copy into at most ``count`` lanes, which may run in any order or at the same time.
 
-    The lanes keep the memory that they copy from and to.
+    torch's part is one more lane. The lanes keep the memory that they copy from and to.
 
     Raises:
         As :func:`copy_pairs`.
     """
-    plain: list[tuple[Tensor, Tensor]] = []
-    rest: list[tuple[Tensor, Tensor]] = []
-    for pair in _detached(pairs):
-        (plain if _is_plain(*pair) else rest).append(pair)
+    plain, rest = split_plain(pairs)
     ranges = [(d.data_ptr(), s.data_ptr(), d.nbytes) for d, s in plain]
     share = -(-sum(nbytes for _, _, nbytes in ranges) // count)
-    lanes: list[Lane] = [partial(_copy_by_torch, rest)] if rest else []
+    lanes: list[Lane] = [partial(copy_with_torch, rest)] if rest else []
     return lanes + [partial(_copy_ranges, plain, shared) for shared in _divide(ranges, share)]
 
 
-class Filling(ABC):
-    """A buffer that is being filled, block after block from its beginning. The thread that fills it has each
-    block in its cache, and so computes its checksum."""
+def split_plain(pairs: Pairs) -> tuple[Pairs, Pairs]:
+    """Split ``pairs`` into those that ``memmove`` copies in pieces, and the rest.
 
-    @abstractmethod
-    def ready(self, block: int) -> bool:
-        """Whether every block up to this one is there."""
+    The tensors in the result are detached. So they keep their memory if a parameter's ``.data`` is replaced
+    during the copy.
 
-    @property
-    @abstractmethod
-    def whole(self) -> bool:
-        """Whether every block is there."""
-
-    @abstractmethod
-    def checksum(self, block: int) -> int:
-        """That of a block that is there."""
-
-    @abstractmethod
-    def on_more(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once, in any thread, when more is there than now, or nothing more will come."""
-
-
-class BlockCopy(Filling):
-    """A copy into one buffer, from its beginning to its end, by the thread that needs the next block first.
-
-    So a network can begin with the first block while the last are still to be copied. Who needs a block
-    hardly waits for longer than its copy takes; who only wants the copy to end (:meth:`complete`) may keep a
-    few blocks ahead of the others, for as long as they are quick.
-
-    Args:
-        buffer: 1-D uint8, in CPU memory.
-        nbytes: how much of it is in use.
-        pairs: (a view of the buffer, source); what memmove cannot do is copied here and now.
-        block: bytes of a block.
-        checked: whether checksums are wanted.
+    Raises:
+        InvalidArgumentError: the shapes of a pair differ.
     """
-
-    def __init__(
-        self, buffer: Tensor, nbytes: int, pairs: Pairs, block: int, *, checked: bool = True
-    ) -> None:
-        pairs = _detached(pairs)
-        plain = [pair for pair in pairs if _is_plain(*pair)]
-        _copy_by_torch([pair for pair in pairs if not _is_plain(*pair)], lambda: False)
-        ranges = sorted((d.data_ptr(), s.data_ptr(), d.nbytes) for d, s in plain)
-        self._memory = buffer.numpy().data[:nbytes]
-        self._start = buffer.data_ptr()
-        self._block = block
-        self._checked = checked
-        self._checksums: list[int] = []
-        self._alive = plain
-        self._ranges = iter(ranges)
-        self._range: _Range | None = next(self._ranges, None)
-        self._lock = threading.Lock()
-        self._asked = 0
-        self._waiting = False
-        self._nearer = threading.Event()
-        self._give_way = Courtesy()
-
-    def ready(self, block: int) -> bool:
-        """Always: what is not there is copied now."""
-        self._asked = max(self._asked, block)
-        self._waiting = True
-        self._copy_up_to(block)
-        self._waiting = False
-        if self._lead <= _LEAD // 2:
-            self._nearer.set()
-        return True
-
-    @property
-    def whole(self) -> bool:
-        return len(self._checksums) * self._block >= len(self._memory)
-
-    def complete(self, *, paced: bool) -> None:
-        """Have every block copied; ``paced``: a few blocks ahead of those who ask for them, if they do."""
-        last = -(-len(self._memory) // self._block) - 1
-        while paced and len(self._checksums) <= last:
-            self._nearer.clear()
-            self._copy_up_to(min(self._asked + _LEAD, last))
-            if self._lead > _LEAD // 2:
-                paced = self._nearer.wait(_PATIENCE)
-        while len(self._checksums) <= last:
-            self._copy_up_to(len(self._checksums))
-            if self._waiting:
-                time.sleep(0)  # lets a thread run that needs the next block and waits for the lock
-
-    @property
-    def _lead(self) -> int:
-        return len(self._checksums) - self._asked
-
-    def checksum(self, block: int) -> int:
-        return self._checksums[block]
-
-    def on_more(self, callback: Callable[[], None]) -> None:
-        """Never needed."""
-        callback()
-
-    def _copy_up_to(self, block: int) -> None:
-        done = self._checksums
-        while len(done) <= block:
-            with self._lock:
-                begin = len(done) * self._block
-                if len(done) <= block:
-                    self._copy_until(self._start + begin + self._block)
-                    copied = self._memory[begin : begin + self._block]
-                    done.append(checksum_of(copied) if self._checked else 0)  # it is still in the cache
-            self._give_way()
-
-    def _copy_until(self, end: int) -> None:
-        while self._range is not None and self._range[0] < end:
-            destination, source, nbytes = self._range
-            piece = min(nbytes, end - destination)
-            ctypes.memmove(destination, source, piece)  # lets other threads run meanwhile
-            rest = nbytes - piece
-            self._range = (destination + piece, source + piece, rest) if rest else next(self._ranges, None)
-        if self._range is None:
-            self._alive = []
-
-
-def _detached(pairs: Pairs) -> list[tuple[Tensor, Tensor]]:
-    """The same memory, also if a parameter's ``.data`` is pointed elsewhere while it is being copied."""
-    detached = [(destination.detach(), source.detach()) for destination, source in pairs]
-    for destination, source in detached:
-        if destination.shape != source.shape:
-            _refuse_shape(destination, source)
-    return detached
+    plain: list[tuple[Tensor, Tensor]] = []
+    rest: list[tuple[Tensor, Tensor]] = []
+    for pair in [(destination.detach(), source.detach()) for destination, source in pairs]:
+        if pair[0].shape != pair[1].shape:
+            _refuse_shape(*pair)
+        (plain if _is_plain(*pair) else rest).append(pair)
+    return plain, rest
 
 
 def _refuse_shape(destination: Tensor, source: Tensor) -> NoReturn:
-    # It was right when ``send`` began; a parameter may have been given another ``.data`` since.
+    # The shape was checked when ``send`` began. A parameter's ``.data`` may have been replaced since.
     raise InvalidArgumentError(
         f"expected a tensor of shape {tuple(destination.shape)}, got {tuple(source.shape)}: "
         "the model was changed while its weights were being sent"
@@ -295,7 +179,7 @@ def _refuse_shape(destination: Tensor, source: Tensor) -> NoReturn:
 
 
 def _check_memory(source: Tensor) -> None:
-    """Check that there is something to be copied: torch itself reads from address 0 then."""
+    """Raise InvalidArgumentError if the tensor's storage was freed: torch would read from address 0."""
     if not source.is_cpu or source.layout is not torch.strided or source._is_zerotensor():
         return
     if type(source).__torch_dispatch__ is _NO_DISPATCH and source.numel() and not source.data_ptr():
@@ -306,30 +190,30 @@ def _check_memory(source: Tensor) -> None:
 
 
 def _is_plain(destination: Tensor, source: Tensor) -> bool:
-    """Whether ``memmove`` copies it, and there is enough of it to be divided."""
+    """Return whether ``memmove`` can copy the tensor and the tensor is large enough to be divided."""
     return (
         destination.nbytes > INLINE_LIMIT and _is_memory_alike(destination, source) and source.data_ptr() != 0
     )
 
 
 def _is_memory_alike(destination: Tensor, source: Tensor) -> bool:
-    """Whether the bytes in memory are the same for equal values, so that ``memmove`` copies them."""
+    """Return whether equal values have equal bytes in memory, so that ``memmove`` can copy them."""
     return (
         destination.dtype is source.dtype
         and destination.is_cpu
         and source.is_cpu
         and destination.is_contiguous()
         and source.is_contiguous()
-        # Bits that say "negated" or "conjugated" are not in the memory.
+        # The negative bit and the conjugate bit are not in the memory.
         and not (source.is_conj() or source.is_neg())
-        # Such a subclass need not have any memory, or may mean something else by it.
+        # A subclass with __torch_dispatch__ may have no memory, or may interpret it differently.
         and type(source).__torch_dispatch__ is _NO_DISPATCH
     )
 
 
-def _divide(ranges: Sequence[_Range], share: int) -> list[list[_Range]]:
-    """Lists of ``share`` bytes each, cut into pieces."""
-    shares: list[list[_Range]] = []
+def _divide(ranges: Sequence[Range], share: int) -> list[list[Range]]:
+    """Divide ``ranges`` into lists of ``share`` bytes each, in pieces."""
+    shares: list[list[Range]] = []
     room = 0
     for start, source, nbytes in ranges:
         done = 0
@@ -344,22 +228,27 @@ def _divide(ranges: Sequence[_Range], share: int) -> list[list[_Range]]:
     return shares
 
 
-def _copy_ranges(alive: Pairs, ranges: Sequence[_Range], cancelled: Callable[[], bool]) -> bool:
-    """Copy; ``alive`` are the tensors that the addresses belong to."""
+def _copy_ranges(alive: Pairs, ranges: Sequence[Range], cancelled: Callable[[], bool]) -> bool:
+    """Copy the ranges. ``alive`` keeps the tensors that the addresses belong to."""
     since = _STRETCH
-    give_way = Courtesy()
+    give_way = ProcessorYielder()
     for destination, source, nbytes in ranges:
         if since >= _STRETCH:
             if cancelled():
                 return False
             since = 0
-        ctypes.memmove(destination, source, nbytes)  # lets other threads run meanwhile
+        ctypes.memmove(destination, source, nbytes)  # releases the GIL
         give_way()
         since += nbytes
     return True
 
 
-def _copy_by_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
+def copy_with_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
+    """Copy with torch's kernels; returns false if ``cancelled()`` ended the copy early.
+
+    Raises:
+        InvalidArgumentError: a source's memory was freed.
+    """
     for _, source in pairs:
         _check_memory(source)
     with torch.no_grad():
@@ -373,7 +262,7 @@ def _copy_by_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
 
 def _await_devices(pairs: Pairs) -> None:
     for device in {t.device for pair in pairs for t in pair if t.is_cuda}:
-        # A copy on a device has only begun by now. The worker that is notified next reads in another stream.
+        # The copy on a device is only queued. A worker that is notified next reads in another stream.
         torch.cuda.current_stream(device).synchronize()
 
 

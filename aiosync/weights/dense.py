@@ -1,4 +1,4 @@
-"""What counts as a dense tensor, and when two tensors are the same memory or the same bits."""
+"""Check that tensors are dense, and compare tensors by memory or by bits."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ _SUPPORTED = frozenset(BY_NAME.values())
 
 
 def check_dense(name: str, tensor: object, *, allow_meta: bool = True) -> None:
-    """Refuse what has no strided bytes of a dtype that can travel.
+    """Check that ``tensor`` is a tensor with strided memory and a dtype that can be sent.
+
+    Args:
+        name: the tensor's name, for the error.
+        tensor: the object to check.
+        allow_meta: whether the tensor may be on ``meta``.
 
     Raises:
-        UnsupportedTensorError: says what it is and what to do instead.
+        UnsupportedTensorError: it is not. The error says what it is and what to do instead.
     """
-    # Almost every weight leaves by this line: it runs for each tensor on each send.
+    # The fast path for almost every weight: this function runs for each tensor on each send.
     if (
         type(tensor) in _PLAIN
         and isinstance(tensor, Tensor)
@@ -63,13 +68,15 @@ def _why_not(tensor: object, *, allow_meta: bool) -> str | None:
 
 
 def describe(tensor: Tensor) -> str:
-    """Dtype and shape as text, such as ``float32[4, 2]``."""
+    """Return dtype and shape as text, such as ``float32[4, 2]``."""
     return spelled(tensor.dtype, tuple(tensor.shape))
 
 
 def memory_key(tensor: Tensor) -> object:
-    """Equal keys mean the same memory seen the same way. A tensor without memory (empty, or on
-    ``meta``) is only the same as itself; keep it alive while comparing.
+    """Return a key that is equal for tensors over the same memory with equal shape, strides and dtype.
+
+    The key of a tensor without memory (empty, or on ``meta``) is its id. Keep such a tensor alive while
+    comparing.
     """
     if is_sharded(tensor):
         tensor = local_part(tensor)
@@ -79,15 +86,15 @@ def memory_key(tensor: Tensor) -> object:
 
 
 def to_bytes(tensor: Tensor) -> Tensor:
-    """The elements as 1-D ``uint8``, a view where the tensor is contiguous."""
+    """Return the elements as 1-D ``uint8``; a view if the tensor is contiguous, else a copy."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def same_bits(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two tensors hold the same bits once both are of ``dtype``; a NaN equals itself."""
+    """Return whether two tensors have equal bits after conversion to ``dtype``. A NaN equals itself."""
     if a is b or memory_key(a) == memory_key(b):
         return True
-    if is_sharded(a) and is_sharded(b):  # to compare the whole would take all ranks
+    if is_sharded(a) and is_sharded(b):  # comparing the whole tensors would need all ranks
         a, b = local_part(a), local_part(b)
     if a.shape != b.shape:
         return False

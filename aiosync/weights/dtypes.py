@@ -1,4 +1,4 @@
-"""Which dtypes can travel, by which name, and which convert into which."""
+"""The dtypes that can be sent, their names, and which of them convert into each other."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _NAMES = (
     "complex128", "complex64", "complex32",
 )  # fmt: skip
 
-# The newest of these are missing from older torch releases.
+# Older torch releases lack the newest of these.
 BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES if hasattr(torch, name)}
-"""Every dtype that can travel, by its name without ``torch.``."""
+"""Name without ``torch.`` -> dtype, for all dtypes that can be sent."""
 
-# Two values share a byte in float4_e2m1fn_x2, and torch converts it from and to nothing.
+# Two values share a byte in float4_e2m1fn_x2, and torch does not convert it.
 FLOATING: frozenset[torch.dtype] = frozenset(
     dtype for name, dtype in BY_NAME.items() if dtype.is_floating_point and not name.startswith("float4")
 )
@@ -28,15 +28,15 @@ _TO_NAME = {dtype: name for name, dtype in BY_NAME.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``; also for dtypes that cannot travel."""
+    """Return ``float32`` for ``torch.float32``; also works for dtypes that cannot be sent."""
     return _TO_NAME.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def convertible(given: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a value of one dtype may stand for the other: the same, or both floating."""
+    """Return whether two dtypes are equal or both floating, so that the copy can convert."""
     return given is wanted or (given in FLOATING and wanted in FLOATING)
 
 
 def spelled(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    """Dtype and shape as text, such as ``float32[4, 2]``."""
+    """Return dtype and shape as text, such as ``float32[4, 2]``."""
     return f"{dtype_name(dtype)}{list(shape)}"

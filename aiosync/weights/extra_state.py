@@ -1,8 +1,8 @@
-"""Extra state (``get_extra_state`` / ``set_extra_state``) as named tensors, and back.
+"""Convert extra state (``get_extra_state`` / ``set_extra_state``) to named tensors, and back.
 
-A module's extra state may be a tensor, a number, or nested mappings of those. Below the module's
-name it takes the path part ``__extra_state__``; numbers travel as scalars and become numbers again
-where the receiving module's own state holds a number.
+A module's extra state may be a tensor, a number, or nested mappings of those. Its names have the path part
+``__extra_state__`` below the module's name. Numbers are sent as scalar tensors. They become numbers again if
+the receiving module's own state has a number there.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ _Path: TypeAlias = "tuple[str, ...]"
 
 
 def flatten_extra(root: str, state: object) -> dict[str, Tensor]:
-    """Named tensors of an extra state; ``root`` is its name, ``net.__extra_state__`` say.
+    """Return the named tensors of an extra state. None and empty mappings give no tensors.
 
-    None, wherever it stands, and empty mappings give nothing.
+    Args:
+        root: the extra state's name, such as ``net.__extra_state__``.
+        state: the extra state.
 
     Raises:
-        UnsupportedTensorError: something that is no tensor, number or mapping of those.
+        UnsupportedTensorError: a value is not a tensor, a number or a mapping of those.
     """
     return {
         ".".join((root, *path)): _tensor(root, path, value)
@@ -68,10 +70,10 @@ def _tensor(root: str, path: _Path, value: object) -> Tensor:
 
 
 def typed_like(value: Tensor, current: object) -> Any:
-    """A copy of a value in the form the receiver has it in: a number, or a tensor on its device.
+    """Copy a value into the receiver's form: a number, or a tensor on the receiver's device.
 
-    A number whose type cannot hold the value takes the value's own type. Without a ``current``
-    a scalar stays a tensor: whether it was a number cannot be told.
+    If the type of the receiver's number cannot represent the value, the value's own type is used. Without
+    ``current`` a scalar stays a tensor, because it may have been one.
     """
     if isinstance(current, bool | int | float) and value.dim() == 0:
         number = value.item()
@@ -86,16 +88,16 @@ def typed_like(value: Tensor, current: object) -> Any:
 
 
 def restored(root: str, values: Mapping[str, Tensor], current: object, *, merge: bool) -> Any:
-    """Nest named tensors into what ``set_extra_state`` takes. Shares no memory with ``values``.
+    """Build the argument of ``set_extra_state`` from named tensors. It shares no memory with ``values``.
 
-    A key with dots in it is recognised by the receiver's ``current`` state, if it has the same;
-    otherwise each dot starts a mapping.
+    A key with dots is recognised if the receiver's ``current`` state has the same key. Otherwise each dot
+    starts a nested mapping.
 
     Args:
-        root: the name of the extra state.
-        values: ``root`` itself, or names below it, -> tensors.
+        root: the extra state's name.
+        values: ``root`` itself, or names below it -> tensors.
         current: the receiving module's own state, for types and keys.
-        merge: keep what ``current`` has and ``values`` lacks, instead of replacing it all.
+        merge: whether to keep values of ``current`` that are not in ``values``.
     """
     known = {".".join((root, *path)): (path, v) for path, v in _leaves(root, (), current)}
     if root in values:
@@ -104,7 +106,7 @@ def restored(root: str, values: Mapping[str, Tensor], current: object, *, merge:
     for name, value in values.items():
         path, own = known.get(name) or (tuple(name[len(root) + 1 :].split(".")), None)
         given[path] = typed_like(value, own)
-    # None does not travel, so one that is there stays there.
+    # None is not sent, so a None of the receiver stays.
     kept = [(path, v) for path, v in known.values() if path and (merge or v is None)]
     nested: dict[str, Any] = {}
     for path, value in (*given.items(), *kept):
@@ -125,17 +127,17 @@ def _nest(nested: dict[str, Any], path: _Path, value: object) -> None:
 def applying_extra_state(
     module: nn.Module, values: Mapping[str, Tensor], *, merge: bool = False
 ) -> Iterator[None]:
-    """Give the submodules their extra state on entry; give them their old one back if the body,
-    or a later ``set_extra_state``, raises.
+    """Set the submodules' extra state on entry. Restore the old one if the body or a ``set_extra_state``
+    raises.
 
     Args:
         module: the model whose submodules the names refer to.
-        values: named tensors; those that are not extra state, or belong to no submodule that has
-            one, are not looked at.
-        merge: for an update of some names only: leave the other parts of a state as they are.
+        values: named tensors. Names that are not extra state, or of a submodule without extra state, are
+            ignored.
+        merge: for an update of some names only: whether to keep the other parts of a state.
 
     Raises:
-        Exception: whatever a ``set_extra_state`` raised.
+        Exception: any exception of a ``set_extra_state``.
     """
     groups: dict[str, dict[str, Tensor]] = {}
     for name, value in values.items():

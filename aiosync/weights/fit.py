@@ -1,4 +1,4 @@
-"""A source fitted to a layout; for a module that is sent again and again, found again."""
+"""Match a source's tensors to a layout, and reuse the match when the same module is sent again."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["Fit", "KnownTensors", "fit"]
 
 
 class Fit:
-    """What of a source goes where.
+    """A source's tensors, matched to the entries of a layout.
 
     Args:
         layout: the layout.
-        tensors: the source; see :meth:`Layout.fit`.
-        strict: whether every name has to be there.
+        tensors: the source's names -> tensors; see :meth:`Layout.fit`.
+        strict: whether every name must be given.
 
     Attributes:
         pairs: (entry name, tensor) in buffer order.
-        nbytes: bytes that these take in the layout.
-        whole: whether every entry is among them.
-        sharded: whether any is spread over ranks.
+        nbytes: size of these entries in the layout, in bytes.
+        whole: whether ``pairs`` has every entry.
+        sharded: whether any tensor is a DTensor.
 
     Raises:
         As :meth:`Layout.fit`.
@@ -37,7 +37,7 @@ class Fit:
         self.sharded = any(is_sharded(tensor) for _, tensor in self.pairs)
         self._layout = layout
         self._looks = [(tensor.dtype, tensor.shape, False) for _, tensor in self.pairs]
-        # Separate memory for what is one tensor in the layout may differ the next time.
+        # Tied names with separate memory may have different values the next time.
         self._lasting = (
             strict
             and self.whole
@@ -49,28 +49,30 @@ class Fit:
         )
 
     def holds(self, layout: Layout) -> bool:
-        """Whether the same tensors still fit this layout: what is in them may have been replaced, by what has
-        another dtype or shape, or no values."""
+        """Return whether this match is still valid for ``layout``.
+
+        A tensor's ``.data`` may have been replaced by data of another dtype or shape, or on ``meta``.
+        """
         if not self._lasting or layout is not self._layout:
             return False
         return [(tensor.dtype, tensor.shape, tensor.is_meta) for _, tensor in self.pairs] == self._looks
 
 
 class KnownTensors(dict[str, Tensor]):
-    """Names and tensors that are not changed, and how they fitted the last time."""
+    """Names -> tensors that are not changed, with their last match in ``fitted``."""
 
     fitted: Fit | None = None
 
 
 def fit(layout: Layout, tensors: Mapping[str, Tensor], *, strict: bool) -> Fit:
-    """Fit a source to a layout.
+    """Match a source's tensors to a layout, or return the last match if it is still valid.
 
     Raises:
         As :meth:`Layout.fit`.
     """
     if not isinstance(tensors, KnownTensors):
         return Fit(layout, tensors, strict=strict)
-    found = tensors.fitted  # read once: another thread may send the same module by another layout
+    found = tensors.fitted  # read once: another thread may send the same module with another layout
     if found is None or not found.holds(layout):
         found = tensors.fitted = Fit(layout, tensors, strict=strict)
     return found

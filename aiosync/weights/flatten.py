@@ -1,4 +1,4 @@
-"""From a model in any form to flat dotted names, the same names whichever form it came in.
+"""Convert a model in any form to flat dotted names. The names are the same for all forms.
 
 ========================  ============================================================
 form                      names
@@ -9,14 +9,14 @@ form                      names
 mapping                   flat dotted keys, nested mappings, or a mix
 ========================  ============================================================
 
-Extra state travels in all of them under ``__extra_state__`` (torch's own ``_extra_state`` is read
-as the same), and the ``_orig_mod`` that ``torch.compile`` adds is dropped.
+In all forms, extra state has the path part ``__extra_state__``; torch's own ``_extra_state`` is read as the
+same. The part ``_orig_mod`` that ``torch.compile`` adds is dropped.
 
-Non-persistent buffers are the one thing that the forms disagree about: ``state_dict()`` leaves
-them out and ``TensorDict.from_module`` does not. A module is sent without them: by their author's
-word they are not part of its state (masks, caches, tables). Where a TensorDict brings them, the
-sender's layout lets them pass and a receiver takes them: to both they are *optional*
-(:func:`optional_names`). Only a receiver whose non-persistent buffers are on ``meta`` needs them.
+The forms differ in non-persistent buffers: ``state_dict()`` omits them and ``TensorDict.from_module`` does
+not. A module is sent without them, because their author declared them not part of its state (masks, caches,
+tables). If a TensorDict has them, the sender's layout accepts them and a receiver applies them: they are
+*optional* on both sides (:func:`optional_names`). Only a receiver whose non-persistent buffers are on
+``meta`` requires them.
 """
 
 from __future__ import annotations
@@ -50,33 +50,33 @@ from aiosync.weights.walk import (
 __all__ = ["Extracts", "WeightSource", "check_sendable", "named_tensors", "optional_names"]
 
 WeightSource: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
-"""What weights can be given as."""
+"""The types that weights can be given as."""
 
 
 class Extracts(Protocol):
-    """What :func:`named_tensors` needs of a strategy."""
+    """The part of a strategy that :func:`named_tensors` uses."""
 
     def extract_weights(self, source: Any) -> TensorDictBase | dict[str, Any]:
-        """The weights of a model, as a TensorDict or a mapping."""
+        """Return a model's weights as a TensorDict or a mapping."""
         ...
 
 
 def named_tensors(source: WeightSource, *, strategy: Extracts | None = None) -> dict[str, Tensor]:
-    """The weights as flat dotted names -> tensors: detached, not copied.
+    """Return the weights as flat dotted names -> tensors, detached and not copied.
 
     Args:
-        source: a module, a TensorDict, or a mapping, flat or nested. Models with adapters
-            (``merge_and_unload``) give their merged weights, from a copy.
-        strategy: extracts first, for a strategy of your own making; by default nothing does.
+        source: a module, a TensorDict, or a flat or nested mapping. A model with adapters
+            (``merge_and_unload``) gives its merged weights, from a copy.
+        strategy: a user's strategy that extracts the weights first. None: the source is used as it is.
 
     Returns:
-        Names in the source's order. Tied tensors come under each name and share memory.
+        Names in the source's order. Tied tensors appear under each name and share memory.
 
     Raises:
-        UnsupportedTensorError: an entry that is no tensor, is uninitialised, or is on ``meta``; or a module
-            with further state (see :func:`check_sendable`).
-        InvalidArgumentError: the source is none of the above, a key is not a string, or two keys
-            stand for the same name.
+        UnsupportedTensorError: an entry is not a tensor, is uninitialised, or is on ``meta``; or a module has
+            further state (see :func:`check_sendable`).
+        InvalidArgumentError: the source has another type, a key is not a string, or two keys give the same
+            name.
     """
     if strategy is not None:
         source = strategy.extract_weights(source)
@@ -95,11 +95,12 @@ def named_tensors(source: WeightSource, *, strategy: Extracts | None = None) -> 
 
 
 class _Named:
-    """Collects names, and keeps a tensor that comes twice the same object when detached."""
+    """Collects named tensors. A tensor that is added twice is detached once, so that both names share one
+    object."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        # The original is held too: a freed one's id could come again.
+        # The original is kept too: the id of a freed tensor may be used again.
         self._detached: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, name: str, tensor: object) -> None:
@@ -132,25 +133,25 @@ def _add_module(out: _Named, source: nn.Module) -> None:
 
 
 def check_sendable(name: str, module: nn.Module) -> None:
-    """Check that this module keeps all of its state in parameters, buffers and extra state.
+    """Check that all of a module's state is in parameters, buffers and extra state.
 
-    A module that writes something else into ``state_dict()`` (packed or quantised weights, say) would be
-    sent with a gap.
+    A module that writes other entries into ``state_dict()``, such as packed or quantised weights, would be
+    sent incompletely.
 
     Args:
         name: the module's dotted name.
-        module: the module; its children are not looked at.
+        module: the module. Its children are not checked.
 
     Raises:
-        UnsupportedTensorError: the module's own ``_save_to_state_dict`` or a state-dict hook writes an
-            entry that is neither a parameter, nor a buffer, nor extra state.
+        UnsupportedTensorError: the module's own ``_save_to_state_dict`` or a state-dict hook writes an entry
+            that is not a parameter, a buffer or extra state.
     """
     own_way = type(module)._save_to_state_dict is not nn.Module._save_to_state_dict
     hooks = module._state_dict_hooks
     if not (own_way or hooks) or isinstance(module, TensorDictBase | ScriptModule):
         return
     if type(module).__module__.startswith("torch.distributed"):
-        return  # its hooks gather from other ranks
+        return  # the hooks of these classes gather from other ranks
     if hooks:
         state = module.state_dict(keep_vars=True)
     else:
@@ -188,11 +189,10 @@ def _add_mapping(out: _Named, source: Any, prefix: str) -> None:
 
 
 def optional_names(model: object) -> frozenset[str]:
-    """The names that may be given for this model or left out.
+    """Return the names that may be given for this model or omitted.
 
-    For a module: its non-persistent buffers, except those on ``meta`` (their values have to come
-    from somewhere), and the roots of its extra states, which stand for all names below them.
-    For anything else: none.
+    For a module these are its non-persistent buffers, except those on ``meta``, which have no values; and the
+    roots of its extra states, which stand for all names below them. Other models have none.
     """
     if not isinstance(model, nn.Module):
         return frozenset()

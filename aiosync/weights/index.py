@@ -1,4 +1,4 @@
-"""The tensors of a module by name, found again quickly as long as the module is built the same."""
+"""The tensors of a module by name, cached until the module's structure changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["known_tensors", "module_tensors"]
 
 
 class _Index:
-    """What a walk found, and what has to be the same for it to be found again."""
+    """The result of a walk through a module, and the structure for which it is valid."""
 
     def __init__(self, module: nn.Module) -> None:
         self.tensors = KnownTensors()
@@ -28,7 +28,7 @@ class _Index:
         self.reusable = self.structure.comparable
         own = {id(part) for part in module.modules()}
         for prefix, part in modules(module, merge=True) if self.reusable else ():
-            # An adapter's merged copy is none of the module's own parts, and is made anew each time.
+            # An adapter's merged copy is not a part of the module, and is made again at each walk.
             if id(part) not in own or isinstance(part, TensorDictBase) or has_extra_state(part):
                 self.reusable = False
                 return
@@ -44,7 +44,7 @@ _known: WeakKeyDictionary[nn.Module, _Index] = WeakKeyDictionary()
 
 
 def known_tensors(module: nn.Module) -> KnownTensors | None:
-    """What :func:`module_tensors` gave before, if it is still that."""
+    """Return the cached result of :func:`module_tensors`; None: there is none, or it is no longer valid."""
     index = _known.get(module)
     if index is None:
         return None
@@ -54,9 +54,12 @@ def known_tensors(module: nn.Module) -> KnownTensors | None:
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """As :func:`named_tensors` of a module, but the parameters themselves where nothing forbids it.
+    """Return a module's names -> tensors, as :func:`named_tensors`.
 
-    Raises: as :func:`named_tensors`.
+    If the result can be cached, the tensors are the parameters themselves, not detached.
+
+    Raises:
+        As :func:`named_tensors`.
     """
     tensors = known_tensors(module)
     if tensors is not None:

@@ -1,7 +1,7 @@
 """The plan of one contiguous buffer: names, shapes, dtypes, offsets, and a signature.
 
-A layout is made once from the tensors of a model and then checks, on every send and without
-touching a byte, that what is given still fits. It goes over the wire as plain builtins.
+A layout is made once from a model's tensors. Every send then checks the given tensors against it, without
+reading their values. A layout is sent as plain builtins.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from aiosync.errors import InvalidArgumentError, LayoutMismatchError, ProtocolEr
 from aiosync.weights.dense import check_dense, describe, memory_key
 from aiosync.weights.dtypes import FLOATING, convertible, dtype_name, spelled
 from aiosync.weights.names import extra_state_root, is_extra_state
+from aiosync.weights.storage import tensor_in, tensor_over
 from aiosync.weights.ties import untied
 from aiosync.weights.wire import decode_layout
 
-__all__ = ["ALIGNMENT", "Entry", "Layout", "tensor_in"]
+__all__ = ["ALIGNMENT", "Entry", "Layout"]
 
 ALIGNMENT = 64
-"""Bytes. Every entry starts at a multiple of this: a cache line, and more than any dtype needs."""
+"""Every entry starts at a multiple of this many bytes: a cache line, and more than any dtype needs."""
 
 
 def _aligned(nbytes: int) -> int:
@@ -36,14 +37,14 @@ def _aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor's place in the buffer.
+    """One tensor in the buffer.
 
     Attributes:
-        name: its dotted name.
-        shape: its shape; ``()`` for a scalar.
-        dtype: its dtype in the buffer, which a ``cast`` may have narrowed.
-        offset: where it starts, in bytes; a multiple of :data:`ALIGNMENT`.
-        nbytes: how many bytes it takes, without padding.
+        name: the dotted name.
+        shape: the shape; ``()`` for a scalar.
+        dtype: the dtype in the buffer, which a ``cast`` may have narrowed.
+        offset: where the tensor starts, in bytes; a multiple of :data:`ALIGNMENT`.
+        nbytes: the tensor's size in bytes, without padding.
     """
 
     name: str
@@ -54,11 +55,11 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def describe(self) -> str:
-        """Dtype and shape as text, such as ``float32[4, 2]``."""
+        """Return dtype and shape as text, such as ``float32[4, 2]``."""
         return spelled(self.dtype, self.shape)
 
 
@@ -72,8 +73,8 @@ class Layout:
         aliases: a tied tensor's other names: alias -> name of the entry that holds the bytes.
         nbytes: size of the buffer; a multiple of :data:`ALIGNMENT` and never 0, so that a model
             without tensors has a buffer too.
-        optional: names that the other side may give or leave out (see
-            :func:`~aiosync.weights.optional_names`); they take no part in signature or equality.
+        optional: names that the other side may include or omit (see :func:`~aiosync.weights.optional_names`).
+            The signature and equality ignore them.
     """
 
     __slots__ = ("_identity", "_index", "_signature", "aliases", "entries", "nbytes", "optional")
@@ -84,7 +85,7 @@ class Layout:
         aliases: Mapping[str, str] | None = None,
         optional: Iterable[str] = (),
     ) -> None:
-        """Pack ``(name, shape, dtype)`` in the order given. Most callers want :meth:`of`."""
+        """Lay out ``(name, shape, dtype)`` in the given order. Most callers use :meth:`of`."""
         entries = []
         offset = 0
         for name, shape, dtype in specs:
@@ -108,20 +109,19 @@ class Layout:
         cast: torch.dtype | None = None,
         optional: Iterable[str] = (),
     ) -> Layout:
-        """Plan a buffer for these tensors, in the order of the mapping.
+        """Lay out these tensors, in the order of the mapping.
 
-        Names that stand for the same memory (same address, shape, strides and dtype) or for the
-        same object become one entry with aliases. Only shapes and dtypes are read, so tensors on
-        ``meta`` will do.
+        Names of the same object or the same memory (equal address, shape, strides and dtype) become one entry
+        with aliases. Only shapes and dtypes are read, so tensors may be on ``meta``.
 
         Args:
             tensors: flat dotted names -> tensors of any shape, dtype and strides.
-            cast: a floating dtype that floating entries are narrowed to in the buffer. Integers,
-                booleans, complex numbers and extra state keep theirs.
-            optional: names that :meth:`fit` and :meth:`check_receiver` let pass.
+            cast: a floating dtype to which floating entries are narrowed in the buffer. Integers, booleans,
+                complex numbers and extra state keep their dtypes.
+            optional: names that :meth:`fit` and :meth:`check_receiver` accept without an entry.
 
         Raises:
-            UnsupportedTensorError: a sparse, quantised, nested or uninitialised tensor.
+            UnsupportedTensorError: a tensor is sparse, quantised, nested or uninitialised.
             InvalidArgumentError: ``cast`` is not a floating dtype that torch converts to.
         """
         if cast is not None and cast not in FLOATING:
@@ -145,7 +145,7 @@ class Layout:
 
     @property
     def signature(self) -> str:
-        """A hex digest of all names, shapes and dtypes, the same whatever the order or the ties."""
+        """Hex digest of all names, shapes and dtypes. It does not depend on order or ties."""
         if self._signature is None:
             rows = sorted((name, list(e.shape), dtype_name(e.dtype)) for name, e in self._index.items())
             text = json.dumps(rows, separators=(",", ":"))
@@ -154,7 +154,7 @@ class Layout:
 
     @property
     def identity(self) -> str:
-        """A hex digest of all that :meth:`to_wire` tells, order, places and ties too."""
+        """Hex digest of the result of :meth:`to_wire`, with order, offsets and ties."""
         if self._identity is None:
             text = json.dumps(self.to_wire(), separators=(",", ":"))
             self._identity = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -162,15 +162,15 @@ class Layout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name, aliases after the entries."""
+        """All names, aliases after entries."""
         return tuple(self._index)
 
     def __len__(self) -> int:
-        """How many entries there are; aliases do not count."""
+        """Return the number of entries, without aliases."""
         return len(self.entries)
 
     def __bool__(self) -> bool:
-        """Always true: a layout without entries is still a layout."""
+        """Return true, also for a layout without entries."""
         return True
 
     def __contains__(self, name: object) -> bool:
@@ -180,7 +180,7 @@ class Layout:
         return iter(self.entries)
 
     def __getitem__(self, name: str) -> Entry:
-        """The entry that holds this name's bytes; an alias gives its primary's."""
+        """Return the entry with this name's bytes; for an alias, the entry that it is tied to."""
         return self._index[name]
 
     def __eq__(self, other: object) -> bool:
@@ -202,20 +202,21 @@ class Layout:
     def views(
         self, buffer: Tensor, on_part: Callable[[memoryview], object] | None = None
     ) -> dict[str, Tensor]:
-        """Every name, aliases too, as a typed contiguous view of ``buffer``. Copies nothing.
+        """Return every name, aliases too, as a typed contiguous view of ``buffer``. Copies nothing.
 
-        Each tensor has a storage of its own that covers its own bytes. So a tensor pickles at its own size,
-        ``torch.save`` accepts tensors of several dtypes, and ``share_memory_()`` moves that tensor alone.
-        The storages keep the memory of ``buffer`` alive.
+        Each tensor's storage covers only the tensor's own bytes. So a tensor pickles at its own size,
+        ``torch.save`` accepts tensors of several dtypes, and ``share_memory_()`` moves only that tensor. The
+        storages keep the memory of ``buffer`` alive.
 
         Args:
-            buffer: 1-D, contiguous, ``uint8``, at least :attr:`nbytes` long, on any device, and
-                starting at a multiple of :data:`ALIGNMENT` in its storage.
-            on_part: called with the memory of each entry that has any, if the buffer is in CPU memory. Its
-                storage alone keeps that object: if the storage is moved into other memory, it is gone.
+            buffer: 1-D, contiguous, ``uint8``, at least :attr:`nbytes` long, on any device, starting at a
+                multiple of :data:`ALIGNMENT` in its storage.
+            on_part: called with a memoryview of each entry that has bytes, if the buffer is in CPU memory.
+                Only the tensor's storage refers to that memoryview. So it is released when the storage moves
+                to other memory.
 
         Raises:
-            InvalidArgumentError: the buffer is not such a one.
+            InvalidArgumentError: the buffer has another dtype, shape or alignment.
         """
         start = int(buffer.storage_offset())
         if (
@@ -230,7 +231,7 @@ class Layout:
                 f"at a multiple of {ALIGNMENT}; got {describe(buffer)} starting at {start}"
             )
         storage = buffer.untyped_storage()
-        # A caller may run in inference mode, where new tensors do not fit parameters made outside of it.
+        # In the caller's inference mode, new tensors would not fit parameters made outside of that mode.
         with torch.inference_mode(False):
             if on_part is None or not buffer.is_cpu:
                 out = {e.name: tensor_in(storage, start + e.offset, e.shape, e.dtype) for e in self.entries}
@@ -239,7 +240,7 @@ class Layout:
                 out = {}
                 for e in self.entries:
                     part = memory[e.offset : e.offset + e.nbytes]
-                    out[e.name] = _tensor_over(part, e.shape, e.dtype)
+                    out[e.name] = tensor_over(part, e.shape, e.dtype)
                     if e.nbytes:
                         on_part(part)
         for alias, name in self.aliases.items():
@@ -247,21 +248,22 @@ class Layout:
         return out
 
     def fit(self, tensors: Mapping[str, Tensor], *, strict: bool = True) -> list[tuple[str, Tensor]]:
-        """Check a source on the sender; return ``(entry name, tensor)`` in buffer order.
+        """Check the sender's tensors against this layout; return ``(entry name, tensor)`` in buffer order.
 
-        Shapes must be equal; a floating dtype may differ (the copy converts), any other may not.
-        Aliases are left out of the result: a tied tensor given as two pieces of memory must hold
-        the same bits in both. Names in :attr:`optional` that are no entries are ignored.
+        Shapes must be equal. A floating dtype may be another floating dtype, which the copy converts; other
+        dtypes must be equal. The result has no aliases. Tied names with separate memory must have equal bits.
+        Names of :attr:`optional` that are not entries are ignored.
 
         Args:
             tensors: flat dotted names -> dense tensors.
-            strict: every name must be there. Otherwise a subset will do, in which an alias can
-                stand for its primary.
+            strict: whether every name must be given. If not, a subset suffices, and an alias may replace its
+                entry.
 
         Raises:
-            LayoutMismatchError: lists every missing, unexpected and differing name.
-            InvalidArgumentError: not strict, and nothing that this layout knows was given.
-            UnsupportedTensorError: a tensor with no dense bytes, or one on ``meta``.
+            LayoutMismatchError: names are missing or unexpected, or tensors differ. The error lists all of
+                them.
+            InvalidArgumentError: not strict, and none of the names is in this layout.
+            UnsupportedTensorError: a tensor has no dense bytes, or is on ``meta``.
         """
         index = self._index
         missing = [name for name in index if name not in tensors] if strict else []
@@ -302,19 +304,19 @@ class Layout:
         optional: Collection[str] = (),
         strict: bool = True,
     ) -> None:
-        """Check, on the receiver, that this layout of the sender's fits the receiver's model.
+        """Check, on the receiver, that this layout from the sender fits the receiver's model.
 
-        Names and shapes must match; dtypes must be equal or both floating. Ties need not match.
-        A name in ``optional`` may be missing here or there. One that ends in the extra-state part
-        accepts everything below it, whatever its shape: the module's ``set_extra_state`` judges.
+        Names and shapes must match. Dtypes must be equal or both floating. Ties need not match. A name in
+        ``optional`` may be missing on either side. An optional name that ends in the extra-state part accepts
+        all names below it, of any shape: the module's ``set_extra_state`` checks them.
 
         Args:
-            other: the receiver's own layout, or its names -> tensors (``meta`` will do).
-            optional: further names besides the receiver's layout's own :attr:`optional`.
-            strict: otherwise this layout may lack names that the receiver has.
+            other: the receiver's layout, or its names -> tensors, which may be on ``meta``.
+            optional: more optional names, besides those of the receiver's layout.
+            strict: whether this layout must have all names of the receiver.
 
         Raises:
-            LayoutMismatchError: "expected" is the receiver's side, "got" the sender's.
+            LayoutMismatchError: they do not fit. "expected" is the receiver's side, "got" the sender's.
         """
         lenient = frozenset(optional)
         if isinstance(other, Layout):
@@ -340,10 +342,10 @@ class Layout:
             raise LayoutMismatchError(missing=missing, unexpected=unexpected, differing=differing)
 
     def subset(self, names: Iterable[str]) -> tuple[Entry, ...]:
-        """The entries that hold these names' bytes, each once, in buffer order.
+        """Return the entries with these names' bytes, each once, in buffer order.
 
         Raises:
-            LayoutMismatchError: a name that is not in this layout, as "unexpected".
+            LayoutMismatchError: a name is not in this layout; the error lists it as "unexpected".
         """
         wanted = set(names)
         unknown = sorted(wanted - self._index.keys())
@@ -353,7 +355,7 @@ class Layout:
         return tuple(e for e in self.entries if e.name in holders)
 
     def to_wire(self) -> dict[str, Any]:
-        """This layout as dicts, lists, strings and integers; :attr:`optional` stays behind.
+        """Return this layout as dicts, lists, strings and integers, without :attr:`optional`.
 
         ``{"entries": [[name, dtype, shape, offset, nbytes], …], "aliases": [[alias, name], …],
         "nbytes": int}``, where a dtype is text such as ``bfloat16``.
@@ -368,18 +370,17 @@ class Layout:
 
     @classmethod
     def from_wire(cls, obj: object, *, max_entries: int = 1_000_000) -> Layout:
-        """Rebuild what :meth:`to_wire` gave, trusting nothing in it.
+        """Rebuild a layout from the result of :meth:`to_wire`, which is not trusted.
 
-        A layout is packed in one way only, so the places are worked out anew from names, shapes
-        and dtypes, and what came must say the same: that rules out overlaps, gaps, misplaced and
-        unaligned entries at once.
+        Names, shapes and dtypes determine all offsets. They are computed again, and the given offsets must be
+        equal. So entries cannot overlap, leave gaps or be misaligned.
 
         Args:
-            obj: what came over the network, decoded into builtins.
-            max_entries: entries and aliases together beyond which it is refused.
+            obj: the received layout, as builtins.
+            max_entries: most entries and aliases together.
 
         Raises:
-            ProtocolError: it is anything but what :meth:`to_wire` would have written.
+            ProtocolError: :meth:`to_wire` cannot have returned ``obj``.
         """
         decoded = decode_layout(obj, max_entries=max_entries)
         layout = cls(decoded.specs, decoded.aliases)
@@ -389,47 +390,5 @@ class Layout:
         return layout
 
 
-def tensor_in(
-    storage: torch.UntypedStorage, offset: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """A contiguous tensor in a part of ``storage``, with a storage of its own that covers just that part.
-
-    Args:
-        storage: on any device; stays alive as long as the tensor does.
-        offset: where the tensor starts, in bytes; a multiple of the dtype's size.
-        shape: its shape.
-        dtype: its dtype.
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    return _tensor_of(storage[offset : offset + nbytes], shape, dtype)
-
-
-def _tensor_over(memory: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The same over a piece of memory, which the tensor's storage keeps."""
-    storage = (
-        torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        if len(memory)
-        else torch.UntypedStorage(0, device="cpu")
-    )
-    return _tensor_of(storage, shape, dtype)
-
-
-def _tensor_of(storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A contiguous tensor that is all of ``storage``."""
-    empty = torch.empty(0, dtype=dtype, device=storage.device)
-    # An empty tensor has no address: torch.save would take the next tensor's bytes for its own.
-    part = storage if storage.nbytes() else empty.untyped_storage()
-    return empty.set_(part, 0, shape, _strides(shape))
-
-
 def _keys(name: str) -> tuple[str, ...]:
     return (name, extra_state_root(name)) if is_extra_state(name) else (name,)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

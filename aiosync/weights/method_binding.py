@@ -1,4 +1,4 @@
-"""A model that its owner's own method puts weights into."""
+"""A model that gets its weights through a method of its owner."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ __all__ = ["MethodBinding"]
 
 
 class MethodBinding(Binding):
-    """How commits reach a model by ``update(weights)``, which is given all weights each time, as a TensorDict
-    or a dict. Where that raises it is called again, with what was in service before.
+    """Commits updates by ``update(weights)``, with all weights each time, as a TensorDict or a dict.
 
-    A TensorDict may be put in place of what the model has: it holds parameters where that has parameters,
-    which view the memory that the update lies in and are to be read only, and copies of the rest.
+    If the method raises, it is called again with the previous weights.
+
+    The method may replace the model's tensors by those of the TensorDict. It has parameters where the model
+    has parameters; they view the update's memory and must not be written. Its other tensors are copies.
 
     Args:
         update: the method.
-        model: what it puts them into; None: not known.
+        model: the model that the method updates; None: unknown.
         layout: the sender's layout, which has been checked against the model.
         strategy: the scheme's strategy.
-        nested: whether it takes a TensorDict, or a flat dict.
+        nested: whether the method expects a TensorDict; else a flat dict.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class MethodBinding(Binding):
         self._serving: Mapping[str, Tensor] | None = None
 
     def needs(self) -> Mapping[str, Tensor]:
-        """The parameters, where what the method is given takes their place."""
+        """Return the parameters if the method may replace them; else nothing."""
         found = {n: t for n, t in self._targets.items() if isinstance(t, nn.Parameter)}
         return {name: found[name] for name in self.layout.names if name in found} if self._nested else {}
 
@@ -84,13 +85,13 @@ class MethodBinding(Binding):
                 yield
         except BaseException:
             if before:
-                with suppress(Exception):  # what was raised first says more
+                with suppress(Exception):  # the first exception is raised
                     self._update(self._form(before))
             raise
         self._serving = views
 
     def _kept(self, names: Collection[str]) -> dict[str, Tensor]:
-        """What the model itself may have written, where an update of some entries leaves it alone."""
+        """Return the model's buffers that the update does not contain: the model may have written them."""
         live = receiver_tensors(self._module) if self._module is not None else {}
         return {n: t for n, t in live.items() if n not in names and not isinstance(t, nn.Parameter)}
 
@@ -98,7 +99,7 @@ class MethodBinding(Binding):
         tensors = {name: view for name, view in views.items() if not is_extra_state(name)}
         if not self._nested:
             return tensors | self._extra_now()
-        made: dict[int, Tensor] = {}  # tied entries stay one
+        made: dict[int, Tensor] = {}  # tied entries share one tensor
         return nested_tensordict(
             {name: made.setdefault(id(view), self._as_target(name, view)) for name, view in tensors.items()}
         )
@@ -111,10 +112,11 @@ class MethodBinding(Binding):
             view = view.to(target.device, target.dtype)
         if isinstance(target, nn.Parameter):
             return nn.Parameter(view, requires_grad=target.requires_grad)
-        return view.clone()  # a model writes into its buffers
+        return view.clone()  # the model may write its buffers
 
     def _extra_now(self) -> dict[str, Any]:
-        """Extra state that has been applied already; a state dict that lacks it would be refused."""
+        """Return the extra state, which has been applied already. A state dict without it would be
+        refused."""
         if self._module is None:
             return {}
         state = self._module.state_dict()
@@ -123,8 +125,8 @@ class MethodBinding(Binding):
     def detach(self, is_lent: Callable[[int], bool]) -> None:
         """See :meth:`Binding.detach`.
 
-        Tensors of the model that view the memory are re-pointed. Where the model is not known, the method is
-        called once more, with copies.
+        The model's tensors that view the memory are re-pointed. If the model is unknown, the method is called
+        once more, with copies.
         """
         serving, self._serving = self._serving, None
         if serving is None:

@@ -1,14 +1,14 @@
 """An ``nn.Module`` bound to a layout.
 
-``flip`` re-points each parameter's ``.data`` at the new memory, which takes microseconds whatever the
-size; the parameter objects stay the same. ``copy`` writes into the memory that the parameters have, for
-CUDA graphs and code that holds raw pointers. Buffers are copied, so that what a worker writes into them
-(BatchNorm statistics, say) stays its own; a large buffer is re-pointed at memory of this process alone
-instead, since copying it would hold up the event loop. Extra state goes through ``set_extra_state``.
+The mode ``flip`` points each parameter's ``.data`` at the new memory, which takes microseconds for any size.
+The parameter objects stay the same. The mode ``copy`` writes into the parameters' memory, for CUDA graphs and
+code that keeps raw pointers. Buffers are copied, so that a worker's writes to them (such as BatchNorm
+statistics) stay in the worker. A large buffer is pointed at private memory of this process instead, because
+copying it would block the event loop. Extra state is set by ``set_extra_state``.
 
 A worker may change its model between two updates: replace a layer or a tensor, convert the model to another
-dtype, load a state dict. So each commit compares the model with what it was bound to, and binds it again
-where it differs. A model that does not fit the layout any more refuses the update, unchanged.
+dtype, load a state dict. So each commit compares the model with the bound one, and binds it again if it
+differs. If the model no longer fits the layout, the update is refused and the model stays unchanged.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def bind(model: WeightTarget | None, layout: Layout, strategy: WeightStrategy, m
 
 
 class ModuleBinding(Binding):
-    """How commits reach an ``nn.Module``.
+    """Commits updates to an ``nn.Module``.
 
     Args:
-        model: the module; what is on ``meta`` is materialised by the first commit.
+        model: the module. The first commit materialises its tensors on ``meta``.
         layout: the sender's layout.
         strategy: the scheme's strategy.
         mode: ``flip`` or ``copy``, for the parameters.
@@ -84,28 +84,29 @@ class ModuleBinding(Binding):
         self._module = model
         self._mode = mode
         self._extra = tuple(name for name in layout.names if is_extra_state(name))
-        # The entries that a commit re-points, and those that it copies into; each tensor under one name.
+        # Entries whose tensors a commit re-points, and entries that it copies into; each tensor under one
+        # name.
         self._flips: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
         # The other names of tensors that are the same object: name -> the name above.
         self._tied: dict[str, str] = {}
-        # What the last commit pointed each of _flips at, and where that lies; None: it is not known.
+        # The tensors that the last commit pointed _flips at, and their addresses; None: unknown.
         self._shown: Sequence[Any] = []
         self._addresses: Sequence[int | None] = []
-        # Whether they all lay there when that was looked at last.
+        # Whether all of _flips were at these addresses at the last comparison.
         self._in_place = False
-        # Those of _flips that view memory which the sender will write again.
+        # Names of _flips that view memory which the sender will write again.
         self._borrowed: frozenset[str] = frozenset()
-        # What has to be the same for the module to be current.
+        # The module is current as long as these are the same.
         self._structure = Structure(model)
         self._looks: list[Look] = []
         self._shapes: list[torch.Size] = []
         self._copied_looks: list[tuple[int, Look]] = []
         self._meta = False
         self._inference = False
-        # Of _copies, those that share some of their memory with another.
+        # Names of _copies whose memory overlaps that of another entry.
         self._overlapping: list[str] = []
-        # Keeps what the last commit put out of service alive until forget_replaced().
+        # Keeps the tensors that the last commit replaced alive until forget_replaced().
         self._replaced: Sequence[Tensor] = []
         self._mark = object()
         self._bind()
@@ -126,7 +127,7 @@ class ModuleBinding(Binding):
         for target, address, shape in zip(flips, self._addresses, self._shapes):  # noqa: B905 - see _point_at
             if target.data_ptr() != address:
                 self._in_place = False
-            elif target.shape != shape:  # a slice of what was there, say
+            elif target.shape != shape:  # such as a slice of the previous tensor
                 return False
         if not self._in_place and [look_of(target) for target in flips] != self._looks:
             return False
@@ -135,7 +136,8 @@ class ModuleBinding(Binding):
         return [place_of(target) for target in self._copies.values()] == self._copied_looks
 
     def _bind(self) -> None:
-        """Find the module's tensors, and what is to be done with each. If it raises nothing has changed."""
+        """Find the module's tensors, and decide for each whether to flip or to copy. An error changes
+        nothing."""
         entries = receiver_tensors(self._module)
         self.layout.check_receiver(entries, optional=optional_names(self._module))
         structure = Structure(self._module)
@@ -173,28 +175,30 @@ class ModuleBinding(Binding):
         self._mark = object()
 
     def _part_with(self, before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
-        """Tensors that the module does not have any more may be in use elsewhere. What they view will be
-        written again, so they get memory of their own."""
+        """Copy tensors that are no longer in the module into their own memory.
+
+        Other code may still use them, and the sender will write the memory that they view again.
+        """
         kept = {id(target) for target in now.values()}
         for (_, target), address in zip(before.items(), self._addresses, strict=True):
             if id(target) not in kept and target.data_ptr() == address:
                 repoint(target, target.detach().clone())
 
     def _materialize(self, views: Mapping[str, Tensor]) -> None:
-        """Give what is on ``meta`` memory; whatever happens after, it does not go back there."""
+        """Allocate memory for the tensors on ``meta``. An undo does not move them back to ``meta``."""
         slots = receiver_slots(self._module)
         write([(s, views[s.name]) for s in slots if s.tensor.is_meta], inplace=False)
         self._bind()
 
     def needs(self) -> Mapping[str, Tensor]:
-        """The tensors that flip."""
+        """Return the tensors that a commit re-points."""
         return self._flips
 
     def targets(self) -> Mapping[str, Tensor]:
         return {**self._flips, **self._copies}
 
     def needs_own(self) -> Collection[str]:
-        """The buffers among them: a worker writes into its buffers."""
+        """Return the names of the re-pointed buffers: a worker may write its buffers."""
         return [name for name, target in self._flips.items() if not isinstance(target, nn.Parameter)]
 
     # -- commits ---------------------------------------------------------------------------------------
@@ -218,7 +222,7 @@ class ModuleBinding(Binding):
             torch.inference_mode(False),
             torch.no_grad(),
         ):
-            new = self._new(staged, names)  # all that takes memory, before anything is changed
+            new = self._new(staged, names)  # allocates all memory before anything is changed
             if staged.generation != self.generation:
                 for name, target in self._copies.items():
                     if names is None or name in names:
@@ -227,21 +231,21 @@ class ModuleBinding(Binding):
                 if names is None or name in names:
                     write_into(target, views[name], undo if reversible or self._overlapping else None)
             self._check_overlapping(views, names)
-            self._in_place = False  # what is taken back has to be exact, strides and all
+            self._in_place = False  # an undo has to restore the exact tensors, with their strides
             was = _Views(self._shown, self._addresses, self._borrowed)
             undo.callback(self._take_back, self._point_at(new), was)
             yield
             undo.pop_all()
 
     def commit(self, staged: Staged, names: Collection[str] | None = None) -> None:
-        """See :meth:`Binding.commit`. Where there is nothing but flips this is a plain loop."""
+        """See :meth:`Binding.commit`. If all entries flip, this is a plain loop."""
         if self._extra or self._copies or self._meta or names is not None or not self._is_current():
             super().commit(staged, names)
         else:
             self._point_at(self._new(staged, None))
 
     def _check_overlapping(self, views: Mapping[str, Tensor], names: Collection[str] | None) -> None:
-        """Check tensors that share a part of their memory, and so cannot have any two values."""
+        """Raise LayoutMismatchError if tensors with overlapping memory were sent different values."""
         for name in self._overlapping:
             target = self._copies[name]
             sent = names is None or name in names
@@ -250,7 +254,7 @@ class ModuleBinding(Binding):
                 raise LayoutMismatchError(differing={name: apart})
 
     def _by_first_names(self, staged: Staged, names: Collection[str]) -> tuple[Staged, Collection[str]]:
-        """The same update in terms of the names that tied tensors are bound under."""
+        """Return the same update with the names under which tied tensors are bound."""
         others = [(alias, first) for alias, first in self._tied.items() if alias in names]
         if not others:
             return staged, names
@@ -259,7 +263,7 @@ class ModuleBinding(Binding):
         return parts, {*names, *sent}
 
     def _new(self, staged: Staged, names: Collection[str] | None) -> _Views:
-        """What each of the flipped tensors will view."""
+        """Return what each of the flipped tensors will view."""
         if names is not None:
             return self._new_of(staged, names)
         lent = staged.views if type(staged.views) is LentTensors else None
@@ -280,10 +284,11 @@ class ModuleBinding(Binding):
         return frozenset(self._flips.keys() - lasting) if lasting else frozenset(self._flips)
 
     def _new_of(self, staged: Staged, names: Collection[str]) -> _Views:
-        """The same for an update of some names only; the other entries keep their values.
+        """Return the same for an update of some names only. The other entries keep their values.
 
-        An unsent entry that views memory of the sender's goes along to the new version's memory, which has
-        the same value; unless this process has written into it, which is copied. All others are not touched.
+        An entry that was not sent and views the sender's memory moves to the new version's memory, which has
+        the same value. If this process has written the entry, the written value is copied there. All others
+        stay unchanged.
         """
         here = {
             name: target.data_ptr() == address
@@ -306,14 +311,15 @@ class ModuleBinding(Binding):
             elif (name in lent or name in staged.leaving) and here[name]:
                 new.append(own_copy(target))
             elif not here[name] and staged.is_lent is not None and staged.is_lent(target.data_ptr()):
-                new.append(own_copy(target))  # it views another entry's memory
+                new.append(own_copy(target))  # it views the memory of another entry
             else:
                 new.append(target.data)
         addresses = [view.data_ptr() for view in new]
         return _Views(new, addresses, self._not_in(staged.lasting).intersection(names) | moving)
 
     def _fitting(self, name: str, target: Tensor, staged: Staged) -> Tensor:
-        """The new value as ``target`` can view it. It was staged so, unless the model has changed since."""
+        """Return the new value with ``target``'s dtype and device. Staging did that, unless the model changed
+        since."""
         view = staged.views[name]
         self._check_conversion(name, target, view)
         apart = view.dtype is not target.dtype or view.device != target.device
@@ -327,12 +333,12 @@ class ModuleBinding(Binding):
             raise StaleConversion(f"{name} was converted to {view.dtype}; the model has {target.dtype} now")
 
     def _point_at(self, new: _Views) -> Sequence[Tensor]:
-        """Re-point the flipped tensors; returns what they viewed before. All or none of them change."""
+        """Re-point the flipped tensors; returns what they viewed before. Either all change or none."""
         targets = self._flips.values()
-        # Where they view what they were pointed at, no tensor has to be made to say what they viewed before.
+        # If they still view what the last commit pointed them at, no new tensors have to be made.
         before: Sequence[Any] = self._shown if self._in_place else [target.data for target in targets]
         try:
-            # A model of six tensors is re-pointed in 6 us, of which strict= would take another 2.
+            # A model of six tensors is re-pointed in 6 us. strict= would add 2.
             for target, view in zip(targets, new.tensors):  # noqa: B905
                 target.data = view
         except BaseException:
@@ -351,8 +357,8 @@ class ModuleBinding(Binding):
             target.data = view
 
     def detach(self, is_lent: Callable[[int], bool]) -> None:
-        own: dict[object, Tensor] = {}  # those that are tied stay it
-        # The module may have other tensors by now than those that were bound, over the same memory.
+        own: dict[object, Tensor] = {}  # tied tensors stay tied
+        # The module may have new tensors over the same memory, which are not bound.
         for target in (*self._flips.values(), *self._module.parameters(), *self._module.buffers()):
             if not is_lazy(target) and is_lent(target.data_ptr()):
                 key = memory_key(target.data)
@@ -370,9 +376,9 @@ class _Views(NamedTuple):
     """What the flipped tensors view, in their order.
 
     Attributes:
-        tensors: the views.
-        addresses: where they lie.
-        borrowed: the names of those in memory that the sender will write again.
+        tensors: the viewed tensors.
+        addresses: their addresses.
+        borrowed: names of those in memory that the sender will write again.
     """
 
     tensors: Sequence[Any]
@@ -381,8 +387,10 @@ class _Views(NamedTuple):
 
 
 def _flipped(targets: Mapping[str, Tensor]) -> set[str]:
-    """The names of what a commit re-points: parameters, and the largest of the buffers where all together are
-    too much to be copied on the event loop."""
+    """Return the names that a commit re-points: all parameters, and the largest buffers.
+
+    The other buffers are together small enough to be copied on the event loop.
+    """
     found = {name for name, target in targets.items() if isinstance(target, nn.Parameter)}
     room = INLINE_LIMIT
     for name in sorted(targets.keys() - found, key=lambda name: targets[name].nbytes):

@@ -1,4 +1,4 @@
-"""Single tensors of a module: compare them, re-point them, write into them."""
+"""Compare, re-point and write single tensors of a module."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ __all__ = [
 ]
 
 Look: TypeAlias = tuple[torch.dtype, torch.Size, torch.device, bool, bool]
-"""The dtype, shape and device of a tensor; whether it is a parameter, and whether of inference mode."""
+"""A tensor's dtype, shape and device; whether it is a parameter; whether it was made in inference mode."""
 
 
 def look_of(tensor: Tensor) -> Look:
-    """All that a binding depends on, except where the tensor lies."""
+    """Return the properties of a tensor that a binding depends on, without its address."""
     parameter = isinstance(tensor, nn.Parameter)
     return tensor.dtype, tensor.shape, tensor.device, parameter, tensor.is_inference()
 
 
 def place_of(tensor: Tensor) -> tuple[int, Look]:
-    """The address of the tensor and its look."""
+    """Return the tensor's address and its properties."""
     return tensor.data_ptr(), look_of(tensor)
 
 
 def overlapping(targets: Mapping[str, Tensor]) -> list[str]:
-    """The names of tensors that share some of their memory, but not all of it: those are tied."""
+    """Return the names of tensors whose memory overlaps but is not the same. (Tensors over the same memory
+    are tied.)"""
     found: list[str] = []
     end, last, key = 0, "", None
     memory = {name: target for name, target in targets.items() if target.numel() and not target.is_meta}
@@ -55,19 +56,21 @@ def overlapping(targets: Mapping[str, Tensor]) -> list[str]:
 
 
 def repoint(target: Tensor, view: Tensor) -> None:
-    """Have ``target`` view the memory of ``view``."""
+    """Point ``target`` at the memory of ``view``."""
     target.data = as_inference(view) if target.is_inference() else view
 
 
 def own_copy(target: Tensor) -> Tensor:
-    """The values of ``target`` in new memory, for ``target`` to view."""
+    """Return a copy of ``target`` in new memory that ``target`` can be pointed at."""
     copied = target.detach().clone()
     return as_inference(copied) if target.is_inference() else copied
 
 
 def as_inference(view: Tensor) -> Tensor:
-    """The same memory as a tensor of inference mode. A parameter that was made in that mode has no version
-    counter, and forward passes raise where its data has one."""
+    """Return a tensor of inference mode over the same memory.
+
+    A parameter made in inference mode has no version counter. A forward pass raises if its data has one.
+    """
     if view.is_inference():
         return view
     with torch.inference_mode():
@@ -77,11 +80,17 @@ def as_inference(view: Tensor) -> Tensor:
 
 
 def write_into(target: Tensor, view: Tensor, undo: ExitStack | None) -> None:
-    """Copy ``view`` into the memory of ``target``; ``undo`` gets what takes it back."""
-    # A tensor that was made in inference mode can only be written there.
+    """Copy ``view`` into the memory of ``target``.
+
+    Args:
+        target: a tensor of a module.
+        view: a tensor of the same shape.
+        undo: gets a callback that restores ``target``; None: nothing is saved.
+    """
+    # A tensor made in inference mode can be written only in that mode.
     with torch.inference_mode() if target.is_inference() else nullcontext():
         if overlaps_itself(target):
-            # An expanded tensor cannot be written element by element: it gets memory of its own.
+            # An expanded tensor cannot be written element by element, so it gets its own memory.
             if undo is not None:
                 undo.callback(setattr, target, "data", target.data)
             target.data = target.new_empty(target.shape).copy_(view)

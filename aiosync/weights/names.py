@@ -1,4 +1,4 @@
-"""How the entries of a model are named: dotted paths, and the mark of a module's extra state."""
+"""Names of a model's entries: dotted paths, with a special part for a module's extra state."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ __all__ = [
 ]
 
 EXTRA_STATE = "__extra_state__"
-"""The path part under which ``get_extra_state()`` of a module travels."""
+"""The path part of a module's ``get_extra_state()``."""
 
 TORCH_EXTRA_STATE = "_extra_state"
-"""The path part that torch's own ``state_dict()`` uses for the same thing."""
+"""The path part that torch's ``state_dict()`` uses for extra state."""
 
 COMPILED = "_orig_mod"
-"""The path part that ``torch.compile`` puts around a module."""
+"""The path part that ``torch.compile`` adds to a module's names."""
 
 
 def join(prefix: str, name: str) -> str:
-    """``prefix.name``, or just ``name`` at the root."""
+    """Return ``prefix.name``, or ``name`` if the prefix is empty."""
     return f"{prefix}.{name}" if prefix else name
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether this entry is part of a module's extra state rather than a parameter or buffer."""
+    """Return whether this entry is part of a module's extra state, and not a parameter or buffer."""
     return EXTRA_STATE in name and EXTRA_STATE in name.split(".")
 
 
 def extra_state_root(name: str) -> str:
-    """The name down to and including the extra-state part: ``net.__extra_state__`` for
-    ``net.__extra_state__.mean``. The name itself where it has no such part.
+    """Return the name up to the extra-state part: ``net.__extra_state__`` for ``net.__extra_state__.mean``.
+
+    A name without such a part is returned unchanged.
     """
     parts = name.split(".")
     if EXTRA_STATE not in parts:
@@ -43,8 +44,9 @@ def extra_state_root(name: str) -> str:
 
 
 def normalized(name: str) -> str:
-    """The name without the part that ``torch.compile`` adds, so that a compiled and a plain
-    model have the same names.
+    """Return the name without the part that ``torch.compile`` adds.
+
+    So a compiled model and a plain model have the same names.
     """
     if COMPILED not in name:
         return name

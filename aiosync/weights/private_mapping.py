@@ -1,7 +1,7 @@
-"""Another process's memory, mapped so that what this process writes into it stays its own.
+"""Private mappings of another process's memory: writes of this process are not visible to the owner.
 
-Pages are the owner's until this process writes into them, and copies of its own from then on: these show
-nothing of what the owner writes later, until they are given back.
+A page shows the owner's bytes until this process writes to it. Then the kernel gives this process a copy of
+the page. The copy does not show later writes of the owner, until it is discarded.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from torch import Tensor
 __all__ = ["AVAILABLE", "PrivateMapping"]
 
 AVAILABLE = sys.platform == "linux"
-"""Whether the system shows what the owner writes to who has mapped it so, and can be given a copy back."""
+"""Whether private mappings on this system show the owner's writes, and copied pages can be discarded."""
 
 _PAGE = mmap.PAGESIZE
 _ENTRY = 8
 _MANY = 256
-"""Runs of pages from which on it takes less time to give everything back."""
+"""With more runs of copied pages than this, discarding all pages takes less time."""
 
 
 class PrivateMapping:
-    """A file's first bytes.
+    """A private mapping of a file's first bytes.
 
     Args:
-        fd: the file; not needed any longer afterwards.
-        nbytes: how many.
+        fd: the file's descriptor. It may be closed afterwards.
+        nbytes: how many bytes to map.
 
     Attributes:
-        buffer: they, shape ``(nbytes,)``, dtype ``uint8``; it keeps them mapped.
+        buffer: the bytes, shape ``(nbytes,)``, dtype ``uint8``. It keeps them mapped.
 
     Raises:
-        OSError: it cannot be mapped.
+        OSError: the file cannot be mapped.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -44,20 +44,22 @@ class PrivateMapping:
         self.buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def renew(self) -> None:
-        """Show the owner's bytes again, wherever this process wrote. Blocking: some hundredths of a
-        millisecond per megabyte, and more where it wrote.
+        """Discard the pages that this process has written, so that the buffer shows the owner's bytes again.
+
+        Blocking: some hundredths of a millisecond per megabyte, and more for written pages.
 
         Raises:
-            OSError: this process has its memory locked.
+            OSError: this process has locked its memory.
         """
         for start, nbytes in self._written():
             self._memory.madvise(mmap.MADV_DONTNEED, start, nbytes)
             self.buffer[
                 start : start + nbytes : _PAGE
-            ].sum()  # has the pages mapped here, not in a forward pass
+            ].sum()  # maps the pages here, and not in a forward pass
 
     def written(self, ranges: Mapping[str, tuple[int, int]]) -> list[str]:
-        """The names of those (first byte, number of bytes) in whose pages this process may have written."""
+        """Return the names of the ranges (first byte, number of bytes) whose pages this process may have
+        written."""
         own = _own_pages(self.buffer)
         if own is None:
             return list(ranges)
@@ -68,7 +70,7 @@ class PrivateMapping:
         ]
 
     def _written(self) -> Iterator[tuple[int, int]]:
-        """(first byte, bytes) of each run of pages that are this process's own."""
+        """Yield (first byte, number of bytes) of each run of pages that this process has written."""
         own = _own_pages(self.buffer)
         if own is not None:
             edges = torch.diff(own.to(torch.int8), prepend=_ZERO, append=_ZERO)
@@ -80,12 +82,12 @@ class PrivateMapping:
         yield 0, self.buffer.numel()
 
 
-# torch.set_default_device() must not decide where this is.
+# On the CPU, whatever torch.set_default_device() says.
 _ZERO = torch.zeros(1, dtype=torch.int8, device="cpu")
 
 
 def _own_pages(buffer: Tensor) -> Tensor | None:
-    """Of each page whether it is a copy of this process's own; None if the kernel does not say."""
+    """Return for each page whether this process has its own copy; None: the kernel does not report it."""
     pages = -(-buffer.numel() // _PAGE)
     entries = bytearray(pages * _ENTRY)
     offset = buffer.data_ptr() // _PAGE * _ENTRY
@@ -99,6 +101,6 @@ def _own_pages(buffer: Tensor) -> Tensor | None:
                 done += count
     except OSError:
         return None
-    # Bit 63: the page is in memory, 62: it is swapped out, 61: it is the file's.
+    # Bit 63: the page is in memory; bit 62: it is swapped out; bit 61: it is the file's page.
     found = torch.frombuffer(entries, dtype=torch.int64)
     return ((found >> 62) != 0) & ((found >> 61 & 1) == 0)

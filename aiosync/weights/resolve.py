@@ -1,4 +1,4 @@
-"""Finding a model inside a context by a path such as ``env.transform[0].module``."""
+"""Find a model inside a context by a path such as ``env.transform[0].module``."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def resolve_model(context: Any, path: str) -> Any:
         path: such as ``policy``, ``env.transform[0].module`` or ``models["actor.net"]``.
 
     Returns:
-        What is there.
+        The object at the path.
 
     Raises:
-        AttributeError: a part that is not there (it names the part, how far the path got and what
-            type was found there), or a path that is not well formed.
+        AttributeError: a part does not exist, or the path is malformed. The error names the part, the path
+            before it, and the type of the object there.
     """
     reached, at = context, 0
     if not path:

@@ -1,13 +1,12 @@
-"""Segments: one contiguous piece of memory, private to a process or shared by several.
+"""Segments: contiguous memory, private to a process or shared by several.
 
-Shared CPU memory is an anonymous file (``memfd`` on Linux): it has no name in ``/dev/shm``, is not
-bounded by that mount's size, and goes with the last process that maps it, however that process ends.
-Another process opens it through ``/proc/<pid>/fd``. Where there is no ``memfd`` a file in the temporary
-directory does the same, and is deleted when its owner closes the segment. CUDA memory is shared by
-CUDA IPC.
+Shared CPU memory is an anonymous file (``memfd`` on Linux). It has no name in ``/dev/shm``, is not limited by
+that mount's size, and is freed when the last process that maps it ends, for any reason. Another process opens
+it through ``/proc/<pid>/fd``. Systems without ``memfd`` use a file in the temporary directory, which is
+deleted when its owner closes the segment. CUDA memory is shared by CUDA IPC.
 
-No segment is ever unmapped by hand: tensors may view it, and their references keep it mapped. What
-:meth:`Segment.close` ends is the way for others to open it.
+No segment is unmapped explicitly: tensors may view it, and their references keep it mapped. After
+:meth:`Segment.close` other processes can no longer open it.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ __all__ = ["Segment"]
 
 _PAGE = mmap.PAGESIZE
 _local: dict[str, Tensor] = {}
-
+"""Key of a local segment -> its memory."""
 
 _WORTH_HUGE_PAGES = 4 << 20
-"""Bytes."""
+"""Private segments of this many bytes or more use huge pages."""
 
 
 class Segment:
-    """A 1-D ``uint8`` tensor, and the handle by which another process can map the same memory.
+    """A 1-D ``uint8`` tensor, and a handle by which another process can map the same memory.
 
     Attributes:
         buffer: the memory, shape ``(nbytes,)``, dtype ``uint8``.
-        handle: plain values for :meth:`attach`, or None for private memory.
+        handle: argument of :meth:`attach` in another process; None: the memory is private.
     """
 
     def __init__(
@@ -63,30 +62,30 @@ class Segment:
         return self.buffer.numel()
 
     def has(self, address: int) -> bool:
-        """Whether an address lies in this memory."""
+        """Return whether an address is in this memory."""
         return 0 <= address - self.buffer.data_ptr() < self.buffer.numel()
 
     @classmethod
     def private(cls, nbytes: int, device: torch.device | None = None) -> Segment:
-        """Memory of this process alone, its pages touched once so that later copies run warm.
+        """Allocate memory of this process alone. Its pages are written once, so that later copies are fast.
 
         Raises:
-            ArenaAllocationError: if there is not that much memory.
+            ArenaAllocationError: there is not enough memory.
         """
         try:
             if nbytes >= _WORTH_HUGE_PAGES and (device is None or device.type == "cpu"):
                 return cls(_huge(nbytes).zero_())
-            where = "cpu" if device is None else device  # and not torch's default device
+            where = "cpu" if device is None else device  # not torch's default device
             return cls(torch.empty(nbytes, dtype=torch.uint8, device=where).zero_())
-        except (RuntimeError, OSError) as exc:  # what torch, and what mmap raises when it is out of memory
+        except (RuntimeError, OSError) as exc:  # torch and mmap raise these when they are out of memory
             raise ArenaAllocationError(nbytes, str(exc).splitlines()[0]) from exc
 
     @classmethod
     def shared(cls, nbytes: int, device: torch.device | None = None) -> Segment:
-        """Memory that other processes of this machine can map.
+        """Allocate memory that other processes of this machine can map.
 
         Raises:
-            ArenaAllocationError: if there is not that much memory, or a limit forbids it.
+            ArenaAllocationError: there is not enough memory, or a limit is reached.
         """
         if device is not None and device.type == "cuda":
             segment = cls.private(nbytes, device)
@@ -96,10 +95,10 @@ class Segment:
 
     @classmethod
     def local(cls, nbytes: int, device: torch.device | None = None) -> Segment:
-        """Memory that other endpoints of this process can attach to (and no other process).
+        """Allocate memory that only endpoints of this process can attach to.
 
         Raises:
-            ArenaAllocationError: if there is not that much memory.
+            ArenaAllocationError: there is not enough memory.
         """
         segment = cls.private(nbytes, device)
         key = secrets.token_hex(8)
@@ -117,11 +116,11 @@ class Segment:
         """Map the memory that another process shared.
 
         Args:
-            handle: its :attr:`handle`.
-            private: what this process writes is to stay its own (see :meth:`renew`).
+            handle: the other segment's :attr:`handle`.
+            private: whether writes of this process stay invisible to the owner (see :meth:`renew`).
 
         Raises:
-            ProtocolError: if the handle is not one of ours, or its owner has closed it.
+            ProtocolError: the handle is invalid, or its owner has closed the segment.
         """
         try:
             match handle:
@@ -145,17 +144,20 @@ class Segment:
 
     @staticmethod
     def open(pid: int, fd: int, inode: int, nbytes: int) -> int:
-        """A descriptor of another process's shared memory, to be read and not relied on: it may change, or
-        be cut off, at any time. It is not mapped: so none of it stays when the other process has gone.
+        """Open a descriptor of another process's shared memory, for reading.
+
+        The file may change or be truncated at any time, so its bytes have to be checked. It is not mapped, so
+        it does not outlive the other process.
 
         Args:
-            pid, fd: the process, and what number the file has there.
-            inode: the file's.
-            nbytes: how much of it is wanted.
+            pid: id of the process.
+            fd: the file's descriptor in that process.
+            inode: the file's inode.
+            nbytes: the file's least size in bytes.
 
         Raises:
-            OSError: it is not to be had.
-            ProtocolError: it is something else.
+            OSError: the file cannot be opened.
+            ProtocolError: it is another file, or shorter.
         """
         path = f"/proc/{pid}/fd/{fd}"
 
@@ -163,7 +165,7 @@ class Segment:
             if not stat.S_ISREG(found.st_mode) or found.st_ino != inode or found.st_size < nbytes:
                 raise ProtocolError(f"{path} is not the memory of {nbytes} bytes that was named")
 
-        check(os.stat(path))  # opening something else might wait, or do something
+        check(os.stat(path))  # before opening: opening another kind of file may block or have side effects
         opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             check(os.fstat(opened))
@@ -173,18 +175,20 @@ class Segment:
         return opened
 
     def renew(self) -> bool:
-        """Show the owner's bytes again where this process wrote into memory that it attached privately;
-        returns whether the buffer shows them. If not it has to be attached anew. Blocking.
+        """Make privately attached memory show the owner's bytes again. Blocking.
+
+        Returns:
+            False if that failed, and the segment has to be attached again.
         """
         try:
             if self._mapping is not None:
                 self._mapping.renew()
-        except OSError:  # this process has its memory locked
+        except OSError:  # this process has locked its memory
             return False
         return True
 
     def written(self, ranges: Mapping[str, tuple[int, int]]) -> Collection[str]:
-        """Which parts of memory that was attached privately this process has written into, or may have.
+        """Return the names of the parts of privately attached memory that this process may have written.
 
         Args:
             ranges: name of a part -> (first byte, number of bytes).
@@ -194,7 +198,7 @@ class Segment:
         return self._mapping.written(ranges)
 
     def close(self) -> None:
-        """End the way for others to attach; idempotent. Tensors that view the memory stay valid."""
+        """Prevent other processes from attaching; idempotent. Tensors that view the memory stay valid."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -206,11 +210,11 @@ def _share_file(cls: type[Segment], nbytes: int) -> Segment:
     except OSError as exc:
         raise ArenaAllocationError(nbytes, exc.strerror or str(exc)) from exc
     try:
-        # Takes the pages now: without it a machine that is out of memory answers the first write
-        # into the mapping with SIGBUS, and no error can be raised any more.
+        # Allocates the pages now. Otherwise, on a machine without free memory, the first write into the
+        # mapping would raise SIGBUS instead of an exception.
         os.posix_fallocate(fd, 0, nbytes)
         buffer = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
-        buffer.zero_()  # a taken page is cleared at its first use: pay for that here, once
+        buffer.zero_()  # the kernel clears a page at its first use: do that here, once
         inode = os.fstat(fd).st_ino
     except OSError as exc:
         _discard(fd, path)
@@ -223,7 +227,7 @@ def _share_file(cls: type[Segment], nbytes: int) -> Segment:
     owner = os.getpid()
 
     def release() -> None:
-        # A forked child has its own copy of the descriptor, but the file is its parent's to delete.
+        # A forked child closes its copy of the descriptor. Only the owner deletes the file.
         _discard(fd, path if os.getpid() == owner else None)
 
     return cls(buffer, handle, release)
@@ -260,8 +264,8 @@ def _map_existing(
             buffer = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
     finally:
         os.close(fd)
-    # Reads one byte of each page, with the GIL released: the page tables are filled here, off the
-    # loop, and not by the first forward pass.
+    # Reads one byte of each page, with the GIL released. So the page tables are filled in this thread, and
+    # not by the first forward pass.
     buffer[::_PAGE].sum()
     return cls(buffer, handle, mapping=mapping)
 
@@ -281,10 +285,10 @@ def _import_cuda(parts: list[Any], nbytes: int) -> Tensor:
 
 
 def _huge(nbytes: int) -> Tensor:
-    """Private memory, in huge pages where the system has them to spare: copies, and the kernel's own, spend
-    much of their time looking small ones up."""
+    """Allocate private memory, in huge pages if the system has free ones: with small pages, copies spend much
+    of their time on page lookups."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if "MADV_HUGEPAGE" in dir(mmap):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,5 +1,6 @@
-"""Models whose tensors are spread over the ranks of a trainer: DTensors, as FSDP2 and tensor parallelism
-have them. Which ranks those are, and which part of each tensor is where.
+"""Models whose tensors are sharded over the ranks of a trainer: DTensors of FSDP2 and tensor parallelism.
+
+This module finds the ranks, and the part of each tensor that a rank has.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ class Block(msgspec.Struct, frozen=True):
     """A part of a tensor.
 
     Attributes:
-        whole: the tensor's shape.
-        offset: where it begins, dimension by dimension.
-        shape: its shape.
-        dtype: its dtype, as text.
+        whole: the whole tensor's shape.
+        offset: the part's first index in each dimension.
+        shape: the part's shape.
+        dtype: the tensor's dtype, as text.
     """
 
     whole: tuple[int, ...]
@@ -36,26 +37,29 @@ class Block(msgspec.Struct, frozen=True):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The part, as an index."""
+        """The part as an index of the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether a tensor is a DTensor."""
-    # It takes long to import. Code that has a DTensor has imported it.
+    """Return whether a tensor is a DTensor."""
+    # The import takes long. Code that has a DTensor has imported the module already.
     library: Any = sys.modules.get("torch.distributed.tensor")
     return library is not None and isinstance(tensor, library.DTensor)
 
 
 def local_part(tensor: Any) -> Tensor:
-    """What this rank has of a DTensor; the same object each time."""
+    """Return this rank's part of a DTensor; the same object each time."""
     part: Tensor = tensor._local_tensor
     return part
 
 
 def reshard(module: nn.Module) -> bool:
-    """Have FSDP2 let go of whole parameters: after a forward pass without a backward one some may have been
-    left so, in the dtype that is computed in, and as they were then. Returns whether it has spread any."""
+    """Make FSDP2 shard its parameters again; returns whether the model uses FSDP2.
+
+    After a forward pass without a backward pass, FSDP2 may have left whole parameters, with the values of
+    that time and in the dtype of the computation.
+    """
     library: Any = sys.modules.get("torch.distributed.fsdp")
     if library is None:
         return False
@@ -66,19 +70,21 @@ def reshard(module: nn.Module) -> bool:
 
 
 def mesh_of(sources: Iterable[Any]) -> Any:
-    """The device mesh that these modules, TensorDicts and dicts are spread over; None: they are whole.
+    """Return the device mesh of these modules, TensorDicts and dicts; None: they are not sharded.
 
     Raises:
-        InvalidArgumentError: there are several, or this rank is in none of them.
+        InvalidArgumentError: there are several meshes, or this rank is not in the mesh.
     """
     meshes = {tensor.device_mesh for source in sources for tensor in _tensors(source) if is_sharded(tensor)}
     if not meshes:
         return None
     if len(meshes) > 1:
-        raise InvalidArgumentError(f"a model is to be spread over one mesh, this one is over {len(meshes)}")
+        raise InvalidArgumentError(
+            f"expected a model that is sharded over one mesh, got one over {len(meshes)} meshes"
+        )
     (mesh,) = meshes
     if mesh.get_coordinate() is None:
-        raise InvalidArgumentError("this rank has no part in the mesh that the model is spread over")
+        raise InvalidArgumentError("this rank is not in the mesh that the model is sharded over")
     return mesh
 
 
@@ -95,10 +101,13 @@ def _tensors(source: Any) -> Iterator[Any]:
 
 
 def block_of(tensor: Any) -> Block | None:
-    """The part of a DTensor that this rank is to give; None: it has none, or another rank gives the same.
+    """Return the part of a DTensor that this rank contributes.
+
+    None: the rank has no part, or another rank contributes the same part.
 
     Raises:
-        GatherError: ranks have addends of it and not parts.
+        GatherError: the DTensor is partial (ranks have addends of it), or the rank's part has an unexpected
+            shape.
     """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -121,10 +130,10 @@ def block_of(tensor: Any) -> Block | None:
 
 
 def check_blocks(name: str, tensor: Any, blocks: Sequence[Block]) -> None:
-    """Make sure that these are all of a tensor, each part once.
+    """Check that ``blocks`` cover a tensor, without overlaps.
 
     Raises:
-        GatherError: they are not.
+        GatherError: they do not, or their dtypes or shapes differ from the tensor's.
     """
     here = str(tensor.dtype), tuple(tensor.shape)
     others = {(block.dtype, block.whole) for block in blocks} - {here}

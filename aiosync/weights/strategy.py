@@ -1,4 +1,4 @@
-"""Taking weights out of a model and putting them into another."""
+"""Extract weights from a model, and apply weights to a model."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ __all__ = [
 ]
 
 StrategyName: TypeAlias = Literal["tensordict", "state_dict"]
-"""The formats that weights are extracted in."""
+"""The formats in which weights are extracted."""
 
 
 class WeightStrategy:
-    """Takes weights out of models in one format, and applies them in either.
+    """Extracts weights from models in one format, and applies weights in any format.
 
     Args:
-        extract_as: ``"tensordict"`` for a nested TensorDict, ``"state_dict"`` for a flat dict with
-            dotted keys. Both carry the same names and values, and either applies anywhere.
+        extract_as: ``"tensordict"`` for a nested TensorDict, or ``"state_dict"`` for a flat dict with dotted
+            keys. Both have the same names and values, and both can be applied to every destination.
 
     Raises:
-        InvalidArgumentError: another format.
+        InvalidArgumentError: ``extract_as`` has another value.
     """
 
     def __init__(self, extract_as: StrategyName = "tensordict") -> None:
@@ -53,15 +53,16 @@ class WeightStrategy:
         return f"WeightStrategy(extract_as={self.extract_as!r})"
 
     def extract_weights(self, source: WeightSource) -> TensorDictBase | dict[str, Tensor]:
-        """The weights of a module, TensorDict or dict (flat, nested or mixed).
+        """Return the weights of a module, a TensorDict or a dict (flat, nested or mixed).
 
-        The tensors are detached and share the source's memory: clone what has to last. A model
-        with ``merge_and_unload`` (PEFT, LoRA) gives the merged weights of a copy of it.
+        The tensors are detached and share the source's memory. Clone them to keep their values. A model with
+        ``merge_and_unload`` (PEFT, LoRA) gives its merged weights, from a copy.
 
         Returns:
             A TensorDict of batch size ``[]``, or a flat dict, according to ``extract_as``.
 
-        Raises: as :func:`~aiosync.weights.named_tensors`.
+        Raises:
+            As :func:`~aiosync.weights.named_tensors`.
         """
         if self.extract_as == "tensordict":
             return to_tensordict(source)
@@ -77,28 +78,28 @@ class WeightStrategy:
     ) -> None:
         """Write weights into a module, a TensorDict or a dict: all of them, or none.
 
-        Everything is checked before anything is written. Values convert to the destination's
-        floating dtype and move to its device; parameters stay registered, the same objects, and
-        keep ``requires_grad``. Tensors on ``meta`` come to life on the device of the weights.
-        ``weights`` is neither changed nor kept.
+        All values are checked before any is written. They are converted to the destination's floating dtype
+        and moved to its device. Parameters stay the same registered objects and keep ``requires_grad``.
+        Tensors on ``meta`` are allocated on the device of the weights. ``weights`` is neither changed nor
+        kept.
 
-        A TensorDict or dict without any extra state of a module's has no place for it, and does
-        without; one that has some takes it as it takes tensors.
+        A module's extra state is written into a TensorDict or dict if the destination has that extra state
+        already; else it is ignored.
 
         Args:
-            destination: what to write to.
-            weights: what to write, in any form; None does nothing.
-            inplace: write into the destination's memory, as CUDA graphs and holders of raw
-                pointers need it. Otherwise each tensor is pointed at new memory, still as the
-                same object, and views of the old memory keep the old values.
-            strict: every name of the destination must be given. Otherwise a subset will do.
+            destination: a module, a TensorDict or a dict.
+            weights: weights in any form. None: nothing is written.
+            inplace: whether to write into the destination's memory, as CUDA graphs and code with raw pointers
+                require. If not, each tensor is pointed at new memory and stays the same object, and views of
+                the old memory keep the old values.
+            strict: whether every name of the destination must be given. If not, a subset suffices.
 
         Raises:
-            LayoutMismatchError: names, shapes or dtypes differ, or two values were given for what
-                is one tensor there. The destination is as it was.
-            UnsupportedTensorError: an entry, here or there, that has no dense values.
-            InvalidArgumentError: no form of weights or of a destination.
-            Exception: what a module's ``set_extra_state`` raised. The destination is as it was.
+            LayoutMismatchError: names, shapes or dtypes differ, or tied names of the destination were given
+                different values. The destination is unchanged.
+            UnsupportedTensorError: an entry of the weights or of the destination has no dense values.
+            InvalidArgumentError: the weights or the destination have another type.
+            Exception: any exception of a module's ``set_extra_state``. The destination is unchanged.
         """
         if weights is None:
             return
@@ -116,10 +117,10 @@ class WeightStrategy:
 
 
 def get_strategy(name: str | WeightStrategy) -> WeightStrategy:
-    """The strategy of that name; one that is already a strategy comes back as it is.
+    """Return the strategy with this name. A strategy object is returned unchanged.
 
     Raises:
-        InvalidArgumentError: an unknown name.
+        InvalidArgumentError: the name is unknown.
     """
     if isinstance(name, WeightStrategy):
         return name
@@ -127,15 +128,16 @@ def get_strategy(name: str | WeightStrategy) -> WeightStrategy:
 
 
 def to_state_dict(weights: WeightSource) -> dict[str, Tensor]:
-    """Weights in any form as a flat dict with dotted keys; detached, memory shared.
+    """Return weights in any form as a flat dict with dotted keys. The tensors are detached and share memory.
 
-    Raises: as :func:`~aiosync.weights.named_tensors`.
+    Raises:
+        As :func:`~aiosync.weights.named_tensors`.
     """
     return named_tensors(weights)
 
 
 def to_tensordict(weights: WeightSource) -> TensorDictBase:
-    """Weights in any form as a nested TensorDict of batch size ``[]``; detached, memory shared.
+    """Return weights in any form as a nested TensorDict of batch size ``[]``, detached and sharing memory.
 
     Raises:
         InvalidArgumentError: a name is both a tensor and the start of another name; or as
@@ -145,7 +147,7 @@ def to_tensordict(weights: WeightSource) -> TensorDictBase:
 
 
 def nested_tensordict(named: Mapping[str, Tensor]) -> TensorDictBase:
-    """Dotted name -> tensor as a nested TensorDict of batch size ``[]``, of the tensors as they are.
+    """Return a nested TensorDict of batch size ``[]`` with these tensors, from dotted names -> tensors.
 
     Raises:
         InvalidArgumentError: a name is both a tensor and the start of another name.

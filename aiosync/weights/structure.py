@@ -1,4 +1,4 @@
-"""What a module is built of, and whether that has changed since it was looked at."""
+"""Detect whether a module's parameters, buffers or submodules were replaced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Structure"]
 
 
 class Structure:
-    """The parameters, buffers and submodules that a module had when this was made.
+    """A record of a module's parameters, buffers and submodules.
 
     Walking a model of two thousand tensors takes milliseconds. :meth:`unchanged` takes a tenth of that.
 
@@ -20,8 +20,8 @@ class Structure:
         module: the module.
 
     Attributes:
-        comparable: whether :meth:`unchanged` can tell. It cannot for a TensorDict of parameters, which has
-            no registries, nor for TorchScript, whose registries are no dicts.
+        comparable: whether :meth:`unchanged` works. It does not for a TensorDict of parameters, which has no
+            registries, and for TorchScript, whose registries are not dicts.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -29,7 +29,7 @@ class Structure:
         self.comparable = not any(isinstance(part, TensorDictBase | ScriptModule) for part in parts)
         if not self.comparable:
             return
-        # Not the parts: what knows a module by a weak reference has one of these.
+        # The parts themselves are not kept: an object with a weak reference to the module keeps this record.
         self._owners = [(vars(part), part._parameters, part._buffers, part._modules) for part in parts]
         registries: list[dict[str, Any]] = []
         for part in parts:
@@ -42,15 +42,15 @@ class Structure:
         self._hidden_before = [frozenset(names) for names in self._hidden]
 
     def unchanged(self) -> bool:
-        """Whether the module has the same objects under the same names, and no others, in any order.
+        """Return whether the module has exactly the same objects under the same names, in any order.
 
-        A tensor whose ``.data`` was replaced is the same object.
+        A tensor whose ``.data`` was replaced counts as the same object.
         """
         if not self.comparable:
             return False
-        # Plain loops: between two updates other code fills the processor's caches, so that each further
-        # function of C that is called here has to come from memory first.
-        # Deleting from a ModuleList, say, gives it another registry.
+        # Plain loops: between two updates other code fills the processor's caches, and each C function called
+        # here would have to be loaded from memory first. The registries themselves are compared too: deleting
+        # from a ModuleList, for example, replaces its registry.
         for owner, parameters, buffers, modules in self._owners:
             if (
                 owner["_parameters"] is not parameters

@@ -1,4 +1,4 @@
-"""Where weights land: the tensors of a module, a TensorDict or a dict, and how to write them."""
+"""The tensors of a module, a TensorDict or a dict that weights are written to."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from aiosync.weights.walk import leaves, modules
 __all__ = ["Slot", "WeightTarget", "overlaps_itself", "receiver_slots", "receiver_tensors", "write"]
 
 WeightTarget: TypeAlias = "nn.Module | TensorDictBase | MutableMapping[str, Any]"
-"""What weights can be applied to."""
+"""The types that weights can be applied to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One place that a weight lands in.
+    """One tensor of a destination.
 
     Attributes:
-        name: its dotted name.
-        tensor: what is there now: the live parameter or buffer itself, not a copy.
-        register: puts another tensor in its place.
-        rewritable: whether ``tensor`` is what the owner holds; a number in a dict is not.
+        name: the dotted name.
+        tensor: the current parameter or buffer itself, not a copy.
+        register: replaces the tensor by another one.
+        rewritable: whether the owner has ``tensor`` itself. False for a number in a dict, which has no
+            tensor.
     """
 
     name: str
@@ -49,23 +50,24 @@ class Slot:
 
 
 def receiver_tensors(destination: WeightTarget) -> dict[str, Tensor]:
-    """The live tensors of a model that receives, by name; ``meta`` is welcome.
+    """Return the tensors of a receiving model by name. They may be on ``meta``.
 
-    Unlike :func:`~aiosync.weights.named_tensors` this gives the parameters and buffers themselves,
-    non-persistent buffers too, and a module's extra state not at all: that is for
-    :func:`~aiosync.weights.applying_extra_state`.
+    Unlike :func:`~aiosync.weights.named_tensors` this returns the parameters and buffers themselves, includes
+    non-persistent buffers, and excludes a module's extra state, which
+    :func:`~aiosync.weights.applying_extra_state` sets.
 
     Raises:
-        UnsupportedTensorError: a sparse, quantised, nested, wrapped or uninitialised tensor.
-        InvalidArgumentError: the destination is no module, TensorDict or dict.
+        UnsupportedTensorError: a tensor is sparse, quantised, nested, wrapped or uninitialised.
+        InvalidArgumentError: the destination is not a module, TensorDict or dict.
     """
     return {slot.name: slot.tensor for slot in receiver_slots(destination)}
 
 
 def receiver_slots(destination: WeightTarget) -> list[Slot]:
-    """Every place in the destination that a weight can land in, aliases included.
+    """Return all slots of the destination, aliases included.
 
-    Raises: as :func:`receiver_tensors`.
+    Raises:
+        As :func:`receiver_tensors`.
     """
     if isinstance(destination, TensorDictBase | MutableMapping):
         slots = list(_mapping_slots(destination, ""))
@@ -88,7 +90,7 @@ def _module_slots(destination: nn.Module) -> Iterator[Slot]:
             yield from _mapping_slots(module, prefix)
             continue
         for key, tensor in leaves(module):
-            # setattr, not the registry: some modules (LSTM) keep lists of their own up to date.
+            # setattr and not the registry, because some modules (LSTM) update their own lists in __setattr__.
             yield Slot(join(prefix, key), tensor, partial(setattr, module, key))
 
 
@@ -127,15 +129,16 @@ def _put_typed(put: Callable[[Any], None], current: object, value: Tensor) -> No
 
 
 def write(pairs: list[tuple[Slot, Tensor]], *, inplace: bool) -> None:
-    """Write checked values: dtypes convert, shapes are equal, tied slots agree.
+    """Write values that were checked before: dtypes are convertible, shapes equal, tied slots have equal
+    values.
 
-    Memory is taken before anything is changed. Parameters stay the same objects; those on
-    ``meta`` take memory on the value's device, as the same object where torch can do that.
+    All memory is allocated before anything is changed. Parameters stay the same objects. Those on ``meta``
+    are allocated on the value's device, and stay the same objects if torch can do that.
 
     Args:
-        pairs: where and what. Values are only read and never kept.
-        inplace: write into the memory that is there. Otherwise each tensor is pointed at new
-            memory, and code that holds the old memory keeps the old values.
+        pairs: (slot, value). Values are only read, and not kept.
+        inplace: whether to write into the existing memory. If not, each tensor is pointed at new memory, and
+            code that keeps the old memory sees the old values.
     """
     # Tied slots are written once, and stay tied when they get new memory.
     groups: dict[object, list[Slot]] = {}
@@ -172,7 +175,7 @@ def _move(slots: list[Slot], fresh: Tensor) -> Callable[[], None]:
         for slot in slots:
             slot.tensor.data = fresh
 
-    # On meta, tied slots hold one object: there is no memory that two could share.
+    # Tied slots on meta have one object: without memory, two objects cannot be tied.
     return partial(_materialize, slots, fresh) if slots[0].tensor.is_meta else repoint
 
 
@@ -182,21 +185,21 @@ def _materialize(slots: list[Slot], fresh: Tensor) -> None:
         new = torch.Tensor._make_subclass(type(old), fresh, old.requires_grad)
     new.__dict__.update(old.__dict__)
     try:
-        # Keeps the object, so that an optimizer or a list that holds it sees the new values too.
+        # Keeps the object, so that an optimizer or a list that refers to it sees the new values.
         torch.utils.swap_tensors(old, new)
     except RuntimeError:
-        # Something holds a weak reference to it (an LSTM does): a new object takes its place.
+        # There is a weak reference to the object, as in an LSTM: a new object replaces it.
         for slot in slots:
             slot.register(new)
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether several elements share memory, as in an expanded tensor."""
+    """Return whether several elements share memory, as in an expanded tensor."""
     return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _unaliased(copies: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    # A value that lives in another destination's memory would be overwritten before it is read.
+    # A value in the memory of another destination would be overwritten before it is read.
     written = {dst.untyped_storage().data_ptr() for dst, _ in copies} - {0}
     sources = []
     for dst, value in copies:

@@ -1,4 +1,4 @@
-"""Tied tensors that come as separate memory: fine while they hold the same bits."""
+"""Check tied tensors that were given as separate memory: their bits must be equal."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _HINT = " (both names were one tensor when this model was connected; if by chanc
 
 
 def check_tied(tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
-    """Check that tied names that come as separate memory hold the same bits.
+    """Check that tied names have equal bits.
 
     Args:
-        tensors: names -> values; names that are not there are not looked at.
+        tensors: names -> values. Missing names are ignored.
         ties: alias -> primary name, such as :attr:`Layout.aliases`.
 
     Raises:
-        LayoutMismatchError: two values for what is one tensor here.
+        LayoutMismatchError: tied names have different values.
     """
     differing = untied(tensors, ties, {})
     if differing:
@@ -34,14 +34,12 @@ def check_tied(tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
 def untied(
     tensors: Mapping[str, Tensor], ties: Mapping[str, str], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, tuple[str, str]]:
-    """The aliases whose bits differ from their primary's, as (expected, got) texts.
+    """Return the aliases whose bits differ from their primary's -> (expected, got) as texts.
 
     Args:
-        tensors: names -> values. Where the primary is not among them, the first of its aliases
-            that is stands for it.
+        tensors: names -> values. If the primary is missing, its first given alias takes its place.
         ties: alias -> primary name.
-        dtypes: alias -> dtype to compare in (what the copy will make of them); the primary's own
-            where it is not said.
+        dtypes: alias -> dtype in which to compare, which the copy converts to. Default: the primary's dtype.
     """
     references: dict[str, str] = {}
     differing: dict[str, tuple[str, str]] = {}

@@ -1,4 +1,4 @@
-"""Going through a model's modules under the names that its state dict would give them."""
+"""Walk a model's modules with the names that its state dict gives them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["extra_state_owners", "has_extra_state", "is_transient", "leaves", "m
 
 
 def modules(module: nn.Module, *, merge: bool, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module with its dotted name; a shared one comes once under each of its names.
+    """Yield every module with its dotted name. A shared module is yielded under each of its names.
 
     Args:
-        module: the model. ``torch.compile``'s wrapper adds no name of its own.
-        merge: put a merged copy in place of each adapter model (one with ``merge_and_unload``, as
-            PEFT has it). The live model is not touched.
+        module: the model. ``torch.compile``'s wrapper adds no part to the names.
+        merge: whether to replace each adapter model (one with ``merge_and_unload``, as in PEFT) by a merged
+            copy. The model itself is not changed.
         prefix: the name of ``module`` itself.
     """
     if merge and _is_adapter(module):
@@ -37,22 +37,24 @@ def modules(module: nn.Module, *, merge: bool, prefix: str = "") -> Iterator[tup
 
 
 def _is_adapter(module: nn.Module) -> bool:
-    # Asking a plain layer for what it lacks is slow, and a layer without children cannot forward.
+    # hasattr() on a plain layer is slow if the attribute is missing, and a layer without children cannot
+    # delegate.
     if not module._modules and not hasattr(type(module), "merge_and_unload"):
         return False
     method = getattr(module, "merge_and_unload", None)
     if not callable(method):
         return False
-    # A wrapper that hands unknown attributes on to what it wraps (TensorDictModule) answers here
-    # too, but merging through it would lose its own part of the names. PEFT's outer model hands on
-    # to its "base_model", and there the whole of it is to go.
+    # A wrapper that delegates unknown attributes to the wrapped module (TensorDictModule) has the method too,
+    # but merging through the wrapper would lose its own part of the names. PEFT's outer model delegates to
+    # its "base_model", and there the whole outer model is to be replaced.
     owner = getattr(method, "__self__", module)
     return owner is module or owner is module._modules.get("base_model", module)
 
 
 def leaves(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """This module's own parameters and buffers, not its children's; dotted where it is a
-    TensorDict of parameters.
+    """Yield this module's own parameters and buffers, without its children's.
+
+    For a TensorDict of parameters the names are dotted.
     """
     if isinstance(module, TensorDictBase):
         yield from tensordict_leaves(module)
@@ -64,7 +66,7 @@ def leaves(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensordict_leaves(td: TensorDictBase, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every leaf of a TensorDict under its dotted name."""
+    """Yield every leaf of a TensorDict with its dotted name."""
     for key, value in td.items():
         name = join(prefix, key)
         if isinstance(value, TensorDictBase):
@@ -74,19 +76,19 @@ def tensordict_leaves(td: TensorDictBase, prefix: str = "") -> Iterator[tuple[st
 
 
 def is_transient(module: nn.Module, key: str) -> bool:
-    """Whether a buffer is left out of state dicts (``persistent=False``)."""
+    """Return whether a buffer is not part of state dicts (``persistent=False``)."""
     return key in module._non_persistent_buffers_set
 
 
 def has_extra_state(module: nn.Module) -> bool:
-    """Whether the module's class defines ``get_extra_state`` (every module inherits one)."""
-    # TorchScript puts a method that raises in the place of the inherited one.
+    """Return whether the module's class overrides ``get_extra_state``."""
+    # TorchScript replaces the inherited method by one that raises.
     own = type(module).get_extra_state is not nn.Module.get_extra_state
     return own and not isinstance(module, ScriptModule)
 
 
 def extra_state_owners(module: nn.Module) -> dict[str, nn.Module]:
-    """The names of the extra states in a model -> the modules that hold them."""
+    """Return the names of the extra states in a model -> the modules that have them."""
     return {
         join(prefix, EXTRA_STATE): part
         for prefix, part in modules(module, merge=False)

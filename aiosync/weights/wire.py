@@ -1,4 +1,4 @@
-"""Reading a layout off the network: plain builtins in, of which nothing is believed."""
+"""Decode a layout that came over the network. Its content is not trusted."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ _FIELDS = {"entries", "aliases", "nbytes"}
 
 
 class Decoded(NamedTuple):
-    """What a peer said about a layout, each part well formed by itself.
+    """A peer's layout, each part valid by itself.
 
-    ``places`` holds each entry's ``(offset, nbytes)``; whether they are right is for the layout
-    to judge.
+    Attributes:
+        specs: name, shape and dtype of each entry.
+        aliases: alias -> name of its entry.
+        places: ``(offset, nbytes)`` of each entry. :class:`Layout` checks them.
+        nbytes: size of the buffer in bytes.
     """
 
     specs: list[Spec]
@@ -35,11 +38,15 @@ class Decoded(NamedTuple):
 
 
 def decode_layout(obj: object, *, max_entries: int) -> Decoded:
-    """Check the types and ranges of everything in a layout that came over the network.
+    """Check the types and ranges of all values in a layout.
+
+    Args:
+        obj: the received layout, as builtins.
+        max_entries: most entries and aliases together.
 
     Raises:
-        ProtocolError: for a wrong type, an unknown dtype, a size out of range, a name given twice,
-            an alias of nothing, or too many entries.
+        ProtocolError: a type is wrong, a dtype is unknown, a size is out of range, a name appears twice, an
+            alias has no entry, or there are too many entries.
     """
     if type(obj) is not dict or obj.keys() != _FIELDS:
         _refuse(f"expected a dict with {sorted(_FIELDS)}, got {_brief(obj)}")
@@ -66,7 +73,7 @@ def decode_layout(obj: object, *, max_entries: int) -> Decoded:
     for row in aliases:
         alias, primary = _row(row, 2)
         if type(primary) is not str or primary not in primaries:
-            _refuse(f"alias {_brief(alias)} of {_brief(primary)}, which is no entry")
+            _refuse(f"alias {_brief(alias)} of {_brief(primary)}, which is not an entry")
         ties[_name(alias, names)] = primary
     return Decoded(specs, ties, places, _size("nbytes", obj["nbytes"]))
 
@@ -76,7 +83,7 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _brief(value: object) -> str:
-    # A peer's value may be huge, and its repr with it.
+    # The repr of a peer's value may be huge.
     if type(value) is str:
         return repr(value[:80])
     return f"a {type(value).__name__}"

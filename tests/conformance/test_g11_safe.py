@@ -18,7 +18,7 @@ import aiosync
 from aiosync import HandshakeError, LayoutMismatchError, SharedMemWeightSyncScheme
 from aiosync._deadline import Deadline
 from aiosync.errors import ProtocolError
-from aiosync.protocol import frames
+from aiosync.protocol import frames, framing
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.protocol.session import proof_of
 from aiosync.transports.base import Transport
@@ -61,10 +61,10 @@ async def _still_sound(cluster: LocalCluster) -> None:
     [
         b"GET / HTTP/1.1\r\n\r\n",
         secrets.token_bytes(4096),
-        frames.encode(frames.Fetch()),
-        frames.encode(frames.Hello(protocol=999, worker=0, pid=0, nonce=b"x" * 16)),
-        frames.encode(frames.Hello(protocol=frames.PROTOCOL_VERSION, worker=0, pid=0, nonce=b"short")),
-        frames.encode(frames.Bye(reason="no")),
+        framing.encode(frames.Fetch()),
+        framing.encode(frames.Hello(protocol=999, worker=0, pid=0, nonce=b"x" * 16)),
+        framing.encode(frames.Hello(protocol=frames.PROTOCOL_VERSION, worker=0, pid=0, nonce=b"short")),
+        framing.encode(frames.Bye(reason="no")),
         b"",
     ],
     ids=["http", "random", "too early", "protocol", "nonce", "bye", "nothing"],
@@ -84,7 +84,7 @@ async def test_garbage_from_a_stranger(garbage: bytes) -> None:
 async def test_a_frame_that_claims_to_be_huge() -> None:
     async with LocalCluster(SHARED) as cluster:
         reader, writer = await _dial(cluster)
-        head = bytearray(frames.encode(frames.Fetch())[: frames.HEADER_SIZE])
+        head = bytearray(framing.encode(frames.Fetch())[: framing.HEADER_SIZE])
         head[4:8] = (1 << 30).to_bytes(4, "big")
         writer.write(bytes(head))
         await within(reader.read())

@@ -11,6 +11,7 @@ import msgspec
 
 from aiosync import TCPWeightSyncScheme
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.stream import StreamDecoder
 from aiosync.transports.tcp.address import Address
@@ -18,7 +19,7 @@ from tests.kit.clock import within
 
 __all__ = ["ANY", "RawWorker", "hello"]
 
-ANY = f.Inbound(f.MAX_FRAME, msgspec.msgpack.Decoder(f.Frame))
+ANY = framing.Inbound(framing.MAX_FRAME, msgspec.msgpack.Decoder(f.Frame))
 """All kinds of frames, from either side."""
 
 
@@ -37,7 +38,7 @@ class _Discard:
     def finish(self, end: f.End) -> None:
         pass
 
-    def forsake(self) -> None:
+    def abandon(self) -> None:
         pass
 
 
@@ -84,7 +85,7 @@ class RawWorker:
 
     def say(self, *frames: f.Frame) -> None:
         """Write frames, right or wrong."""
-        self.writer.write(b"".join(map(f.encode, frames)))
+        self.writer.write(b"".join(map(framing.encode, frames)))
 
     async def hear(self) -> f.Frame:
         """The next frame; EOFError if the connection has ended."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from aiosync.errors import FrameError
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 from tests.kit.strategies import nacks
 
 text = st.text(max_size=20)
@@ -19,7 +20,7 @@ seconds = st.dictionaries(st.sampled_from(["stage", "wait", "commit"]), st.float
 number = st.integers(min_value=-1, max_value=2**40)
 index = st.integers(min_value=-1, max_value=2**31 - 1)
 
-ANY = f.Inbound(f.MAX_FRAME, msgspec.msgpack.Decoder(f.Frame))
+ANY = framing.Inbound(framing.MAX_FRAME, msgspec.msgpack.Decoder(f.Frame))
 """All kinds of frames, from either side."""
 update = st.builds(
     f.Update,
@@ -57,7 +58,7 @@ frame = st.one_of(
 )
 
 
-def _take(decoder: f.FrameDecoder, data: bytes | bytearray) -> list[f.Frame]:
+def _take(decoder: framing.FrameDecoder, data: bytes | bytearray) -> list[f.Frame]:
     """As a transport does."""
     alone = decoder.alone(data)
     return list(decoder.feed(data)) if alone is None else [alone]
@@ -65,8 +66,8 @@ def _take(decoder: f.FrameDecoder, data: bytes | bytearray) -> list[f.Frame]:
 
 @given(st.lists(frame, max_size=5), st.lists(st.integers(1, 40), min_size=1, max_size=30))
 def test_a_stream_cut_anywhere(sent: list[f.Frame], cuts: list[int]) -> None:
-    stream = b"".join(map(f.encode, sent))
-    decoder = f.FrameDecoder(ANY)
+    stream = b"".join(map(framing.encode, sent))
+    decoder = framing.FrameDecoder(ANY)
     received: list[f.Frame] = []
     at, turn = 0, 0
     while at < len(stream):
@@ -79,10 +80,10 @@ def test_a_stream_cut_anywhere(sent: list[f.Frame], cuts: list[int]) -> None:
 
 @given(st.lists(frame, max_size=5), st.data())
 def test_frames_that_come_alone_or_in_pieces(sent: list[f.Frame], drawn: st.DataObject) -> None:
-    decoder = f.FrameDecoder(ANY)
+    decoder = framing.FrameDecoder(ANY)
     received: list[f.Frame] = []
     for each in sent:
-        stream = f.encode(each)
+        stream = framing.encode(each)
         cut = drawn.draw(st.integers(0, len(stream)))
         for piece in (stream[:cut], stream[cut:]):
             received += _take(decoder, piece)
@@ -92,7 +93,7 @@ def test_frames_that_come_alone_or_in_pieces(sent: list[f.Frame], drawn: st.Data
 
 @given(st.binary(max_size=200))
 def test_garbage_is_a_frame_error_or_waits_for_more(garbage: bytes) -> None:
-    decoder = f.FrameDecoder(ANY)
+    decoder = framing.FrameDecoder(ANY)
     try:
         assert _take(decoder, garbage) == []
     except FrameError:
@@ -101,10 +102,10 @@ def test_garbage_is_a_frame_error_or_waits_for_more(garbage: bytes) -> None:
 
 @given(frame, st.data())
 def test_a_flipped_bit_never_gives_another_frame(sent: f.Frame, drawn: st.DataObject) -> None:
-    stream = bytearray(f.encode(sent))
+    stream = bytearray(framing.encode(sent))
     bit = drawn.draw(st.integers(0, len(stream) * 8 - 1))
     stream[bit // 8] ^= 1 << bit % 8
-    decoder = f.FrameDecoder(ANY)
+    decoder = framing.FrameDecoder(ANY)
     try:
         received = _take(decoder, stream)
     except FrameError:
@@ -115,24 +116,24 @@ def test_a_flipped_bit_never_gives_another_frame(sent: f.Frame, drawn: st.DataOb
 
 @given(frame, st.integers(0, 300))
 def test_a_cut_off_frame_is_not_delivered(sent: f.Frame, at: int) -> None:
-    stream = f.encode(sent)
-    assert list(f.FrameDecoder(ANY).feed(stream[: min(at, len(stream) - 1)])) == []
+    stream = framing.encode(sent)
+    assert list(framing.FrameDecoder(ANY).feed(stream[: min(at, len(stream) - 1)])) == []
 
 
 def test_the_limit_counts_before_the_body_has_come() -> None:
-    head = f.encode(f.Refused(reason="x" * 5000))[: f.HEADER_SIZE]
+    head = framing.encode(f.Refused(reason="x" * 5000))[: framing.HEADER_SIZE]
     with pytest.raises(FrameError, match="over the limit"):
-        list(f.FrameDecoder(f.GREETING).feed(head))
-    assert list(f.FrameDecoder(ANY).feed(head)) == []
+        list(framing.FrameDecoder(framing.GREETING).feed(head))
+    assert list(framing.FrameDecoder(ANY).feed(head)) == []
 
 
 def test_a_decoder_that_broke_stays_broken() -> None:
-    decoder = f.FrameDecoder(ANY)
+    decoder = framing.FrameDecoder(ANY)
     for _ in range(2):
         with pytest.raises(FrameError):
             _take(decoder, b"no frame at all")
         with pytest.raises(FrameError):
-            _take(decoder, f.encode(f.Fetch()))
+            _take(decoder, framing.encode(f.Fetch()))
 
 
 @pytest.mark.parametrize(
@@ -150,21 +151,21 @@ def test_a_decoder_that_broke_stays_broken() -> None:
 )
 def test_bodies_that_are_no_frames(body: bytes) -> None:
     with pytest.raises(FrameError, match="cannot be read"):
-        f.decode(f.Header(False, len(body), zlib.crc32(body)), body, ANY)
+        framing.decode(framing.Header(False, len(body), zlib.crc32(body)), body, ANY)
 
 
 def test_a_long_body_is_compressed_and_bounded() -> None:
     long = f.Refused(reason="no " * 100_000)
-    stream = f.encode(long)
+    stream = framing.encode(long)
     assert len(stream) < 2000
-    assert list(f.FrameDecoder(ANY).feed(stream)) == [long]
+    assert list(framing.FrameDecoder(ANY).feed(stream)) == [long]
     with pytest.raises(FrameError, match="over the limit"):
-        list(f.FrameDecoder(f.GREETING).feed(stream))
-    cut = stream[f.HEADER_SIZE : -4]
+        list(framing.FrameDecoder(framing.GREETING).feed(stream))
+    cut = stream[framing.HEADER_SIZE : -4]
     with pytest.raises(FrameError, match="cut off"):
-        f.decode(f.Header(True, len(cut), zlib.crc32(cut)), cut, ANY)
+        framing.decode(framing.Header(True, len(cut), zlib.crc32(cut)), cut, ANY)
     with pytest.raises(FrameError, match="decompressed"):
-        f.decode(f.Header(True, 2, zlib.crc32(b"xx")), b"xx", ANY)
+        framing.decode(framing.Header(True, 2, zlib.crc32(b"xx")), b"xx", ANY)
 
 
 @pytest.mark.parametrize(
@@ -175,13 +176,16 @@ def test_a_long_body_is_compressed_and_bounded() -> None:
 def test_what_no_worker_can_have_measured_is_no_frame(seconds: dict[str, float]) -> None:
     """It would go into reports and metrics."""
     with pytest.raises(FrameError):
-        _take(f.FrameDecoder(f.FROM_WORKER), f.encode(f.Ack(round=5, version=5, seconds=seconds)))
+        _take(
+            framing.FrameDecoder(framing.FROM_WORKER),
+            framing.encode(f.Ack(round=5, version=5, seconds=seconds)),
+        )
 
 
 @given(st.lists(update, min_size=1, max_size=4), st.data())
 def test_an_update_for_many_workers_is_encoded_once(updates: list[f.Update], drawn: st.DataObject) -> None:
     for _ in range(8):
         sent = drawn.draw(st.sampled_from(updates))
-        encoded = f.encode(sent)
-        assert f.encode(sent) is encoded
-        assert [*f.FrameDecoder(ANY).feed(encoded)] == [sent]
+        encoded = framing.encode(sent)
+        assert framing.encode(sent) is encoded
+        assert [*framing.FrameDecoder(ANY).feed(encoded)] == [sent]

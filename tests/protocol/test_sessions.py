@@ -385,4 +385,4 @@ def test_abort_and_bye_are_heard_in_every_state() -> None:
     assert receiver.receive(bye) == [Left("done", dropped=True)]
     assert receiver.receive(f.Notify(round=3)) == []
     receiver.applied(4, {})
-    assert receiver.frames_to_send() == []  # nobody is there to be told
+    assert receiver.frames_to_send() == []  # the session is closed

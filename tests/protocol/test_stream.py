@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from aiosync.errors import AiosyncError, FrameError, ProtocolError
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.protocol.stream import BLOCK, StreamDecoder, block_count
@@ -51,17 +52,17 @@ class Sink:
         self._open = False
         self.bodies.append(b"".join(bytes(self._parts[n]) for n in sorted(self._parts)))
 
-    def forsake(self) -> None:
+    def abandon(self) -> None:
         assert self._open
         self._open = self._placing = False
 
 
 def _body(blocks: list[bytes]) -> bytes:
-    out = f.encode(f.Update(round=1, version=1, payload={"base": -1}))
+    out = framing.encode(f.Update(round=1, version=1, payload={"base": -1}))
     for number, block in enumerate(blocks):
         checksum = xxhash.xxh3_64_intdigest(block)
-        out += f.encode(f.Chunk(block=number, size=len(block), checksum=checksum)) + block
-    return out + f.encode(f.End(digest=b"d"))
+        out += framing.encode(f.Chunk(block=number, size=len(block), checksum=checksum)) + block
+    return out + framing.encode(f.End(digest=b"d"))
 
 
 blocks = st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=4)
@@ -84,7 +85,7 @@ def test_a_body_cut_anywhere(sent: list[bytes], steps: list[int]) -> None:
     sink = Sink([len(block) for block in sent])
     decoder = StreamDecoder(ANY)
     decoder.sink = sink
-    stream = f.encode(f.Notify(round=1)) + _body(sent) + f.encode(f.Bye(reason="done"))
+    stream = framing.encode(f.Notify(round=1)) + _body(sent) + framing.encode(f.Bye(reason="done"))
     got = _feed(decoder, stream, steps)
     assert [type(one) for one in got] == [f.Notify, f.Update, f.Bye]
     assert sink.bodies == [b"".join(sent)]
@@ -123,7 +124,7 @@ def test_noise_is_refused_and_takes_no_memory(noise: list[bytes]) -> None:
 
 def test_a_length_that_is_only_announced_takes_no_memory() -> None:
     decoder = StreamDecoder(ANY)
-    head = bytearray(f.encode(f.Fetch())[: f.HEADER_SIZE])
+    head = bytearray(framing.encode(f.Fetch())[: framing.HEADER_SIZE])
     head[4:8] = (200 << 20).to_bytes(4, "big")
     decoder.feed(bytes(head) + bytes(100_000))
     assert sum(len(buffer) for buffer in decoder.buffers()) < 1_000_000
@@ -133,7 +134,7 @@ def test_frames_between_two_chunks_come_behind_the_update() -> None:
     sent = [b"a" * 10, b"b" * 10]
     stream = _body(sent)
     second = stream.index(b"a" * 10) + 10
-    between = f.encode(f.Notify(round=7)) + f.encode(f.Abort(joint="j"))
+    between = framing.encode(f.Notify(round=7)) + framing.encode(f.Abort(joint="j"))
     decoder = StreamDecoder(ANY)
     decoder.sink = Sink([10, 10])
     got = decoder.feed(stream[:second] + between + stream[second:])
@@ -146,8 +147,8 @@ def test_an_update_that_is_taken_back() -> None:
     sink = Sink([10, 10])
     decoder = StreamDecoder(ANY)
     decoder.sink = sink
-    notify = f.encode(f.Notify(round=1))
-    assert decoder.feed(stream[:first] + notify + f.encode(f.Cut())) == [f.Cut(), f.Notify(round=1)]
+    notify = framing.encode(f.Notify(round=1))
+    assert decoder.feed(stream[:first] + notify + framing.encode(f.Cut())) == [f.Cut(), f.Notify(round=1)]
     assert sink.bodies == []
     assert [type(one) for one in decoder.feed(stream)] == [f.Update]
     assert sink.bodies == [b"a" * 10 + b"b" * 10]
@@ -171,7 +172,7 @@ def test_frames_out_of_place(frames: list[f.Frame]) -> None:
     decoder = StreamDecoder(ANY)
     decoder.sink = Sink([10])
     with pytest.raises(ProtocolError):
-        decoder.feed(b"".join(map(f.encode, frames)))
+        decoder.feed(b"".join(map(framing.encode, frames)))
 
 
 def test_nobody_is_sent_weights_who_did_not_ask() -> None:

@@ -59,7 +59,7 @@ def test_aiosync_reads_them_too() -> None:
         def finish(self, end: object) -> None:
             pass
 
-        def forsake(self) -> None:
+        def abandon(self) -> None:
             pass
 
     decoder = StreamDecoder(ANY)

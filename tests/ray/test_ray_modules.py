@@ -180,7 +180,10 @@ async def test_one_put_for_several_actors() -> None:
     transports = [RayTransport(actor, worker_idx=i) for i, actor in enumerate(actors)]
     await asyncio.gather(*(t.send_weights(put, timeout=PATIENCE) for t in transports))
     assert [await actor.heard.remote() for actor in actors] == [[5.0]] * 3
-    with pytest.raises(InvalidArgumentError, match="takes a state_dict, and a tensordict was put"):
+    with pytest.raises(
+        InvalidArgumentError,
+        match="expected weights that were put as 'state_dict' for this actor, got 'tensordict'",
+    ):
         await RayActorTransport(actors[0], "state_dict").send_weights(put, timeout=PATIENCE)
 
 

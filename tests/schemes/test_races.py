@@ -409,9 +409,9 @@ async def test_a_message_of_the_callers_that_is_half_read_at_the_end() -> None:
     await asyncio.gather(scheme.connect(), worker.connect())
     talking = threading.Thread(target=theirs.send, args=(b"z" * 20_000_000,))
     talking.start()
-    lane: Any = scheme.shared_transport
-    carrier = lane._lanes[0].carrier
-    await eventually(lambda: len(carrier._buffer) > 0, "a part of it has been read")
+    listener: Any = scheme.shared_transport
+    pipe = listener._workers[0].pipe
+    await eventually(lambda: len(pipe._buffer) > 0, "a part of it has been read")
     await scheme.aclose()
     await asyncio.sleep(0)
     talking.join(PATIENCE)

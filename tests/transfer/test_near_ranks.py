@@ -125,7 +125,7 @@ async def test_a_worker_that_cannot_come_near(what: str) -> None:
         assert listener._sample is not None
         listener._sample.buffer.zero_()
     else:
-        listener._doors.pop().close()
+        listener._listeners.pop().close()
     await within(asyncio.gather(scheme.connect(), worker.connect()))
     assert way_of(worker) is FAR
     await worker.serve()

@@ -17,11 +17,11 @@ __all__ = ["Collector", "Fallible", "leave", "linger", "serve"]
 
 
 class Collector:
-    """Has a policy, and notes what it is told."""
+    """Has a policy, and records the values that it gets."""
 
     def __init__(self, size: int = 16, tensors: int = 4) -> None:
         self.policy = Uniform(-1.0, size=size, tensors=tensors)
-        self.told: list[float] = []
+        self.received: list[float] = []
 
     def get_model(self, model_id: str) -> Any:
         """The policy, by its name."""
@@ -30,11 +30,11 @@ class Collector:
     def update_policy_weights_(self, policy_or_weights: Any, model_id: str = "policy") -> None:
         """Called with each update."""
         weights = WeightStrategy("state_dict").extract_weights(policy_or_weights)
-        self.told.append(float(next(iter(weights.values())).flatten()[0]))
+        self.received.append(float(next(iter(weights.values())).flatten()[0]))
 
     def values(self) -> tuple[float, list[float]]:
-        """What the policy holds, and what was told."""
-        return value_of(self.policy), self.told
+        """Return the policy's value, and the recorded values."""
+        return value_of(self.policy), self.received
 
     def torn(self, passes: int) -> int:
         """How many of so many forward passes saw two versions."""
@@ -55,7 +55,7 @@ class Fallible(Collector):
             raise ArithmeticError("thirteen is refused")
 
     def _receive_weights_scheme(self) -> None:
-        self.told.append(-2.0)
+        self.received.append(-2.0)
 
 
 def serve(address: str, worker: int, size: int) -> None:

@@ -31,6 +31,7 @@ from aiosync import (
     WorkerLostError,
 )
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 from aiosync.protocol.receiver_session import ReceiverSession
 from tests.kit.clock import PATIENCE, eventually, within
 from tests.kit.local import LocalWorker
@@ -209,7 +210,7 @@ class Network(RuleBasedStateMachine):
     @precondition(lambda self: self.adversaries)
     @rule(which=st.integers(0, 20), frames=st.lists(said, min_size=1, max_size=4))
     def say(self, which: int, frames: list[f.Frame]) -> None:
-        self.run(self._write(which, b"".join(map(f.encode, frames))))
+        self.run(self._write(which, b"".join(map(framing.encode, frames))))
 
     @precondition(lambda self: self.adversaries)
     @rule(which=st.integers(0, 20), data=st.binary(max_size=60), times=st.integers(1, 200))
@@ -219,7 +220,7 @@ class Network(RuleBasedStateMachine):
     @precondition(lambda self: self.adversaries)
     @rule(which=st.integers(0, 20), times=st.integers(1, 500))
     def flood(self, which: int, times: int) -> None:
-        self.run(self._write(which, f.encode(f.Fetch()) * times))
+        self.run(self._write(which, framing.encode(f.Fetch()) * times))
 
     async def _write(self, which: int, data: bytes) -> None:
         peer = self.adversaries[which % len(self.adversaries)]

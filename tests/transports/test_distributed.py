@@ -307,7 +307,7 @@ async def test_a_rank_that_is_killed_in_the_middle(
     async with ProcessCluster(BROADCAST, workers=3, size=LARGE, timeout=PATIENCE / 3) as cluster:
         scheme, victim = cluster.scheme, cluster.workers[1]
         assert isinstance(scheme, DistributedWeightSyncScheme)
-        begin, begun = ProcessGroupMember._begin, 0
+        begin, begun = ProcessGroupMember._start, 0
 
         def kill_at_the_second(self: ProcessGroupMember, group: Any, bucket: Any, tag: int) -> Any:
             nonlocal begun
@@ -316,7 +316,7 @@ async def test_a_rank_that_is_killed_in_the_middle(
                 victim.kill()
             return begin(self, group, bucket, tag)
 
-        monkeypatch.setattr(ProcessGroupMember, "_begin", kill_at_the_second)
+        monkeypatch.setattr(ProcessGroupMember, "_start", kill_at_the_second)
         fill(cluster.model, 1)
         started = time.monotonic()
         with pytest.raises(WorkerLostError, match="worker 1 lost") as caught:

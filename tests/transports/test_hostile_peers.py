@@ -22,6 +22,7 @@ import pytest
 import aiosync.transports.tcp.connection as tcp_module
 from aiosync import HandshakeError, InvalidArgumentError, TCPWeightSyncScheme
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.schemes.tcp import _derived
 from aiosync.transports.tcp.tls import TLSLayer
@@ -63,7 +64,7 @@ async def test_a_stranger_holds_little(traced: None, caplog: pytest.LogCaptureFi
         for stranger in strangers:
             stranger.say(hello())
             await stranger.hear()
-            stranger.writer.write(frame_of(bytes(f.MAX_GREETING))[:-1])  # all but one byte of another
+            stranger.writer.write(frame_of(bytes(framing.MAX_GREETING))[:-1])  # all but one byte of another
         await asyncio.sleep(0.1)
         assert _pending(settled) - ours < count * BEFORE
         for stranger in strangers:
@@ -111,7 +112,7 @@ async def test_nothing_is_kept_of_workers_that_have_left(
 
 
 async def test_a_flood_of_fetches(caplog: pytest.LogCaptureFixture, traced: None) -> None:
-    """A worker that asks and never reads is let go of, and the sender has not kept answers for it."""
+    """A worker that fetches and never reads is disconnected, and the sender keeps no answers for it."""
     caplog.set_level(logging.CRITICAL, "aiosync")
     model = Uniform()
     async with sender_of(model) as scheme:
@@ -121,7 +122,7 @@ async def test_a_flood_of_fetches(caplog: pytest.LogCaptureFixture, traced: None
         peer.writer.transport.pause_reading()  # type: ignore[attr-defined]
         gc.collect()
         settled = tracemalloc.get_traced_memory()[0]
-        flood = f.encode(f.Fetch()) * 1000
+        flood = framing.encode(f.Fetch()) * 1000
         worst = 0
         for _ in range(1000):
             if len(scheme.workers) == 1:
@@ -130,7 +131,7 @@ async def test_a_flood_of_fetches(caplog: pytest.LogCaptureFixture, traced: None
             with suppress(ConnectionError, TimeoutError):
                 await asyncio.wait_for(peer.writer.drain(), BRIEF)
             worst = max(worst, _pending(settled))
-        await eventually(lambda: len(scheme.workers) == 1, "it is let go of")
+        await eventually(lambda: len(scheme.workers) == 1, "it is disconnected")
         assert worst < AFTER + 64 * len(flood)  # what the test's own end holds
         fill(model, 1)
         await scheme.send()
@@ -427,8 +428,8 @@ async def test_a_stranger_in_the_middle_of_a_tls_handshake_gives_way_without_non
     await asyncio.sleep(0)
     peer = await RawWorker.dial(scheme)
     layer = TLSLayer(found.config.for_worker(), "localhost")
-    layer.shake_hands()
-    peer.writer.write(bytes(layer.take()))
+    layer.do_handshake()
+    peer.writer.write(bytes(layer.read_outgoing()))
     answer = await within(peer.reader.read(1 << 16))
     listener: Any = scheme.shared_transport
     listener._expel_one()
@@ -541,7 +542,7 @@ def test_a_killed_senders_path_is_free_while_its_children_live(tmp_path: Path) -
         scheme = TCPWeightSyncScheme(f"unix://{path}")
         scheme.init_on_sender(model_id="policy", model=Uniform())
         if os.fork() == 0:
-            os.write(write, os.getpid().to_bytes(4, "big"))  # it has let go of what is its parent's
+            os.write(write, os.getpid().to_bytes(4, "big"))  # it has closed its parent's descriptors
             time.sleep(60)
             os._exit(0)
         os._exit(0)  # without a goodbye

@@ -1,4 +1,4 @@
-"""Scripted faults: whatever happens to a frame, nobody hangs, nothing is torn, and the sibling goes on."""
+"""Scripted faults: no fault of a frame makes a side hang, tears an update, or stops the other worker."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_a_frame_gone_wrong(kind: FaultKind, to: Literal["sender", "worker
 
 
 def test_a_fault_before_the_first_frame() -> None:
-    with pytest.raises(InvalidArgumentError, match="counted from 0"):
+    with pytest.raises(InvalidArgumentError, match="frame number of 0 or more"):
         MemoryWeightSyncScheme(faults=[Fault("drop", -1)]).init_on_sender(
             model_id="policy", model=Uniform(), num_workers=1
         )

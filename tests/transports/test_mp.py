@@ -15,9 +15,9 @@ from aiosync import InvalidArgumentError, MPTransport, WorkerLostError
 from aiosync._deadline import Deadline
 from aiosync.protocol import frames as f
 from aiosync.transports.base import Transport
-from aiosync.transports.mp.base import CarrierListener
-from aiosync.transports.mp.pipes import PipeCarrier, PipeListener, UnexpectedMessage
-from aiosync.transports.mp.queues import QueueCarrier, QueueListener, QueuePair
+from aiosync.transports.mp.base import MessagePipeListener
+from aiosync.transports.mp.pipes import ConnectionPipe, PipeListener, UnexpectedMessage
+from aiosync.transports.mp.queues import QueueListener, QueuePair, QueuePipe
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 
 
@@ -25,17 +25,17 @@ def _soon() -> Deadline:
     return Deadline.after(PATIENCE)
 
 
-class Lane:
+class Ends:
     """A listener for one worker, and that worker's end."""
 
-    def __init__(self, listener: CarrierListener, carrier: Any, other: Sequence[Any] = ()) -> None:
+    def __init__(self, listener: MessagePipeListener, pipe: Any, other: Sequence[Any] = ()) -> None:
         self.listener = listener
-        self.carrier = carrier
+        self.pipe = pipe
         self.accepted: asyncio.Queue[Transport] = asyncio.Queue()
         self.other = other
 
     async def dial(self) -> MPTransport:
-        transport = MPTransport(self.carrier)
+        transport = MPTransport(self.pipe)
         await transport.open(_soon())
         return transport
 
@@ -44,42 +44,42 @@ class Lane:
 
 
 def _word(number: int) -> f.Frame:
-    """One of the frames that may come before anybody has authenticated."""
+    """A frame that is allowed before the authentication."""
     return f.Bye(reason=str(number))
 
 
 @asynccontextmanager
-async def _queues() -> AsyncIterator[Lane]:
+async def _queues() -> AsyncIterator[Ends]:
     listener = QueueListener([0], multiprocessing.get_context("spawn"))
     pair = listener.pairs[0]
-    lane = Lane(listener, QueueCarrier(pair, pair.to_worker, pair.to_sender))
-    await listener.listen(lane.accepted.put_nowait, lambda worker, reason: None)
-    yield lane
-    lane.carrier.close()
+    ends = Ends(listener, QueuePipe(pair, pair.to_worker, pair.to_sender))
+    await listener.listen(ends.accepted.put_nowait, lambda worker, reason: None)
+    yield ends
+    ends.pipe.close()
     listener.close()
 
 
 @asynccontextmanager
-async def _pipes() -> AsyncIterator[Lane]:
+async def _pipes() -> AsyncIterator[Ends]:
     ours, theirs = multiprocessing.Pipe()
     other: list[Any] = []
     listener = PipeListener([ours], lambda worker, message: other.append((worker, message)))
-    lane = Lane(listener, PipeCarrier(theirs, lambda message: None), other)
-    await listener.listen(lane.accepted.put_nowait, lambda worker, reason: None)
-    yield lane
-    lane.carrier.close()
+    ends = Ends(listener, ConnectionPipe(theirs, lambda message: None), other)
+    await listener.listen(ends.accepted.put_nowait, lambda worker, reason: None)
+    yield ends
+    ends.pipe.close()
     listener.close()
     ours.close()
     theirs.close()
 
 
-@pytest.fixture(name="lane", params=[_queues, _pipes], ids=["queues", "pipes"])
-def _lane(request: pytest.FixtureRequest) -> Any:
+@pytest.fixture(name="ends", params=[_queues, _pipes], ids=["queues", "pipes"])
+def _ends(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-async def test_a_connection_begins_with_its_first_message(lane: Any) -> None:
-    async with lane() as end:
+async def test_a_connection_begins_with_its_first_message(ends: Any) -> None:
+    async with ends() as end:
         worker = await end.dial()
         assert end.accepted.empty()
         worker.write(_word(1))
@@ -90,12 +90,12 @@ async def test_a_connection_begins_with_its_first_message(lane: Any) -> None:
         assert await worker.receive(_soon()) == _word(2)
 
 
-async def test_a_new_connection_ends_the_one_before(lane: Any) -> None:
-    async with lane() as end:
+async def test_a_new_connection_ends_the_one_before(ends: Any) -> None:
+    async with ends() as end:
         first = await end.dial()
         first.write(_word(1))
         old = await end.accept()
-        old.write(_word(11))  # nobody reads this: it is in the way of the next connection
+        old.write(_word(11))  # is not read: it precedes the frames of the next connection
         await first.aclose()
         second = await end.dial()
         second.write(_word(2))
@@ -112,8 +112,8 @@ async def test_a_new_connection_ends_the_one_before(lane: Any) -> None:
         await second.aclose()
 
 
-async def test_what_is_late_from_a_closed_connection_opens_none(lane: Any) -> None:
-    async with lane() as end:
+async def test_what_is_late_from_a_closed_connection_opens_none(ends: Any) -> None:
+    async with ends() as end:
         worker = await end.dial()
         worker.write(_word(1))
         sender = await end.accept()
@@ -129,8 +129,8 @@ async def test_what_is_late_from_a_closed_connection_opens_none(lane: Any) -> No
         await again.aclose()
 
 
-async def test_nobody_is_let_in_after_stop(lane: Any) -> None:
-    async with lane() as end:
+async def test_nobody_is_let_in_after_stop(ends: Any) -> None:
+    async with ends() as end:
         worker = await end.dial()
         worker.write(_word(1))
         sender = await end.accept()
@@ -146,8 +146,8 @@ async def test_nobody_is_let_in_after_stop(lane: Any) -> None:
         await again.aclose()
 
 
-async def test_a_peer_that_does_not_read_is_not_waited_for(lane: Any) -> None:
-    async with lane() as end:
+async def test_a_peer_that_does_not_read_is_not_waited_for(ends: Any) -> None:
+    async with ends() as end:
         worker = await end.dial()
         worker.write(_word(1))
         sender = await end.accept()
@@ -164,7 +164,7 @@ async def test_a_peer_that_does_not_read_is_not_waited_for(lane: Any) -> None:
 
 async def test_other_messages_on_a_pipe_are_handed_over_in_order() -> None:
     async with _pipes() as end:
-        theirs: Connection[Any, Any] = end.carrier._connection
+        theirs: Connection[Any, Any] = end.pipe._connection
         worker = await end.dial()
         for number in range(5):
             theirs.send({"number": number, "padding": "x" * 8_000})
@@ -188,14 +188,14 @@ async def test_a_handler_that_raises_loses_no_other_message() -> None:
             raise ZeroDivisionError
 
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-    carrier = PipeCarrier(ours, take)
-    carrier.open(lambda message: None, lambda reason: None)
+    pipe = ConnectionPipe(ours, take)
+    pipe.open(lambda message: None, lambda reason: None)
     for message in ("bad", "good", 3):
         theirs.send(message)
     await eventually(lambda: len(seen) == 3, "all are handed over")
     assert seen == ["bad", "good", 3]
     assert isinstance(errors[0]["exception"], ZeroDivisionError)
-    carrier.close()
+    pipe.close()
     ours.close()
     theirs.close()
 
@@ -207,12 +207,12 @@ async def test_a_message_that_nobody_takes_breaks_the_pipe() -> None:
         raise UnexpectedMessage("there is no on_other_message")
 
     lost: list[str] = []
-    carrier = PipeCarrier(ours, take)
-    carrier.open(lambda message: None, lost.append)
+    pipe = ConnectionPipe(ours, take)
+    pipe.open(lambda message: None, lost.append)
     theirs.send("hello")
     await eventually(lambda: bool(lost), "it is reported")
     assert lost == ["there is no on_other_message"]
-    carrier.close()
+    pipe.close()
     ours.close()
     theirs.close()
 
@@ -227,7 +227,7 @@ def one_way() -> Iterator[Connection[Any, Any]]:
 
 async def test_a_one_way_pipe_is_refused(one_way: Connection[Any, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match="duplex"):
-        PipeCarrier(one_way, print).open(print, print)
+        ConnectionPipe(one_way, print).open(print, print)
 
 
 async def test_a_pipe_whose_other_end_closes() -> None:
@@ -236,7 +236,7 @@ async def test_a_pipe_whose_other_end_closes() -> None:
         worker.write(_word(1))
         sender = await end.accept()
         await worker.aclose()
-        end.carrier._connection.close()
+        end.pipe._connection.close()
         assert await sender.receive(_soon()) == _word(1)
         with pytest.raises(WorkerLostError, match="closed"):
             await sender.receive(_soon())
@@ -257,7 +257,7 @@ async def test_queues_are_replaced_only_if_a_lock_was_left_taken() -> None:
         await listener.replace(sender)
         after = listener.pairs[0]
         assert after is not before
-        again = MPTransport(QueueCarrier(after, after.to_worker, after.to_sender))
+        again = MPTransport(QueuePipe(after, after.to_worker, after.to_sender))
         await again.open(_soon())
         again.write(_word(2))
         assert await (await end.accept()).receive(_soon()) == _word(2)
@@ -266,7 +266,7 @@ async def test_queues_are_replaced_only_if_a_lock_was_left_taken() -> None:
 
 def test_a_pair_closes_when_all_its_users_are_done() -> None:
     pair = QueuePair(multiprocessing.get_context("spawn"))
-    pair.hold()
+    pair.acquire()
     pair.close()
     pair.to_worker.put(b"still open")
     assert pair.to_worker.get() == b"still open"

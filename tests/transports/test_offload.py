@@ -1,4 +1,4 @@
-"""Threads that nobody waits for do what they were asked to, also where the process ends first."""
+"""Detached threads do their queued work, also if the process ends first."""
 
 import multiprocessing
 import subprocess

@@ -294,7 +294,7 @@ async def test_a_cancelled_call_leaves_nothing() -> None:
         with pytest.raises(asyncio.CancelledError):
             await pending
         await transport.send_weights(Uniform(3.0), timeout=PATIENCE)
-        await transport.send_weights_async(Uniform(13.0), timeout=PATIENCE)  # nobody hears of its failure
+        await transport.send_weights_async(Uniform(13.0), timeout=PATIENCE)  # its failure is not awaited
 
 
 # -- the updater ---------------------------------------------------------------------------------------
@@ -369,9 +369,9 @@ async def here() -> AsyncIterator[None]:
     try:
         yield
     finally:
-        assert not rpc_meeting._desk._asked
-        assert not rpc_meeting._desk._places
-        assert not rpc_meeting._tickets
+        assert not rpc_meeting._directory._asked
+        assert not rpc_meeting._directory._places
+        assert not rpc_meeting._pending
         world.close()
 
 
@@ -379,13 +379,13 @@ def worker_of(scheme: RPCWeightSyncScheme, model: nn.Module | None = None) -> Lo
     return LocalWorker(scheme, 0, Uniform(-1.0) if model is None else model, {})
 
 
-async def test_a_worker_that_was_told_nothing() -> None:
-    """It asks rank 0, or whom it was told to ask; it may come first."""
+async def test_a_worker_without_the_senders_scheme() -> None:
+    """It asks rank 0, or the process named by sender=. The worker may start first."""
     async with here():
         for sender in (None, rpc.get_worker_info().name):
             worker = worker_of(RPCWeightSyncScheme(sender=sender, timeout=PATIENCE))
             coming = asyncio.ensure_future(worker.connect())
-            await eventually(lambda: bool(rpc_meeting._desk._asked), "it has asked")
+            await eventually(lambda: bool(rpc_meeting._directory._asked), "it has asked")
             scheme = RPCWeightSyncScheme(timeout=PATIENCE)
             scheme.init_on_sender(model_id="policy", model=Uniform(7.0), num_workers=1)
             await within(asyncio.gather(scheme.connect(), coming))
@@ -417,7 +417,7 @@ async def test_a_worker_whose_sender_does_not_come() -> None:
         worker = worker_of(RPCWeightSyncScheme(timeout=PATIENCE))
         with pytest.raises(SyncTimeoutError, match=r"'trainer' of torch RPC has no sender of this model"):
             await worker.connect(timeout=BRIEF)
-        await eventually(lambda: not rpc_meeting._desk._asked, "it does not ask any more")
+        await eventually(lambda: not rpc_meeting._directory._asked, "it does not ask any more")
         await worker.close()
 
 
@@ -429,12 +429,12 @@ async def test_nobody_has_that_name() -> None:
         await worker.close()
 
 
-def test_a_question_that_comes_after_it_was_given_up() -> None:
-    desk = rpc_meeting._Desk()
-    desk.forget("model policy", "ticket")
-    assert desk.ask("model policy", "ticket", "worker") is None
-    assert not desk._asked
-    assert not desk._given_up
+def test_a_lookup_that_arrives_after_its_cancellation() -> None:
+    directory = rpc_meeting._Directory()
+    directory.cancel("model policy", "ticket")
+    assert directory.look_up("model policy", "ticket", "worker") is None
+    assert not directory._asked
+    assert not directory._cancelled
 
 
 async def test_two_senders_of_one_model() -> None:
@@ -505,6 +505,6 @@ async def test_endpoints_of_objects_end_with_their_sender() -> None:
             enlisted.enlist(target, copy.copy(scheme), "policy", 0)
         assert len(enlisted._seats) == 1
         await within(scheme.connect())
-        assert target.told == [3]
+        assert target.received == [3]
         await within(scheme.aclose())
         await eventually(lambda: not enlisted._seats, "it has ended too")

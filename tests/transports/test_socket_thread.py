@@ -1,4 +1,4 @@
-"""A channel by itself: what becomes of a connection whose socket cannot be written."""
+"""A socket thread by itself: a connection whose socket cannot be written."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import socket
 import pytest
 
 from aiosync.errors import ProtocolError
-from aiosync.protocol.frames import Bye, Frame, encode
+from aiosync.protocol.frames import Bye, Frame
+from aiosync.protocol.framing import encode
 from aiosync.transports._offload import LoopThread
 from aiosync.transports.tcp.socket_thread import SocketThread
 from tests.kit.clock import eventually
 
 
 class Owner:
-    """Keeps what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.open = False
@@ -56,21 +57,21 @@ async def test_a_write_that_fails(code: int, lost: bool) -> None:
     ours, theirs = socket.socketpair()
     sock = Failing(fileno=ours.detach())
     sock.code = code
-    thread, owner = LoopThread("test-channel"), Owner()
-    channel = SocketThread(thread, sock, owner)
-    channel.start(None)
+    thread, owner = LoopThread("test-socket"), Owner()
+    connection = SocketThread(thread, sock, owner)
+    connection.start(None)
     await eventually(lambda: owner.open, "it is open")
     try:
-        channel.write(encode(Bye(reason="never arrives")))
+        connection.writer.write(encode(Bye(reason="never arrives")))
         if lost:
-            await eventually(lambda: owner.ended is not None, "the loss is told")
-            assert owner.ended == f"its channel broke: {os.strerror(code)}"
+            await eventually(lambda: owner.ended is not None, "the loss is reported")
+            assert owner.ended == f"its connection broke: {os.strerror(code)}"
         else:
             theirs.sendall(encode(Bye(reason="the last word")))
             theirs.close()
             await eventually(lambda: owner.ended is not None, "the end is read")
             assert [frame.reason for frame in owner.frames if isinstance(frame, Bye)] == ["the last word"]
     finally:
-        await channel.aclose()
+        await connection.aclose()
         thread.close()
         theirs.close()

@@ -110,7 +110,7 @@ async def test_a_worker_connects_again_by_itself() -> None:
             proxy.cut()
             await eventually(lambda: not scheme.workers, "the cut is noticed")
             fill(model, version)
-            await scheme.send()  # to nobody
+            await scheme.send()  # no worker is connected
             await eventually(lambda: value_of(worker.model) == scheme.version, "it is back, with the newest")
             assert worker.scheme.version == version
         assert worker.scheme.ended is None
@@ -152,7 +152,7 @@ async def test_a_sender_that_does_not_come_back() -> None:
         break_off(scheme)
         listener: Any = scheme.shared_transport
         listener.stop()
-        await eventually(lambda: worker.scheme.ended is not None, "it gives up")
+        await eventually(lambda: worker.scheme.ended is not None, "it has ended")
         await worker.rest()
         assert worker.lost is not None
         assert value_of(worker.model) == 0

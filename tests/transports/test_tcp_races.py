@@ -25,7 +25,7 @@ from aiosync.protocol.receiver_session import ReceiverSession, ReceiverState
 from aiosync.relay import forwarder as relay_intake
 from aiosync.sender.connection import PATIENCE as STUCK_AFTER
 from aiosync.transfer import stream_inbound as landing
-from aiosync.weights.copying import BlockCopy
+from aiosync.weights.block_copy import BlockCopy
 from tests.kit.certificates import certificates
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
@@ -299,7 +299,7 @@ async def test_who_is_merely_slow_is_not_cut() -> None:
     async with sender_of(model) as scheme, ChaosProxy(scheme.address) as proxy:
         worker = make_worker(proxy.address, Uniform(-1.0, size=LARGE))
         await join(scheme, worker)
-        # An update takes longer than anybody who does not move at all is waited for.
+        # An update takes longer than the time after which a worker without progress counts as stalled.
         proxy.weather["to_worker"].rate = 4 * 4 * LARGE / (4 * STUCK_AFTER)
         version = 0
         while worker.scheme.version <= 0:

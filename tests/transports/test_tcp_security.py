@@ -25,6 +25,7 @@ from aiosync import (
     WorkerLostError,
 )
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 from aiosync.protocol.session import proof_of
 from tests.kit.certificates import certificates
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
@@ -90,15 +91,15 @@ async def test_a_proof_that_was_overheard(caplog: pytest.LogCaptureFixture) -> N
         for attempt in range(2):
             caplog.clear()
             reader, writer = await _dial(scheme)
-            writer.write(f.encode(hello))
-            decoder, seen = f.FrameDecoder(), list[f.Frame]()
+            writer.write(framing.encode(hello))
+            decoder, seen = framing.FrameDecoder(), list[f.Frame]()
             while not seen:
                 seen += decoder.feed(await within(reader.read(4096)))
             (challenge,) = seen
             assert isinstance(challenge, f.Challenge)
             if not proof:
                 proof = proof_of(scheme._token, b"worker", hello.nonce, challenge.nonce)
-            writer.write(f.encode(f.Proof(proof=proof)) + f.encode(f.Join()))
+            writer.write(framing.encode(f.Proof(proof=proof)) + framing.encode(f.Join()))
             if attempt == 0:
                 await eventually(lambda: len(scheme.workers) == 2, "the first time it is good")
             else:
@@ -112,14 +113,14 @@ async def test_a_proof_that_was_overheard(caplog: pytest.LogCaptureFixture) -> N
 @pytest.mark.parametrize(
     ("sent", "word"),
     [
-        (f.encode(_hello(protocol=0)), "protocol 0"),
-        (f.encode(_hello())[:2] + b"\x00" + f.encode(_hello())[3:], "protocol version"),
-        (f.encode(f.Refused(reason="x" * 9000)), "over the limit"),
+        (framing.encode(_hello(protocol=0)), "protocol 0"),
+        (framing.encode(_hello())[:2] + b"\x00" + framing.encode(_hello())[3:], "protocol version"),
+        (framing.encode(f.Refused(reason="x" * 9000)), "over the limit"),
         (b"GET / HTTP/1.1\r\nHost: trainer\r\n\r\n", "expected a frame"),
-        (f.encode(f.Fetch()), "cannot be read"),
-        (f.encode(f.Chunk(block=0, size=1 << 30, checksum=0)) + bytes(100), "cannot be read"),
-        (f.encode(f.Join()), "may come"),
-        (f.encode(_hello())[:-1] + b"\xff", "corrupted"),
+        (framing.encode(f.Fetch()), "cannot be read"),
+        (framing.encode(f.Chunk(block=0, size=1 << 30, checksum=0)) + bytes(100), "cannot be read"),
+        (framing.encode(f.Join()), "may come"),
+        (framing.encode(_hello())[:-1] + b"\xff", "corrupted"),
     ],
     ids=[
         "an older protocol",
@@ -155,7 +156,7 @@ async def test_who_says_nothing_is_sent_away(caplog: pytest.LogCaptureFixture) -
         await join(scheme, worker)
         caplog.clear()
         reader, writer = await _dial(scheme)
-        writer.write(f.encode(_hello())[:20])
+        writer.write(framing.encode(_hello())[:20])
         await _ends(reader)
         await _refused(caplog, "not finished")
         writer.close()
@@ -170,7 +171,7 @@ async def test_only_so_many_strangers_at_a_time() -> None:
         silent = [await _dial(scheme) for _ in range(400)]
         listener: Any = scheme.shared_transport
         oldest, _ = silent[0]
-        decoder, seen = f.FrameDecoder(), list[f.Frame]()
+        decoder, seen = framing.FrameDecoder(), list[f.Frame]()
         while not seen:
             seen += decoder.feed(await within(oldest.read(4096)))
         assert isinstance(seen[0], f.Refused) and seen[0].retry
@@ -197,7 +198,7 @@ async def test_garbage_beside_good_workers(count: int, caplog: pytest.LogCapture
             host, _, port = scheme.address.removeprefix("tcp://").rpartition(":")
             with socket.create_connection((host, int(port))) as sock:
                 sock.setblocking(False)
-                start = f.encode(_hello()) if dice.random() < 0.5 else b""
+                start = framing.encode(_hello()) if dice.random() < 0.5 else b""
                 sock.send(start[: dice.randrange(len(start) + 1)] + dice.randbytes(dice.randrange(200)))
                 await asyncio.sleep(0)
 

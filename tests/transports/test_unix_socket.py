@@ -8,7 +8,8 @@ import socket
 
 import pytest
 
-from aiosync.protocol.frames import FROM_SENDER, Abort, Frame, FrameDecoder, encode
+from aiosync.protocol.frames import Abort, Frame
+from aiosync.protocol.framing import FROM_SENDER, FrameDecoder, encode
 from aiosync.transports import unix_socket as shared_memory
 from aiosync.transports.base import Transport
 from aiosync.transports.unix_socket import _MAX_UNSENT, UnixListener, _os_address
@@ -109,7 +110,7 @@ async def test_what_a_peer_said_last_is_heard_though_it_reads_no_more() -> None:
     assert sink.reason is None
     await asyncio.wait_for(sink.ended.wait(), 10)
     assert sink.frames == [Abort(joint="last")]
-    assert sink.reason is not None and "its channel closed" in sink.reason
+    assert sink.reason is not None and "its connection closed" in sink.reason
     transport.write(Abort(joint="nobody"))
     await transport.aclose()
     listener.close()
@@ -123,7 +124,7 @@ async def test_a_fault_in_here_ends_one_connection(caplog: pytest.LogCaptureFixt
     peer.send(encode(Abort(joint="any")))
     await asyncio.wait_for(sink.ended.wait(), 10)
     assert peer.recv(10) == b""
-    assert "given up" in caplog.text
+    assert "closed after an unexpected error" in caplog.text
     await transport.aclose()
     peer.close()
     listener.close()

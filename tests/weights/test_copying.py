@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from aiosync.errors import InvalidArgumentError
-from aiosync.weights.copying import INLINE_LIMIT, BlockCopy, Pairs, copy_few, copy_pairs
+from aiosync.weights.block_copy import BlockCopy
+from aiosync.weights.copying import INLINE_LIMIT, Pairs, copy_few, copy_pairs
 
 
 class _Wrapper(Tensor):

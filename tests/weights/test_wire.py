@@ -80,9 +80,9 @@ def wire_of(*rows: list[Any], aliases: list[Any] | None = None, nbytes: int = 64
         (wire_of(["x" * 5000, "float32", [1], 0, 4]), "a name must be"),
         (wire_of([7, "float32", [1], 0, 4]), "a name must be"),
         (wire_of(["a", "float32", [1], 0]), "list of 5"),
-        (wire_of(["a", "float32", [1], 0, 4], aliases=[["b", "c"]]), "no entry"),
+        (wire_of(["a", "float32", [1], 0, 4], aliases=[["b", "c"]]), "which is not an entry"),
         (wire_of(["a", "float32", [1], 0, 4], aliases=[["a", "a"]]), "twice"),
-        (wire_of(["a", "float32", [1], 0, 4], aliases=[["b", "a"], ["c", "b"]]), "no entry"),
+        (wire_of(["a", "float32", [1], 0, 4], aliases=[["b", "a"], ["c", "b"]]), "which is not an entry"),
         (wire_of(nbytes=0), "packed"),
     ],
 )

@@ -1,13 +1,12 @@
-"""Connections over what outlives them: queues that a process inherited, a pipe that is the caller's.
+"""Connections over multiprocessing queues and pipes, which outlive the connections.
 
-Neither can be dialled anew, so a worker that gives up on connecting, or leaves and comes back, begins its
-next connection over the same carrier. Each message bears the tag of its connection: the first message with
-a new tag opens one (and ends the one before, whose worker has moved on), and what is left over from an
-earlier one is dropped.
+A worker inherits its queues or its pipe and cannot get new ones. So a worker that retries ``connect``, or
+reconnects, uses the same message pipe for its next connection. Each message has the tag of its connection.
+The first message with a new tag opens a connection and ends the one before. Messages with an older tag are
+dropped.
 
-A frame is small (the weights lie in shared memory, and the frame says where), so a carrier writes each
-message in one piece without waiting, or refuses: a peer that leaves a pipe's worth of them unread is not
-there.
+Frames are small, because the weights are in shared memory. So a message pipe writes each message in one piece
+without blocking, or raises: a peer that leaves a full pipe unread does not run.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from aiosync._deadline import Deadline
 from aiosync.transports.base import Listener, Transport
 
 __all__ = [
-    "CarrierListener",
     "MPTransport",
     "MessagePipe",
+    "MessagePipeListener",
     "is_ours",
     "missing",
     "refuse_if_full",
@@ -39,7 +38,7 @@ _HEAD_SIZE = len(_MAGIC) + _TAG_SIZE
 
 
 def is_ours(message: bytes) -> bool:
-    """Whether ``message`` is one that a transport wrote."""
+    """Return whether a transport of this package wrote ``message``."""
     return message.startswith(_MAGIC) and len(message) >= _HEAD_SIZE
 
 
@@ -48,8 +47,8 @@ def refuse_if_full(room: int, size: int, needed: int) -> None:
     if needed > size:
         raise OSError(
             errno.EMSGSIZE,
-            f"a frame of {needed} bytes never fits into this channel, which holds {size}: a model of so "
-            "many tensors can be sent by SharedMemWeightSyncScheme or TCPWeightSyncScheme",
+            f"a frame of {needed} bytes never fits into this pipe, which holds {size}: send a model of so "
+            "many tensors by SharedMemWeightSyncScheme or TCPWeightSyncScheme",
         )
     if needed > room:
         raise OSError(
@@ -59,7 +58,7 @@ def refuse_if_full(room: int, size: int, needed: int) -> None:
 
 
 def missing(buffer: bytearray) -> int:
-    """How many bytes are known to be missing of the message that ``buffer`` begins with; at least 1."""
+    """Return how many bytes the first message in ``buffer`` still lacks, as far as is known; at least 1."""
     if len(buffer) < 4:
         return 4 - len(buffer)
     (length,) = struct.unpack_from("!i", buffer)
@@ -73,7 +72,10 @@ def missing(buffer: bytearray) -> int:
 
 
 def split_messages(buffer: bytearray) -> list[bytes]:
-    """Cut whole messages off ``buffer``: a length as int32, or -1 and a length as uint64, then the bytes."""
+    """Remove the whole messages from the front of ``buffer``, and return them.
+
+    A message is its length as int32, or -1 and its length as uint64, and then its bytes; all big-endian.
+    """
     messages = []
     while len(buffer) >= 4:
         (length,) = struct.unpack_from("!i", buffer)
@@ -91,90 +93,99 @@ def split_messages(buffer: bytearray) -> list[bytes]:
 
 
 class MessagePipe(ABC):
-    """This process's end of a two-way channel of whole messages."""
+    """This process's end of a two-way pipe of whole messages."""
 
     @abstractmethod
     def open(self, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
-        """Begin to read, on the running loop; after :meth:`close` it may be opened again."""
+        """Start to read on the running loop. After :meth:`close` the pipe may be opened again.
+
+        Args:
+            on_message: called with each message.
+            on_lost: called with the reason if the pipe breaks.
+        """
 
     @abstractmethod
     def put(self, message: bytes) -> None:
-        """Write a message without waiting.
+        """Write a message without blocking.
 
         Raises:
-            OSError: it is broken or full.
+            OSError: the pipe is broken or full.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Stop reading; idempotent. The channel itself stays as it is."""
+        """Stop reading; idempotent. The descriptors stay open."""
 
 
 class MPTransport(Transport):
-    """One connection over a carrier, on the side that begins it.
+    """One connection over a message pipe, on the side that opens the connection.
 
     Args:
-        carrier: its end of the channel.
+        carrier: this process's end of the pipe.
+
+    Attributes:
+        tag: precedes each message of the connection.
     """
 
     def __init__(self, carrier: MessagePipe) -> None:
         super().__init__()
         self.tag = os.urandom(_TAG_SIZE)
-        self._carrier = carrier
+        self._pipe = carrier
 
     async def open(self, deadline: Deadline) -> None:
-        """Start to read. The carrier is there from the beginning, so this is instant."""
-        self._carrier.open(self.take, self._lost)
+        """Start to read. Does not wait: the pipe exists already."""
+        self._pipe.open(self.take, self._lost)
 
     def take(self, message: bytes) -> None:
-        """A message has arrived on the carrier."""
+        """Deliver a message from the pipe, if it belongs to this connection."""
         if message[len(_MAGIC) : _HEAD_SIZE] == self.tag and self.check_connection():
             self._feed(message[_HEAD_SIZE:])
 
     def _write(self, data: bytes) -> None:
-        self._carrier.put(_MAGIC + self.tag + data)
+        self._pipe.put(_MAGIC + self.tag + data)
 
     def abandon_loop(self) -> None:
         super().abandon_loop()
-        with suppress(RuntimeError):  # parts of it lived on that loop
-            self._carrier.close()
+        with suppress(RuntimeError):  # the pipe used the closed loop
+            self._pipe.close()
 
     async def _close(self) -> None:
-        self._carrier.close()
+        self._pipe.close()
 
 
-class _Answering(MPTransport):
-    """The other side's: the listener reads the carrier, before it and after it."""
+class _AcceptedMPTransport(MPTransport):
+    """The sender's end of a connection. The listener reads the pipe, also before and after this
+    connection."""
 
-    def __init__(self, carrier: MessagePipe, tag: bytes) -> None:
-        super().__init__(carrier)
+    def __init__(self, pipe: MessagePipe, tag: bytes) -> None:
+        super().__init__(pipe)
         self.tag = tag
 
     async def open(self, deadline: Deadline) -> None:
-        """Nothing: the listener reads."""
+        """Do nothing: the listener reads the pipe."""
 
     async def _close(self) -> None:
         return
 
     def supersede(self, reason: str) -> None:
-        """The worker has begun another connection, or its carrier broke."""
+        """Report this connection as lost: the worker opened another one, or the pipe broke."""
         self._lost(reason)
 
 
-class _Lane:
-    """One worker's carrier, and the connection that runs over it now."""
+class _WorkerPipe:
+    """One worker's message pipe, and the connection that uses it now."""
 
     def __init__(
         self,
-        carrier: MessagePipe,
+        pipe: MessagePipe,
         on_connection: Callable[[Transport], None],
         on_lost: Callable[[str], None],
     ) -> None:
-        self.carrier = carrier
+        self.pipe = pipe
         self._on_lost = on_lost
-        self.current: _Answering | None = None
+        self.current: _AcceptedMPTransport | None = None
         self._on_connection: Callable[[Transport], None] | None = on_connection
-        carrier.open(self._message, self._broken)
+        pipe.open(self._message, self._broken)
 
     def _message(self, message: bytes) -> None:
         tag = message[len(_MAGIC) : _HEAD_SIZE]
@@ -182,9 +193,9 @@ class _Lane:
         if current is None or current.tag != tag:
             if self._on_connection is None:
                 return
-            self.current = _Answering(self.carrier, tag)
+            self.current = _AcceptedMPTransport(self.pipe, tag)
             if current is not None:
-                current.supersede("its worker has begun a new connection")
+                current.supersede("its worker has opened a new connection")
             self._on_connection(self.current)
             current = self.current
         current.take(message)
@@ -194,50 +205,52 @@ class _Lane:
             self.current.supersede(reason)
         self._on_lost(reason)
 
-    def admit_nobody(self) -> None:
+    def stop(self) -> None:
+        """Open no more connections."""
         self._on_connection = None
 
 
-class CarrierListener(Listener):
-    """One carrier per worker, there from the beginning. A subclass says what they are."""
+class MessagePipeListener(Listener):
+    """Accepts connections over one message pipe per worker. A subclass makes the pipes in :meth:`pipes`."""
 
     def __init__(self) -> None:
-        self._lanes: dict[int, _Lane] = {}
+        self._workers: dict[int, _WorkerPipe] = {}
         self._on_connection: Callable[[Transport], None] | None = None
         self._on_lost: Callable[[int, str], None] | None = None
 
     @abstractmethod
-    def carriers(self) -> dict[int, MessagePipe]:
-        """Worker -> this process's end of its channel."""
+    def pipes(self) -> dict[int, MessagePipe]:
+        """Return worker index -> this process's end of the worker's pipe."""
 
     async def listen(
         self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
     ) -> None:
-        """Read all carriers; a worker's connection begins with its first message."""
+        """Start to read all pipes. A worker's connection begins with its first message."""
         self._on_connection, self._on_lost = on_connection, on_lost
-        for worker, carrier in self.carriers().items():
-            self._lanes[worker] = self._lane(worker, carrier)
+        for worker, pipe in self.pipes().items():
+            self._workers[worker] = self._open(worker, pipe)
 
-    def _lane(self, worker: int, carrier: MessagePipe) -> _Lane:
+    def _open(self, worker: int, pipe: MessagePipe) -> _WorkerPipe:
         assert self._on_connection is not None and self._on_lost is not None
-        return _Lane(carrier, self._on_connection, partial(self._on_lost, worker))
+        return _WorkerPipe(pipe, self._on_connection, partial(self._on_lost, worker))
 
     def worker_of(self, transport: Transport) -> int | None:
-        """Whose lane ``transport`` runs on, if it still does."""
-        return next((w for w, lane in self._lanes.items() if lane.current is transport), None)
+        """Return the index of the worker whose current connection is ``transport``; None: it is not
+        current."""
+        return next((index for index, worker in self._workers.items() if worker.current is transport), None)
 
-    def exchange(self, worker: int, carrier: MessagePipe) -> None:
-        """Go on with another channel to this worker."""
-        self._lanes.pop(worker).carrier.close()
-        self._lanes[worker] = self._lane(worker, carrier)
+    def exchange(self, worker: int, pipe: MessagePipe) -> None:
+        """Replace the pipe of ``worker`` by a new one."""
+        self._workers.pop(worker).pipe.close()
+        self._workers[worker] = self._open(worker, pipe)
 
     def stop(self) -> None:
-        """Accept no more connections. Those that are open can still send a Bye."""
-        for lane in self._lanes.values():
-            lane.admit_nobody()
+        """Accept no more connections. Open connections can still send a Bye."""
+        for worker in self._workers.values():
+            worker.stop()
 
     def close(self) -> None:
         """Stop reading; idempotent."""
-        for lane in self._lanes.values():
-            lane.carrier.close()
-        self._lanes.clear()
+        for worker in self._workers.values():
+            worker.pipe.close()
+        self._workers.clear()

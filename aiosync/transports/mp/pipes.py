@@ -1,4 +1,7 @@
-"""A duplex ``multiprocessing.Pipe`` per worker, which the caller made and may use for other messages too."""
+"""Connections over one duplex ``multiprocessing.Pipe`` per worker.
+
+The caller makes the pipes, and may use them for other messages too.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from typing import Any
 from aiosync.errors import InvalidArgumentError
 from aiosync.transports.ioctl import ioctl_int
 from aiosync.transports.mp.base import (
-    CarrierListener,
     MessagePipe,
+    MessagePipeListener,
     is_ours,
     missing,
     refuse_if_full,
@@ -27,44 +30,45 @@ from aiosync.transports.mp.base import (
 )
 
 _GRACE = 1.0
-"""Seconds that the rest of a message has to come."""
+"""Seconds that ``close`` waits for the rest of a message."""
 
-__all__ = ["PipeCarrier", "PipeListener", "UnexpectedMessage"]
+__all__ = ["ConnectionPipe", "PipeListener", "UnexpectedMessage"]
 
 
 class UnexpectedMessage(Exception):
-    """A message came that is not aiosync's, and there is no handler for such messages."""
+    """A message arrived that aiosync did not write, and there is no handler for such messages."""
 
 
-class PipeCarrier(MessagePipe):
-    """One end of the pipe. It stays open when the carrier closes: it is not ours.
+class ConnectionPipe(MessagePipe):
+    """One end of a multiprocessing pipe. It belongs to the caller, so ``close`` leaves it open.
 
-    Our messages are recognised by their first bytes; everything else is decoded as ``Connection.recv``
-    would (pickle: the pipe is the caller's own) and handed to ``on_other_message``. The pipe is watched
-    with ``add_reader``.
+    Messages of this package are recognised by their first bytes. Other messages are unpickled, as
+    ``Connection.recv`` does, and passed to ``on_other_message``. The event loop watches the pipe.
 
     Args:
         connection: this process's end.
-        on_other_message: called with each message that is not aiosync's. Raises UnexpectedMessage if there is
-            no handler.
+        on_other_message: called with each message that aiosync did not write. Raises UnexpectedMessage if
+            there is no handler.
     """
 
     def __init__(self, connection: Connection[Any, Any], on_other_message: Callable[[Any], None]) -> None:
         self._connection = connection
         self._on_other = on_other_message
+        # Bytes of a message that has arrived in part.
         self._buffer = bytearray()
+        # A duplicate of the connection's descriptor; None while closed.
         self._socket: socket.socket | None = None
         self._on_message: Callable[[bytes], None] | None = None
         self._on_lost: Callable[[str], None] | None = None
 
     def open(self, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
-        """Begin to watch the pipe."""
+        """Start to watch the pipe."""
         self._on_message, self._on_lost = on_message, on_lost
         self._socket = _as_socket(self._connection)
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._readable)
 
     def put(self, message: bytes) -> None:
-        """Write a message without waiting."""
+        """Write a message without blocking."""
         sock = self._socket
         if sock is None:
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
@@ -74,8 +78,11 @@ class PipeCarrier(MessagePipe):
         self._connection.send_bytes(message)
 
     def close(self) -> None:
-        """Stop watching; idempotent. A message that has been read in part is read to its end, or the caller,
-        whose pipe it is, would begin with the rest of it."""
+        """Stop watching; idempotent.
+
+        A message that has arrived in part is read to its end first. Otherwise the caller's next ``recv``
+        would read the rest of it.
+        """
         sock, self._socket = self._socket, None
         if sock is None:
             return
@@ -85,13 +92,13 @@ class PipeCarrier(MessagePipe):
             data = sock.recv(missing(self._buffer), socket.MSG_DONTWAIT)
             if not data:
                 break
-            self._take(data)
+            self._split(data)
         sock.close()
 
     def _readable(self) -> None:
         assert self._socket is not None
         try:
-            # Not to wait is said with each call: O_NONBLOCK would change the caller's end as well.
+            # MSG_DONTWAIT and not O_NONBLOCK, which would also apply to the caller's descriptor.
             data = self._socket.recv(1 << 18, socket.MSG_DONTWAIT)
         except (BlockingIOError, InterruptedError):
             return
@@ -101,19 +108,19 @@ class PipeCarrier(MessagePipe):
         if not data:
             self._break("its pipe closed")
             return
-        self._take(data)
+        self._split(data)
 
-    def _take(self, data: bytes) -> None:
+    def _split(self, data: bytes) -> None:
         self._buffer += data
         for message in split_messages(self._buffer):
             if is_ours(message):
                 assert self._on_message is not None
                 self._on_message(message)
             else:
-                # In a callback of its own, so that one that raises does not take the next ones with it.
-                asyncio.get_running_loop().call_soon(self._hand_over, message)
+                # In its own callback: if a handler raises, the next messages are still handled.
+                asyncio.get_running_loop().call_soon(self._handle_other, message)
 
-    def _hand_over(self, message: bytes) -> None:
+    def _handle_other(self, message: bytes) -> None:
         try:
             self._on_other(ForkingPickler.loads(message))
         except UnexpectedMessage as exc:
@@ -125,34 +132,37 @@ class PipeCarrier(MessagePipe):
         self._on_lost(reason)
 
 
-class PipeListener(CarrierListener):
-    """Pipes that the caller has made, one per worker in order.
+class PipeListener(MessagePipeListener):
+    """Accepts connections over pipes that the caller made.
 
-    A pipe that has broken is not replaced: the caller who respawns a worker makes a new scheme with a
-    new pipe.
+    A broken pipe is not replaced. To respawn a worker, the caller makes a new scheme with a new pipe.
+
+    Args:
+        pipes: one per worker, in the order of the workers' indices.
+        on_other: called with a worker's index and each message that aiosync did not write.
     """
 
     def __init__(self, pipes: Sequence[Connection[Any, Any]], on_other: Callable[[int, Any], None]) -> None:
         super().__init__()
-        self._pipes = list(pipes)
+        self._connections = list(pipes)
         self._on_other = on_other
 
-    def carriers(self) -> dict[int, MessagePipe]:
-        """The sender's ends."""
+    def pipes(self) -> dict[int, MessagePipe]:
+        """Return worker index -> the sender's end of the worker's pipe."""
         return {
-            worker: PipeCarrier(pipe, partial(self._on_other, worker))
-            for worker, pipe in enumerate(self._pipes)
+            worker: ConnectionPipe(connection, partial(self._on_other, worker))
+            for worker, connection in enumerate(self._connections)
         }
 
     def forget(self) -> None:
-        """Nothing: the pipes are the caller's."""
+        """Do nothing: the pipes belong to the caller."""
 
 
 def _as_socket(connection: Connection[Any, Any]) -> socket.socket:
-    """A second descriptor of a duplex pipe, which on POSIX is a socket pair.
+    """Duplicate the descriptor of a duplex pipe, which is a socket on POSIX.
 
     Raises:
-        InvalidArgumentError: if it is closed or not duplex.
+        InvalidArgumentError: the pipe is closed or not duplex.
     """
     try:
         if connection.readable and connection.writable:

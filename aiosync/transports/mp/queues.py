@@ -13,26 +13,33 @@ from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from multiprocessing.queues import SimpleQueue
 
-from aiosync.transports._offload import QueueReader
 from aiosync.transports.base import Transport
 from aiosync.transports.ioctl import ioctl_int
-from aiosync.transports.mp.base import CarrierListener, MessagePipe, refuse_if_full, split_messages
+from aiosync.transports.mp.base import MessagePipe, MessagePipeListener, refuse_if_full, split_messages
+from aiosync.transports.mp.queue_reader import QueueReader
 
-__all__ = ["QueueCarrier", "QueueListener", "QueuePair"]
+__all__ = ["QueueListener", "QueuePair", "QueuePipe"]
 
 _F_SETPIPE_SZ = 1031
 _F_GETPIPE_SZ = 1032
 _PIPE_SIZE = 1 << 18
+"""Bytes that a queue's pipe holds, if the system allows it."""
+
 _OVERHEAD = 12
+"""Most bytes of the length that precedes a message."""
 
 
 class QueuePair:
-    """Two queues between the sender and one worker. Pickled to the worker when it is spawned.
+    """Two queues between the sender and one worker. The pair is pickled to the worker when it is spawned.
 
-    A worker in the sender's own process has the very same pair, so it closes when both are done with it.
+    A worker in the sender's process uses the same object. So users are counted, and the queues close when the
+    last user in this process has released the pair.
+
+    Args:
+        ctx: makes the queues.
 
     Attributes:
-        owner: the process that made it, which is the sender's.
+        owner: id of the process that made the pair: the sender's.
     """
 
     def __init__(self, ctx: BaseContext) -> None:
@@ -44,31 +51,32 @@ class QueuePair:
             _widen(_writer_fd(queue))
 
     def left_locked(self) -> bool:
-        """Whether a worker that has ended was killed while it read or wrote, with the lock in its hand.
+        """Return whether a worker was killed while it read or wrote, and so holds a lock for ever.
 
-        What it read or wrote may then be cut off in the middle, so the queues are of no use any more.
+        A message may be incomplete then, and the queues are unusable.
         """
-        # The queue's public face has no locks. These two only the worker takes.
+        # multiprocessing has no public access to the locks. Only the worker acquires these two.
         for lock in (self.to_worker._rlock, self.to_sender._wlock):  # type: ignore[attr-defined]
             if not lock.acquire(block=False):
                 return True
             lock.release()
         return False
 
-    def hold(self) -> None:
-        """Keep it open until :meth:`release`."""
+    def acquire(self) -> None:
+        """Keep the queues open until :meth:`release`."""
         if not self._users.here():
-            self._users = _Users()  # those that were counted are the parent's
+            self._users = _Users()  # the counted users are in the parent process
         self._users.count += 1
 
     def release(self) -> None:
-        """Hold it no more."""
+        """End the use that :meth:`acquire` began."""
         self._users.count -= 1
         if self._users.closing:
             self.close()
 
     def close(self) -> None:
-        """Close this process's copy, now or when its last user in this process has closed; idempotent."""
+        """Close this process's descriptors, now or at the last :meth:`release` in this process;
+        idempotent."""
         if self._users.here() and self._users.count > 0:
             self._users.closing = True
             return
@@ -78,7 +86,7 @@ class QueuePair:
 
 @dataclass
 class _Users:
-    """Who holds a pair in this process."""
+    """The number of users of a pair in this process."""
 
     pid: int = field(default_factory=os.getpid)
     count: int = 0
@@ -88,12 +96,13 @@ class _Users:
         return self.pid == os.getpid()
 
 
-class QueueCarrier(MessagePipe):
-    """A queue to read and a queue to write.
+class QueuePipe(MessagePipe):
+    """A message pipe of two queues.
 
     Args:
-        pair: both.
-        inbound, outbound: which is which. No other code of this process reads or writes the same one.
+        pair: both queues.
+        inbound: the queue to read. No other code of this process may read it.
+        outbound: the queue to write. No other code of this process may write it.
     """
 
     def __init__(self, pair: QueuePair, inbound: SimpleQueue[bytes], outbound: SimpleQueue[bytes]) -> None:
@@ -103,33 +112,37 @@ class QueueCarrier(MessagePipe):
         self._reader: QueueReader | None = None
 
     def open(self, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
-        """Start the thread that reads."""
-        self._pair.hold()
+        """Start the thread that reads the inbound queue."""
+        self._pair.acquire()
         self._reader = QueueReader(
             self._inbound, asyncio.get_running_loop(), split_messages, on_message, on_lost
         )
 
     def put(self, message: bytes) -> None:
-        """Write a message without waiting."""
+        """Write a message without blocking."""
         fd = _writer_fd(self._outbound)
         refuse_if_full(_pipe_room(fd), _pipe_size(fd), len(message) + _OVERHEAD)
-        # Not by put(), which would pickle what is bytes already.
+        # SimpleQueue.put() would pickle the bytes.
         with self._outbound._wlock:  # type: ignore[attr-defined]
             self._outbound._writer.send_bytes(message)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """End the thread; idempotent."""
+        """End the thread that reads; idempotent."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
             self._pair.release()
 
 
-class QueueListener(CarrierListener):
-    """One pair of queues per worker.
+class QueueListener(MessagePipeListener):
+    """Accepts connections over one pair of queues per worker.
+
+    Args:
+        workers: the workers' indices.
+        ctx: makes the queues.
 
     Attributes:
-        pairs: worker index -> its queues; a worker that is spawned now gets these.
+        pairs: worker index -> the queues that a worker spawned now has to get.
     """
 
     def __init__(self, workers: Iterable[int], ctx: BaseContext) -> None:
@@ -137,25 +150,25 @@ class QueueListener(CarrierListener):
         self._ctx = ctx
         self.pairs = {worker: QueuePair(ctx) for worker in workers}
 
-    def carriers(self) -> dict[int, MessagePipe]:
-        """The sender's ends."""
-        return {worker: self._carrier(worker) for worker in self.pairs}
+    def pipes(self) -> dict[int, MessagePipe]:
+        """Return worker index -> the sender's end of the worker's queues."""
+        return {worker: self._pipe(worker) for worker in self.pairs}
 
-    def _carrier(self, worker: int) -> MessagePipe:
+    def _pipe(self, worker: int) -> MessagePipe:
         pair = self.pairs[worker]
-        return QueueCarrier(pair, pair.to_sender, pair.to_worker)
+        return QueuePipe(pair, pair.to_sender, pair.to_worker)
 
     async def replace(self, ended: Transport) -> None:
-        """New queues for a worker whose process has ended and left its old ones locked."""
+        """Make new queues for a worker that was killed and left its queues locked."""
         worker = self.worker_of(ended)
         if worker is None or not self.pairs[worker].left_locked():
             return
         self.pairs[worker].close()
         self.pairs[worker] = QueuePair(self._ctx)
-        self.exchange(worker, self._carrier(worker))
+        self.exchange(worker, self._pipe(worker))
 
     def forget(self) -> None:
-        """In a forked child: leave the queues to the worker that takes its own out of them."""
+        """Drop the queues in a forked child, without closing them: the child's worker uses its own pair."""
         self.pairs.clear()
 
     def close(self) -> None:
@@ -167,24 +180,24 @@ class QueueListener(CarrierListener):
 
 
 def _writer_fd(queue: SimpleQueue[bytes]) -> int:
-    # The queue's public face does not tell how full its pipe is.
+    # multiprocessing has no public access to the descriptor, which tells how full the pipe is.
     return int(queue._writer.fileno())  # type: ignore[attr-defined]
 
 
 def _widen(fd: int) -> None:
-    """Make a pipe large enough for a long layout in one piece; not as large as it could be, because all the
-    pipes of a user share one limit."""
+    """Enlarge a pipe so that a long layout fits. Not to the maximum: all pipes of a user share one limit."""
     if sys.platform == "linux":
         try:
             fcntl.fcntl(fd, _F_SETPIPE_SZ, _PIPE_SIZE)
         except OSError:
-            return  # over the user's limit: it keeps the default size
+            return  # over the user's limit: the pipe keeps its size
 
 
 def _pipe_room(fd: int) -> int:
+    """Return how many bytes surely fit into a pipe now."""
     unread = ioctl_int(fd, termios.FIONREAD)
-    # A pipe is made of pages, and a message that does not fit into the rest of the last one begins a new
-    # one: what lies in the pipe can take up twice its bytes.
+    # A pipe consists of pages. A message that does not fit into the rest of the last page starts a new page.
+    # So unread messages can take up to twice their bytes.
     return _pipe_size(fd) - (2 * (unread + mmap.PAGESIZE) if unread else 0)
 
 

@@ -1,1 +1,1 @@
-"""Connections that are found, and weights that are moved, through Ray."""
+"""Connections found through Ray, and weights in Ray's object store."""

@@ -1,4 +1,4 @@
-"""Calls of Ray actors that are awaited: Ray says when an answer is there, and no thread waits for it."""
+"""Awaitable calls of Ray actors. No thread blocks until the answer."""
 
 from __future__ import annotations
 
@@ -22,45 +22,46 @@ __all__ = ["ActorCall", "handle_of", "in_actor", "ray_here"]
 
 
 def ray_here() -> Any:
-    """Ray, in a process that takes part in a cluster.
+    """Return the module ``ray``.
 
     Raises:
-        NotInitializedError: it does not.
+        NotInitializedError: this process is not connected to a Ray cluster.
     """
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         installed = importlib.util.find_spec("ray") is not None
         how = "call ray.init() first" if installed else "pip install 'aiosync[ray]', and call ray.init()"
-        raise NotInitializedError(f"this process takes no part in a Ray cluster: {how}")
+        raise NotInitializedError(f"this process is not connected to a Ray cluster: {how}")
     return ray
 
 
 def handle_of(actor: Any) -> Any:
-    """The handle of an actor, given that or what has it as ``_actor``."""
+    """Return the handle of an actor, given the handle or an object that has it as ``_actor``."""
     return getattr(actor, "_actor", actor)
 
 
 def in_actor(handle: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Begin ``function(actor, *args)`` in an actor's process; gives Ray's reference to the answer.
+    """Start ``function(actor, *args)`` in an actor's process; returns Ray's reference to the result.
 
-    An actor runs one such call after the other, as it runs its methods; an async one on its event loop. It
-    may be called twice: an actor whose process has died is asked again when Ray has started it again.
+    An actor runs such calls one after the other, like its methods; an async actor runs them on its event
+    loop. A call may run twice: if the actor's process dies, Ray repeats the call after it has restarted the
+    actor.
 
     Raises:
-        NotInitializedError: this process takes no part in a cluster.
+        NotInitializedError: this process is not connected to a Ray cluster.
     """
     ray_here()
     return handle.__ray_call__.options(max_task_retries=-1).remote(function, *args)
 
 
 class ActorCall:
-    """A call of an actor's, under way. No thread waits for its answer.
+    """A pending call of an actor.
 
     Args:
-        worker: which worker that is, for messages.
-        pending: Ray's reference to the answer.
-        deadline: for the answer.
-        phase: what is waited for, for messages.
+        worker: the index of the actor's worker, for messages.
+        pending: Ray's reference to the result.
+        deadline: for the result.
+        phase: the phase that a timeout's error names.
     """
 
     def __init__(self, worker: int, pending: Any, deadline: Deadline, phase: Phase = "connect") -> None:
@@ -69,35 +70,35 @@ class ActorCall:
         self._phase: Phase = phase
         self._exceptions = ray_here().exceptions
         self._answer: asyncio.Future[Any]
-        self._answer, settle = handover()
-        pending.future().add_done_callback(lambda done: settle(done.result))
+        self._answer, resolve = handover()
+        pending.future().add_done_callback(lambda done: resolve(done.result))
 
     async def answer(self, deadline: Deadline | None = None) -> Any:
-        """What it returned. Given up, it can be asked for again.
+        """Wait for the result and return it. After a cancellation or a timeout it may be awaited again.
 
         Args:
-            deadline: another than the call's own.
+            deadline: replaces the call's own.
 
         Raises:
-            RemoteApplyError: it raised; with the exception's type, message and traceback.
+            RemoteApplyError: the method raised. The error has the exception's type, message and traceback.
             WorkerLostError: the actor is gone.
-            SyncTimeoutError: it did not answer in time.
+            SyncTimeoutError: no answer arrived in time.
         """
         deadline = deadline or self._deadline
         await asyncio.wait([self._answer], timeout=deadline.remaining())
         if not self._answer.done():
             hint = "the actor did not answer a call: it may be busy in one of its methods"
             raise SyncTimeoutError(self._phase, seconds=deadline.seconds, workers=[self._worker], hint=hint)
-        error = self._translated(self._answer.exception())
+        error = self._translate(self._answer.exception())
         if error is not None:
             raise error
         return self._answer.result()
 
-    def forget(self) -> None:
-        """The answer is not needed any more."""
+    def discard(self) -> None:
+        """Drop the result."""
         self._answer.cancel()
 
-    def _translated(self, error: BaseException | None) -> BaseException | None:
+    def _translate(self, error: BaseException | None) -> BaseException | None:
         if isinstance(error, self._exceptions.RayTaskError):
             cause = getattr(error, "cause", None) or error
             kind = f"{type(cause).__module__}.{type(cause).__qualname__}".removeprefix("builtins.")

@@ -1,8 +1,8 @@
-"""Versions in Ray's object store: put there once, and looked at by workers where they lie.
+"""Versions in Ray's object store. A version is put once, and workers read it in place.
 
-A reference gets from process to process by a small actor that keeps it, the *office*: only what travels in
-calls is counted by Ray. Handed to a worker's own actor by a call of that, it would wait behind whatever
-method the actor is in; an actor whose loop never returns would never be sent anything.
+A small actor, the *keeper*, passes references from process to process, because Ray counts only references
+that travel in calls. A call of the worker's own actor would wait until the actor's current method returns,
+which may be never.
 """
 
 from __future__ import annotations
@@ -22,47 +22,49 @@ from aiosync.transports.ray.calls import ray_here
 from aiosync.weights.copying import copy_pairs
 from aiosync.weights.layout import Layout
 
-__all__ = ["as_tensor", "open_office", "packed", "put", "take", "tell", "warn_if_tight"]
+__all__ = ["as_tensor", "fetch", "notify_keeper", "open_keeper", "packed", "put", "warn_if_tight"]
 
 logger = logging.getLogger("aiosync")
 
-_offices: dict[tuple[str, str], Any] = {}
-"""(node, worker) by Ray's names -> the office of that process, which ends with its job. A cluster that is
-started again has other nodes, but may have the same workers; an actor of a cluster that is no more must not
-be touched: Ray ends the process that does."""
+_keepers: dict[tuple[str, str], Any] = {}
+"""(Ray's node id, Ray's worker id) -> handle of that process's keeper, which ends with its job.
+
+A restarted cluster has other node ids, but may have the same worker ids. Ray ends a process that uses an
+actor of a cluster that is gone.
+"""
 
 
 _PATIENCE = 10.0
-"""Seconds for which a reference may come later than the word of it, which goes another way."""
+"""Seconds that a reference may arrive after the Update that names it, because they take different ways."""
 
 
-def open_office() -> Any:
-    """The handle of this process's office, which may still be on its way.
+def open_keeper() -> Any:
+    """Return the handle of this process's keeper. The first call starts it, without waiting.
 
     Raises:
-        NotInitializedError: this process takes no part in a cluster.
+        NotInitializedError: this process is not connected to a Ray cluster.
     """
     ray = ray_here()
     context = ray.get_runtime_context()
     here = context.get_node_id(), context.get_worker_id()
-    if here not in _offices:
-        _offices.clear()
-        # Here: another node may go at any time, and all that it keeps with it.
+    if here not in _keepers:
+        _keepers.clear()
+        # On this node: if another node is removed, the references that its actors keep are lost.
         strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
         near = strategies.NodeAffinitySchedulingStrategy(here[0], soft=False)
         options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": near}
-        _offices[here] = ray.remote(**options)(_office()).remote()
-    return _offices[here]
+        _keepers[here] = ray.remote(**options)(_keeper_class()).remote()
+    return _keepers[here]
 
 
-def _office() -> type[Any]:
-    # Local, so that Ray pickles it whole: its process need not import torch for it.
-    class Office:
-        """Keeps references."""
+def _keeper_class() -> type[Any]:
+    # A local class: Ray pickles it by value, so the keeper's process does not import torch.
+    class RefKeeper:
+        """Keeps references to versions, and gives them to workers."""
 
         def __init__(self) -> None:
             self._kept: dict[tuple[str, int], asyncio.Future[list[Any]]] = {}
-            self._forgotten: set[str] = set()
+            self._closed: set[str] = set()
             self._newest: dict[str, int] = {}
 
         def _slot(self, name: str, number: int) -> asyncio.Future[list[Any]]:
@@ -72,18 +74,18 @@ def _office() -> type[Any]:
             return self._kept[key]
 
         async def keep(self, name: str, number: int, refs: list[Any]) -> None:
-            """Keep a version that a publisher has put."""
-            if name in self._forgotten:
-                return  # calls may be made again, and overtake each other then
+            """Keep the references of a version that a publisher has put."""
+            if name in self._closed:
+                return  # Ray may repeat calls, in another order
             slot = self._slot(name, number)
             self._newest[name] = max(number, self._newest.get(name, -1))
             if not slot.done():
                 slot.set_result(refs)
 
-        async def take(self, name: str, number: int, patience: float) -> list[Any] | None:
-            """It, as soon as it is kept, which may be a moment later; None: it is not, or no more."""
+        async def fetch(self, name: str, number: int, patience: float) -> list[Any] | None:
+            """Wait at most ``patience`` seconds for a version's references; None: they are not kept."""
             if (name, number) not in self._kept and number <= self._newest.get(name, -1):
-                return None  # the worker that asks has been sent another version meanwhile
+                return None  # dropped: the worker has been offered a newer version
             slot = self._slot(name, number)
             await asyncio.wait([slot], timeout=patience)
             if not slot.done():
@@ -92,49 +94,50 @@ def _office() -> type[Any]:
             return slot.result()
 
         async def drop(self, name: str, number: int) -> None:
-            """Let go of it."""
+            """Release a version."""
             self._kept.pop((name, number), None)
 
         async def forget(self, name: str) -> None:
             """Release all versions of one publisher."""
-            self._forgotten.add(name)
+            self._closed.add(name)
             self._newest.pop(name, None)
             for key in [key for key in self._kept if key[0] == name]:
                 del self._kept[key]
 
-    return Office
+    return RefKeeper
 
 
-def tell(office: Any, method: str, *args: Any) -> None:
-    """Call an office and do not wait; it may be gone, with its cluster."""
+def notify_keeper(keeper: Any, method: str, *args: Any) -> None:
+    """Call a method of a keeper without waiting. Does nothing if the keeper's cluster is gone."""
     try:
-        if ray_here() is not None and office in _offices.values():
-            getattr(office, method).remote(*args)
+        if ray_here() is not None and keeper in _keepers.values():
+            getattr(keeper, method).remote(*args)
     except Exception as exc:  # noqa: BLE001 - what it kept is gone with it
-        logger.debug("an office did not get a message: %s", exc)
+        logger.debug("a call of a reference keeper failed: %s", exc)
 
 
 def put(thing: Any, tensor_transport: str) -> Any:
-    """Put something in the object store; gives the reference. Blocking.
+    """Put an object into the object store; returns the reference. Blocking.
 
     Args:
-        thing: a 1-D uint8 tensor, or what Ray is to pickle.
-        tensor_transport: how Ray moves the tensors in it.
+        thing: a 1-D uint8 tensor, or an object that Ray pickles.
+        tensor_transport: Ray's transport of the object's tensors, such as ``"object_store"`` or ``"nixl"``.
     """
     ray = ray_here()
     if tensor_transport != "object_store":
-        # Those do not copy: receivers read the tensor itself, for as long as the reference is there.
+        # Such a transport does not copy: receivers read this tensor as long as the reference exists.
         copied = thing.clone() if isinstance(thing, Tensor) else thing
         return ray.put(copied, _tensor_transport=tensor_transport)
-    # An array's bytes go there as they are; a tensor would be pickled.
+    # Ray stores an array's bytes without pickling them, and a tensor's with pickling.
     return ray.put(thing.numpy() if isinstance(thing, Tensor) else thing)
 
 
 def warn_if_tight(nbytes: int) -> None:
-    """Log a warning where versions of so many bytes soon fill this node's store. Blocking.
+    """Log a warning if versions of ``nbytes`` bytes may fill this node's store. Blocking.
 
-    Ray frees what was dropped about once a second. Until then several versions lie there; from 70 % on all
-    of Ray's processes are asked to collect garbage, which holds their loops up, from 80 % on it spills.
+    Ray frees dropped versions about once a second, so the store has several versions at a time. From 70 % of
+    its capacity Ray makes all its processes collect garbage, which blocks their event loops; from 80 % it
+    spills to disk.
     """
     ray = ray_here()
     here = ray.get_runtime_context().get_node_id()
@@ -144,30 +147,35 @@ def warn_if_tight(nbytes: int) -> None:
     capacity = next(sizes, 0)
     if 4 * nbytes > 0.7 * capacity:
         logger.warning(
-            "Ray's object store has %.0f MB on this node, and a version %.0f MB: from 70 %% on Ray holds all "
-            "its processes up to collect garbage. Start it with object_store_memory=%d or more",
+            "Ray's object store has %.0f MB on this node, and a version %.0f MB: from 70 %% of its capacity "
+            "Ray blocks all its processes to collect garbage. Start Ray with object_store_memory=%d or more",
             capacity / 1e6,
             nbytes / 1e6,
             6 * nbytes,
         )
 
 
-def take(office: Any, name: str, number: int) -> Tensor:
-    """What is kept there: a 1-D uint8 tensor in the object store's memory. Blocking.
+def fetch(keeper: Any, name: str, number: int) -> Tensor:
+    """Get a version from a keeper, as a 1-D uint8 tensor in the object store's memory. Blocking.
+
+    Args:
+        keeper: the sender's keeper.
+        name: the publisher's name.
+        number: the version's number.
 
     Raises:
-        ProtocolError: it is not there any more.
-        ray.exceptions.RayError: it is lost.
+        ProtocolError: the keeper does not have the version.
+        ray.exceptions.RayError: the keeper or the object is lost.
     """
     ray = ray_here()
-    refs = ray.get(office.take.remote(name, number, _PATIENCE))
+    refs = ray.get(keeper.fetch.remote(name, number, _PATIENCE))
     if refs is None:
-        raise ProtocolError("what an update lies in is gone: its keeper was started again, send once more")
+        raise ProtocolError("the object of an update is gone, because its keeper was restarted: send again")
     return as_tensor(ray.get(refs[0]))
 
 
 def packed(named: Mapping[str, Tensor]) -> tuple[Layout, Tensor]:
-    """Tensors copied into one 1-D uint8 tensor of CPU memory, and where each is in it. Blocking."""
+    """Copy tensors into one 1-D uint8 CPU tensor; returns their layout in it, and the tensor. Blocking."""
     layout = Layout.of(named)
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
     views = layout.views(buffer)
@@ -176,11 +184,11 @@ def packed(named: Mapping[str, Tensor]) -> tuple[Layout, Tensor]:
 
 
 def as_tensor(found: Any) -> Tensor:
-    """A 1-D array, or tensor, of bytes as a tensor, without a copy."""
+    """Return a 1-D array or tensor of bytes as a tensor, without a copy."""
     if isinstance(found, Tensor):
         return found
-    # The store's memory is marked read-only, of which torch has no notion: parameters that view it are read
-    # only by contract.
+    # The store's memory is read-only. torch has no read-only tensors, so users must not write to parameters
+    # that view this memory.
     if not found.nbytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     memory = (ctypes.c_uint8 * found.nbytes).from_address(found.ctypes.data)

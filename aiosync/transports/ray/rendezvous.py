@@ -1,4 +1,4 @@
-"""How a worker gets to a sender that takes part in a Ray cluster: the pickled scheme says it."""
+"""The rendezvous of senders and workers under Ray: the pickled scheme contains the sender's address."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiosync._deadline import Deadline
-from aiosync.protocol.frames import Inbound
+from aiosync.protocol.framing import Inbound
 from aiosync.transports.ray.calls import ray_here
-from aiosync.transports.ray.object_store import open_office
+from aiosync.transports.ray.object_store import open_keeper
 from aiosync.transports.tcp.connection import DialledTransport
 from aiosync.transports.torch_distributed.connection import RankedListener, RankedTransport, SenderAddress
 from aiosync.transports.torch_distributed.store import StoreAddress
@@ -19,12 +19,13 @@ __all__ = ["RayListener", "RayWorkerTransport", "SenderInfo"]
 
 @dataclass(frozen=True)
 class SenderInfo:
-    """What a pickled scheme tells of its sender.
+    """What a pickled scheme contains about its sender.
 
     Attributes:
-        place: where it is.
-        meeting: the store in which process groups meet.
-        office: keeps references to what lies in the object store.
+        place: the sender's address and token.
+        meeting: the store through which process groups are made.
+        office: handle of the actor that keeps references to versions in the object store; None: it is not
+            used.
     """
 
     place: SenderAddress
@@ -37,8 +38,8 @@ class RayWorkerTransport(RankedTransport):
 
     Args:
         known: what the sender has published about itself.
-        share_memory: whether the sender's memory may be viewed, if that can be done.
-        carries: whether the connection itself carries the weights.
+        share_memory: whether the worker may map the sender's memory, if it can.
+        carries: whether the weights are sent over this connection.
     """
 
     def __init__(self, known: SenderInfo, *, share_memory: bool, carries: bool) -> None:
@@ -63,19 +64,19 @@ class RayWorkerTransport(RankedTransport):
 
 
 class RayListener(RankedListener):
-    """Where workers connect: on this node of the cluster.
+    """Listens for workers at the IP address of this node of the cluster.
 
     Args:
-        token: what workers are to prove that they know.
-        bring_back: called with the index of a worker that is gone.
-        share_memory: whether workers on this machine may come by the shorter way.
-        stores: whether versions go through the object store.
+        token: the secret that workers prove to know.
+        bring_back: called with a worker's index when the worker disconnects; restarts it.
+        share_memory: whether workers on this machine may map the sender's memory.
+        stores: whether versions are put into the object store.
 
     Attributes:
-        known: what a pickled scheme tells of this.
+        known: what a pickled scheme contains about this sender.
 
     Raises:
-        NotInitializedError: this process takes no part in a cluster.
+        NotInitializedError: this process is not connected to a Ray cluster.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class RayListener(RankedListener):
     ) -> None:
         node = ray_here().util.get_node_ip_address()
         super().__init__(StoreAddress(None, node), token, share_memory=share_memory)
-        self.known = SenderInfo(self.place, self.meeting, open_office() if stores else None)
+        self.known = SenderInfo(self.place, self.meeting, open_keeper() if stores else None)
         self._bring_back = bring_back
 
     async def lost(self, worker: int) -> None:

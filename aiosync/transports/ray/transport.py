@@ -1,4 +1,4 @@
-"""The way to one Ray actor, by calling its methods; weights are put in the store once for all actors."""
+"""Calls of the methods of Ray actors. Weights are put into the object store once for all actors."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from aiosync.weights.target import receiver_tensors
 __all__ = ["PutWeights", "RayActorTransport", "RayTransport", "UpdateMethod", "put_weights"]
 
 UpdateMethod: TypeAlias = Literal["tensordict", "state_dict"]
-"""In which form an actor takes weights."""
+"""The form in which an actor accepts weights."""
 
 
 class PutWeights:
-    """Weights in the object store, for as long as this is kept.
+    """Weights in the object store. They stay there as long as this object exists.
 
     Attributes:
-        ref: Ray's reference; an actor's method that is called with it gets a TensorDict or a dict, whose
-            tensors view the store: they are to be read only.
-        form: which of the two.
+        ref: Ray's reference. An actor's method that is called with it gets a TensorDict or a dict, whose
+            tensors view the store. The method must not write to them.
+        form: ``"tensordict"`` or ``"state_dict"``.
     """
 
     def __init__(self, ref: Any, form: UpdateMethod) -> None:
@@ -41,8 +41,7 @@ class PutWeights:
 
 
 class _Packed:
-    """One flat array in place of many tensors: Ray moves its bytes as they are. Arrives as what it was made
-    of."""
+    """Weights as one flat array, which Ray stores without pickling it. Unpickling gives the weights again."""
 
     def __init__(self, layout: Layout, buffer: Tensor, parameters: Sequence[str], form: UpdateMethod) -> None:
         self._parts = layout.to_wire(), buffer.numpy(), tuple(parameters), form
@@ -55,7 +54,7 @@ def _unpack(wire: object, array: Any, parameters: Sequence[str], form: UpdateMet
     views = dict(Layout.from_wire(wire).views(as_tensor(array)))
     if form == "state_dict":
         return views
-    made: dict[int, nn.Parameter] = {}  # tied ones stay one
+    made: dict[int, nn.Parameter] = {}  # tied names share one parameter
     for name in parameters:
         at = views[name].data_ptr()
         if at not in made:
@@ -67,16 +66,17 @@ def _unpack(wire: object, array: Any, parameters: Sequence[str], form: UpdateMet
 async def put_weights(
     weights: Any, form: UpdateMethod = "tensordict", tensor_transport: str = "object_store"
 ) -> PutWeights:
-    """Put weights in the object store, in one piece, to hand them to any number of actors.
+    """Put weights into the object store as one object, for any number of actors.
 
     Args:
         weights: an ``nn.Module``, a TensorDict or a dict.
-        form: what methods are to get.
-        tensor_transport: how Ray moves it.
+        form: what the actors' methods get.
+        tensor_transport: Ray's transport of the tensors, ``"object_store"`` or ``"nixl"``.
 
     Raises:
-        NotInitializedError: this process takes no part in a Ray cluster.
-        InvalidArgumentError, UnsupportedTensorError: these are no weights, or none that can be sent.
+        NotInitializedError: this process is not connected to a Ray cluster.
+        InvalidArgumentError: ``weights`` is of another type, or has no tensors.
+        UnsupportedTensorError: a tensor cannot be sent.
     """
     ray_here()
 
@@ -95,7 +95,7 @@ async def put_weights(
 
 
 def _parameters(weights: Any, layout: Layout) -> list[str]:
-    """The entries that are parameters where they come from, and are to be where they go."""
+    """Return the names of the entries that are parameters of ``weights``."""
     if not isinstance(weights, nn.Module | TensorDictBase):
         return []
     live = receiver_tensors(weights)
@@ -104,15 +104,15 @@ def _parameters(weights: Any, layout: Layout) -> list[str]:
 
 
 class RayTransport(CallingTransport):
-    """The way to one Ray actor (a remote collector, say): its methods are called there, and awaited here.
+    """Calls methods of one Ray actor, such as a remote collector, and awaits their results.
 
-    Weights go to ``update_policy_weights_(weights)``, as a TensorDict whose tensors view the object store:
-    the actor is to read them only, and copy what it wants to change.
+    Weights are passed to ``update_policy_weights_(weights)``, as a TensorDict whose tensors view the object
+    store. The actor must not write to them. It has to copy what it wants to change.
 
     Args:
-        remote_actor: its handle.
-        tensor_transport: how Ray moves weights, ``"object_store"`` or ``"nixl"``.
-        worker_idx: which worker it is, for messages.
+        remote_actor: the actor's handle.
+        tensor_transport: Ray's transport of the tensors, ``"object_store"`` or ``"nixl"``.
+        worker_idx: the index of the actor's worker, for messages.
     """
 
     _method: ClassVar[str] = "update_policy_weights_"
@@ -132,7 +132,7 @@ class RayTransport(CallingTransport):
             return False
         return not self._closed
 
-    def _begin(
+    def _start_call(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], deadline: Deadline
     ) -> ActorCall:
         ray_here()
@@ -142,37 +142,39 @@ class RayTransport(CallingTransport):
             raise InvalidArgumentError(f"the actor of worker {self.worker_idx} has no {method}()") from None
         return ActorCall(self.worker_idx, remote.remote(*args, **kwargs), deadline, "ack")
 
-    async def _begin_weights(self, weights: Any, deadline: Deadline) -> ActorCall:
+    async def _start_weights(self, weights: Any, deadline: Deadline) -> ActorCall:
         if not isinstance(weights, PutWeights):
             try:
                 async with asyncio.timeout(deadline.remaining()):
                     weights = await put_weights(weights, self._form, self._tensor_transport)
             except TimeoutError:
                 raise deadline.error("stage", hint="Ray's object store did not take the weights") from None
-        return self._hand_over(weights, deadline)
+        return self._call_with(weights, deadline)
 
-    def _hand_over(self, weights: PutWeights, deadline: Deadline) -> ActorCall:
-        return self._begin(self._method, (weights.ref,), {}, deadline)
+    def _call_with(self, weights: PutWeights, deadline: Deadline) -> ActorCall:
+        return self._start_call(self._method, (weights.ref,), {}, deadline)
 
-    async def _result(self, begun: ActorCall, deadline: Deadline | None = None) -> Any:
-        return await begun.answer(deadline)
+    async def _result(self, call: ActorCall, deadline: Deadline | None = None) -> Any:
+        return await call.answer(deadline)
 
-    def _forget(self, begun: ActorCall) -> None:
-        begun.forget()
+    def _discard(self, call: ActorCall) -> None:
+        call.discard()
 
 
 class RayActorTransport(RayTransport):
-    """The way to an actor that holds a model: weights go to its ``_update_weights_tensordict(params=)`` or
+    """Calls methods of a Ray actor that holds a model.
+
+    Weights are passed to the actor's ``_update_weights_tensordict(params=)`` or
     ``_update_weights_state_dict(state_dict=)``.
 
     Args:
-        actor_ref: its handle, or what has that as ``_actor``.
-        update_method: which of the two: ``"tensordict"`` or ``"state_dict"``.
-        tensor_transport: how Ray moves weights, ``"object_store"`` or ``"nixl"``.
-        worker_idx: which worker it is, for messages.
+        actor_ref: the actor's handle, or an object that has it as ``_actor``.
+        update_method: ``"tensordict"`` or ``"state_dict"``.
+        tensor_transport: Ray's transport of the tensors, ``"object_store"`` or ``"nixl"``.
+        worker_idx: the index of the actor's worker, for messages.
 
     Raises:
-        InvalidArgumentError: another method.
+        InvalidArgumentError: ``update_method`` has another value.
     """
 
     def __init__(
@@ -190,8 +192,10 @@ class RayActorTransport(RayTransport):
             )
         self._form = update_method
 
-    def _hand_over(self, weights: PutWeights, deadline: Deadline) -> ActorCall:
+    def _call_with(self, weights: PutWeights, deadline: Deadline) -> ActorCall:
         if weights.form != self._form:
-            raise InvalidArgumentError(f"this actor takes a {self._form}, and a {weights.form} was put")
+            raise InvalidArgumentError(
+                f"expected weights that were put as {self._form!r} for this actor, got {weights.form!r}"
+            )
         argument = "params" if self._form == "tensordict" else "state_dict"
-        return self._begin(f"_update_weights_{self._form}", (), {argument: weights.ref}, deadline)
+        return self._start_call(f"_update_weights_{self._form}", (), {argument: weights.ref}, deadline)

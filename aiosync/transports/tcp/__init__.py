@@ -1,1 +1,1 @@
-"""Sockets that a thread moves beside the caller's event loop."""
+"""Connections over sockets that a thread reads and writes beside the caller's event loop."""

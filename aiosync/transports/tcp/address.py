@@ -1,4 +1,4 @@
-"""Where a sender listens: ``tcp://host:port`` or ``unix:///path``."""
+"""Addresses of senders: ``tcp://host:port`` or ``unix:///path``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Address", "is_loopback"]
 
 _TCP = re.compile(r"tcp://(\[[^\]/]+\]|[^:/\[\]]+):([0-9]{1,5})")
 _EXPECTED = "expected tcp://host:port (port 0: any free one) or unix:///absolute/path"
-_PATH_LIMIT = 107  # bytes that the kernel takes
+_PATH_LIMIT = 107  # bytes, the kernel's limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class Address:
     """A parsed address.
 
     Attributes:
-        host: name or number of the host, without brackets; empty for a Unix socket.
-        port: 0 means any free one.
-        path: of a Unix socket; empty for TCP.
+        host: host name or IP address, without brackets; empty for a Unix socket.
+        port: TCP port. 0: any free port.
+        path: path of a Unix socket; empty for TCP.
     """
 
     host: str = ""
@@ -32,10 +32,10 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read an address.
+        """Parse an address.
 
         Raises:
-            InvalidArgumentError: it is none.
+            InvalidArgumentError: ``text`` is not an address.
         """
         if not isinstance(text, str):
             raise InvalidArgumentError(f"address: {_EXPECTED}, got {text!r}")
@@ -64,12 +64,12 @@ def _check_path(path: str) -> None:
         raise InvalidArgumentError(f"address: expected the path of a socket, got {path!r}")
     if length > _PATH_LIMIT:
         raise InvalidArgumentError(
-            f"address: a socket's path takes {_PATH_LIMIT} bytes, got {length}: {path!r}"
+            f"address: expected a socket path of at most {_PATH_LIMIT} bytes, got {length}: {path!r}"
         )
 
 
 def _is_host(text: str) -> bool:
-    """Whether this can be looked up: a number, or a name that a resolver would take."""
+    """Return whether ``text`` is an IP address, or a name that a resolver accepts."""
     if text.startswith("["):
         try:
             return ipaddress.ip_address(text.strip("[]").partition("%")[0]).version == 6
@@ -82,5 +82,5 @@ def _is_host(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a numeric host can be reached from this machine alone."""
+    """Return whether the IP address ``host`` can be reached only from this machine."""
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback

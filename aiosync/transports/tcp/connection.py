@@ -1,4 +1,4 @@
-"""TCP and Unix sockets that carry the weights themselves: a connection, and the side that dials."""
+"""Connections over TCP and Unix sockets that carry the weights, and the side that dials."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 from aiosync._deadline import Deadline, pauses
 from aiosync.errors import HandshakeError, ProtocolError, WorkerLostError
-from aiosync.protocol.frames import Frame, Inbound
+from aiosync.protocol.frames import Frame
+from aiosync.protocol.framing import Inbound
 from aiosync.protocol.stream import BodySink
 from aiosync.transports._offload import LoopThread, abandonable
 from aiosync.transports.base import Transport
@@ -28,95 +29,104 @@ __all__ = ["DialledTransport", "TCPTransport"]
 logger = logging.getLogger("aiosync")
 
 _ATTEMPT = 5.0
-"""Seconds that one address of a host has to answer."""
+"""Seconds that an attempt to connect to one of a host's addresses may take."""
 
 
 class TCPTransport(Transport):
     """A TCP or Unix socket to one peer."""
 
-    # Not even on loopback: containers may share that and have process ids of their own. (Those of a Unix
-    # socket's peer come from the kernel.)
+    # Even on loopback the peer's process id may mean nothing here: containers may share the loopback
+    # interface and not the process ids. The kernel gives the process id of a Unix socket's peer.
     same_machine = False
     maps = False
 
     def __init__(self) -> None:
         super().__init__()
-        self._channel: SocketThread | None = None
+        # None before the socket is connected.
+        self._socket: SocketThread | None = None
         self._peer_pid = 0
 
     @property
     def peer_pid(self) -> int:
-        """The peer's process id from the kernel; only Unix sockets have it."""
+        """The peer's process id as the kernel reports it for a Unix socket; 0 for TCP."""
         return self._peer_pid
 
     @property
     def progress(self) -> int:
-        """Bytes handed to the kernel so far."""
-        return self._channel.progress if self._channel is not None else 0
+        """Bytes that the kernel has taken so far."""
+        return self._socket.writer.progress if self._socket is not None else 0
 
     @property
     def unread(self) -> int:
-        """About how many bytes the peer has not taken from the kernel yet."""
-        return self._channel.unread if self._channel is not None else 0
+        """About how many sent bytes the peer has not read from the kernel yet."""
+        return self._socket.writer.unread if self._socket is not None else 0
 
     @property
     def shares_with(self) -> int:
-        """The peer's process id if its memory can be read from here and need not be encrypted; else 0."""
+        """The peer's process id if this process may read the peer's memory and need not encrypt it; else
+        0."""
         return 0
 
     # -- frames and bodies ----------------------------------------------------------------------------
 
     def trust(self, inbound: Inbound) -> None:
-        """The peer has authenticated."""
-        if self._channel is not None:
-            self._channel.decoder.inbound = inbound
+        """Accept the frames of ``inbound`` from now on: the peer has authenticated."""
+        if self._socket is not None:
+            self._socket.decoder.inbound = inbound
 
     def land(self, sink: BodySink) -> None:
-        """Put the bodies of updates into ``sink``. To be called before one is fetched."""
-        if self._channel is not None:
-            self._channel.decoder.sink = sink
+        """Write the bodies of updates into ``sink``. Call it before the first Fetch."""
+        if self._socket is not None:
+            self._socket.decoder.sink = sink
 
     def stream(self, body: Body, on_sent: Callable[[], None]) -> None:
-        """Send a body behind its update; ``on_sent`` is called when its memory is not needed any more."""
-        if self._channel is not None and self.check_connection():
-            self._channel.stream(body, on_sent)
+        """Send a body after its update. ``on_sent`` is called when the body's memory is no longer read."""
+        if self._socket is not None and self.check_connection():
+            self._socket.writer.stream(body, on_sent)
 
     def cut(self) -> bool:
-        """Give up the body that is being sent; returns whether there was one."""
-        return self._channel is not None and self._channel.cut()
+        """Cancel the body that is being sent; returns whether there was one."""
+        return self._socket is not None and self._socket.writer.cut()
 
     def _write(self, data: bytes) -> None:
-        if self._channel is not None:
-            self._channel.write(data)
+        if self._socket is not None:
+            self._socket.writer.write(data)
 
     def _run(
         self, thread: LoopThread, sock: socket.socket, tls: TLSLayer | None, patience: float | None
     ) -> None:
-        """Have ``thread`` take over a connected socket."""
+        """Let ``thread`` read and write a connected socket.
+
+        Args:
+            thread: reads and writes the socket.
+            sock: connected.
+            tls: encrypts the connection; None: nothing is encrypted.
+            patience: seconds for the TLS handshake. None: the caller limits it.
+        """
         self._peer_pid, _ = credentials(sock)
-        self._channel = SocketThread(thread, sock, self, tls)
-        self._channel.start(patience)
+        self._socket = SocketThread(thread, sock, self, tls)
+        self._socket.start(patience)
 
     async def _close(self) -> None:
-        if self._channel is not None:
-            await self._channel.aclose()
+        if self._socket is not None:
+            await self._socket.aclose()
 
     @abstractmethod
     def _opened(self) -> None:
-        """Frames can be moved now."""
+        """Called when frames can be sent."""
 
     @abstractmethod
     def _ended(self, error: ProtocolError | None) -> None:
-        """The connection is no more. ``error``: the peer broke the protocol."""
+        """Called when the connection has ended. ``error``: the peer broke the protocol."""
 
-    # -- told by the channel --------------------------------------------------------------------------
+    # -- called on this loop by the socket's thread ----------------------------------------------------
 
     def channel_open(self) -> None:
-        """Called by the socket thread, on this loop: frames can be sent now."""
+        """Frames can be sent now."""
         self._opened()
 
     def channel_frames(self, frames: list[Frame]) -> None:
-        """Called by the socket thread, on this loop: these frames have arrived."""
+        """Deliver frames that have arrived."""
         try:
             for frame in frames:
                 if not self.check_connection():
@@ -126,29 +136,29 @@ class TCPTransport(Transport):
             self._lost(str(exc), exc)
 
     def channel_ended(self, reason: str, error: ProtocolError | None) -> None:
-        """Called by the socket thread, on this loop: the connection has ended."""
+        """Report the end of the connection. ``error``: the peer broke the protocol."""
         self._lost(reason or "this side has closed the connection", error)
         self._ended(error)
 
     def give_up(self, reason: str) -> None:
-        """End the connection at once: it is of no use any more."""
+        """Report the connection as lost for ``reason``, and end it at once."""
         self._lost(reason)
         self.abort()
 
     def abort(self) -> None:
-        """End the connection at once, without a word."""
-        if self._channel is not None:
-            self._channel.abort()
+        """End the connection at once, without a Bye."""
+        if self._socket is not None:
+            self._socket.abort()
 
 
 class DialledTransport(TCPTransport):
-    """The connection of the side that dials, with a thread of its own.
+    """The worker's end of a connection, which dials the sender. It has its own thread.
 
     Args:
-        address: the sender's.
-        tls: how to speak TLS; None: not at all.
-        any_user: whether the sender may be another user's process: then a token or a certificate has to say
-            who it is.
+        address: the sender's address.
+        tls: certificates; None: no TLS.
+        any_user: whether the process that listens at a Unix socket may be another user's. A token or a
+            certificate has to authenticate the sender then.
     """
 
     def __init__(self, address: Address, tls: TLSConfig | None = None, *, any_user: bool = False) -> None:
@@ -158,16 +168,18 @@ class DialledTransport(TCPTransport):
         self._address = address
         self._tls = tls
         self._thread: LoopThread | None = None
+        # Resolved when the connection is open, or has ended before.
         self._done: asyncio.Future[None] | None = None
 
     async def open(self, deadline: Deadline) -> None:
-        """Connect to the sender, which may still have to start, and authenticate it by its certificate if TLS
-        is asked for.
+        """Connect to the sender, and verify its certificate if TLS is configured.
+
+        Retries until the deadline, because the sender may not have started yet.
 
         Raises:
-            WorkerLostError: there is no such host, or it hung up.
-            HandshakeError: the sender's certificate does not do, or its Unix socket is another user's.
-            SyncTimeoutError: no sender listened there, or answered, in time.
+            WorkerLostError: the host does not exist, or the sender closed the connection.
+            HandshakeError: the sender's certificate is not valid, or its Unix socket is another user's.
+            SyncTimeoutError: no sender listened or answered in time.
         """
         address, tls = self._address, None
         if self._tls is not None:
@@ -196,12 +208,15 @@ class DialledTransport(TCPTransport):
 
     @property
     def shares_with(self) -> int:
-        # Who may list the files that a process has open may most likely open them too.
+        # A process that may list another's open files may most likely open them too.
         may = self._tls is None and os.access(f"/proc/{self.peer_pid}/fd", os.R_OK | os.X_OK)
         return self.peer_pid if may else 0
 
     def _check_user(self, sock: socket.socket) -> None:
-        """Another user can put a socket at a path that anyone may write to, before the sender does."""
+        """Raise HandshakeError if another user listens at the Unix socket.
+
+        In a directory that every user may write to, another user can bind the path before the sender does.
+        """
         _, uid = credentials(sock)
         if not self._any_user and uid not in (-1, 0, os.geteuid()):
             raise HandshakeError(
@@ -210,7 +225,7 @@ class DialledTransport(TCPTransport):
             )
 
     async def _dial(self, deadline: Deadline) -> socket.socket:
-        """A connected socket."""
+        """Connect to the first address that answers; retry until the deadline."""
         address = self._address
         targets = await _resolve(address)
         for pause in pauses(deadline):
@@ -218,7 +233,7 @@ class DialledTransport(TCPTransport):
                 try:
                     async with asyncio.timeout(_ATTEMPT):
                         return await _connected(family, target)
-                except OSError as exc:  # a timeout is one
+                except OSError as exc:  # TimeoutError is a subclass
                     problem = os.strerror(exc.errno) if exc.errno else str(exc) or "no answer"
                     if not self.trouble:
                         logger.info("%s: %s; trying again", address, problem)
@@ -238,12 +253,12 @@ class DialledTransport(TCPTransport):
             self._thread.close()
 
     def _opened(self) -> None:
-        self._settle()
+        self._resolve_done()
 
     def _ended(self, error: ProtocolError | None) -> None:
-        self._settle()
+        self._resolve_done()
 
-    def _settle(self) -> None:
+    def _resolve_done(self) -> None:
         if self._done is not None and not self._done.done():
             self._done.set_result(None)
 
@@ -261,7 +276,11 @@ async def _connected(family: int, target: Any) -> socket.socket:
 
 
 async def _resolve(address: Address) -> list[tuple[int, Any]]:
-    """(family, address to connect to), in order of preference."""
+    """Look up (family, address to connect to), in order of preference.
+
+    Raises:
+        WorkerLostError: the host does not exist.
+    """
     if address.path:
         return [(socket.AF_UNIX, address.path)]
     look_up = partial(socket.getaddrinfo, address.host, address.port, type=socket.SOCK_STREAM)

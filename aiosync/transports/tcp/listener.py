@@ -1,4 +1,4 @@
-"""Where workers connect over TCP or a Unix socket."""
+"""The sender's listening socket, TCP or Unix, and the connections that it accepts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, ProtocolError
-from aiosync.protocol.frames import Frame, Inbound, Refused
+from aiosync.protocol.frames import Frame, Refused
+from aiosync.protocol.framing import Inbound
 from aiosync.transports._offload import LoopThread
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.forks import close_in_children
@@ -31,25 +32,25 @@ logger = logging.getLogger("aiosync")
 
 _BACKLOG = 1024
 _MAX_STRANGERS = 256
-"""Connections that have not authenticated, at most. A further one takes the place of the oldest."""
+"""Most connections that have not authenticated. One more replaces one of them, see ``_expel_one``."""
 
 _AT_ONCE = 16
-"""Connections that are accepted in one turn of the event loop; what they say is read in between."""
+"""Most connections that one callback accepts. Their frames are handled between two callbacks."""
 
-_BREATH = 1.0
-"""Seconds until the next attempt where no connection could be accepted."""
+_ACCEPT_PAUSE = 1.0
+"""Seconds without accepting after an accept that failed."""
 
 
 class AcceptedTransport(TCPTransport):
-    """The connection of the side that listens; it is moved by the listener's thread.
+    """The sender's end of a connection. The listener's thread reads and writes its socket.
 
     Args:
-        listener: told what becomes of it.
-        peer_name: where the worker is.
-        origin: the machine that it comes from.
+        listener: gets the connection's changes of state.
+        peer_name: the worker's address, for messages.
+        origin: the worker's machine. Limits of unauthenticated connections are per machine.
 
     Attributes:
-        silent: whether nothing has come from it yet.
+        silent: whether no frame has arrived yet.
     """
 
     def __init__(self, listener: TCPListener, peer_name: str, origin: str) -> None:
@@ -61,26 +62,26 @@ class AcceptedTransport(TCPTransport):
         self._listener = listener
 
     async def open(self, deadline: Deadline) -> None:
-        """It is open, or will be without this side's doing."""
+        """Return at once: the worker opens the connection."""
         return
 
     def adopt(self, thread: LoopThread, sock: socket.socket, tls: TLSLayer | None) -> None:
-        """Have ``thread`` take over ``sock``."""
+        """Let ``thread`` read and write ``sock``."""
         self._run(thread, sock, tls, self._listener.patience)
 
     def channel_frames(self, frames: list[Frame]) -> None:
         self.silent = False
         super().channel_frames(frames)
 
-    def make_way(self) -> None:
-        """Have this connection, which has not authenticated, give its place to another."""
+    def expel(self) -> None:
+        """End this unauthenticated connection in favour of another one. The worker may retry."""
         reason = "more connections are being made than the sender can greet"
         self._lost(reason)
-        if self._channel is not None:
-            self._channel.refuse(Refused(reason=reason, retry=True))
+        if self._socket is not None:
+            self._socket.refuse(Refused(reason=reason, retry=True))
 
     def trust(self, inbound: Inbound) -> None:
-        """The peer has authenticated."""
+        """Accept the frames of ``inbound`` from now on: the peer has authenticated."""
         super().trust(inbound)
         self._listener.trusted(self)
 
@@ -92,16 +93,15 @@ class AcceptedTransport(TCPTransport):
 
 
 class TCPListener(Listener):
-    """Where workers connect. Bound when it is made, so that no worker can come too early.
+    """A listening socket for workers. The constructor binds it, so that workers can connect from then on.
 
     Args:
-        address: where to listen; port 0 takes a free one.
-        tls: how to speak TLS.
-        max_connections: how many that have authenticated there may be at a time.
+        address: where to listen. Port 0: a free port.
+        tls: certificates; None: no TLS.
+        max_connections: most authenticated connections at a time.
 
     Attributes:
-        address: the real address.
-        exposed: whether other machines, or other users of this one, can connect.
+        address: where it listens, with the real port.
     """
 
     patience = 5.0
@@ -110,6 +110,7 @@ class TCPListener(Listener):
         self, address: Address, tls: TLSConfig | None = None, *, max_connections: int = 1024
     ) -> None:
         self._context = tls.for_sender() if tls is not None else None
+        # Only this process may unlink the Unix socket.
         self._owner = os.getpid()
         self._lock = _lock(address)
         try:
@@ -119,29 +120,35 @@ class TCPListener(Listener):
             raise
         self._max = max_connections
         close_in_children(self._socket)
+        # The Unix socket's inode: another sender may have put its own socket at the path since.
         self._inode = _inode(address.path)
         self._thread: LoopThread | None = None
         self._accepting = False
         self._log = LogLimit(logger)
         self._alive: set[AcceptedTransport] = set()
-        # Those that have not authenticated, the oldest first.
+        # Connections that have not authenticated, the oldest first.
         self._strangers: dict[AcceptedTransport, None] = {}
+        # Connections that have authenticated.
         self._known: set[AcceptedTransport] = set()
-        # Whether no more are accepted until one has ended, for want of descriptors.
+        # Whether accepting is paused until a connection ends, because the process has no free descriptor.
         self._starved = False
+        # Connections whose TLS handshake is not done.
         self._shaking: set[AcceptedTransport] = set()
         self._home: asyncio.AbstractEventLoop | None = None
         self._on_connection: Callable[[Transport], None] | None = None
 
     @property
     def exposed(self) -> bool:
-        """Whether other machines can connect. (A Unix socket is for this user alone.)"""
+        """Whether other machines can connect. Only this user's processes can connect to a Unix socket."""
         return not self.address.path and not is_loopback(self._socket.getsockname()[0])
 
     async def listen(
         self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
     ) -> None:
-        """Call ``on_connection`` for every worker that connects, on the running loop."""
+        """Call ``on_connection`` on the running loop for every worker that connects.
+
+        ``on_lost`` is not called: each connection reports its own end.
+        """
         self._home = asyncio.get_running_loop()
         self._on_connection = on_connection
         self._thread = LoopThread("aiosync-tcp")
@@ -153,24 +160,26 @@ class TCPListener(Listener):
                 sock, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as exc:  # no descriptors left, most likely
+            except OSError as exc:  # usually: no free descriptor
                 if exc.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
-                    self._pause()  # until its thread has closed it, and a descriptor is free
+                    self._pause()  # until the expelled connection has freed its descriptor
                     self._starved = True
                     self._expel_one()
                     return
                 self._log.warning("a connection could not be accepted: %s", exc.strerror or exc)
                 self._pause()
                 assert self._home is not None
-                self._home.call_later(_BREATH, self._resume)
+                self._home.call_later(_ACCEPT_PAUSE, self._resume)
                 return
             self._adopt(sock)
             if len(self._strangers) > _MAX_STRANGERS:
                 self._expel_one()
 
     def _expel_one(self) -> None:
-        """End one of the connections that have not authenticated: of the machine that has the most of them,
-        the oldest that has said nothing, or the oldest."""
+        """End one unauthenticated connection, of the machine that has most of them.
+
+        The oldest one that has sent nothing ends; if all have sent frames, the oldest.
+        """
         counts = Counter(stranger.origin for stranger in self._strangers)
         origin, _ = counts.most_common(1)[0]
         theirs = [stranger for stranger in self._strangers if stranger.origin == origin]
@@ -179,14 +188,15 @@ class TCPListener(Listener):
             "a connection from %s was closed before it had authenticated: there are too many", origin
         )
         del self._strangers[victim]
-        victim.make_way()
+        victim.expel()
 
     @property
     def full(self) -> bool:
+        """Whether there are more authenticated connections than allowed."""
         return len(self._known) > self._max
 
     def _pause(self) -> None:
-        """Leave who comes now to the kernel, which has them wait."""
+        """Stop accepting. New connections wait in the kernel's backlog."""
         if self._accepting and self._home is not None:
             self._accepting = False
             self._home.remove_reader(self._socket.fileno())
@@ -204,7 +214,7 @@ class TCPListener(Listener):
             tls = TLSLayer(self._context) if self._context is not None else None
             transport = AcceptedTransport(self, name_of(sock), origin_of(sock))
             transport.adopt(self._thread, sock, tls)
-        except (OSError, MemoryError) as exc:  # it has gone again, or there is no memory for it
+        except (OSError, MemoryError) as exc:  # the peer has closed, or memory is short
             sock.close()
             self._log.warning("a connection could not be accepted: %s", exc)
             return
@@ -213,21 +223,21 @@ class TCPListener(Listener):
         self._shaking.add(transport)
 
     def opened(self, transport: AcceptedTransport) -> None:
-        """A connection is open. The code that greets it reports a refusal."""
+        """A connection can send frames: pass it to ``on_connection``."""
         self._shaking.discard(transport)
         if self._on_connection is not None:
             self._on_connection(transport)
 
     def trusted(self, transport: AcceptedTransport) -> None:
-        """It has authenticated."""
+        """A connection has authenticated."""
         if transport in self._strangers:
             del self._strangers[transport]
             self._known.add(transport)
 
     def ended(self, transport: AcceptedTransport, error: ProtocolError | None) -> None:
-        """It is no more."""
+        """A connection has ended. ``error``: the peer broke the protocol."""
         if transport in self._shaking and error is not None and self._on_connection is not None:
-            self._on_connection(transport)  # the code that greets it reports the error
+            self._on_connection(transport)  # whose handshake reports the error
         self._shaking.discard(transport)
         self._alive.discard(transport)
         self._known.discard(transport)
@@ -241,7 +251,7 @@ class TCPListener(Listener):
             self._lock.release()
 
     def forget(self) -> None:
-        """In a forked child: let go of the parent's socket without ending it."""
+        """Close this process's copies of the descriptors, in a forked child. The parent goes on listening."""
         self._socket.close()
         self._unlock()
 
@@ -258,7 +268,7 @@ class TCPListener(Listener):
         self._unlock()
 
     def close(self) -> None:
-        """Let go of everything; idempotent."""
+        """Stop listening, and end all connections and the thread; idempotent."""
         self.stop()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -269,7 +279,11 @@ class TCPListener(Listener):
 
 
 def _lock(address: Address) -> PathLock | None:
-    """The right to listen at a Unix socket's path; None for TCP."""
+    """Acquire the lock of a Unix socket's path; None for TCP.
+
+    Raises:
+        InvalidArgumentError: another sender listens at the path, or the lock's file cannot be made.
+    """
     if not address.path:
         return None
     try:
@@ -297,7 +311,7 @@ def _bind(address: Address) -> tuple[socket.socket, Address]:
 
 def _bind_unix(address: Address) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    os.fchmod(sock.fileno(), 0o600)  # the file gets this mode, at once
+    os.fchmod(sock.fileno(), 0o600)  # bind() makes the file with this mode
     try:
         _listen(sock, address.path)
     except OSError:
@@ -323,7 +337,7 @@ def _listen(sock: socket.socket, target: Any) -> None:
 
 
 def _is_left_over(path: str) -> bool:
-    """Whether no process listens at this socket any more."""
+    """Return whether ``path`` is a Unix socket at which no process listens any more."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return False

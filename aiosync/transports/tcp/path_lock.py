@@ -1,4 +1,4 @@
-"""The right to listen at the path of a Unix socket: one sender at a time has it."""
+"""A lock on the path of a Unix socket: one sender at a time may listen there."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["PathLock"]
 
 
 class PathLock:
-    """A lock on ``path``, in a file beside it. Only its holder may unlink what lies at the path.
+    """A lock on ``path``, in the file ``{path}.lock``. Only the process that holds it may unlink ``path``.
 
-    The kernel releases it when the process ends. Forked children do not have it.
+    The kernel releases the lock when the process ends. Forked children do not hold it.
 
     Args:
-        path: of the socket.
+        path: the socket's path.
 
     Raises:
-        BlockingIOError: another sender has it.
-        OSError: the file cannot be made.
+        BlockingIOError: another sender holds the lock.
+        OSError: the lock's file cannot be made.
     """
 
     def __init__(self, path: str) -> None:
@@ -33,7 +33,8 @@ class PathLock:
         close_in_children(self)
 
     def _acquire(self) -> int:
-        """The locked file's descriptor; -1 if its last holder has unlinked it since it was opened."""
+        """Lock the file and return its descriptor; -1 if its last holder unlinked it after it was opened
+        here."""
         fd = os.open(self._name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,11 +48,11 @@ class PathLock:
         return -1
 
     def fileno(self) -> int:
-        """The file's descriptor; -1 once it is released."""
+        """Return the file's descriptor; -1 after the release."""
         return self._fd
 
     def release(self) -> None:
-        """Let another sender have it; idempotent. In a forked child this only forgets it."""
+        """Release the lock; idempotent. In a forked child only the descriptor is closed."""
         fd, self._fd = self._fd, -1
         if fd < 0:
             return

@@ -1,30 +1,38 @@
-"""TLS for connections: where the keys are, what is asked of the other side, and TLS without a socket."""
+"""TLS for connections: the certificates, and a TLS layer that works on bytes instead of a socket."""
 
 from __future__ import annotations
 
 import os
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from aiosync.errors import InvalidArgumentError
+from aiosync.errors import HandshakeError, InvalidArgumentError, ProtocolError, SenderFullError
+from aiosync.protocol.frames import Bye, Refused
+from aiosync.protocol.framing import FrameDecoder
+from aiosync.protocol.text import clean
 
-__all__ = ["TLSConfig", "TLSLayer"]
+__all__ = ["TLSConfig", "TLSLayer", "error_of_plain_answer", "reason_of"]
+
+_QUOTED = 200
+"""Characters of a peer's answer that an error quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TLSConfig:
-    """Where a TLS endpoint's certificates are; picklable, and the files are read where it is used.
+    """The certificate files of a TLS endpoint. Picklable: each process reads the files itself.
 
-    The sender needs ``certfile`` and ``keyfile``. With ``cafile`` it takes only workers that show a
-    certificate signed by it (mutual TLS). A worker needs ``cafile`` to know the sender, and a certificate of
-    its own if the sender asks for one. One config can serve both.
+    The sender needs ``certfile`` and ``keyfile``. With ``cafile`` it accepts only workers with a certificate
+    signed by one of those authorities (mutual TLS). A worker needs ``cafile`` to verify the sender's
+    certificate, and its own certificate if the sender requires one. Both sides may use the same config.
 
     Attributes:
         certfile: this endpoint's certificate chain, PEM.
-        keyfile: its private key, PEM; None if it is in ``certfile``.
-        cafile: certificates that may sign the other side's, PEM; None on a worker: the system's.
+        keyfile: its private key, PEM. None: the key is in ``certfile``.
+        cafile: certificates of the authorities that sign the other side's certificate, PEM. None on a worker:
+            those of the system.
         password: decrypts ``keyfile``.
-        server_hostname: the name that the sender's certificate must bear; None: the address's host.
+        server_hostname: the name that the sender's certificate must contain. None: the host of the address.
     """
 
     certfile: str | None = None
@@ -45,10 +53,10 @@ class TLSConfig:
         return self.cafile is not None
 
     def for_sender(self) -> ssl.SSLContext:
-        """The listening side's context.
+        """Make the listening side's context.
 
         Raises:
-            InvalidArgumentError: no certificate, or one that cannot be read.
+            InvalidArgumentError: there is no certificate, or a file cannot be read.
         """
         if self.certfile is None:
             raise InvalidArgumentError("TLSConfig: a sender needs certfile= and keyfile=")
@@ -60,10 +68,10 @@ class TLSConfig:
         return context
 
     def for_worker(self) -> ssl.SSLContext:
-        """The dialling side's context.
+        """Make the dialling side's context.
 
         Raises:
-            InvalidArgumentError: a certificate that cannot be read.
+            InvalidArgumentError: a file cannot be read.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -75,7 +83,7 @@ class TLSConfig:
     def _load(self, context: ssl.SSLContext) -> None:
         try:
             if self.certfile is not None:
-                # Without a password openssl would ask for one at the terminal, and wait.
+                # Without this callback OpenSSL would prompt at the terminal for a password, and block.
                 context.load_cert_chain(self.certfile, self.keyfile, lambda: self.password or "")
         except OSError as exc:
             raise InvalidArgumentError(
@@ -92,14 +100,14 @@ class TLSConfig:
 
 
 class TLSLayer:
-    """One connection's TLS, beside its socket: bytes in, bytes out.
+    """The TLS of one connection, apart from its socket: bytes in, bytes out.
 
-    A TLS socket makes a system call for each record of 16 KiB. Here many records are made, or read, in
-    between two system calls. To be used by one thread at a time.
+    An ``SSLSocket`` makes a system call for each record of 16 KiB. This class encrypts and decrypts many
+    records between two system calls. Only one thread may use it at a time.
 
     Args:
-        context: of :class:`TLSConfig`.
-        server_hostname: the name that the other side must prove to have; None on the listening side.
+        context: made by :class:`TLSConfig`.
+        server_hostname: the name that the sender's certificate must contain; None on the listening side.
 
     Attributes:
         listens: whether this is the listening side.
@@ -117,22 +125,22 @@ class TLSLayer:
 
     @property
     def pending(self) -> bool:
-        """Whether there is something for the socket."""
+        """Whether there are encrypted bytes to send."""
         return self._outgoing.pending > 0
 
-    def take(self) -> memoryview:
-        """What the socket is to send."""
+    def read_outgoing(self) -> memoryview:
+        """Remove and return the encrypted bytes that the socket has to send."""
         return memoryview(self._outgoing.read())
 
-    def feed(self, data: memoryview) -> None:
-        """What came from the socket."""
+    def write_incoming(self, data: memoryview) -> None:
+        """Add encrypted bytes that the socket has received."""
         self._incoming.write(data)
 
-    def shake_hands(self) -> bool:
-        """Go on with the handshake; whether it is done.
+    def do_handshake(self) -> bool:
+        """Continue the handshake with the bytes received so far; returns whether it is done.
 
         Raises:
-            SSLError: the other side does not do. What is pending tells it so.
+            SSLError: the handshake failed. The outgoing bytes contain the alert for the other side.
         """
         try:
             self._tls.do_handshake()
@@ -141,15 +149,16 @@ class TLSLayer:
         return True
 
     def encrypt(self, data: memoryview) -> None:
-        """Have ``data`` sent."""
+        """Encrypt ``data`` into the outgoing bytes."""
         while data:
             data = data[self._tls.write(data) :]
 
     def decrypt(self, buffer: memoryview) -> int:
-        """Put what has come into ``buffer``; how many bytes.
+        """Decrypt received bytes into ``buffer``; returns how many bytes were written, 0 if more have to
+        come.
 
         Raises:
-            SSLError: it is not what was sent.
+            SSLError: the received bytes were changed on the way.
         """
         count = 0
         try:
@@ -161,3 +170,26 @@ class TLSLayer:
         except ssl.SSLWantReadError:
             pass
         return count
+
+
+def error_of_plain_answer(data: bytes) -> HandshakeError:
+    """Make the error for a sender that answered a TLS handshake with frames.
+
+    Args:
+        data: the first bytes that the sender sent.
+    """
+    hint = "the sender does not speak TLS: take tls= away here, or give it to the sender"
+    with suppress(ProtocolError):
+        for frame in FrameDecoder().feed(data):
+            if isinstance(frame, Refused) and frame.retry:
+                return SenderFullError(f"the sender refused the connection: {clean(frame.reason, _QUOTED)}")
+            if isinstance(frame, Refused | Bye):
+                return HandshakeError(f"{hint} (it said: {clean(frame.reason, _QUOTED)})")
+    return HandshakeError(hint)
+
+
+def reason_of(exc: Exception) -> str:
+    """Return an exception's message, without the line of the C file that OpenSSL adds."""
+    if isinstance(exc, ssl.SSLError):
+        return getattr(exc, "verify_message", None) or (exc.reason or str(exc)).replace("_", " ").lower()
+    return getattr(exc, "strerror", None) or str(exc)

@@ -1,1 +1,1 @@
-"""Processes that meet in a torch store, and weights that a process group moves."""
+"""Connections found through a torch.distributed store, and process groups that send weights."""

@@ -1,10 +1,10 @@
-"""Connections whose weights go from rank to rank.
+"""Connections whose weights are sent by a process group.
 
-Frames go over a socket, whose address the worker gets by other means. The process groups meet in a store of
-torch.distributed.
+Frames go over a TCP socket. A subclass finds the socket's address. The process groups are made through a
+store of torch.distributed.
 
-A worker on the sender's machine that can read the sender's memory gets another connection, the one that
-:class:`~aiosync.SharedMemWeightSyncScheme` has: then there is nothing to be sent.
+A worker on the sender's machine that can map the sender's memory gets a Unix-socket connection instead, as
+with :class:`~aiosync.SharedMemWeightSyncScheme`. No weights are sent then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from aiosync._deadline import Deadline
 from aiosync.errors import ArenaAllocationError, ProtocolError, WorkerLostError
-from aiosync.protocol.frames import Inbound
+from aiosync.protocol.framing import Inbound
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.tcp.address import Address
 from aiosync.transports.tcp.connection import DialledTransport
@@ -32,14 +32,15 @@ from aiosync.weights.segment import Segment
 __all__ = ["RankedListener", "RankedTransport", "SenderAddress"]
 
 
-class Near(msgspec.Struct, frozen=True):
-    """How workers on the sender's machine get to it.
+class LocalAddress(msgspec.Struct, frozen=True):
+    """Where a sender listens for workers on its own machine.
 
     Attributes:
-        address: of the socket.
-        user: whose it is. Other users cannot connect.
-        sample: the handle of some memory of the sender's.
-        mark: what is in there. (Process ids, and numbers of files, mean something else in another container.)
+        address: address of the Unix socket.
+        user: the sender's user id. Processes of other users cannot connect.
+        sample: handle of a small segment of the sender's memory.
+        mark: content of that segment. A worker compares it, because in another container the handle's process
+            id may belong to another process.
     """
 
     address: str
@@ -48,11 +49,11 @@ class Near(msgspec.Struct, frozen=True):
     mark: bytes
 
     def within_reach(self) -> bool:
-        """Whether this process would be let in, and can map the sender's memory."""
+        """Return whether this process may connect, and can map the sender's memory."""
         match self.sample:
             case {"kind": "memfd", "pid": int(pid), "fd": int(fd)} if self.user == os.geteuid():
                 try:
-                    # Opening something else might wait, or do something.
+                    # Opening another kind of file may block or have side effects.
                     if not os.readlink(f"/proc/{pid}/fd/{fd}").startswith("/memfd:"):
                         return False
                     found = Segment.attach(dict(self.sample)).buffer
@@ -63,22 +64,29 @@ class Near(msgspec.Struct, frozen=True):
 
 
 class SenderAddress(msgspec.Struct, frozen=True):
-    """Where a sender listens, and what it is to be told there."""
+    """Where a sender listens, and its token.
+
+    Attributes:
+        host: the sender's IP address.
+        port: its TCP port.
+        token: the secret that a worker proves to know.
+        near: the address for workers on the sender's machine; None: there is none.
+    """
 
     host: str
     port: int
     token: bytes
-    near: Near | None = None
+    near: LocalAddress | None = None
 
     def __repr__(self) -> str:
         return f"SenderAddress({self.host!r}, {self.port}, <secret>)"
 
 
 class RankedTransport(DialledTransport):
-    """A worker's connection to its sender; a subclass finds out where that is.
+    """A worker's connection to its sender. A subclass finds the sender's address in :meth:`_find`.
 
     Args:
-        share_memory: whether the sender's memory may be viewed, if that can be done.
+        share_memory: whether the worker may map the sender's memory, if it can.
     """
 
     def __init__(self, *, share_memory: bool) -> None:
@@ -86,36 +94,37 @@ class RankedTransport(DialledTransport):
         self._share_memory = share_memory
 
     async def reach(self, deadline: Deadline) -> Transport:
-        """Find the sender, and connect to it; by the shorter way, if it is on this machine.
+        """Find the sender and connect to it, over a Unix socket if its memory can be mapped; else over TCP.
 
         Raises:
-            InvalidArgumentError, NotInitializedError: there is no way to find it.
-            WorkerLostError: it is not there, or no more.
-            SyncTimeoutError: it did not come in time.
+            InvalidArgumentError: the scheme does not know where to look for the sender.
+            NotInitializedError: this process has not joined the job.
+            WorkerLostError: the sender or the store is not there.
+            SyncTimeoutError: the sender did not appear in time.
         """
         place = await self._find(deadline)
         near = place.near if self._share_memory else None
         if near is not None and near.within_reach():
-            shorter = SharedMemTransport(near.address)
-            shorter.secret = place.token
+            local = SharedMemTransport(near.address)
+            local.secret = place.token
             try:
-                await shorter.open(deadline)
+                await local.open(deadline)
             except WorkerLostError:
-                await shorter.aclose()  # going the longer way, one finds out why
+                await local.aclose()  # connecting over TCP gives the reason, if the sender is gone
             except BaseException:
-                await shorter.aclose()
+                await local.aclose()
                 raise
             else:
-                shorter.reached = True
-                return shorter
-        await self._go_to(place, deadline)
+                local.reached = True
+                return local
+        await self._connect_to(place, deadline)
         return self
 
     async def open(self, deadline: Deadline) -> None:
-        """Find the sender, and connect to it; raises as :meth:`reach`."""
-        await self._go_to(await self._find(deadline), deadline)
+        """Find the sender and connect to it over TCP. Raises as :meth:`reach`."""
+        await self._connect_to(await self._find(deadline), deadline)
 
-    async def _go_to(self, place: SenderAddress, deadline: Deadline) -> None:
+    async def _connect_to(self, place: SenderAddress, deadline: Deadline) -> None:
         self.trouble = ""
         self.secret = place.token
         self._address = Address(place.host, place.port)
@@ -124,76 +133,79 @@ class RankedTransport(DialledTransport):
 
     @abstractmethod
     async def _find(self, deadline: Deadline) -> SenderAddress:
-        """Where the sender is; raises as :meth:`reach` does."""
+        """Return the sender's address. Raises as :meth:`reach`."""
 
     @abstractmethod
     def connection(self) -> Any:
-        """A connection to the store for a thread that blocks in it. Blocking."""
+        """Make a connection to the store, for a thread that blocks in the store. Blocking."""
 
     def trust(self, inbound: Inbound) -> None:
-        """The sender has authenticated: its updates may come, and what they bring comes another way."""
+        """Accept the frames of ``inbound``: the sender has authenticated. Updates have no chunks on this
+        socket."""
         super().trust(inbound)
-        if self._channel is not None:
-            self._channel.decoder.bare = True
+        if self._socket is not None:
+            self._socket.decoder.bare = True
 
 
 class RankedListener(Listener):
-    """Where workers connect; a subclass tells them where that is.
+    """Listens for workers over TCP, and over a Unix socket for those on this machine.
+
+    A subclass publishes the addresses.
 
     Args:
         meeting: the store.
-        token: what workers are to prove that they know.
-        share_memory: whether workers on this machine may come by the shorter way.
+        token: the secret that workers prove to know.
+        share_memory: whether workers on this machine may map the sender's memory.
 
     Attributes:
-        meeting: how workers get to the store.
-        place: how they get here.
+        meeting: the store, as workers reach it.
+        place: the sender's addresses and token.
     """
 
     def __init__(self, meeting: StoreAddress, token: bytes, *, share_memory: bool) -> None:
         self.meeting, self._store = meeting.open()
         host = self.meeting.reachable
         tcp = TCPListener(Address(self.meeting.bind, 0))
-        self._doors: list[TCPListener | UnixListener] = [tcp]
+        self._listeners: list[TCPListener | UnixListener] = [tcp]
         self.patience = tcp.patience
         self._sample: Segment | None = None
-        near = self._open_near() if share_memory and "memfd_create" in dir(os) else None
+        near = self._listen_locally() if share_memory and "memfd_create" in dir(os) else None
         self.place = SenderAddress(host, tcp.address.port, bytes(bytearray(token)), near)
 
-    def _open_near(self) -> Near | None:
+    def _listen_locally(self) -> LocalAddress | None:
         mark = secrets.token_bytes(32)
-        with suppress(ArenaAllocationError, OSError):  # not allowed to, perhaps; it is not needed
+        with suppress(ArenaAllocationError, OSError):  # perhaps not permitted; workers use TCP then
             self._sample = sample = Segment.shared(len(mark))
-            door = UnixListener()
-            self._doors.append(door)
+            listener = UnixListener()
+            self._listeners.append(listener)
             sample.buffer.numpy().data[:] = mark
-            return Near(door.address, os.geteuid(), dict(sample.handle or {}), mark)
+            return LocalAddress(listener.address, os.geteuid(), dict(sample.handle or {}), mark)
         return None
 
     def connection(self) -> Any:
-        """A connection to the store for a thread that blocks in it."""
+        """Make a connection to the store, for a thread that blocks in the store."""
         return self._store.clone()
 
     async def listen(
         self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
     ) -> None:
-        for door in self._doors:
-            await door.listen(on_connection, on_lost)
+        for listener in self._listeners:
+            await listener.listen(on_connection, on_lost)
 
     def forget(self) -> None:
-        for door in self._doors:
-            door.forget()
+        for listener in self._listeners:
+            listener.forget()
         if self._sample is not None:
             self._sample.close()
 
     def stop(self) -> None:
-        for door in self._doors:
-            door.stop()
+        for listener in self._listeners:
+            listener.stop()
 
     def close(self) -> None:
         self.stop()
-        for door in self._doors:
-            door.close()
+        for listener in self._listeners:
+            listener.close()
         if self._sample is not None:
             self._sample.close()
         self._store = None

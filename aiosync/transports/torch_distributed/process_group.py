@@ -1,12 +1,13 @@
-"""Process groups of torch.distributed for a sender and its workers alone.
+"""Process groups of torch.distributed that only a sender and its workers are in.
 
-They are made beside whatever groups the process is in, and registered nowhere: what
-``torch.distributed.is_initialized`` says does not change. A group of two is one worker's: another's death
-does not break it, and a worker that comes later gets one of its own. A group of more is for broadcasts.
+They are independent of the process's other groups, and not registered: ``torch.distributed.is_initialized()``
+does not change. A group of two serves one worker. So another worker's death does not break it, and a worker
+that connects later gets its own group. A larger group is for broadcasts.
 
-States: NEW → JOINED → CLOSED; from NEW to CLOSED too. The group's thread makes it at the first use, uses
-it and drops it. A group that was dropped closes its connections, and what the others are in the middle of
-raises. So a rank that is stuck is freed by another rank, or by the group's own timeout.
+States: NEW → JOINED → CLOSED, or NEW → CLOSED. The group's thread makes the group at the first use, uses it
+    and drops
+it. When a member drops the group, its connections close, and pending calls of the other members raise. So a
+blocked rank is released by another rank, or by the group's timeout.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from aiosync.transports._offload import DetachedThread
 __all__ = ["BACKENDS", "BUCKET", "ProcessGroupMember", "check_backend", "device_of"]
 
 BUCKET = 8 << 20
-"""Bytes that are sent at once: so few that copying, sending and receiving go on at the same time."""
+"""Bytes of one message. Small enough that copying, sending and receiving overlap."""
 
 BACKENDS = ("gloo", "nccl")
 
 _JOIN = 30.0
-"""Seconds that the others have at most to join a group."""
+"""Most seconds that the other members have to join a group."""
 
 
 def check_backend(backend: str) -> None:
-    """Raise InvalidArgumentError if there is no such backend here."""
+    """Raise InvalidArgumentError if this build of torch does not have ``backend``."""
     if backend not in BACKENDS:
         raise InvalidArgumentError(f"backend={backend!r}: expected one of 'gloo', 'nccl'")
-    # A build without torch.distributed has none of the other names.
+    # A build without torch.distributed does not have the functions below.
     found = dist.is_available() and (
         dist.is_gloo_available() if backend == "gloo" else dist.is_nccl_available()
     )
@@ -48,25 +49,25 @@ def check_backend(backend: str) -> None:
 
 
 def device_of(backend: str) -> torch.device:
-    """Where weights have to be for this backend."""
+    """Return the device that ``backend`` sends from and receives into."""
     if backend == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 class ProcessGroupMember:
-    """One member's part in a group. Bytes go from rank 0 to the others.
+    """One member of a process group. Rank 0 sends, the other ranks receive.
 
     Args:
-        backend: of :data:`BACKENDS`.
-        store: makes a connection to the store that all members know; called in the group's thread.
-        key: the group's name in the store; all members have the same, and no other group has it.
-        rank: 0 on the sender.
-        size: how many members; with two it is send and receive, with more a broadcast.
-        timeout: seconds that one call may take.
+        backend: one of :data:`BACKENDS`.
+        store: makes a connection to the members' common store. Called in the group's thread.
+        key: the group's name in the store, the same for all members and unique to the group.
+        rank: this member's rank; 0 on the sender.
+        size: number of members. Two members use send and recv, more use broadcast.
+        timeout: seconds that one message may take.
 
     Attributes:
-        moved: bytes that have been sent or received.
+        moved: bytes sent or received so far.
     """
 
     def __init__(
@@ -91,17 +92,23 @@ class ProcessGroupMember:
         self._closed = False
 
     def send(self, buffer: Tensor, tag: int, ready: Callable[[int], object]) -> Future[None]:
-        """Send a buffer; on rank 0.
+        """Send a buffer, on rank 0. Returns a future of the end of the send.
 
         Args:
-            buffer: 1-D uint8.
-            tag: of the message; the other side receives one with the same.
-            ready: ``ready(n)`` sees to it that the first ``n`` bytes are there.
+            buffer: 1-D uint8, on :func:`device_of` the backend.
+            tag: of the message. The other side receives with the same tag.
+            ready: called in the thread; ``ready(n)`` returns when the first ``n`` bytes are written.
         """
         return self._thread.submit(lambda: self._move(buffer, tag, ready))
 
     def receive(self, buffer: Tensor, tag: int, after: Sequence[Future[None]] = ()) -> Future[None]:
-        """Fill a buffer with what rank 0 sends, once the work in ``after`` has ended."""
+        """Receive into a buffer what rank 0 sends. Returns a future of the end.
+
+        Args:
+            buffer: 1-D uint8, on :func:`device_of` the backend.
+            tag: of the message.
+            after: work that has to end before ``buffer`` is written.
+        """
 
         def work() -> None:
             wait(after)
@@ -110,7 +117,7 @@ class ProcessGroupMember:
         return self._thread.submit(work)
 
     def close(self) -> None:
-        """Drop the group when all that was asked for has been moved; idempotent. Does not wait for that."""
+        """Drop the group after the queued messages; idempotent. Does not wait."""
         if not self._closed:
             self._closed = True
             self._thread.submit(self._drop)
@@ -125,8 +132,9 @@ class ProcessGroupMember:
         except RuntimeError as exc:
             broken = str(exc).splitlines()[0] if str(exc) else repr(exc)
         if broken:
-            # Not from within the handler: what is raised there knows the frames that still hold the group,
-            # and the others wait until that is gone. Nor must what is queued in it be moved any more.
+            # Not within the handler: there the exception refers to frames that hold the group, which would
+            # not be destroyed, and the other members would go on waiting. Queued messages must not be moved
+            # either.
             self._drop()
             raise WorkerLostError((), f"its process group ({self._backend}) broke: {broken}")
 
@@ -136,14 +144,14 @@ class ProcessGroupMember:
         for bucket in buffer.split(BUCKET):
             end += bucket.numel()
             ready(end)
-            works.append((self._begin(group, bucket, tag), bucket.numel()))
+            works.append((self._start(group, bucket, tag), bucket.numel()))
         for work, nbytes in works:
             work.wait(timedelta(seconds=self._timeout))
             self.moved += nbytes
         if buffer.is_cuda:
-            torch.cuda.current_stream(buffer.device).synchronize()  # until then it is only queued
+            torch.cuda.current_stream(buffer.device).synchronize()  # before that the copy is only queued
 
-    def _begin(self, group: Any, bucket: Tensor, tag: int) -> Any:
+    def _start(self, group: Any, bucket: Tensor, tag: int) -> Any:
         if self._size > 2:
             options = dist.BroadcastOptions()
             options.rootRank = 0
@@ -151,17 +159,17 @@ class ProcessGroupMember:
         return group.send([bucket], 1, tag) if self._rank == 0 else group.recv([bucket], 0, tag)
 
     def _joined(self) -> Any:
-        """The group; the first time all members make it."""
+        """Return the group. The first call makes it, together with the other members."""
         if self._group is None:
-            half = dist.PrefixStore(  # type: ignore[attr-defined]
+            rendezvous = dist.PrefixStore(  # type: ignore[attr-defined]
                 f"aiosync/ranks/{self._key}", self._store()
             )
-            self._group = self._make(half)
+            self._group = self._make(rendezvous)
             token = torch.zeros(1, dtype=torch.uint8, device=device_of(self._backend))
             if self._rank == 0:
                 for other in range(1, self._size):
                     self._group.recv([token], other, 0).wait()
-                _forget(half)
+                _delete_keys(rendezvous)
             else:
                 self._group.send([token], 0, 0).wait()
         return self._group
@@ -178,8 +186,8 @@ class ProcessGroupMember:
         self._group = None
 
 
-def _forget(store: Any) -> None:
-    """Delete what was needed to make a group."""
-    with suppress(RuntimeError):  # a store that cannot list or delete keeps a few bytes
+def _delete_keys(store: Any) -> None:
+    """Delete the keys that the members used to make a group."""
+    with suppress(RuntimeError):  # some stores cannot list or delete keys; a few bytes stay
         for key in store.list_keys():
             store.delete_key(key)

@@ -1,16 +1,15 @@
-"""Where sender and workers that know nothing but a store of torch.distributed find each other.
+"""The rendezvous of senders and workers in a store of torch.distributed.
 
-What lies in the store, all of it under ``aiosync/<model_id>/``:
+Keys, all under ``aiosync/<model_id>/``:
 
-``arrivals``      a queue: a worker puts in a name that it has just made up
-``met/<name>``    the sender's answer to it: where it listens, and the token; the worker deletes it
+``arrivals``      a queue; a worker pushes a random name
+``met/<name>``    the sender's answer to that worker: its address and token; the worker deletes the key
 
-(And under ``aiosync/ranks/<key>`` what ranks say to each other to make a process group, until it stands.)
+(The ranks of a process group use ``aiosync/ranks/<key>`` until the group is made.)
 
-There is no polling: the sender waits in a thread that the store wakes when a worker arrives, and a worker in
-a thread that the store wakes when the answer is there. A side that gives up wakes its own thread by writing
-the key that the thread waits for.
-A blocking call keeps its connection to the store busy, so each thread has one of its own.
+Nothing polls. The sender blocks in a thread until a worker pushes its name. The worker blocks in a thread
+until the answer is set. To cancel the wait, a side writes the key that its own thread waits for. A blocking
+call keeps its connection to the store busy, so each thread has its own connection.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = ["StoreAddress", "StoreLookup", "StoreResponder", "first_line"]
 
 logger = logging.getLogger("aiosync")
 
-_c10d: Any = dist  # which exports its stores by no name that a type checker knows
+_c10d: Any = dist  # type checkers do not know the names of its stores
 _FOR_EVER = timedelta(days=365)
 _CONNECT = timedelta(seconds=60)
 _BACKLOG = 4096
@@ -43,12 +42,13 @@ _BACKLOG = 4096
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Which store: one that was given, or the way to one.
+    """A store object, or the address of a TCPStore.
 
     Attributes:
-        store: given; stays in this process.
-        host, port: of a TCPStore; port 0: not known yet.
-        serves: whether the sender starts it there if no process has.
+        store: a store object of this process; None: use ``host`` and ``port``.
+        host: host of a TCPStore.
+        port: port of a TCPStore; 0: not known yet.
+        serves: whether the sender starts the TCPStore if no process serves it yet.
     """
 
     store: Any = None
@@ -58,10 +58,10 @@ class StoreAddress:
 
     @classmethod
     def at(cls, store: Any, init_method: str | None) -> StoreAddress:
-        """What a scheme's arguments, or else the environment, say.
+        """Read a scheme's arguments; without arguments, read MASTER_ADDR and MASTER_PORT.
 
         Raises:
-            InvalidArgumentError: they make no sense.
+            InvalidArgumentError: the arguments or the variables are invalid.
         """
         if store is not None and init_method is not None:
             raise InvalidArgumentError("give store= or init_method=, not both")
@@ -90,30 +90,34 @@ class StoreAddress:
         return cls(host=host, port=port, serves=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
 
     def open(self) -> tuple[StoreAddress, Any]:
-        """On the sender: a store to keep, and how workers get there.
+        """Open the store on the sender. Returns its address for workers, and a connection to keep.
 
         Raises:
-            InvalidArgumentError: there is no store there, and none can be.
+            WorkerLostError: no store is served at the address, and this process must not serve one.
         """
         if self.store is not None:
             return self, self.store.clone()
         if self.serves:
-            with suppress(RuntimeError):  # another group of the same job serves it
+            with suppress(RuntimeError):  # another process of the job serves it
                 store = self._serve()
                 return StoreAddress(None, self.host, store.port, serves=False), store
         return self, self.connect()
 
     def _serve(self) -> Any:
-        """A store that listens at the host's address alone. By itself a TCPStore listens at all addresses of
-        the machine, and answers any client (pytorch issue 173909)."""
+        """Serve a TCPStore that listens only at the host's address.
+
+        By default a TCPStore listens at all addresses of the machine, and answers any client (pytorch issue
+        173909).
+        """
         port, descriptor, inode = self.port, None, 0
         try:
             sock = _listening(self.host, port)
         except OSError as exc:
-            # In use: by a store of this process, which torch then shares, or by another one.
+            # EADDRINUSE: torch shares the store if it is in this process, and raises if not.
             if exc.errno != errno.EADDRINUSE:
                 logger.warning(
-                    "the store of this job listens at all addresses of this machine: %s is none of them (%s)",
+                    "the store of this job listens at all addresses of this machine: "
+                    "%s is not one of them (%s)",
                     self.host,
                     exc.strerror or exc,
                 )
@@ -130,12 +134,13 @@ class StoreAddress:
                 master_listen_fd=descriptor,
             )
         except RuntimeError:
-            if descriptor is not None and _inode(descriptor) == inode:  # torch may have closed it
+            if descriptor is not None and _inode(descriptor) == inode:  # unless torch has closed it
                 os.close(descriptor)
             raise
 
     def by_address(self) -> StoreAddress:
-        """The way to a TCPStore that was given."""
+        """Return the address of a given TCPStore, without the object; port 0 if the store is not a
+        TCPStore."""
         store = self.store
         if not isinstance(store, _c10d.TCPStore):
             return StoreAddress(serves=False)
@@ -150,10 +155,10 @@ class StoreAddress:
             )
 
     def connect(self) -> Any:
-        """A connection to the store. Blocking.
+        """Connect to the store. Blocking.
 
         Raises:
-            WorkerLostError: there is none.
+            WorkerLostError: there is no store at the address.
         """
         if self.store is not None:
             return self.store.clone()
@@ -166,12 +171,12 @@ class StoreAddress:
 
     @property
     def bind(self) -> str:
-        """Where the sender is to listen so that those who reach the store reach it too."""
+        """The address that the sender has to listen at so that clients of the store can reach it."""
         return "127.0.0.1" if is_loopback(self._store_address()) else "0.0.0.0"
 
     @property
     def reachable(self) -> str:
-        """This machine's address, as those who reach the store see it."""
+        """This machine's address, as clients of the store see it."""
         address = self._store_address()
         if is_loopback(address):
             return "127.0.0.1"
@@ -190,7 +195,7 @@ class StoreAddress:
 
 
 def _inode(descriptor: int) -> int:
-    """The number of the open socket; -1: it is closed."""
+    """Return the inode of a descriptor; -1: the descriptor is closed."""
     try:
         return os.fstat(descriptor).st_ino
     except OSError:
@@ -198,8 +203,8 @@ def _inode(descriptor: int) -> int:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """A socket that listens at the first address of ``host``; at one of IPv4 if it has one, because workers
-    look for those."""
+    """Listen at the first IPv4 address of ``host``, which workers look for; without one, at its first
+    address."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -214,16 +219,17 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def prefixed(store: Any, model_id: str | None, *more: str) -> Any:
-    """The part of a store that is one model's."""
+    """Return the part of a store that belongs to one model."""
     return _c10d.PrefixStore("/".join(("aiosync", model_id or "", *more)), store)
 
 
 class StoreResponder:
-    """The sender's side: answers those who arrive. To be run in a thread.
+    """Answers workers that look for their sender. :meth:`run` blocks in a thread.
 
     Args:
-        kept: the store, which is kept for as long as this waits in it.
-        answer: what they are told.
+        kept: the store. This object keeps it alive.
+        model_id: the model's name.
+        answer: what workers get: the encoded :class:`SenderAddress`.
     """
 
     def __init__(self, kept: Any, model_id: str | None, answer: bytes) -> None:
@@ -236,7 +242,8 @@ class StoreResponder:
         store.set_timeout(_FOR_EVER)
 
     def run(self) -> str:
-        """Answer until :meth:`close`, or until the store is no more; why it ended."""
+        """Answer until :meth:`close`, or until the store is gone. Returns why it ended; empty after
+        ``close``."""
         while True:
             try:
                 name = self._store.queue_pop("arrivals")
@@ -250,18 +257,18 @@ class StoreResponder:
                 return first_line(exc)
 
     def close(self) -> None:
-        """Have :meth:`run` return. Blocking, shortly."""
+        """Make :meth:`run` return. Blocks shortly."""
         self._closed = True
         with suppress(RuntimeError):
             self._other.queue_push("arrivals", b"")
 
 
 class StoreLookup:
-    """A worker's side: looks for the sender. :meth:`run` is for a thread, :meth:`give_up` for another.
+    """Looks for a worker's sender. :meth:`run` blocks in a thread. Another thread calls :meth:`cancel`.
 
     Args:
-        meeting: which store.
-        model_id: what sender it looks for.
+        meeting: the store.
+        model_id: the model's name.
     """
 
     def __init__(self, meeting: StoreAddress, model_id: str | None) -> None:
@@ -269,36 +276,36 @@ class StoreLookup:
         self._model_id = model_id
         self._name = secrets.token_hex(8)
         self._other: Any = None
-        self._given_up = False
+        self._cancelled = False
 
     def run(self) -> tuple[bytes, Any] | None:
-        """Wait for the sender's answer; that and the store, or None after :meth:`give_up`.
+        """Wait for the sender's answer. Returns the answer and the store, or None after :meth:`cancel`.
 
         Raises:
-            WorkerLostError: there is no store, or it is no more.
+            WorkerLostError: there is no store, or it is gone.
         """
         store = self._meeting.connect()
         store.set_timeout(_FOR_EVER)
         mine, key = prefixed(store, self._model_id), f"met/{self._name}"
         try:
             self._other = prefixed(store.clone(), self._model_id)
-            if self._given_up:
+            if self._cancelled:
                 return None
             mine.queue_push("arrivals", self._name)
             answer = mine.get(key)
             mine.delete_key(key)
         except RuntimeError as exc:
-            raise WorkerLostError((), f"the store is no more: {first_line(exc)}") from exc
-        return None if self._given_up else (answer, store)
+            raise WorkerLostError((), f"the store is gone: {first_line(exc)}") from exc
+        return None if self._cancelled else (answer, store)
 
-    def give_up(self) -> None:
-        """Have :meth:`run` return. Blocking, shortly."""
-        self._given_up = True
+    def cancel(self) -> None:
+        """Make :meth:`run` return. Blocks shortly."""
+        self._cancelled = True
         if self._other is not None:
             with suppress(RuntimeError):
                 self._other.set(f"met/{self._name}", b"")
 
 
 def first_line(exc: Exception) -> str:
-    """The first line of an exception's text."""
+    """Return the first line of an exception's text."""
     return str(exc).splitlines()[0] if str(exc) else repr(exc)

@@ -1,8 +1,8 @@
-"""The connection of :class:`~aiosync.DistributedWeightSyncScheme`: frames over a socket, found by a store.
+"""The connection of :class:`~aiosync.DistributedWeightSyncScheme`.
 
-A store cannot tell that the process at the other end has died, and who waits in one cannot be woken but by
-it; a socket can, on the event loop. So the store is where the two sides meet, frames go over a socket, and
-the weights from rank to rank.
+The two sides find each other in a store. Frames then go over a socket, because a store does not report the
+death of a process, and a thread that waits in a store can be woken only through the store. A process group
+sends the weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from aiosync._deadline import Deadline
-from aiosync.transports._offload import DetachedThread, abandonable, aside
+from aiosync.transports._offload import DetachedThread, abandonable, start_thread
 from aiosync.transports.base import Transport
 from aiosync.transports.tcp.address import Address
 from aiosync.transports.torch_distributed.connection import RankedListener, RankedTransport, SenderAddress
@@ -25,16 +25,16 @@ __all__ = ["DistributedListener", "DistributedTransport"]
 
 
 class DistributedTransport(RankedTransport):
-    """A worker's connection to its sender, by way of a store.
+    """A worker's connection to its sender, which it finds in a store.
 
     Args:
-        meeting: which store.
+        meeting: the store.
         model_id: the model's name.
-        rank: the worker's.
-        share_memory: whether the sender's memory may be viewed, if that can be done.
+        rank: the worker's rank.
+        share_memory: whether the worker may map the sender's memory, if it can.
 
     Attributes:
-        store: a connection to the store, once :meth:`open` has met the sender there.
+        store: a connection to the store; None until the sender has answered.
     """
 
     def __init__(
@@ -51,63 +51,63 @@ class DistributedTransport(RankedTransport):
 
     async def _find(self, deadline: Deadline) -> SenderAddress:
         meeting = self._meeting
-        search = StoreLookup(meeting, self._model_id)
+        lookup = StoreLookup(meeting, self._model_id)
         found = None
         try:
             async with asyncio.timeout(deadline.remaining()):
                 meeting.check_known()
                 if meeting.store is None:
-                    # torch would wait for it in a call that cannot be interrupted.
+                    # torch would wait for the store in a call that cannot be interrupted.
                     self._address = Address(meeting.host, meeting.port)
                     (await self._dial(deadline)).close()
                 self.trouble = "no sender of this model came to the store"
-                found = await abandonable(search.run, "aiosync-meet")
+                found = await abandonable(lookup.run, "aiosync-meet")
         except TimeoutError:
             raise deadline.error("connect", hint=self.trouble) from None
         finally:
             if found is None:
-                aside(search.give_up, "aiosync-meet")
+                start_thread(lookup.cancel, "aiosync-meet")
         assert found is not None
         answer, self.store = found
         return msgspec.msgpack.decode(answer, type=SenderAddress)
 
 
 class DistributedListener(RankedListener):
-    """Where workers connect; a store tells them where that is.
+    """Listens for workers, and publishes its address in a store.
 
     Args:
-        meeting: which store.
+        meeting: the store.
         model_id: the model's name.
-        token: what workers are to prove that they know.
-        share_memory: whether workers on this machine may come by the shorter way.
+        token: the secret that workers prove to know.
+        share_memory: whether workers on this machine may map the sender's memory.
     """
 
     def __init__(
         self, meeting: StoreAddress, model_id: str | None, token: bytes, *, share_memory: bool = True
     ) -> None:
         super().__init__(meeting, token, share_memory=share_memory)
-        self._make_reception: Callable[[], StoreResponder] | None = partial(
+        self._make_responder: Callable[[], StoreResponder] | None = partial(
             StoreResponder, self._store, model_id, msgspec.msgpack.encode(self.place)
         )
-        self._reception: StoreResponder | None = None
-        self._thread = DetachedThread("aiosync-reception")
+        self._responder: StoreResponder | None = None
+        self._thread = DetachedThread("aiosync-store")
 
     async def listen(
         self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
     ) -> None:
-        assert self._make_reception is not None
+        assert self._make_responder is not None
         await super().listen(on_connection, on_lost)
-        self._reception = await abandonable(self._make_reception, "aiosync-reception")
-        self._thread.wake = self._reception.close
-        self._thread.submit(self._reception.run)
+        self._responder = await abandonable(self._make_responder, "aiosync-store")
+        self._thread.wake = self._responder.close
+        self._thread.submit(self._responder.run)
 
     def stop(self) -> None:
         super().stop()
-        reception, self._reception = self._reception, None
-        if reception is not None:
-            aside(reception.close, "aiosync-reception")
+        responder, self._responder = self._responder, None
+        if responder is not None:
+            start_thread(responder.close, "aiosync-store")
         self._thread.close()
 
     def close(self) -> None:
         super().close()
-        self._make_reception = None
+        self._make_responder = None

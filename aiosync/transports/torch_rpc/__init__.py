@@ -1,1 +1,1 @@
-"""Connections that are found, and weights that are moved, through torch RPC."""
+"""Connections found through torch RPC, and calls of remote objects."""

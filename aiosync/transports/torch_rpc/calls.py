@@ -1,8 +1,8 @@
-"""Calls of torch.distributed.rpc that are awaited.
+"""Awaitable calls of torch.distributed.rpc.
 
-An agent of torch RPC runs what comes in on a few threads, which the job's own calls may keep busy; that a
-peer has died it tells only those who wait for an answer; and ``rpc.shutdown()`` waits until no call is
-pending. So calls are to be short and few, and none may be left pending.
+Calls should be few and short, and none may stay pending. The reasons: an agent of torch RPC runs incoming
+calls in a few threads, which the job's own calls may occupy; it reports a peer's death only to pending calls;
+and ``rpc.shutdown()`` waits for all pending calls.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from aiosync.errors import NotInitializedError, WorkerLostError
 from aiosync.transports._offload import handover
 from aiosync.transports.torch_distributed.store import first_line
 
-__all__ = ["Call", "agent_here", "is_member", "rank_here", "store_here", "tell"]
+__all__ = ["Call", "agent_here", "is_member", "notify", "rank_here", "store_here"]
 
 _api: Any = rpc.api
 _SHORTLY = 10.0
-"""Seconds that a call may take whose answer is not waited for."""
+"""Seconds that an agent keeps a call pending beyond our deadline, or if no answer is awaited."""
 
 
 def agent_here() -> Any:
-    """This process's agent.
+    """Return this process's RPC agent.
 
     Raises:
-        NotInitializedError: there is none.
+        NotInitializedError: torch RPC is not initialised in this process.
     """
     if not is_member():
         raise NotInitializedError(
@@ -41,12 +41,12 @@ def agent_here() -> Any:
 
 
 def is_member() -> bool:
-    """Whether this process takes part in torch RPC."""
+    """Return whether torch RPC is initialised in this process."""
     return dist.is_available() and rpc.is_available() and _api._is_current_rpc_agent_set()
 
 
 def store_here() -> Any:
-    """The store that the members of torch RPC met in."""
+    """Return the store that torch RPC was initialised with."""
     store = agent_here().store
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
@@ -54,21 +54,21 @@ def store_here() -> Any:
 
 
 def rank_here() -> int:
-    """This process's rank in torch RPC; -1 if it takes no part."""
+    """Return this process's rank in torch RPC; -1 if torch RPC is not initialised."""
     return int(rpc.get_worker_info().id) if is_member() else -1
 
 
 class Call:
-    """A call of a function in another process, under way. No thread waits for its answer.
+    """A pending call of a function in another process. No thread blocks until the answer.
 
     Args:
-        to: a name in torch RPC, or a WorkerInfo.
-        function: of a module that can be imported there.
-        args: its arguments.
+        to: the process's name in torch RPC, or its WorkerInfo.
+        function: a function of a module that the process can import.
+        args: the function's arguments.
         deadline: for the answer.
 
     Raises:
-        NotInitializedError: this process takes no part in torch RPC.
+        NotInitializedError: torch RPC is not initialised in this process.
     """
 
     def __init__(
@@ -78,24 +78,24 @@ class Call:
         self._name = str(getattr(to, "name", to))
         self._deadline = deadline
         self._answer: asyncio.Future[Any]
-        self._answer, settle = handover()
+        self._answer, resolve = handover()
         try:
-            # The agent is to give it up too, but after us.
+            # The agent cancels the call too, after our deadline.
             limit = deadline.remaining() + _SHORTLY
             pending = rpc.rpc_async(to, function, args=args, timeout=limit)
-            pending.add_done_callback(lambda done: settle(done.wait))
-        except RuntimeError as exc:  # no process has that name, or the agent knows already that it is gone
+            pending.add_done_callback(lambda done: resolve(done.wait))
+        except RuntimeError as exc:  # no process has that name, or the agent knows that the process is gone
             self._answer.set_exception(exc)
 
     async def answer(self, deadline: Deadline | None = None) -> Any:
-        """What the function returned. Given up, it can be asked for again.
+        """Wait for the answer and return it. After a cancellation or a timeout it may be awaited again.
 
         Args:
-            deadline: another than the call's own.
+            deadline: replaces the call's own.
 
         Raises:
-            WorkerLostError: the process takes no part, or no more.
-            SyncTimeoutError: it did not answer in time.
+            WorkerLostError: the process is not a member of torch RPC, or is gone.
+            SyncTimeoutError: no answer arrived in time.
         """
         deadline = deadline or self._deadline
         await asyncio.wait([self._answer], timeout=deadline.remaining())
@@ -108,12 +108,12 @@ class Call:
             reason = f"a call of torch RPC to {self._name} failed: {first_line(exc)}"
             raise WorkerLostError((), reason) from exc
 
-    def forget(self) -> None:
-        """The answer is not needed any more."""
+    def discard(self) -> None:
+        """Drop the answer."""
         self._answer.cancel()
 
 
-def tell(to: str, function: Callable[..., Any], *args: Any) -> None:
-    """Call a function in another process, which may be gone, and do not wait for it."""
+def notify(to: str, function: Callable[..., Any], *args: Any) -> None:
+    """Call a function in another process without waiting. Does nothing if the process is gone."""
     with suppress(RuntimeError):
         rpc.rpc_async(to, function, args=args, timeout=_SHORTLY)

@@ -1,9 +1,10 @@
-"""Where workers and senders that take part in torch RPC find each other.
+"""The rendezvous of senders and workers over torch RPC.
 
-A worker asks where its sender is, by one call; frames go over a socket then, and the weights from rank to
-rank. What lies in each process: :data:`_desk`, where those ask who look for a sender that this process
-has, and :data:`_tickets`, for the answers to those who had to wait. A sender that starts
-answers the processes that have asked for it.
+A worker asks the sender's process for the sender's address, by one call. Frames then go over a socket, and a
+process group sends the weights. A sender that starts later answers the workers that asked for it before.
+
+Each process has two tables: :data:`_directory` has its senders and the lookups that wait for one, and
+:data:`_pending` has its own lookups that wait for an answer.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from aiosync.transports._offload import handover
 from aiosync.transports.base import Transport
 from aiosync.transports.torch_distributed.connection import RankedListener, RankedTransport, SenderAddress
 from aiosync.transports.torch_distributed.store import StoreAddress
-from aiosync.transports.torch_rpc.calls import Call, agent_here, is_member, store_here, tell
+from aiosync.transports.torch_rpc.calls import Call, agent_here, is_member, notify, store_here
 
 __all__ = ["RPCListener", "RPCWorkerTransport", "SenderInfo"]
 
 
 _REMEMBERED = 256
-"""Tickets that were given up and may still be asked for."""
+"""Most cancelled lookups that are remembered because their question may still arrive."""
 
 
 def _sender_name(given: str | None) -> str:
-    """The name that the sender has in torch RPC: the one that is given, or that of rank 0.
+    """Return the name of the sender's process in torch RPC: ``given``, or the name of rank 0.
 
     Raises:
-        NotInitializedError: this process takes no part in torch RPC.
-        InvalidArgumentError: no process has that rank.
+        NotInitializedError: torch RPC is not initialised in this process.
+        InvalidArgumentError: no process has rank 0.
     """
     if given is not None:
         return given
@@ -47,29 +48,32 @@ def _sender_name(given: str | None) -> str:
     raise InvalidArgumentError("no process has rank 0 in torch RPC: name the sender's process with sender=")
 
 
-class _Desk:
-    """The senders of this process, each under its model's name and under a key of its own, and who has asked
-    for one that is not here."""
+class _Directory:
+    """The senders of this process, and the lookups that wait for a sender.
+
+    A sender has two names: its model's name and a key that only it has.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._places: dict[str, list[SenderAddress]] = {}
+        # Sender's name -> ticket of a lookup -> name of the worker's process.
         self._asked: dict[str, dict[str, str]] = {}
-        # Tickets that were given up before their question came: torch RPC runs calls in several threads.
-        self._given_up: dict[str, None] = {}
+        # Tickets cancelled before their question arrived: torch RPC runs calls in several threads.
+        self._cancelled: dict[str, None] = {}
 
-    def open(self, names: tuple[str, ...], place: SenderAddress) -> None:
-        """A sender is here."""
+    def add(self, names: tuple[str, ...], place: SenderAddress) -> None:
+        """Add a sender, and answer the lookups that wait for it."""
         with self._lock:
             asked: dict[str, str] = {}
             for name in names:
                 self._places.setdefault(name, []).append(place)
                 asked |= self._asked.pop(name, {})
         for ticket, worker in asked.items():
-            tell(worker, _hear, ticket, place)
+            notify(worker, _receive_answer, ticket, place)
 
-    def close(self, names: tuple[str, ...], place: SenderAddress) -> None:
-        """It is not any more; idempotent."""
+    def remove(self, names: tuple[str, ...], place: SenderAddress) -> None:
+        """Remove a sender; idempotent."""
         with self._lock:
             for name in names:
                 places = self._places.get(name, [])
@@ -78,59 +82,61 @@ class _Desk:
                 if not places:
                     self._places.pop(name, None)
 
-    def ask(self, name: str, ticket: str, worker: str) -> SenderAddress | None:
-        """The newest sender of this name; None: the worker will be told."""
+    def look_up(self, name: str, ticket: str, worker: str) -> SenderAddress | None:
+        """Return the address of the newest sender of this name; None: the answer is sent when there is
+        one."""
         with self._lock:
             if name in self._places:
                 return self._places[name][-1]
-            if ticket in self._given_up:
-                del self._given_up[ticket]
+            if ticket in self._cancelled:
+                del self._cancelled[ticket]
                 return None
             self._asked.setdefault(name, {})[ticket] = worker
             return None
 
-    def forget(self, name: str, ticket: str) -> None:
-        """Who asked has given up."""
+    def cancel(self, name: str, ticket: str) -> None:
+        """Remove a lookup that waits, or remember that it is cancelled if it has not arrived yet."""
         with self._lock:
             asked = self._asked.get(name, {})
             if asked.pop(ticket, None) is None:
-                self._given_up[ticket] = None
-                if len(self._given_up) > _REMEMBERED:
-                    del self._given_up[next(iter(self._given_up))]
+                self._cancelled[ticket] = None
+                if len(self._cancelled) > _REMEMBERED:
+                    del self._cancelled[next(iter(self._cancelled))]
             if not asked:
                 self._asked.pop(name, None)
 
 
-_desk = _Desk()
-_tickets: dict[str, Callable[[Callable[[], SenderAddress]], None]] = {}
+_directory = _Directory()
+_pending: dict[str, Callable[[Callable[[], SenderAddress]], None]] = {}
 
 
-def _ask(name: str, ticket: str, worker: str) -> SenderAddress | None:
-    """Called by a worker, in the sender's process."""
-    return _desk.ask(name, ticket, worker)
+def _look_up(name: str, ticket: str, worker: str) -> SenderAddress | None:
+    """Called by a worker through torch RPC, in the sender's process."""
+    return _directory.look_up(name, ticket, worker)
 
 
-def _forget(name: str, ticket: str) -> None:
-    """Called by a worker, in the sender's process."""
-    _desk.forget(name, ticket)
+def _cancel(name: str, ticket: str) -> None:
+    """Called by a worker through torch RPC, in the sender's process."""
+    _directory.cancel(name, ticket)
 
 
-def _hear(ticket: str, place: SenderAddress) -> None:
-    """Called by the sender, in a worker's process."""
-    settle = _tickets.pop(ticket, None)
-    if settle is not None:
-        settle(lambda: place)
+def _receive_answer(ticket: str, place: SenderAddress) -> None:
+    """Called by the sender through torch RPC, in a worker's process."""
+    resolve = _pending.pop(ticket, None)
+    if resolve is not None:
+        resolve(lambda: place)
 
 
 @dataclass(frozen=True)
 class SenderInfo:
-    """What a pickled scheme tells of its sender.
+    """What a pickled scheme contains about its sender.
 
     Attributes:
-        sender: its process's name in torch RPC. key: its own, under which it is known there. place:
-        where it is, and meeting: the store, for processes that take no part in torch RPC: one that
-        takes the place of a worker
-            that has died, say.
+        sender: the name of the sender's process in torch RPC.
+        key: the sender's own name in that process's directory.
+        place: the sender's address, for workers that are not members of torch RPC, such as a respawned
+            worker.
+        meeting: the store, for the same workers.
     """
 
     sender: str
@@ -144,9 +150,9 @@ class RPCWorkerTransport(RankedTransport):
 
     Args:
         model_id: the model's name.
-        sender: the sender's process in torch RPC; None: rank 0's.
-        known: what the sender has published about itself.
-        share_memory: whether the sender's memory may be viewed, if that can be done.
+        sender: the name of the sender's process in torch RPC; None: rank 0.
+        known: what the sender has published about itself; None: look the sender up by ``model_id``.
+        share_memory: whether the worker may map the sender's memory, if it can.
     """
 
     def __init__(
@@ -173,10 +179,10 @@ class RPCWorkerTransport(RankedTransport):
     async def _ask(self, sender: str, deadline: Deadline) -> SenderAddress:
         ticket, place = secrets.token_hex(8), None
         answer: asyncio.Future[SenderAddress]
-        answer, _tickets[ticket] = handover()
+        answer, _pending[ticket] = handover()
         self.trouble = f"the process {sender!r} of torch RPC has no sender of this model"
         try:
-            asking = Call(sender, _ask, (self._name, ticket, rpc.get_worker_info().name), deadline)
+            asking = Call(sender, _look_up, (self._name, ticket, rpc.get_worker_info().name), deadline)
             place = await asking.answer()
             if place is None:
                 async with asyncio.timeout(deadline.remaining()):
@@ -184,26 +190,26 @@ class RPCWorkerTransport(RankedTransport):
         except TimeoutError:
             raise deadline.error("connect", hint=self.trouble) from None
         finally:
-            _tickets.pop(ticket, None)
+            _pending.pop(ticket, None)
             if place is None:
-                tell(sender, _forget, self._name, ticket)
+                notify(sender, _cancel, self._name, ticket)
         assert isinstance(place, SenderAddress)
         return place
 
 
 class RPCListener(RankedListener):
-    """Where workers connect. It answers calls by torch RPC that ask for its address.
+    """Listens for workers. Workers ask for its address by torch RPC.
 
     Args:
         model_id: the model's name.
-        token: what workers are to prove that they know.
-        share_memory: whether workers on this machine may come by the shorter way.
+        token: the secret that workers prove to know.
+        share_memory: whether workers on this machine may map the sender's memory.
 
     Attributes:
-        known: what a pickled scheme tells of this.
+        known: what a pickled scheme contains about this sender.
 
     Raises:
-        NotInitializedError: this process takes no part in torch RPC.
+        NotInitializedError: torch RPC is not initialised in this process.
     """
 
     def __init__(self, model_id: str | None, token: bytes, *, share_memory: bool = True) -> None:
@@ -217,11 +223,11 @@ class RPCListener(RankedListener):
         self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
     ) -> None:
         await super().listen(on_connection, on_lost)
-        _desk.open(self._names, self.place)
+        _directory.add(self._names, self.place)
 
     def stop(self) -> None:
         super().stop()
-        _desk.close(self._names, self.place)
+        _directory.remove(self._names, self.place)
 
 
 def _named(model_id: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Objects of other processes, reached by torch.distributed.rpc."""
+"""Calls of objects in other processes, by torch.distributed.rpc."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["RPCTransport"]
 
 @dataclass(frozen=True)
 class _Raised:
-    """An exception, as far as another process can understand it."""
+    """An exception of a remote call, as text."""
 
     kind: str
     message: str
@@ -30,7 +30,7 @@ class _Raised:
 
 @dataclass(frozen=True)
 class _Method:
-    """A method by its name, looked up where it is called."""
+    """A method that is looked up by name in the process that calls it."""
 
     owner: type[Any] | None
     name: str
@@ -40,7 +40,7 @@ class _Method:
 
 
 def _apply(rref: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function with an object that this process owns."""
+    """Call ``function`` with the object of ``rref``, in the process that owns the object."""
     try:
         result = function(rref.local_value(), *args, **kwargs)
         return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
@@ -54,16 +54,16 @@ async def _awaited(result: Any) -> Any:
 
 
 class RPCTransport(CallingTransport):
-    """The way to one remote object of torch RPC (a collector, say): its methods are called there, and awaited
-    here. No thread waits for an answer.
+    """Calls methods of one remote object, such as a collector, by torch RPC, and awaits their results.
 
-    A coroutine is run there in an event loop of its own. Weights go to ``update_policy_weights_(weights)``.
+    No thread blocks until the answer. The remote process runs a coroutine in a new event loop. Weights are
+    passed to ``update_policy_weights_(weights)``.
 
     Args:
-        collector_info: the WorkerInfo, or the name, of the process that owns it.
-        collector_rref: the RRef to it.
-        collector_class: its class, whose methods are called; None: that of the object.
-        worker_idx: which worker it is, for messages.
+        collector_info: the WorkerInfo, or the name, of the process that owns the object.
+        collector_rref: the RRef of the object.
+        collector_class: the class whose methods are called. None: the object's class.
+        worker_idx: the index of the object's worker, for messages.
     """
 
     def __init__(
@@ -83,22 +83,27 @@ class RPCTransport(CallingTransport):
         return not self._closed and is_member()
 
     async def apply(self, function: Callable[..., Any], *args: Any, timeout: float, **kwargs: Any) -> Any:
-        """Call ``function(object, *args)`` where the object is; otherwise the same as :meth:`call`.
+        """Call ``function(object, *args, **kwargs)`` in the object's process, and return its result.
 
         Args:
-            function: of a module that can be imported there.
-            args: its arguments.
-            kwargs: its further arguments.
+            function: a function of a module that the process can import.
+            args: positional arguments.
+            kwargs: keyword arguments.
             timeout: seconds.
+
+        Raises:
+            As :meth:`call`.
         """
         return await self._result(self._apply(function, args, kwargs, Deadline.after(timeout)))
 
-    def _begin(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], deadline: Deadline) -> Call:
+    def _start_call(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], deadline: Deadline
+    ) -> Call:
         return self._apply(_Method(self._class, method), args, kwargs, deadline)
 
-    async def _begin_weights(self, weights: Any, deadline: Deadline) -> Call:
+    async def _start_weights(self, weights: Any, deadline: Deadline) -> Call:
         copied = await offloaded(lambda: to_tensordict(weights).cpu().clone(), "aiosync-rpc")
-        return self._begin("update_policy_weights_", (copied,), {}, deadline)
+        return self._start_call("update_policy_weights_", (copied,), {}, deadline)
 
     def _apply(
         self,
@@ -109,9 +114,9 @@ class RPCTransport(CallingTransport):
     ) -> Call:
         return Call(self._info, _apply, (self._rref, function, args, kwargs), deadline)
 
-    async def _result(self, begun: Call, deadline: Deadline | None = None) -> Any:
+    async def _result(self, call: Call, deadline: Deadline | None = None) -> Any:
         try:
-            result = await begun.answer(deadline)
+            result = await call.answer(deadline)
         except SyncTimeoutError as exc:
             hint = "it did not answer a call of torch RPC"
             raise SyncTimeoutError("ack", seconds=exc.seconds, workers=[self.worker_idx], hint=hint) from exc
@@ -121,5 +126,5 @@ class RPCTransport(CallingTransport):
             raise RemoteApplyError(self.worker_idx, -1, result.kind, result.message, result.trace)
         return result
 
-    def _forget(self, begun: Call) -> None:
-        begun.forget()
+    def _discard(self, call: Call) -> None:
+        call.discard()

@@ -1,0 +1,249 @@
+"""How frames become bytes, and bytes become frames.
+
+A frame is a 12-byte header and a body. The header is ``b"AS"``, the protocol's version, a byte that is 1 if
+the body is compressed (zlib) and else 0, the body's length and the body's CRC-32, both as unsigned 32-bit
+big-endian integers. The body is msgpack: one of the structs of :mod:`aiosync.protocol.frames`. Nothing is
+unpickled.
+
+:class:`Inbound` limits which frames a peer may send, and their length. The limits depend on the peer's side
+and on whether the peer has authenticated. So a few bytes never decode into much memory.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from aiosync.errors import FrameError
+from aiosync.protocol.frames import (
+    PROTOCOL_VERSION,
+    Abort,
+    Accepted,
+    Ack,
+    Bye,
+    Challenge,
+    Chunk,
+    Cut,
+    End,
+    Fetch,
+    Frame,
+    Hello,
+    Join,
+    Nack,
+    Notify,
+    Proof,
+    Refused,
+    Staged,
+    Update,
+    Welcome,
+)
+from aiosync.protocol.text import clean
+
+__all__ = [
+    "FROM_SENDER",
+    "FROM_WORKER",
+    "GREETING",
+    "HEADER_SIZE",
+    "MAX_ANSWER",
+    "MAX_FRAME",
+    "MAX_GREETING",
+    "FrameDecoder",
+    "Header",
+    "Inbound",
+    "decode",
+    "encode",
+    "is_frame",
+    "read_header",
+]
+
+MAX_FRAME = 256 * 1024 * 1024
+"""Largest body in bytes from an authenticated sender: a layout of a million entries."""
+MAX_ANSWER = 512 * 1024
+"""Largest body in bytes from an authenticated worker: a Nack."""
+MAX_GREETING = 4096
+"""Largest body in bytes from a peer that has not authenticated."""
+
+_QUOTED = 300
+"""Characters of a peer's text that an error quotes."""
+
+_LONG = 16 * 1024
+"""Longer bodies are compressed, in bytes."""
+
+_UNREADABLE = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
+"""Exceptions of decoding a body."""
+
+_HEADER = struct.Struct(">2sBBII")
+_MAGIC = b"AS"
+_TLS_RECORD = b"\x16\x03"
+HEADER_SIZE = _HEADER.size
+
+
+_encoder = msgspec.msgpack.Encoder()
+_last_update: tuple[Update, bytes] | None = None
+
+
+class Inbound(msgspec.Struct, frozen=True):
+    """The frames that a peer may send.
+
+    Other kinds are not decoded: some have fields that take much memory for a small body.
+
+    Attributes:
+        limit: largest body in bytes, before and after decompression.
+        decoder: decodes the allowed kinds of frames.
+    """
+
+    limit: int
+    decoder: msgspec.msgpack.Decoder[Any]
+
+
+GREETING = Inbound(
+    MAX_GREETING, msgspec.msgpack.Decoder(Hello | Challenge | Proof | Accepted | Join | Refused | Bye)
+)
+"""Frames of a peer that has not authenticated."""
+FROM_WORKER = Inbound(MAX_ANSWER, msgspec.msgpack.Decoder(Fetch | Staged | Ack | Nack | Bye))
+"""Frames of an authenticated worker."""
+FROM_SENDER = Inbound(
+    MAX_FRAME,
+    msgspec.msgpack.Decoder(Refused | Welcome | Notify | Update | Chunk | End | Cut | Abort | Bye),
+)
+"""Frames of an authenticated sender."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The fields of a frame's header that describe its body."""
+
+    compressed: bool
+    length: int
+    checksum: int
+
+
+def encode(frame: Frame) -> bytes:
+    """Return a frame's header and body.
+
+    The last Update is cached, because the same Update is sent to many workers in a row.
+    """
+    global _last_update
+    last = _last_update
+    if last is not None and last[0] is frame:
+        return last[1]
+    body = _encoder.encode(frame)
+    compressed = len(body) > _LONG  # a layout of thousands of names compresses well
+    if compressed:
+        body = zlib.compress(body, 1)
+    data = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, compressed, len(body), zlib.crc32(body)) + body
+    if type(frame) is Update:
+        _last_update = frame, data
+    return data
+
+
+def decode(header: Header, body: bytes, inbound: Inbound) -> Frame:
+    """Decode a frame's body.
+
+    Args:
+        header: the frame's header.
+        body: as received.
+        inbound: the frames that the peer may send.
+
+    Raises:
+        FrameError: the checksum differs, the decompressed body is over the limit, or the body is not an
+            allowed frame with fields of valid types and sizes.
+    """
+    if zlib.crc32(body) != header.checksum:
+        raise FrameError(f"a frame of {header.length} bytes arrived corrupted (checksum differs)")
+    if header.compressed:
+        unpacker = zlib.decompressobj()
+        try:
+            body = unpacker.decompress(body, inbound.limit)
+        except zlib.error as exc:
+            raise FrameError(f"a frame's body cannot be decompressed: {exc}") from exc
+        if not unpacker.eof:
+            raise FrameError(f"a compressed frame is cut off, or over the limit of {inbound.limit} bytes")
+    try:
+        frame: Frame = inbound.decoder.decode(body)
+        return frame
+    except _UNREADABLE as exc:
+        # The text quotes the peer.
+        raise FrameError(f"a frame's body cannot be read: {clean(str(exc), _QUOTED)}") from exc
+
+
+def read_header(buffer: bytes | bytearray | memoryview, offset: int, limit: int) -> Header:
+    """Decode the header at ``offset``.
+
+    Raises:
+        FrameError: the magic number is wrong, the protocol version differs, or the body is longer than
+            ``limit``.
+    """
+    magic, version, flags, length, checksum = _HEADER.unpack_from(buffer, offset)
+    if magic != _MAGIC:
+        tls = "; that is TLS: give tls= to both sides or to neither" if magic == _TLS_RECORD else ""
+        raise FrameError(f"expected a frame that starts with {_MAGIC!r}, got {bytes(magic)!r}{tls}")
+    if version != PROTOCOL_VERSION:
+        raise FrameError(f"expected protocol version {PROTOCOL_VERSION}, got {version}")
+    if length > limit:
+        raise FrameError(f"a frame of {length} bytes is over the limit of {limit}")
+    if flags > 1:
+        raise FrameError(f"expected flags 0 or 1 in a frame's header, got {flags}")
+    return Header(bool(flags), length, checksum)
+
+
+def is_frame(start: bytes | memoryview) -> bool:
+    """Return whether a stream with these first bytes contains frames, and not TLS records."""
+    return bytes(start[: len(_MAGIC)]) == _MAGIC
+
+
+class FrameDecoder:
+    """Decodes a stream of bytes, in pieces of any length, into frames.
+
+    After an error the decoder is unusable: the start of the next frame is unknown.
+
+    Attributes:
+        inbound: the frames that the peer may send.
+    """
+
+    def __init__(self, inbound: Inbound = GREETING) -> None:
+        self.inbound = inbound
+        self._buffer = bytearray()
+
+    @property
+    def buffered(self) -> int:
+        """Bytes of an incomplete frame."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
+        """Yield every frame that ``data`` completes.
+
+        Raises:
+            FrameError: as :func:`read_header` and :func:`decode`.
+        """
+        self._buffer += data
+        while len(self._buffer) >= HEADER_SIZE:
+            header = read_header(self._buffer, 0, self.inbound.limit)
+            end = HEADER_SIZE + header.length
+            if len(self._buffer) < end:
+                return
+            body = bytes(memoryview(self._buffer)[HEADER_SIZE:end])
+            del self._buffer[:end]
+            yield decode(header, body, self.inbound)
+
+    def alone(self, data: bytes | bytearray) -> Frame | None:
+        """Decode ``data`` if it is exactly one uncompressed frame, which is the usual case.
+
+        Returns None otherwise. The caller then passes ``data`` to :meth:`feed`, which raises if it is
+        invalid.
+        """
+        if self._buffer or len(data) < HEADER_SIZE:
+            return None
+        magic, version, flags, length, checksum = _HEADER.unpack_from(data)
+        body = data[HEADER_SIZE:]
+        known = magic == _MAGIC and version == PROTOCOL_VERSION and flags == 0
+        if not known or not len(body) == length <= self.inbound.limit or zlib.crc32(body) != checksum:
+            return None
+        try:
+            frame: Frame = self.inbound.decoder.decode(body)
+            return frame
+        except _UNREADABLE:
+            return None
