@@ -88,7 +88,7 @@ def demo(context: typer.Context) -> None:
 def bench(context: typer.Context) -> None:
     """Measure aiosync beside torchrl and beside one memcpy; a table, JSON and a picture."""
     with _naming_extras("aiosync bench"):
-        module = _load(_bundled("benchmarks").parent, "benchmarks.bench")
+        module = _load(_bundled("benchmarks").parent, "benchmarks.cli")
         module.app(context.args, prog_name="aiosync bench")
 
 

@@ -15,8 +15,9 @@ __all__ = ["MODELS", "TORN_MODELS", "ModelSpec", "Probe", "build_model", "fill"]
 class ModelSpec:
     """One model, by its sizes.
 
-    A model of no blocks is a policy for a small environment (an MLP with two hidden layers); any
-    other is a stack of transformer blocks between two embeddings. Nothing is computed with it.
+    A model of ``mib`` is 64 equal tensors. Of the others, one without blocks is a policy for a small
+    environment (an MLP with two hidden layers); any other is a stack of transformer blocks between two
+    embeddings. Nothing is computed with it.
 
     Attributes:
         name: how the model is called on the command line and in the results.
@@ -34,6 +35,12 @@ class ModelSpec:
     vocab: int
     rounds: int
     turn: int = 1
+    mib: int = 0
+
+    @classmethod
+    def of_mib(cls, mib: int) -> ModelSpec:
+        """A model that is ``mib`` MiB of parameters."""
+        return cls(f"{mib} MiB", width=0, blocks=0, vocab=0, rounds=0, mib=mib)
 
 
 MODELS: dict[str, ModelSpec] = {
@@ -81,7 +88,9 @@ class _Stack(nn.Module):
 def build_model(spec: ModelSpec) -> nn.Module:
     """The model on the CPU, its memory reserved but not yet written (so not yet resident)."""
     with torch.device("meta"):
-        model = _Stack(spec) if spec.blocks else _Mlp(spec.width)
+        model: nn.Module = _Stack(spec) if spec.blocks else _Mlp(spec.width)
+        if spec.mib:
+            model = nn.ParameterList(torch.empty((spec.mib << 20) // 4 // 64) for _ in range(64))
     return model.to_empty(device="cpu")
 
 
