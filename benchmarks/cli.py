@@ -47,6 +47,8 @@ Rounds = Annotated[int, typer.Option(min=0, help="Timed turns of each contender;
 Contenders = Annotated[
     str | None, typer.Option(help="Of aiosync, torchrl, torchrl-alias.  [default: all that are installed]")
 ]
+Mib = Annotated[str, typer.Option(help="Model sizes in MiB.")]
+Apart = Annotated[bool, typer.Option("--apart", help="Share no memory, as between machines.")]
 Uvloop = Annotated[bool, typer.Option("--uvloop/--asyncio", help="Event loop.")]
 Deadline = Annotated[float, typer.Option(help="Seconds that one step may take.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 if a target is missed.")]
@@ -95,6 +97,79 @@ def torn(
     chosen = _some("--schemes", schemes, ("shared", "process")), _contenders(contenders)
     missed = _case("torn").run(*chosen, reads, uvloop, deadline, json, show_targets=check)
     _exit(missed, check)
+
+
+@app.command()
+def network(
+    mib: Mib = "256,1024",
+    workers: Workers = "1,2,4",
+    links: Annotated[str, typer.Option(help="Of tcp, unix, tls.")] = "tcp,unix,tls",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed sends of each.")] = 9,
+    json: Json = None,
+) -> None:
+    """TCP, Unix sockets and TLS beside one blocking socket."""
+    case = _case("network")
+    chosen = _some("--links", links, case.LINKS)
+    case.run(_numbers("--mib", mib), _numbers("--workers", workers), chosen, rounds, json)
+
+
+@app.command()
+def delta(
+    updates: Annotated[int, typer.Option(min=1, help="How many updates of each kind.")] = 200,
+    json: Json = None,
+) -> None:
+    """Bytes per update of a transformer that learns, by codec."""
+    _case("delta").run(updates, json)
+
+
+@app.command()
+def relay(
+    mib: Annotated[int, typer.Option(min=1, help="Size of the model in MiB.")] = 256,
+    mbit: Annotated[float, typer.Option(min=0, help="Megabits per second of a link; 0: unlimited.")] = 1000.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed sends of each.")] = 5,
+    json: Json = None,
+) -> None:
+    """A trainer, two relays and eight workers, beside eight workers of the trainer's own."""
+    _case("relay").run(mib, mbit, rounds, json)
+
+
+@app.command()
+def distributed(
+    models: Models = "tiny,medium,large",
+    workers: Workers = "1,2,4",
+    schemes: Annotated[str, typer.Option(help="Of distributed, rpc.")] = "distributed,rpc",
+    rounds: Rounds = 0,
+    acting: Annotated[bool, typer.Option("--acting", help="Workers roll out meanwhile.")] = False,
+    apart: Apart = False,
+    json: Json = None,
+) -> None:
+    """torch.distributed and torch RPC, beside torchrl's schemes and bare gloo."""
+    case = _case("distributed")
+    chosen = _some("--schemes", schemes, case.SCHEMES), _models(models), _numbers("--workers", workers)
+    case.run(*chosen, rounds, json, acting=acting, apart=apart)
+
+
+@app.command()
+def ray(
+    models: Models = "tiny,medium,large",
+    workers: Workers = "1,2,4",
+    schemes: Annotated[str, typer.Option(help="Of actors, modules.")] = "actors,modules",
+    rounds: Rounds = 0,
+    apart: Apart = False,
+    json: Json = None,
+) -> None:
+    """Ray actors, and models inside them, beside torchrl's schemes."""
+    case = _case("ray")
+    chosen = _some("--schemes", schemes, case.KINDS), _models(models), _numbers("--workers", workers)
+    case.run(*chosen, rounds, json, apart=apart)
+
+
+@app.command()
+def blocking(
+    rounds: Annotated[int, typer.Option(min=1, help="Blocks of 50 calls of each.")] = 20, json: Json = None
+) -> None:
+    """What a blocking call costs beside the coroutine that it runs."""
+    _case("blocking").run(rounds, json)
 
 
 def _case(name: str) -> Any:

@@ -10,13 +10,13 @@ from pathlib import Path
 from benchmarks.contenders import ABOUT, LIMIT, Setup
 from benchmarks.harness.comparison import Comparison, Entry
 from benchmarks.harness.meters import Memcpy, Spread, spread
-from benchmarks.harness.models import MODELS, ModelSpec, build_model
+from benchmarks.harness.models import MODELS, ModelSpec, sizes
 from benchmarks.harness.results import Case, Key, Results, machine, memory_total
 from benchmarks.harness.tables import Row, print_rows, progress, write
 from benchmarks.harness.targets import check, print_checks
 from benchmarks.harness.trainer import Mode
 
-__all__ = ["SCHEMES", "Options", "run", "sizes"]
+__all__ = ["SCHEMES", "Options", "run"]
 
 SCHEMES = ("shared", "process")
 MIB = 1 << 20
@@ -113,10 +113,10 @@ async def _measure(block: _Block, options: Options, say: Callable[[str], None]) 
         copies = await comparison.take_turns(block.rounds, warm_up=WARM_UP, limit=limit)
         del limit  # it holds two model sizes
         each = comparison.each
-        await each("does every worker hold what was sent", Entry.verify, but=one)
-        await each("event-loop stalls", lambda entry: entry.stall(block.extra), but=one)
-        await each("memory", lambda entry: entry.memory(MEMORY_SENDS), but=one)
-        await each("reads under sends", lambda entry: _read(entry, block), but=one)
+        await each("does every worker hold what was sent", Entry.verify, entries)
+        await each("event-loop stalls", lambda entry: entry.stall(block.extra), entries)
+        await each("memory", lambda entry: entry.memory(MEMORY_SENDS), entries)
+        await each("reads under sends", lambda entry: _read(entry, block), entries)
         await comparison.end()
     return list(_cases(block, entries, one, copies))
 
@@ -185,16 +185,6 @@ def _model_sizes(scheme: str, workers: int, contender: str) -> int:
         return {"aiosync": 4, "torchrl": 2, "torchrl-alias": 1}[contender]
     # The trainer's own and a fresh one; what is in transit; what each worker has.
     return {"aiosync": 2 + 3 + 2 * workers, "torchrl": 2 + 1 + workers, "torchrl-alias": 2 + 1}[contender]
-
-
-def sizes(spec: ModelSpec) -> dict[str, int]:
-    """How large a model is: parameters, tensors, bytes."""
-    params = list(build_model(spec).parameters())
-    return {
-        "params": sum(p.numel() for p in params),
-        "tensors": len(params),
-        "nbytes": sum(p.nbytes for p in params),
-    }
 
 
 def _send_rows(results: Results) -> Iterator[Row]:

@@ -75,7 +75,7 @@ async def _measure(setup: Setup, reads: int, deadline: float, say: Callable[[str
         entry = comparison.add(setup, "plain")
         await comparison.start()
         read = partial(Entry.read, sends=SENDS, reads=reads, timeout=READING_DEADLINE)
-        await comparison.each("reads", read)
+        await comparison.each("reads", read, [entry])
         await comparison.end()
     return entry.case
 

@@ -1,7 +1,7 @@
 """aiosync's schemes, as its README uses them.
 
-Extras of a setup: ``mbit`` is the rate of each TCP connection in megabits per second (0: unlimited), ``relays``
-how many relays stand between the trainer and the workers.
+Extras of a setup: ``mbit`` is the rate of each TCP connection in megabits per second (0: unlimited),
+``relays`` how many relays stand between the trainer and the workers, ``port`` that of a store for torch RPC.
 """
 
 from __future__ import annotations

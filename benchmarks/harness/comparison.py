@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -97,6 +97,10 @@ class Entry:
         """Take one turn."""
         self.turns.append(await self.stage.call("turn", mode=self.mode))
 
+    async def act(self) -> None:
+        """Have the workers roll out from now on."""
+        await self.stage.call("act")
+
     async def verify(self) -> None:
         """Note whether every worker holds what was sent."""
         self.case.verified = await self.stage.call("verify")
@@ -115,6 +119,15 @@ class Entry:
         self.case.reads = await self.stage.call(
             "read", timeout=timeout, mode=self.mode, sends=sends, reads=reads
         )
+
+    async def count(self) -> None:
+        """Note the sender's counters."""
+        self.case.counters = await self.stage.call("stats")
+
+    async def suspend(self, sends: int) -> None:
+        """Note sends to the other workers while the last one is stopped."""
+        seconds, memory = await self.stage.call("send_past_suspended", sends=sends)
+        self.case.suspended_send, self.case.suspended_memory = spread(seconds), memory
 
     def finish(self) -> Case:
         """The case, with the sends summed up."""
@@ -193,7 +206,7 @@ class Comparison:
         copies: list[float] = []
         for number in range(warm_up + rounds):
             if number in (0, warm_up):
-                self._say(f"{rounds} rounds" if number else f"{warm_up} rounds to warm up")
+                self._say(f"{rounds} rounds" if number == warm_up else "warming up")
                 copies.clear()
                 for entry in self.entries:
                     entry.turns.clear()
@@ -208,13 +221,12 @@ class Comparison:
         return copies
 
     async def each(
-        self, what: str, measure: Callable[[Entry], Awaitable[None]], *, but: Entry | None = None
+        self, what: str, measure: Callable[[Entry], Awaitable[None]], entries: Sequence[Entry]
     ) -> None:
-        """Measure one thing of each contender, one after the other; of all entries except ``but``."""
-        for entry in self._alive():
-            if entry is not but:
-                self._say(f"{what}: {entry.case.contender}, {entry.mode}")
-                await self.guard(entry.stage, partial(measure, entry))
+        """Measure one thing of each of these entries, one after the other."""
+        for entry in entries:
+            self._say(f"{what}: {entry.case.contender}, {entry.mode}")
+            await self.guard(entry.stage, partial(measure, entry))
 
     async def end(self) -> None:
         """Close every contender."""

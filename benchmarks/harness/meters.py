@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Memcpy", "MemoryPeak", "MemorySampler", "Spread", "spread", "summary", "ticking"]
+__all__ = ["Memcpy", "MemoryPeak", "MemorySampler", "Spread", "spread", "summary", "ticking", "times"]
 
 TICK = 0.001
 """Seconds between two ticks of :func:`ticking`."""
@@ -47,6 +47,11 @@ def summary(samples: Sequence[float], scale: float = 1e3) -> Spread:
     found = spread(samples, scale)
     assert found is not None, "nothing was measured"
     return found
+
+
+def times(other: Spread | None, ours: Spread | None) -> float | None:
+    """How many times less the median of ``ours`` is than that of ``other``."""
+    return other.median / ours.median if other and ours else None
 
 
 def _quantile(ordered: Sequence[float], q: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["MODELS", "TORN_MODELS", "ModelSpec", "Probe", "build_model", "fill"]
+__all__ = ["MODELS", "TORN_MODELS", "ModelSpec", "Probe", "build_model", "fill", "sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,22 @@ class _Stack(nn.Module):
 def build_model(spec: ModelSpec) -> nn.Module:
     """The model on the CPU, its memory reserved but not yet written (so not yet resident)."""
     with torch.device("meta"):
-        model: nn.Module = _Stack(spec) if spec.blocks else _Mlp(spec.width)
+        model: nn.Module
         if spec.mib:
             model = nn.ParameterList(torch.empty((spec.mib << 20) // 4 // 64) for _ in range(64))
+        else:
+            model = _Stack(spec) if spec.blocks else _Mlp(spec.width)
     return model.to_empty(device="cpu")
+
+
+def sizes(spec: ModelSpec) -> dict[str, int]:
+    """How large a model is: parameters, tensors, bytes."""
+    params = list(build_model(spec).parameters())
+    return {
+        "params": sum(p.numel() for p in params),
+        "tensors": len(params),
+        "nbytes": sum(p.nbytes for p in params),
+    }
 
 
 def fill(model: nn.Module, value: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -14,9 +15,10 @@ import torch
 
 from benchmarks.contenders import LIMIT
 from benchmarks.harness.meters import MemoryPeak, Spread
+from benchmarks.harness.tables import Row, print_rows, write
 from benchmarks.harness.worker import ReadCounts
 
-__all__ = ["Case", "Key", "Results", "Stall", "machine", "memory_total"]
+__all__ = ["Case", "Key", "Results", "Stall", "machine", "memory_total", "report"]
 
 DISTRIBUTIONS = ("torch", "tensordict", "torchrl", "aiosync", "uvloop")
 
@@ -50,6 +52,10 @@ class Stall:
     worker: Spread | None
     idle: Spread | None
 
+    def __str__(self) -> str:
+        """The 99th percentiles, of the sender and of the workers."""
+        return " / ".join(f"{late.p99:.1f}" for late in (self.sender, self.worker) if late)
+
 
 @dataclass(slots=True)
 class Case:
@@ -69,6 +75,9 @@ class Case:
         commit: the time that the commit itself took in the workers.
         phases: median per phase as the sender reports them.
         verified: whether every worker held the sent value at the end of the rounds.
+        counters: the sender's, see :meth:`~benchmarks.contenders.SenderEnd.stats`.
+        suspended_send: sends to the other workers while one is stopped (SIGSTOP).
+        suspended_memory: the sender's slots meanwhile, at most.
     """
 
     key: Key
@@ -87,6 +96,9 @@ class Case:
     memory: MemoryPeak | None = None
     reads: ReadCounts | None = None
     verified: bool | None = None
+    counters: dict[str, int] = field(default_factory=dict)
+    suspended_send: Spread | None = None
+    suspended_memory: int = 0
 
     @property
     def failure(self) -> str:
@@ -136,6 +148,17 @@ class Results:
             }
             for key in self.keys()
         ]
+
+
+@contextlib.contextmanager
+def report(title: str, name: str, path: Path | None) -> Iterator[list[Row]]:
+    """Collect rows of the case ``name``; at the end, also after an error, print and write them."""
+    rows: list[Row] = []
+    try:
+        yield rows
+    finally:
+        print_rows(title, rows)
+        write(path, {"machine": machine(), name: rows})
 
 
 def machine() -> dict[str, object]:

@@ -35,7 +35,7 @@ weights have not changed since the last send."""
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """How late tickers were, in seconds: on the sender's loop without sends and with, on the workers' loops."""
+    """How late tickers were, in seconds: on the sender's idle loop, and on all loops during sends."""
 
     idle: list[float]
     sender: list[float]

@@ -1,0 +1,110 @@
+"""``aiosync bench distributed``: torch.distributed and torch RPC, beside torchrl's schemes and bare gloo.
+
+torchrl's schemes are used as its collectors use them: they send tensor by tensor over the default process
+group. Bare gloo is :mod:`benchmarks.contenders.gloo`. All times are until the new weights are in the workers'
+models.
+
+aiosync's workers view the sender's slots, as they do on one machine; ``--apart`` sends everything through
+process groups, as between machines. With ``--acting`` workers roll a small policy out as fast as they can, on
+their event loop or, torchrl's, in their main thread; the other contenders' workers are stopped (SIGSTOP).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from benchmarks.contenders import Setup
+from benchmarks.harness.comparison import Comparison, Entry
+from benchmarks.harness.meters import times
+from benchmarks.harness.models import MODELS, sizes
+from benchmarks.harness.results import report
+from benchmarks.harness.tables import Row, progress
+
+__all__ = ["SCHEMES", "run"]
+
+SCHEMES = ("distributed", "rpc")
+WARM_UP = 2
+STALL_SECONDS = 3.0
+"""For so long sends follow each other beside tickers: a percentile takes many ticks."""
+DEADLINE = 120.0
+
+
+def run(
+    schemes: Sequence[str],
+    models: Sequence[str],
+    workers: Sequence[int],
+    rounds: int,
+    json: Path | None,
+    *,
+    acting: bool,
+    apart: bool,
+) -> None:
+    """Measure, print a table, write JSON.
+
+    Args:
+        schemes: of :data:`SCHEMES`.
+        models: names of :data:`~benchmarks.harness.models.MODELS`.
+        workers: how many workers, each.
+        rounds: timed sends of each contender; 0: as suits the model.
+        json: where the figures go.
+        acting: whether workers roll out meanwhile.
+        apart: whether aiosync sends, instead of sharing memory.
+    """
+    say = progress()
+    how = (", workers act" if acting else ", workers are idle") + (", as if apart" if apart else "")
+    title = "aiosync beside torchrl and one bare gloo send: milliseconds, median (least - most)" + how
+    with report(title, "distributed", json) as rows:
+        for scheme, model, count in product(schemes, models, workers):
+            say(f"--- {scheme}, {model}, workers: {count}")
+            measuring = _measure(scheme, model, count, rounds, acting=acting, apart=apart, say=say)
+            rows.append(asyncio.run(measuring))
+
+
+async def _measure(
+    scheme: str,
+    model: str,
+    workers: int,
+    rounds: int,
+    *,
+    acting: bool,
+    apart: bool,
+    say: Callable[[str], None],
+) -> Row:
+    # One send in a turn, also of the tiny model: each contender's wake-up counts.
+    spec = replace(MODELS[model], turn=1)
+    options = {"timeout": 120, "share_memory": not apart}
+    stores: list[Any] = []  # each ends with its last reference
+
+    def setup(contender: str, workers: int) -> Setup:
+        store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        stores.append(store)
+        return Setup(contender, scheme, spec, workers, options=options, extras={"port": store.port})
+
+    async with Comparison(say, DEADLINE) as comparison:
+        ours, theirs = (comparison.add(setup(name, workers), "known") for name in ("aiosync", "torchrl"))
+        gloo = comparison.add(setup("gloo", 1), "known")
+        await comparison.start()
+        if acting:
+            await comparison.each("acting", Entry.act, [ours, theirs])
+        await comparison.take_turns(rounds or spec.rounds, warm_up=WARM_UP, alone=acting)
+        await comparison.each("stalls", lambda entry: entry.stall(seconds=STALL_SECONDS), [ours])
+        await comparison.end()
+    case, other, bare = ours.finish(), theirs.finish(), gloo.finish()
+    return {
+        "scheme": scheme,
+        "model": f"{model}, {sizes(spec)['params'] / 1e6:.3g} M",
+        "workers": workers,
+        "aiosync, ms": case.failure or case.send,
+        "torchrl, ms": other.failure or other.send,
+        "times": times(other.send, case.send),
+        "gloo, ms": bare.failure or bare.send,
+        "of gloo": times(bare.send, case.send),
+        "stall p99, ms": case.stall,
+    }
