@@ -7,15 +7,16 @@ import copy
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 import uvloop
 
 import aiosync
 from aiosync import sync
 from aiosync.sync._portal import portal
+from benchmarks.harness import options
 from benchmarks.harness.meters import summary
 from benchmarks.harness.results import report
 
@@ -83,13 +84,11 @@ class _Sends:
         self.twin.close()
 
 
-def run(rounds: int, json: Path | None) -> None:
-    """Measure, print a table, write JSON.
-
-    Args:
-        rounds: blocks of 50 calls of each.
-        json: where the figures go.
-    """
+def run(
+    rounds: Annotated[int, typer.Option(min=1, help="Blocks of 50 calls of each.")] = 20,
+    json: options.Json = None,
+) -> None:
+    """What a blocking call costs beside the coroutine that it runs."""
     sends, calls = _Sends(), portal()
     samples: dict[str, tuple[list[float], list[float]]] = {
         "nothing": ([], []),

@@ -10,14 +10,15 @@ import asyncio
 import copy
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+import typer
 from torch import Tensor, nn
 
 import aiosync
 from benchmarks.contenders.aiosync import limit_rate
+from benchmarks.harness import options
 from benchmarks.harness.meters import summary
 from benchmarks.harness.results import report
 from benchmarks.harness.tables import Row
@@ -139,13 +140,13 @@ def _compare(ours: nn.Module, theirs: nn.Module, wire: torch.dtype) -> None:
             raise AssertionError(f"{name} differs from what was sent")
 
 
-def run(updates: int, json: Path | None) -> None:
-    """Measure every setting, print a table, write JSON.
-
-    Args:
-        updates: of each setting; a tenth over a thin link.
-        json: where the figures go.
-    """
+def run(
+    updates: Annotated[
+        int, typer.Option(min=1, help="Updates of each kind; a tenth over a thin link.")
+    ] = 200,
+    json: options.Json = None,
+) -> None:
+    """Bytes per update of a transformer that learns, by codec."""
     title = f"A transformer's updates with AdamW, {updates} of each, every one bit-exact"
     with report(title, "delta", json) as rows:
         for setting in SETTINGS:

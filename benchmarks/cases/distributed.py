@@ -12,15 +12,16 @@ their event loop or, torchrl's, in their main thread; the other contenders' work
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.contenders import Setup
+from benchmarks.harness import options
 from benchmarks.harness.comparison import Comparison, Entry
 from benchmarks.harness.meters import times
 from benchmarks.harness.models import MODELS, sizes
@@ -29,7 +30,7 @@ from benchmarks.harness.tables import Row, progress
 
 __all__ = ["SCHEMES", "run"]
 
-SCHEMES = ("distributed", "rpc")
+SCHEMES = options.Names(("distributed", "rpc"))
 WARM_UP = 2
 STALL_SECONDS = 3.0
 """For so long sends follow each other beside tickers: a percentile takes many ticks."""
@@ -37,26 +38,15 @@ DEADLINE = 120.0
 
 
 def run(
-    schemes: Sequence[str],
-    models: Sequence[str],
-    workers: Sequence[int],
-    rounds: int,
-    json: Path | None,
-    *,
-    acting: bool,
-    apart: bool,
+    models: options.Models = options.ALL_MODELS,
+    workers: options.Workers = options.UP_TO_FOUR,
+    schemes: Annotated[options.Names, options.names_of(SCHEMES)] = SCHEMES,
+    rounds: options.Rounds = 0,
+    acting: Annotated[bool, typer.Option("--acting", help="Workers roll out meanwhile.")] = False,
+    apart: options.Apart = False,
+    json: options.Json = None,
 ) -> None:
-    """Measure, print a table, write JSON.
-
-    Args:
-        schemes: of :data:`SCHEMES`.
-        models: names of :data:`~benchmarks.harness.models.MODELS`.
-        workers: how many workers, each.
-        rounds: timed sends of each contender; 0: as suits the model.
-        json: where the figures go.
-        acting: whether workers roll out meanwhile.
-        apart: whether aiosync sends, instead of sharing memory.
-    """
+    """torch.distributed and torch RPC, beside torchrl's schemes and bare gloo."""
     say = progress()
     how = (", workers act" if acting else ", workers are idle") + (", as if apart" if apart else "")
     title = "aiosync beside torchrl and one bare gloo send: milliseconds, median (least - most)" + how
@@ -79,13 +69,13 @@ async def _measure(
 ) -> Row:
     # One send in a turn, also of the tiny model: each contender's wake-up counts.
     spec = replace(MODELS[model], turn=1)
-    options = {"timeout": 120, "share_memory": not apart}
+    given = {"timeout": 120, "share_memory": not apart}
     stores: list[Any] = []  # each ends with its last reference
 
     def setup(contender: str, workers: int) -> Setup:
         store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         stores.append(store)
-        return Setup(contender, scheme, spec, workers, options=options, extras={"port": store.port})
+        return Setup(contender, scheme, spec, workers, options=given, extras={"port": store.port})
 
     async with Comparison(say, DEADLINE) as comparison:
         ours, theirs = (comparison.add(setup(name, workers), "known") for name in ("aiosync", "torchrl"))

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 import aiosync
 from benchmarks.contenders import Setup
+from benchmarks.harness import options
 from benchmarks.harness.comparison import Comparison, Entry
 from benchmarks.harness.models import ModelSpec
 from benchmarks.harness.results import report
@@ -21,7 +25,8 @@ from benchmarks.harness.tables import Row, progress
 
 __all__ = ["LINKS", "run"]
 
-LINKS = ("tcp", "unix", "tls")
+SIZES = options.Numbers((256, 1024))
+LINKS = options.Names(("tcp", "unix", "tls"))
 WARM_UP = 2
 STALL_SENDS = 5
 SUSPENDED_SENDS = 8
@@ -29,17 +34,13 @@ DEADLINE = 300.0
 
 
 def run(
-    mib: Sequence[int], workers: Sequence[int], links: Sequence[str], rounds: int, json: Path | None
+    mib: Annotated[options.Numbers, options.numbers("Model sizes in MiB.")] = SIZES,
+    workers: options.Workers = options.UP_TO_FOUR,
+    links: Annotated[options.Names, options.names_of(LINKS)] = LINKS,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed sends of each.")] = 9,
+    json: options.Json = None,
 ) -> None:
-    """Measure, print a table, write JSON.
-
-    Args:
-        mib: sizes of the model in MiB.
-        workers: how many workers, each.
-        links: of :data:`LINKS`.
-        rounds: timed sends of each.
-        json: where the figures go.
-    """
+    """TCP, Unix sockets and TLS beside one blocking socket."""
     say = progress()
     title = "aiosync over sockets, beside one blocking socket: milliseconds, median (least - most)"
     with report(title, "network", json) as rows:
@@ -72,9 +73,9 @@ async def _measure(
 ) -> Row:
     model = ModelSpec.of_mib(mib)
     address = f"unix://{folder}/socket" if link == "unix" else "tcp://127.0.0.1:0"
-    options = {"address": address, "tls": tls, "timeout": 120.0}
+    given = {"address": address, "tls": tls, "timeout": 120.0}
     async with Comparison(say, DEADLINE) as comparison:
-        ours = comparison.add(Setup("aiosync", "tcp", model, workers, options=options), "still")
+        ours = comparison.add(Setup("aiosync", "tcp", model, workers, options=given), "still")
         bare = {"unix": link == "unix", "tls": tls}
         blocking = comparison.add(Setup("sockets", link, model, 1, options=bare), "still")
         await comparison.start()

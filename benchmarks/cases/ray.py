@@ -1,4 +1,4 @@
-"""``aiosync bench --ray``: aiosync's Ray schemes beside torchrl's, in one cluster and in turn.
+"""``aiosync bench ray``: aiosync's Ray schemes beside torchrl's, in one cluster and in turn.
 
 All times are until the new weights are in the models of the actors, which are idle otherwise. torchrl's
 schemes are used as its collectors and its ``RayModuleTransform`` use them. aiosync's actors view the driver's
@@ -11,29 +11,27 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import itertools
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from itertools import product
+from typing import Annotated, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from tensordict import TensorDict
 from torch import nn
 
 import aiosync
 from aiosync._demo import ray_cluster
-from benchmarks.links import save
-from benchmarks.meters import Spread, spread, ticking
-from benchmarks.models import MODELS, build_model, fill
+from benchmarks.harness import options
+from benchmarks.harness.meters import summary, ticking, times
+from benchmarks.harness.models import MODELS, build_model, fill
+from benchmarks.harness.results import Stall, report
+from benchmarks.harness.tables import Row
 
-__all__ = ["KINDS", "run"]
+__all__ = ["SCHEMES", "run"]
 
-KINDS = ("actors", "modules")
+SCHEMES = options.Names(("actors", "modules"))
 
 WARM_UP = 4
 """Sends until the pages of slots and store have been touched."""
@@ -45,41 +43,16 @@ MODEL_ID = "policy"
 LIMIT = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What was measured; times in milliseconds.
-
-    Attributes:
-        aiosync, torchrl: a send to all actors.
-        stall: how late a 1 ms ticker beside aiosync's sends was.
-        base, held, after: MiB in the store before, at most while versions follow each other, and after.
-    """
-
-    kind: str
-    model: str
-    actors: int
-    parameters: int
-    aiosync: Spread
-    torchrl: Spread
-    stall: Spread
-    base: int
-    pending: int
-    after: int
-
-
-class Holder:
-    """Has a policy; by torchrl's words, a remote collector."""
+class _Holder:
+    """Holds a policy: in torchrl's words, a remote collector."""
 
     def __init__(self, model: str) -> None:
         torch.set_num_threads(1)
         self.policy = build_model(MODELS[model])
         self.scheme: Any = None
 
-    def ready(self) -> None:
-        """It is."""
-
     def register(self, scheme: Any, worker_idx: int) -> None:
-        """Be a receiver of torchrl's."""
+        """Receive by torchrl's scheme."""
         self.worker_idx = worker_idx
         self.scheme = scheme
         scheme.init_on_receiver(model_id=MODEL_ID, context=self, worker_idx=worker_idx)
@@ -93,19 +66,19 @@ class Holder:
 
 @dataclass(frozen=True, eq=False)
 class _Collectors:
-    """What torchrl's scheme knows its actors by."""
+    """Torchrl's scheme finds its actors here."""
 
     remote_collectors: list[Any]
     policy: nn.Module
 
     @property
     def num_workers(self) -> int:
-        """How many."""
+        """How many actors."""
         return len(self.remote_collectors)
 
 
 class _Filler(nn.Module):
-    """Nothing is computed with it."""
+    """A module for torchrl's transform. Nothing is computed with it."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
@@ -123,7 +96,7 @@ def _used(ray: Any) -> int:
 
 
 async def _settled(ray: Any, expected: int) -> int:
-    """The same, when it is as expected, or has not become so: Ray lets go a little later."""
+    """MiB in the store once that is ``expected``, or after 20 s: Ray releases objects a little later."""
     found = _used(ray)
     with suppress(TimeoutError):
         async with asyncio.timeout(20):
@@ -135,7 +108,7 @@ async def _settled(ray: Any, expected: int) -> int:
 
 def _their_scheme(ray: Any, model: nn.Module, name: str, count: int) -> tuple[Any, list[Any]]:
     library: Any = importlib.import_module("torchrl.weight_update")
-    actors = [ray.remote(num_cpus=0)(Holder).remote(name) for _ in range(count)]
+    actors = [ray.remote(num_cpus=0)(_Holder).remote(name) for _ in range(count)]
     scheme = library.RayWeightSyncScheme()
     context = _Collectors(actors, model)
     scheme.init_on_sender(model_id=MODEL_ID, context=context)
@@ -146,125 +119,85 @@ def _their_scheme(ray: Any, model: nn.Module, name: str, count: int) -> tuple[An
     return scheme, actors
 
 
-async def _actors(ray: Any, name: str, count: int, rounds: int, apart: bool) -> Figures:
-    model = build_model(MODELS[name])
+async def _measure(ray: Any, scheme: str, name: str, count: int, rounds: int, apart: bool) -> Row:
+    """Both in turn; then sends beside a ticker, and what the store holds."""
+    given: dict[str, Any] = {"timeout": LIMIT, "share_memory": not apart}
     base = _used(ray)
-    theirs, their_actors = await asyncio.to_thread(_their_scheme, ray, model, name, count)
-    our_actors = [ray.remote(num_cpus=0)(Holder).remote(name) for _ in range(count)]
-    ours = aiosync.RayWeightSyncScheme(timeout=LIMIT, share_memory=not apart)
-    ours.init_on_sender(model_id=MODEL_ID, model=model, actors=our_actors)
+    model: nn.Module
+    if scheme == "actors":
+        model = build_model(MODELS[name])
+        theirs, their_actors = await asyncio.to_thread(_their_scheme, ray, model, name, count)
+        our_actors = [ray.remote(num_cpus=0)(_Holder).remote(name) for _ in range(count)]
+        ours: Any = aiosync.RayWeightSyncScheme(**given)
+        ours.init_on_sender(model_id=MODEL_ID, model=model, actors=our_actors)
+        weights: Any = model
+    else:
+        model = _Filler(name)
+        theirs = importlib.import_module("torchrl.weight_update").RayModuleTransformScheme()
+        their_actors = [await asyncio.to_thread(_transform, name, weight_sync_scheme=theirs)]
+        our_actors = [await asyncio.to_thread(_transform, name) for _ in range(count)]
+        ours = aiosync.RayModuleTransformScheme(**given)
+        ours.init_on_sender(model=model, actors=our_actors)
+        weights = TensorDict.from_module(model).data
     await ours.connect()
-    return await _race(
-        ray, ("actors", name), model, ours, theirs, {"weights": model}, rounds, base, apart,
-        [*our_actors, *their_actors],
-    )  # fmt: skip
-
-
-async def _modules(ray: Any, name: str, count: int, rounds: int, apart: bool) -> Figures:
-    library: Any = importlib.import_module("torchrl.weight_update")
-    transforms: Any = importlib.import_module("torchrl.envs.transforms.module")
-    model = _Filler(name)
-    base = _used(ray)
-
-    def make(scheme: Any = None) -> Any:
-        more = {} if scheme is None else {"weight_sync_scheme": scheme}
-        return transforms.RayModuleTransform(module=_Filler(name), num_cpus=0, **more)
-
-    theirs = library.RayModuleTransformScheme()
-    their_transform = await asyncio.to_thread(make, theirs)
-    our_transforms = [await asyncio.to_thread(make) for _ in range(count)]
-    ours = aiosync.RayModuleTransformScheme(timeout=LIMIT, share_memory=not apart)
-    ours.init_on_sender(model=model, actors=our_transforms)
-    await ours.connect()
-    weights = TensorDict.from_module(model).data
-    return await _race(
-        ray, ("modules", name), model, ours, theirs, {"weights": weights}, rounds, base, apart,
-        [transform._actor for transform in (*our_transforms, their_transform)],
-    )  # fmt: skip
-
-
-async def _race(
-    ray: Any, what: tuple[str, str], model: nn.Module, ours: Any, theirs: Any,
-    given: dict[str, Any], rounds: int, base: int, apart: bool,
-    actors: list[Any],
-) -> Figures:  # fmt: skip
-    times: dict[str, list[float]] = {"aiosync": [], "torchrl": []}
+    times_of: dict[str, list[float]] = {"aiosync": [], "torchrl": []}
     for version in range(WARM_UP + rounds):
         fill(model, float(version))
         begun = time.perf_counter()
         await ours.send()
-        times["aiosync"].append(time.perf_counter() - begun)
+        times_of["aiosync"].append(time.perf_counter() - begun)
         begun = time.perf_counter()
-        theirs.send(**given)
-        times["torchrl"].append(time.perf_counter() - begun)
-    pending = 0
-    async with ticking() as stalls:
+        theirs.send(weights=weights)
+        times_of["torchrl"].append(time.perf_counter() - begun)
+    held = 0
+    async with ticking() as late:
         for sent in range(SENDS):
             await ours.send()
             if apart and sent % 10 == 0:
-                pending = max(pending, await asyncio.to_thread(_used, ray))
+                held = max(held, await asyncio.to_thread(_used, ray))
     nbytes = sum(p.nbytes for p in model.parameters())
-    pending = max(pending, await _settled(ray, base + apart * round(nbytes / (1 << 20))))
-    count = len(ours.workers)
+    held = max(held, await _settled(ray, base + apart * round(nbytes / (1 << 20))))
     await ours.aclose()
     theirs.shutdown()
-    for actor in actors:
-        ray.kill(actor)
-    ours_ms, theirs_ms = (_of(times[contender][WARM_UP:]) for contender in ("aiosync", "torchrl"))
-    after = await _settled(ray, base)
-    return Figures(*what, count, nbytes // 4, ours_ms, theirs_ms, _of(stalls), base, pending, after)
+    for actor in (*our_actors, *their_actors):
+        ray.kill(getattr(actor, "_actor", actor))
+    aiosync_ms, torchrl_ms = (summary(found[WARM_UP:]) for found in times_of.values())
+    return {
+        "actors of": scheme,
+        "model": f"{name}, {nbytes / 4e6:.3g} M",
+        "count": count,
+        "aiosync, ms": aiosync_ms,
+        "torchrl, ms": torchrl_ms,
+        "times": times(torchrl_ms, aiosync_ms),
+        "stall p99, ms": Stall(summary(late), None, None),
+        "store before, MiB": base,
+        "at most, MiB": held,
+        "after, MiB": await _settled(ray, base),
+    }
 
 
-def _of(samples: list[float]) -> Spread:
-    found = spread(samples)
-    assert found is not None
-    return found
+def _transform(name: str, **more: Any) -> Any:
+    """A model inside an actor, as torchrl puts it there."""
+    transforms: Any = importlib.import_module("torchrl.envs.transforms.module")
+    return transforms.RayModuleTransform(module=_Filler(name), num_cpus=0, **more)
 
 
 def run(
-    kinds: Sequence[str],
-    models: Sequence[str],
-    actors: list[int],
-    rounds: int,
-    out: Path | None,
-    *,
-    apart: bool,
+    models: options.Models = options.ALL_MODELS,
+    workers: options.Workers = options.UP_TO_FOUR,
+    schemes: Annotated[options.Names, options.names_of(SCHEMES)] = SCHEMES,
+    rounds: options.Rounds = 0,
+    apart: options.Apart = False,
+    json: options.Json = None,
 ) -> None:
-    """Measure, print a table, write JSON.
-
-    Args:
-        kinds: of :data:`KINDS`.
-        models: names of :data:`~benchmarks.models.MODELS`.
-        actors: how many, each; torchrl's transform is one.
-        rounds: timed sends of each contender; 0: as suits the model.
-        out: where the JSON goes.
-        apart: whether aiosync uses the object store also for actors on this node.
-    """
+    """Ray actors, and models inside them, beside torchrl's schemes."""
     how = ", as if on other nodes" if apart else ""
-    table = Table(title="aiosync beside torchrl on Ray (medians; least and most)" + how)
-    columns = "actors of", "model", "count", "aiosync, ms", "torchrl, ms", "times", "stall p99, ms"
-    for column in (*columns, "store before", "at most", "after"):
-        table.add_column(column, justify="right")
-    found = []
-    try:
-        for kind, name, count in itertools.product(kinds, models, actors):
-            if kind == "modules" and count > 1:
-                continue
-            measure = _actors if kind == "actors" else _modules
+    title = "aiosync beside torchrl on Ray: milliseconds, median (least - most)" + how
+    with report(title, "ray", json) as rows:
+        for scheme, name, count in product(schemes, models, workers):
+            if scheme == "modules" and count > 1:
+                continue  # torchrl's transform is one
             with ray_cluster(store=6 << 30):
                 ray: Any = importlib.import_module("ray")
-                figures = asyncio.run(measure(ray, name, count, rounds or MODELS[name].rounds, apart))
-            found.append(asdict(figures))
-            ours, theirs = figures.aiosync, figures.torchrl
-            table.add_row(
-                kind,
-                f"{name}, {figures.parameters / 1e6:.3g} M",
-                str(count),
-                *(f"{x.median:.3g} ({x.min:.3g}-{x.max:.3g})" for x in (ours, theirs)),
-                f"{theirs.median / ours.median:.1f}",
-                f"{figures.stall.p99:.1f}",
-                *(f"{mib} MiB" for mib in (figures.base, figures.pending, figures.after)),
-            )
-    finally:  # many actors of a large model may be more than the machine has memory for
-        Console().print(table)
-        save(out, "ray", found)
+                timed = rounds or MODELS[name].rounds
+                rows.append(asyncio.run(_measure(ray, scheme, name, count, timed, apart)))

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from benchmarks.contenders import Setup
+from benchmarks.harness import options
 from benchmarks.harness.comparison import Comparison, Entry
 from benchmarks.harness.models import ModelSpec
 from benchmarks.harness.results import Case, report
@@ -22,15 +25,13 @@ WORKERS, RELAYS, WARM_UP = 8, 2, 2
 DEADLINE = 300.0
 
 
-def run(mib: int, mbit: float, rounds: int, json: Path | None) -> None:
-    """Measure, print a table, write JSON.
-
-    Args:
-        mib: size of the model in MiB.
-        mbit: megabits per second of each link; 0: unlimited.
-        rounds: timed sends of each way.
-        json: where the figures go.
-    """
+def run(
+    mib: Annotated[int, typer.Option(min=1, help="Size of the model in MiB.")] = 256,
+    mbit: Annotated[float, typer.Option(min=0, help="Megabits per second of a link; 0: unlimited.")] = 1000.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed sends of each way.")] = 5,
+    json: options.Json = None,
+) -> None:
+    """A trainer, two relays and eight workers, beside eight workers of the trainer's own."""
     say = progress()
     rate = f"{mbit:g} Mbit/s" if mbit else "as fast as they go"
     title = f"{mib} MiB to {WORKERS} workers, links {rate}: median (least - most)"

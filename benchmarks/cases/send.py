@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from itertools import product
+from typing import Annotated
+
+import typer
 
 from benchmarks.contenders import ABOUT, LIMIT, Setup
+from benchmarks.harness import options
 from benchmarks.harness.comparison import Comparison, Entry
 from benchmarks.harness.meters import Memcpy, Spread, spread
-from benchmarks.harness.models import MODELS, ModelSpec, sizes
+from benchmarks.harness.models import MODELS, sizes
 from benchmarks.harness.results import Case, Key, Results, machine, memory_total
-from benchmarks.harness.tables import Row, print_rows, progress, write
-from benchmarks.harness.targets import check, print_checks
+from benchmarks.harness.tables import Row, print_rows, progress
+from benchmarks.harness.targets import conclude
 from benchmarks.harness.trainer import Mode
 
-__all__ = ["SCHEMES", "Options", "run"]
+__all__ = ["SCHEMES", "run"]
 
-SCHEMES = ("shared", "process")
+SCHEMES = options.Names(("shared", "process"))
 MIB = 1 << 20
 WARM_UP = 3
 """Turns before anything is counted: enough for every slot of an arena to have been written."""
@@ -29,162 +33,127 @@ MEMORY_SHARE = 0.85
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """The command line's options, parsed. See ``--help`` for what they mean."""
-
-    models: tuple[str, ...]
-    workers: tuple[int, ...]
-    schemes: tuple[str, ...]
-    contenders: tuple[str, ...]
-    rounds: int
-    quick: bool
-    uvloop: bool
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
 class _Block:
-    """Contenders that take turns: those of one model, scheme and number of workers that memory holds.
+    """Contenders of the same model, scheme and number of workers, which take turns.
 
     Attributes:
-        nbytes: the model's size.
-        rounds: turns of each.
-        extra: sends for stalls, and for torn reads at least.
-        reads: reads of the model under back-to-back sends, at least.
         with_one: whether aiosync with one worker takes turns too, to compare with.
-        turns: ``all`` contenders are in this block, or ``some``.
+        turns: ``all`` contenders are in this block, or ``some``: as many as memory holds.
     """
 
-    model: ModelSpec
-    nbytes: int
-    scheme: str
-    workers: int
-    contenders: tuple[str, ...]
-    rounds: int
-    extra: int
-    reads: int
+    setups: list[Setup]
     with_one: bool
     turns: str = "all"
 
-    def setup(self, contender: str, workers: int, uvloop: bool) -> Setup:
-        return Setup(contender, self.scheme, self.model, workers, uvloop, {"sync": True})
 
-    @property
-    def modes(self) -> tuple[Mode, ...]:
-        """Ways of sending: the shared scheme copies any source alike, so it needs only one."""
-        return ("plain", "fresh") if self.scheme == "process" else ("plain",)
-
-
-def run(options: Options, json: Path | None, png: Path | None, *, show_targets: bool) -> int:
-    """Measure, print, write; returns how many targets were missed."""
-    results = Results(machine=machine(), settings=asdict(options), notes=_notes(options.contenders))
-    results.models = {name: sizes(MODELS[name]) for name in options.models}
+def run(
+    models: options.Models = options.ALL_MODELS,
+    workers: options.Workers = options.UP_TO_FOUR,
+    schemes: Annotated[options.Names, options.names_of(SCHEMES)] = SCHEMES,
+    contenders: options.Contenders = options.INSTALLED,
+    rounds: options.Rounds = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="A fifth of the rounds.")] = False,
+    uvloop: options.Uvloop = False,
+    deadline: options.Deadline = 120.0,
+    json: options.Json = None,
+    png: options.Png = None,
+    check: options.Check = False,
+) -> None:
+    """Sends within one machine, beside torchrl's and beside one warm memcpy."""
+    settings = dict(locals(), json=str(json), png=str(png))
+    results = Results(machine(), settings, _notes(contenders))
+    results.models = {name: sizes(MODELS[name]) for name in models}
     say = progress()
-    for block in _blocks(options, results.models):
-        say(f"--- {block.model.name}, {block.scheme}, workers: {block.workers}")
-        results.cases.extend(asyncio.run(_measure(block, options, say)))
+    cut = 5 if quick else 1
+    for name, scheme, count in product(models, schemes, workers):
+        turns = rounds or max(3, MODELS[name].rounds // cut)
+        one = scheme == "shared" and count > 1 and count == max(workers) and "aiosync" in contenders
+        setups = [Setup(other, scheme, MODELS[name], count, uvloop, {"sync": True}) for other in contenders]
+        for block in _that_fit(_Block(setups, one)):
+            say(f"--- {name}, {scheme}, workers: {count}")
+            measuring = _measure(block, turns, cut, deadline, say)
+            results.cases.extend(asyncio.run(measuring))
     print_rows("send, in milliseconds: median (least - most)", _send_rows(results))
     print_rows("pauses, memory, reads", _side_rows(results))
     for note in results.notes:
         print(f"note: {note}")
-    checks = check(results)
-    if show_targets:
-        print_checks(checks)
-    write(json, {**asdict(results), "ratios": results.ratios()})
     if png is not None:
         # matplotlib is optional, and only a picture needs it.
         from benchmarks.harness.picture import draw
 
         draw(results, png)
-    return sum(not c.ok for c in checks)
+    conclude(results, json, check=check)
 
 
-async def _measure(block: _Block, options: Options, say: Callable[[str], None]) -> list[Case]:
-    async with Comparison(say, options.deadline) as comparison:
-        for name in block.contenders:
-            setup = block.setup(name, block.workers, options.uvloop)
-            comparison.add(setup, *block.modes, turns=block.turns)
+async def _measure(
+    block: _Block, rounds: int, cut: int, deadline: float, say: Callable[[str], None]
+) -> list[Case]:
+    first = block.setups[0]
+    # The shared scheme copies any source alike, so it needs only one mode.
+    modes: tuple[Mode, ...] = ("plain", "fresh") if first.scheme == "process" else ("plain",)
+    extra = max(2, min(20, rounds)) // min(cut, 2)
+    async with Comparison(say, deadline) as comparison:
+        for setup in block.setups:
+            comparison.add(setup, *modes, turns=block.turns)
         entries = list(comparison.entries)
         one: Entry | None = None
-        if block.with_one and block.workers > 1 and "aiosync" in block.contenders:
-            one = comparison.add(block.setup("aiosync", 1, options.uvloop), "plain")
+        if block.with_one:
+            one = comparison.add(replace(first, contender="aiosync", workers=1), "plain")
         await comparison.start()
-        limit = Memcpy(block.nbytes // 4)
-        copies = await comparison.take_turns(block.rounds, warm_up=WARM_UP, limit=limit)
+        limit = Memcpy(sizes(first.model)["nbytes"] // 4)
+        copies = await comparison.take_turns(rounds, warm_up=WARM_UP, limit=limit)
         del limit  # it holds two model sizes
         each = comparison.each
         await each("does every worker hold what was sent", Entry.verify, entries)
-        await each("event-loop stalls", lambda entry: entry.stall(block.extra), entries)
+        await each("event-loop stalls", lambda entry: entry.stall(extra), entries)
         await each("memory", lambda entry: entry.memory(MEMORY_SENDS), entries)
-        await each("reads under sends", lambda entry: _read(entry, block), entries)
+        # The receiver may tear a read, and the receiver is the same in every mode.
+        plain = [entry for entry in entries if entry.mode == "plain"]
+        await each("reads under sends", lambda entry: entry.read(extra, 1_000 // cut), plain)
         await comparison.end()
-    return list(_cases(block, entries, one, copies))
-
-
-async def _read(entry: Entry, block: _Block) -> None:
-    # The receiver may tear a read, and the receiver is the same in every mode.
-    if entry.mode == "plain":
-        await entry.read(block.extra, block.reads)
-
-
-def _cases(block: _Block, entries: list[Entry], one: Entry | None, copies: list[float]) -> Iterator[Case]:
-    limit = spread(copies)
-    key = Key(block.model.name, block.scheme, "plain", block.workers)
-    yield Case(key, LIMIT, turns=block.turns, send=limit, samples=[copy * 1e3 for copy in copies])
+    key = Key(first.model.name, first.scheme, "plain", first.workers)
+    cases = [
+        Case(key, LIMIT, turns=block.turns, send=spread(copies), samples=[1e3 * copy for copy in copies])
+    ]
     for entry in entries:
         case = entry.finish()
-        case.limit = limit
+        case.limit = spread(copies)
         if one is not None and (case.contender, entry.mode) == ("aiosync", "plain"):
             case.one_worker = one.finish().send
-        yield case
-
-
-def _blocks(options: Options, known: Mapping[str, Mapping[str, int]]) -> Iterator[_Block]:
-    """Every block, smallest model first; contenders that do not fit side by side get blocks of their own."""
-    cut = 5 if options.quick else 1
-    for name in options.models:
-        rounds = options.rounds or max(3, MODELS[name].rounds // cut)
-        for scheme in options.schemes:
-            for workers in options.workers:
-                block = _Block(
-                    model=MODELS[name],
-                    nbytes=known[name]["nbytes"],
-                    scheme=scheme,
-                    workers=workers,
-                    contenders=options.contenders,
-                    rounds=rounds,
-                    extra=max(2, min(20, rounds)) // (2 if options.quick else 1),
-                    reads=1_000 // cut,
-                    with_one=scheme == "shared" and workers == max(options.workers),
-                )
-                yield from _that_fit(block)
+        cases.append(case)
+    return cases
 
 
 def _that_fit(block: _Block) -> Iterator[_Block]:
     """The block, or, if memory does not hold all its contenders at once, one for every few."""
     available = memory_total("MemAvailable")
-    free = float("inf") if available is None else MEMORY_SHARE * available / block.nbytes
-    fits: list[tuple[str, ...]] = []
+    nbytes = sizes(block.setups[0].model)["nbytes"]
+    free = float("inf") if available is None else MEMORY_SHARE * available / nbytes
+    fits: list[list[Setup]] = []
     room = 0.0  # in model sizes
-    for name in block.contenders:
-        needed = _model_sizes(block.scheme, block.workers, name)
+    for setup in block.setups:
+        needed = _model_sizes(setup)
         if not fits or needed > room:
-            limit = 2
-            one = _model_sizes(block.scheme, 1, "aiosync") if block.with_one and not fits else 0
-            room = free - limit - one
-            fits.append(())
-        fits[-1] += (name,)
+            room = free - 2  # the limit's
+            if block.with_one and not fits:
+                room -= _model_sizes(replace(setup, contender="aiosync", workers=1))
+            fits.append([])
+        fits[-1].append(setup)
         room -= needed
-    for contenders in fits:
-        yield replace(block, contenders=contenders, turns="all" if len(fits) == 1 else "some")
+    for setups in fits:
+        one = block.with_one and any(setup.contender == "aiosync" for setup in setups)
+        yield _Block(setups, one, "all" if len(fits) == 1 else "some")
 
 
-def _model_sizes(scheme: str, workers: int, contender: str) -> int:
+def _model_sizes(setup: Setup) -> int:
     """How many model sizes a contender may hold, in all its processes together."""
-    if scheme == "shared":
-        return {"aiosync": 4, "torchrl": 2, "torchrl-alias": 1}[contender]
+    if setup.scheme == "shared":
+        return {"aiosync": 4, "torchrl": 2, "torchrl-alias": 1}[setup.contender]
     # The trainer's own and a fresh one; what is in transit; what each worker has.
-    return {"aiosync": 2 + 3 + 2 * workers, "torchrl": 2 + 1 + workers, "torchrl-alias": 2 + 1}[contender]
+    workers = setup.workers
+    return {"aiosync": 2 + 3 + 2 * workers, "torchrl": 2 + 1 + workers, "torchrl-alias": 2 + 1}[
+        setup.contender
+    ]
 
 
 def _send_rows(results: Results) -> Iterator[Row]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from datetime import timedelta
 from typing import Any
@@ -68,6 +69,7 @@ class _Worker(_End, WorkerEnd):
         threading.Thread(target=self._receive, args=(self._group,), daemon=True).start()
 
     def _receive(self, group: Any) -> None:
-        while True:
-            group.recv([self._buffer], 0, 1).wait()
-            group.send([self._byte], 0, 2).wait()
+        with contextlib.suppress(RuntimeError):  # the sender has closed its connection
+            while True:
+                group.recv([self._buffer], 0, 1).wait()
+                group.send([self._byte], 0, 2).wait()

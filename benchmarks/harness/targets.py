@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import typer
 
 from benchmarks.contenders import LIMIT
 from benchmarks.harness.results import Case, Key, Results
-from benchmarks.harness.tables import print_rows
+from benchmarks.harness.tables import print_rows, write
 
-__all__ = ["Check", "check", "print_checks"]
+__all__ = ["Check", "check_targets", "conclude"]
 
 COMMIT_MS = 5.0
 STALL_MS = 5.0
@@ -57,7 +60,7 @@ def _at_most(what: object, got: float, most: float) -> Check:
     return Check(str(what), got, f"<= {most:g}", got <= most)
 
 
-def check(results: Results) -> list[Check]:
+def check_targets(results: Results) -> list[Check]:
     """Every target that this run measured, and every case of aiosync that failed."""
     found = []
     for key, other, times in FASTER:
@@ -99,7 +102,13 @@ def _checks_of(results: Results, case: Case) -> Iterator[Check]:
         yield _at_most(f"{key}: shared memory in all, model sizes", sizes, SHARED_MODEL_SIZES)
 
 
-def print_checks(checks: list[Check]) -> None:
-    """Print each target, reached or missed."""
-    rows = [{"": "ok" if c.ok else "MISSED", "figure": c.what, "got": c.got, "want": c.want} for c in checks]
-    print_rows("targets", rows)
+def conclude(results: Results, json: Path | None, *, check: bool) -> None:
+    """Write the results; with ``check``, print every target and exit with 1 if one was missed."""
+    found = check_targets(results)
+    write(json, {**asdict(results), "ratios": results.ratios()})
+    if check:
+        marks = {True: "ok", False: "MISSED"}
+        rows = [{"": marks[c.ok], "figure": c.what, "got": c.got, "want": c.want} for c in found]
+        print_rows("targets", rows)
+        if not all(c.ok for c in found):
+            raise typer.Exit(1)
