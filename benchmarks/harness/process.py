@@ -188,21 +188,21 @@ def _kill_handle(handle: int) -> None:
         os.close(handle)
 
 
-def run_turn(module: str, *arguments: object, **environment: str) -> dict[str, Any]:
-    """Run ``python -m module arguments``; returns the JSON object that is the last line of its output.
+def run_turn(module: str, argument: str, **environment: str) -> dict[str, Any]:
+    """Run ``python -m module argument``; returns the JSON object that is the last line of its output.
 
     Args:
         module: name of a module.
-        arguments: passed as text.
+        argument: its command line.
         environment: further environment variables.
 
     Raises:
         RuntimeError: the program failed; the message has what it printed.
     """
-    command = [sys.executable, "-m", module, *map(str, arguments)]
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     variables = {**os.environ, **environment, "PYTHONPATH": path}
+    command = [sys.executable, "-m", module, argument]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
