@@ -12,6 +12,7 @@ their event loop or, torchrl's, in their main thread; the other contenders' work
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -53,8 +54,11 @@ def run(
     with report(title, "distributed", json) as rows:
         for scheme, model, count in product(schemes, models, workers):
             say(f"--- {scheme}, {model}, workers: {count}")
-            measuring = _measure(scheme, model, count, rounds, acting=acting, apart=apart, say=say)
-            rows.append(asyncio.run(measuring))
+            with tempfile.TemporaryDirectory(prefix="aiosync-bench-") as folder:
+                measuring = _measure(
+                    scheme, model, count, rounds, folder, acting=acting, apart=apart, say=say
+                )
+                rows.append(asyncio.run(measuring))
 
 
 async def _measure(
@@ -62,6 +66,7 @@ async def _measure(
     model: str,
     workers: int,
     rounds: int,
+    folder: str,
     *,
     acting: bool,
     apart: bool,
@@ -75,7 +80,8 @@ async def _measure(
     def setup(contender: str, workers: int) -> Setup:
         store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         stores.append(store)
-        return Setup(contender, scheme, spec, workers, options=given, extras={"port": store.port})
+        meeting = {"port": store.port, "file": f"{folder}/{contender}"}
+        return Setup(contender, scheme, spec, workers, options=given, extras=meeting)
 
     async with Comparison(say, DEADLINE) as comparison:
         ours, theirs = (comparison.add(setup(name, workers), "known") for name in ("aiosync", "torchrl"))

@@ -1,7 +1,7 @@
 """aiosync's schemes, as its README uses them.
 
 Extras of a setup: ``mbit`` is the rate of each TCP connection in megabits per second (0: unlimited),
-``relays`` how many relays stand between the trainer and the workers, ``port`` that of a store for torch RPC.
+``relays`` how many relays stand between the trainer and the workers, ``file`` where torch RPC meets.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def limit_rate(mbit: float, scheme: Any) -> None:
         listening.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, int(mbit * _BYTES_PER_MBIT))
 
 
-async def join_rpc(name: str, rank: int, world_size: int, port: int) -> None:
+async def join_rpc(setup: Setup, name: str, rank: int) -> None:
     """Join torch RPC. The call blocks until all have joined, so a thread makes it."""
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{setup.extras['file']}")
+    world_size = 1 + setup.workers
     await asyncio.to_thread(rpc.init_rpc, name, rank=rank, world_size=world_size, rpc_backend_options=options)
 
 
@@ -91,7 +92,7 @@ class _Sender(SenderEnd):
     async def connect(self) -> None:
         workers = self._setup.workers
         if self._setup.scheme == "rpc":
-            await join_rpc("trainer", 0, 1 + workers, self._setup.extras["port"])
+            await join_rpc(self._setup, "trainer", 0)
             self._initialize()
         wanted = {"min_workers": len(self._relays) or workers} if self._setup.scheme == "tcp" else {}
         await self._scheme.connect(**wanted)
@@ -141,8 +142,7 @@ class _Worker(WorkerEnd):
 
     async def connect(self) -> None:
         if self._setup.scheme == "rpc":
-            rank, world = 1 + self._index, 1 + self._setup.workers
-            await join_rpc(f"worker{self._index}", rank, world, self._setup.extras["port"])
+            await join_rpc(self._setup, f"worker{self._index}", 1 + self._index)
             self._initialize()
         await self._scheme.connect()
         await self._receiving.enter_async_context(self._scheme.receiving())

@@ -187,7 +187,7 @@ class _RpcSender(_Sender):
 
     async def connect(self) -> None:
         workers, port = self._setup.workers, self._setup.extras["port"]
-        await join_rpc("trainer", 0, 1 + workers, port)
+        await join_rpc(self._setup, "trainer", 0)
         await _join_default_group(0, workers, port)
         await asyncio.to_thread(self._register, workers)
         self._scheme.init_on_sender(model_id=MODEL_ID, context=self._context, num_workers=workers)
@@ -219,7 +219,7 @@ class _RpcWorker(WorkerEnd):
 
     async def connect(self) -> None:
         workers, port = self._setup.workers, self._setup.extras["port"]
-        await join_rpc(f"worker{self._index}", 1 + self._index, 1 + workers, port)
+        await join_rpc(self._setup, f"worker{self._index}", 1 + self._index)
         await _join_default_group(1 + self._index, workers, port)
 
     async def close(self) -> None:
