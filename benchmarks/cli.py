@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 
 import typer
 
@@ -19,27 +18,26 @@ app = typer.Typer(
 )
 
 
-def _in_the_repository(name: str) -> Callable[[], None]:
-    def refuse() -> None:
-        raise SystemExit(
-            f"aiosync bench {name} compares with other software: it is in aiosync's repository, and not in "
-            "the installed package"
-        )
-
-    return refuse
-
-
 def _add(name: str) -> None:
-    """Make a command of the case's ``run``."""
+    """Make a command of the case's ``run``; or one that says what the case needs."""
     module = f"benchmarks.cases.{name}"
     try:
         app.command(name)(importlib.import_module(module).run)
     except ModuleNotFoundError as missing:
-        if missing.name != module:
-            raise
-        about = "(in aiosync's repository only)"
+        error: BaseException = missing
+        about = f"(needs {missing.name}, which is not installed)"
+        if missing.name == module:
+            error = SystemExit(
+                f"aiosync bench {name} compares with other software: it is in aiosync's repository, and not "
+                "in the installed package"
+            )
+            about = "(in aiosync's repository only)"
+
+        def refuse() -> None:
+            raise error
+
         passed = {"allow_extra_args": True, "ignore_unknown_options": True}
-        app.command(name, help=about, context_settings=passed)(_in_the_repository(name))
+        app.command(name, help=about, context_settings=passed)(refuse)
 
 
 if __name__ != "__mp_main__":  # a spawned process, which imports what it needs

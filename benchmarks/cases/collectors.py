@@ -92,7 +92,9 @@ def run(
         for env, host in product(envs, schemes or (OWN_HOSTS if own else HOSTS))
         for scheme, size in product(("shared",) if own else HOSTS[host], sizes)
     ]
-    say, found, rows = progress(), [], []
+    say = progress()
+    found: list[Row] = []
+    rows: list[Row] = []
     try:
         for task in tasks:
             say(f"--- {task.env}, {task.host}, {task.scheme}, {task.parameters} further parameters")

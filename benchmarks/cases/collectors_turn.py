@@ -238,11 +238,12 @@ class _Collector:
             self._collector = make(makers, policy, track_policy_version=True, **common)
             return
         far: Any = importlib.import_module("torchrl.collectors.distributed")
-        make, more = {
+        kinds: dict[str, tuple[Any, dict[str, Any]]] = {
             "ray": (far.RayCollector, {"remote_configs": {"num_cpus": 1, "num_gpus": 0, "memory": 10**8}}),
             "rpc": (far.RPCCollector, {"launcher": "mp"}),
             "distributed": (far.DistributedCollector, {"launcher": "mp", "backend": "gloo"}),
-        }[task.host]
+        }
+        make, more = kinds[task.host]
         common |= {
             "collector_class": collectors.Collector,
             "sync": False,

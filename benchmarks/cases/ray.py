@@ -119,56 +119,73 @@ def _their_scheme(ray: Any, model: nn.Module, name: str, count: int) -> tuple[An
     return scheme, actors
 
 
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """aiosync's connected scheme and torchrl's, for the same model."""
+
+    model: nn.Module
+    ours: Any
+    theirs: Any
+    weights: Any
+    actors: list[Any]
+
+
+async def _actors(ray: Any, name: str, count: int, given: dict[str, Any]) -> _Pair:
+    model = build_model(MODELS[name])
+    theirs, their_actors = await asyncio.to_thread(_their_scheme, ray, model, name, count)
+    our_actors = [ray.remote(num_cpus=0)(_Holder).remote(name) for _ in range(count)]
+    ours = aiosync.RayWeightSyncScheme(**given)
+    ours.init_on_sender(model_id=MODEL_ID, model=model, actors=our_actors)
+    return _Pair(model, ours, theirs, model, [*our_actors, *their_actors])
+
+
+async def _modules(name: str, count: int, given: dict[str, Any]) -> _Pair:
+    model = _Filler(name)
+    theirs = importlib.import_module("torchrl.weight_update").RayModuleTransformScheme()
+    their_transform = await asyncio.to_thread(_transform, name, weight_sync_scheme=theirs)
+    our_transforms = [await asyncio.to_thread(_transform, name) for _ in range(count)]
+    ours = aiosync.RayModuleTransformScheme(**given)
+    ours.init_on_sender(model=model, actors=our_transforms)
+    actors = [transform._actor for transform in (*our_transforms, their_transform)]
+    return _Pair(model, ours, theirs, TensorDict.from_module(model).data, actors)
+
+
 async def _measure(ray: Any, scheme: str, name: str, count: int, rounds: int, apart: bool) -> Row:
     """Both in turn; then sends beside a ticker, and what the store holds."""
     given: dict[str, Any] = {"timeout": LIMIT, "share_memory": not apart}
     base = _used(ray)
-    model: nn.Module
-    if scheme == "actors":
-        model = build_model(MODELS[name])
-        theirs, their_actors = await asyncio.to_thread(_their_scheme, ray, model, name, count)
-        our_actors = [ray.remote(num_cpus=0)(_Holder).remote(name) for _ in range(count)]
-        ours: Any = aiosync.RayWeightSyncScheme(**given)
-        ours.init_on_sender(model_id=MODEL_ID, model=model, actors=our_actors)
-        weights: Any = model
-    else:
-        model = _Filler(name)
-        theirs = importlib.import_module("torchrl.weight_update").RayModuleTransformScheme()
-        their_actors = [await asyncio.to_thread(_transform, name, weight_sync_scheme=theirs)]
-        our_actors = [await asyncio.to_thread(_transform, name) for _ in range(count)]
-        ours = aiosync.RayModuleTransformScheme(**given)
-        ours.init_on_sender(model=model, actors=our_actors)
-        weights = TensorDict.from_module(model).data
-    await ours.connect()
+    modules = scheme == "modules"
+    pair = await (_modules(name, count, given) if modules else _actors(ray, name, count, given))
+    await pair.ours.connect()
     times_of: dict[str, list[float]] = {"aiosync": [], "torchrl": []}
     for version in range(WARM_UP + rounds):
-        fill(model, float(version))
+        fill(pair.model, float(version))
         begun = time.perf_counter()
-        await ours.send()
+        await pair.ours.send()
         times_of["aiosync"].append(time.perf_counter() - begun)
         begun = time.perf_counter()
-        theirs.send(weights=weights)
+        pair.theirs.send(weights=pair.weights)
         times_of["torchrl"].append(time.perf_counter() - begun)
     held = 0
     async with ticking() as late:
         for sent in range(SENDS):
-            await ours.send()
+            await pair.ours.send()
             if apart and sent % 10 == 0:
                 held = max(held, await asyncio.to_thread(_used, ray))
-    nbytes = sum(p.nbytes for p in model.parameters())
+    nbytes = sum(p.nbytes for p in pair.model.parameters())
     held = max(held, await _settled(ray, base + apart * round(nbytes / (1 << 20))))
-    await ours.aclose()
-    theirs.shutdown()
-    for actor in (*our_actors, *their_actors):
-        ray.kill(getattr(actor, "_actor", actor))
-    aiosync_ms, torchrl_ms = (summary(found[WARM_UP:]) for found in times_of.values())
+    await pair.ours.aclose()
+    pair.theirs.shutdown()
+    for actor in pair.actors:
+        ray.kill(actor)
+    ours, theirs = (summary(found[WARM_UP:]) for found in times_of.values())
     return {
         "actors of": scheme,
         "model": f"{name}, {nbytes / 4e6:.3g} M",
         "count": count,
-        "aiosync, ms": aiosync_ms,
-        "torchrl, ms": torchrl_ms,
-        "times": times(torchrl_ms, aiosync_ms),
+        "aiosync, ms": ours,
+        "torchrl, ms": theirs,
+        "times": times(theirs, ours),
         "stall p99, ms": Stall(summary(late), None, None),
         "store before, MiB": base,
         "at most, MiB": held,

@@ -183,8 +183,8 @@ def _side_rows(results: Results) -> Iterator[Row]:
             **asdict(case.key),
             "contender": case.contender,
             "commit ms\nmedian / max": _late(case.commit, "median", "max"),
-            "stall, sender ms\np50 / p99 / max": _late(stall and stall.sender),
-            "stall, worker ms\np50 / p99 / max": _late(stall and stall.worker),
+            "stall, sender ms\np50 / p99 / max": _late(stall.sender if stall else None),
+            "stall, worker ms\np50 / p99 / max": _late(stall.worker if stall else None),
             "sender peak\nMiB (grown)": _grown(memory.sender, memory.sender_growth) if memory else None,
             "worker peak\nMiB (grown)": _grown(memory.worker, memory.worker_growth) if memory else None,
             "shared MiB\n(models)": f"{memory.shared / MIB:.1f} ({memory.shared / nbytes:.2f})"

@@ -62,17 +62,16 @@ class _Sender(SenderEnd):
         self._setup = setup
         self._timeout = setup.options.get("timeout", TIMEOUT)
         self._scheme = _make_scheme(setup)
-        known: dict[str, Any] = {"num_workers": setup.workers}
+        self._known: dict[str, Any] = {"model_id": MODEL_ID, "model": model, "num_workers": setup.workers}
         if setup.scheme == "tcp":
-            known = {}  # any worker may connect
+            del self._known["num_workers"]  # any worker may connect
         elif setup.scheme in ("shared", "process"):
-            known["ctx"] = SPAWN
-        self._initialize = lambda: self._scheme.init_on_sender(model_id=MODEL_ID, model=model, **known)
+            self._known["ctx"] = SPAWN
         self._relays: list[Remote] = []
         self._addresses: list[str] = []
         if setup.scheme == "rpc":
             return  # init_on_sender needs the RPC agent, and the agent needs the workers: see connect()
-        self._initialize()
+        self._scheme.init_on_sender(**self._known)
         if setup.scheme == "tcp":
             mbit = setup.extras.get("mbit", 0.0)
             limit_rate(mbit, self._scheme)
@@ -93,7 +92,7 @@ class _Sender(SenderEnd):
         workers = self._setup.workers
         if self._setup.scheme == "rpc":
             await join_rpc(self._setup, "trainer", 0)
-            self._initialize()
+            self._scheme.init_on_sender(**self._known)
         wanted = {"min_workers": len(self._relays) or workers} if self._setup.scheme == "tcp" else {}
         await self._scheme.connect(**wanted)
 

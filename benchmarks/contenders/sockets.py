@@ -35,7 +35,8 @@ def make_worker(setup: Setup, recipe: Any, model: nn.Module, index: int) -> Work
 
 def _buffer(model: nn.Module) -> memoryview:
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    return memoryview(torch.zeros(nbytes, dtype=torch.uint8).numpy())
+    memory: memoryview = torch.zeros(nbytes, dtype=torch.uint8).numpy().data
+    return memory
 
 
 def _without_delay(sock: socket.socket) -> socket.socket:
