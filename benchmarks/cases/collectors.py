@@ -13,7 +13,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cases.collectors_turn import Task, Turn
+from benchmarks.cases.collectors_hosts import Task
+from benchmarks.cases.collectors_turn import Turn
 from benchmarks.harness import options
 from benchmarks.harness.meters import Spread, summary
 from benchmarks.harness.process import run_turn
