@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.contenders import Setup
 from benchmarks.harness import options
-from benchmarks.harness.comparison import Comparison, Entry
+from benchmarks.harness.comparison import Comparison
 from benchmarks.harness.meters import times
 from benchmarks.harness.models import MODELS, sizes
 from benchmarks.harness.results import report
@@ -88,9 +88,9 @@ async def _measure(
         gloo = comparison.add(setup("gloo", 1), "known")
         await comparison.start()
         if acting:
-            await comparison.each("acting", Entry.act, [ours, theirs])
+            await comparison.each("acting", [ours, theirs])
         await comparison.take_turns(rounds or spec.rounds, warm_up=WARM_UP, alone=acting)
-        await comparison.each("stalls", lambda entry: entry.stall(seconds=STALL_SECONDS), [ours])
+        await comparison.each("stall", [ours], seconds=STALL_SECONDS)
         await comparison.end()
     case, other, bare = ours.finish(), theirs.finish(), gloo.finish()
     return {

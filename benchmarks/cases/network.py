@@ -18,7 +18,7 @@ import typer
 import aiosync
 from benchmarks.contenders import Setup
 from benchmarks.harness import options
-from benchmarks.harness.comparison import Comparison, Entry
+from benchmarks.harness.comparison import Comparison
 from benchmarks.harness.models import ModelSpec
 from benchmarks.harness.results import report
 from benchmarks.harness.tables import Row, progress
@@ -81,10 +81,10 @@ async def _measure(
         await comparison.start()
         await comparison.take_turns(rounds, warm_up=WARM_UP)
         # After the turns: tickers would take processor time from one side of the comparison only.
-        await comparison.each("stalls", lambda entry: entry.stall(STALL_SENDS), [ours])
-        await comparison.each("memory of the slots", Entry.count, [ours])
+        await comparison.each("stall", [ours], sends=STALL_SENDS)
+        await comparison.each("counters", [ours])
         if workers > 1:
-            await comparison.each("one stopped", lambda entry: entry.suspend(SUSPENDED_SENDS), [ours])
+            await comparison.each("suspended", [ours], sends=SUSPENDED_SENDS)
         await comparison.end()
     case, limit = ours.finish(), blocking.finish()
     ratio = workers * limit.send.median / case.send.median if case.send and limit.send else None
@@ -97,6 +97,6 @@ async def _measure(
         "ratio": ratio,  # bytes per second to all workers, over those of one blocking socket
         "stall p99, ms": case.stall,
         "slots, models": case.counters.get("memory", 0) / (mib << 20),
-        "one stopped: slots, models": case.suspended_memory / (mib << 20) if workers > 1 else None,
-        "one stopped: send, ms": case.suspended_send,
+        "one stopped: slots, models": case.suspended["memory"] / (mib << 20) if case.suspended else None,
+        "one stopped: send, ms": case.suspended.get("send"),
     }

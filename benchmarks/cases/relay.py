@@ -14,7 +14,7 @@ import typer
 
 from benchmarks.contenders import Setup
 from benchmarks.harness import options
-from benchmarks.harness.comparison import Comparison, Entry
+from benchmarks.harness.comparison import Comparison
 from benchmarks.harness.models import ModelSpec
 from benchmarks.harness.results import Case, report
 from benchmarks.harness.tables import progress
@@ -63,10 +63,10 @@ async def _measure(
         entry = comparison.add(setup, "still")
         await comparison.start()
         await comparison.take_turns(WARM_UP, warm_up=0)
-        await comparison.each("bytes so far", Entry.count, [entry])
+        await comparison.each("counters", [entry])
         before = entry.case.counters
         await comparison.take_turns(rounds, warm_up=0)
-        await comparison.each("bytes sent", Entry.count, [entry])
+        await comparison.each("counters", [entry])
         await comparison.end()
     sent = entry.case.counters.get("wire_nbytes", 0) - before.get("wire_nbytes", 0)
     return entry.finish(), sent / rounds / (mib << 20)

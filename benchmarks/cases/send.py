@@ -103,13 +103,12 @@ async def _measure(
         limit = Memcpy(sizes(first.model)["nbytes"] // 4)
         copies = await comparison.take_turns(rounds, warm_up=WARM_UP, limit=limit)
         del limit  # it holds two model sizes
-        each = comparison.each
-        await each("does every worker hold what was sent", Entry.verify, entries)
-        await each("event-loop stalls", lambda entry: entry.stall(extra), entries)
-        await each("memory", lambda entry: entry.memory(MEMORY_SENDS), entries)
+        await comparison.each("verified", entries)
+        await comparison.each("stall", entries, sends=extra)
+        await comparison.each_memory(entries, sends=MEMORY_SENDS)
         # The receiver may tear a read, and the receiver is the same in every mode.
         plain = [entry for entry in entries if entry.mode == "plain"]
-        await each("reads under sends", lambda entry: entry.read(extra, 1_000 // cut), plain)
+        await comparison.each("reads", plain, sends=extra, reads=1_000 // cut)
         await comparison.end()
     key = Key(first.model.name, first.scheme, "plain", first.workers)
     cases = [

@@ -53,7 +53,7 @@ async def _measure(setup: Setup, reads: int, deadline: float, say: Callable[[str
     async with Comparison(say, deadline) as comparison:
         entry = comparison.add(setup, "plain")
         await comparison.start()
-        await comparison.each("reads", lambda entry: entry.read(SENDS, reads, READING_DEADLINE), [entry])
+        await comparison.each("reads", [entry], timeout=READING_DEADLINE, sends=SENDS, reads=reads)
         await comparison.end()
     return entry.case
 

@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks.contenders import Sent, Setup
 from benchmarks.harness.meters import Memcpy, MemorySampler, spread
 from benchmarks.harness.process import Remote, RemoteError, killer
-from benchmarks.harness.results import Case, Key, Stall
-from benchmarks.harness.trainer import Late, Mode, Trainer
+from benchmarks.harness.results import Case, Key
+from benchmarks.harness.trainer import Mode, Trainer
 
 __all__ = ["Comparison", "Entry", "Stage"]
 
@@ -96,38 +96,6 @@ class Entry:
     async def turn(self) -> None:
         """Take one turn."""
         self.turns.append(await self.stage.call("turn", mode=self.mode))
-
-    async def act(self) -> None:
-        """Have the workers roll out from now on."""
-        await self.stage.call("act")
-
-    async def verify(self) -> None:
-        """Note whether every worker holds what was sent."""
-        self.case.verified = await self.stage.call("verify")
-
-    async def stall(self, sends: int = 0, seconds: float = 0.0) -> None:
-        """Note event-loop stalls beside sends."""
-        late: Late = await self.stage.call("stall", mode=self.mode, sends=sends, seconds=seconds)
-        self.case.stall = Stall(spread(late.sender), spread(late.workers), spread(late.idle))
-
-    async def memory(self, sends: int) -> None:
-        """Note the peak memory of some sends."""
-        self.case.memory = (await self.stage.sampled("burst", mode=self.mode, sends=sends)).peak()
-
-    async def read(self, sends: int, reads: int, timeout: float | None = None) -> None:
-        """Count torn reads beside sends."""
-        self.case.reads = await self.stage.call(
-            "read", timeout=timeout, mode=self.mode, sends=sends, reads=reads
-        )
-
-    async def count(self) -> None:
-        """Note the sender's counters."""
-        self.case.counters = await self.stage.call("stats")
-
-    async def suspend(self, sends: int) -> None:
-        """Note sends to the other workers while the last one is stopped."""
-        seconds, memory = await self.stage.call("send_past_suspended", sends=sends)
-        self.case.suspended_send, self.case.suspended_memory = spread(seconds), memory
 
     def finish(self) -> Case:
         """The case, with the sends summed up."""
@@ -221,11 +189,34 @@ class Comparison:
         return copies
 
     async def each(
-        self, what: str, measure: Callable[[Entry], Awaitable[None]], entries: Sequence[Entry]
+        self, name: str, entries: Sequence[Entry], *, timeout: float | None = None, **arguments: Any
     ) -> None:
-        """Measure one thing of each of these entries, one after the other."""
+        """Measure one thing of each of these entries, one after the other.
+
+        Args:
+            name: of a method of :class:`Trainer`, and of the field of :class:`Case` that gets its result.
+            entries: of this comparison.
+            timeout: seconds, if the deadline does not suit.
+            arguments: of the method, besides the mode.
+        """
+
+        async def measure(entry: Entry) -> None:
+            found = await entry.stage.call(name, timeout=timeout, mode=entry.mode, **arguments)
+            setattr(entry.case, name, found)
+
         for entry in entries:
-            self._say(f"{what}: {entry.case.contender}, {entry.mode}")
+            self._say(f"{name}: {entry.case.contender}, {entry.mode}")
+            await self.guard(entry.stage, partial(measure, entry))
+
+    async def each_memory(self, entries: Sequence[Entry], *, sends: int) -> None:
+        """Note the peak memory of some sends of each, one after the other."""
+
+        async def measure(entry: Entry) -> None:
+            sampler = await entry.stage.sampled("burst", mode=entry.mode, sends=sends)
+            entry.case.memory = sampler.peak()
+
+        for entry in entries:
+            self._say(f"memory: {entry.case.contender}, {entry.mode}")
             await self.guard(entry.stage, partial(measure, entry))
 
     async def end(self) -> None:

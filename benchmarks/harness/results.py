@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,8 +77,8 @@ class Case:
         phases: median per phase as the sender reports them.
         verified: whether every worker held the sent value at the end of the rounds.
         counters: the sender's, see :meth:`~benchmarks.contenders.SenderEnd.stats`.
-        suspended_send: sends to the other workers while one is stopped (SIGSTOP).
-        suspended_memory: the sender's slots meanwhile, at most.
+        suspended: sends to the other workers while one is stopped (SIGSTOP), and the sender's slots then.
+        acting: whether the workers rolled out meanwhile.
     """
 
     key: Key
@@ -97,8 +98,8 @@ class Case:
     reads: ReadCounts | None = None
     verified: bool | None = None
     counters: dict[str, int] = field(default_factory=dict)
-    suspended_send: Spread | None = None
-    suspended_memory: int = 0
+    suspended: dict[str, Any] = field(default_factory=dict)
+    acting: bool = False
 
     @property
     def failure(self) -> str:

@@ -10,18 +10,18 @@ import asyncio
 import os
 import signal
 import time
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from tensordict import TensorDict
 
 from benchmarks.contenders import SenderEnd, Sent, Setup, Weights
-from benchmarks.harness.meters import ticking
+from benchmarks.harness.meters import spread, ticking
 from benchmarks.harness.models import build_model, fill
 from benchmarks.harness.process import Remote, RemoteError
+from benchmarks.harness.results import Stall
 from benchmarks.harness.worker import ReadCounts, Worker
 
-__all__ = ["Late", "Mode", "Trainer"]
+__all__ = ["Mode", "Trainer"]
 
 JOIN_TIMEOUT = 10.0
 """Seconds that a worker's process may take to end after its end was closed."""
@@ -31,15 +31,6 @@ IDLE = 0.3
 Mode: TypeAlias = Literal["plain", "fresh", "known", "still"]
 """What a send gets: the model, fresh tensors of it, nothing (the sender knows the model), or nothing, and the
 weights have not changed since the last send."""
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """How late tickers were, in seconds: on the sender's idle loop, and on all loops during sends."""
-
-    idle: list[float]
-    sender: list[float]
-    workers: list[float]
 
 
 class Trainer:
@@ -66,9 +57,10 @@ class Trainer:
         """Connect both ends: each waits for the other."""
         await asyncio.gather(self._ask_all("connect"), self._sender.connect())
 
-    async def act(self) -> None:
+    async def acting(self, mode: Mode) -> bool:
         """Have the workers roll out from now on."""
         await self._ask_all("act")
+        return True
 
     async def turn(self, mode: Mode) -> list[tuple[float, Sent]]:
         """One turn: a training step (not timed), a send (timed), as often as the model says."""
@@ -85,7 +77,7 @@ class Trainer:
         for _ in range(sends):
             await self._sender.send(self._train(mode))
 
-    async def stall(self, mode: Mode, sends: int = 0, seconds: float = 0.0) -> Late:
+    async def stall(self, mode: Mode, sends: int = 0, seconds: float = 0.0) -> Stall:
         """Back-to-back sends beside a ticker on every loop, at least so many and for so many seconds."""
         async with ticking() as idle:
             await asyncio.sleep(IDLE)
@@ -99,9 +91,10 @@ class Trainer:
                 done += 1
         self._value += done - 1  # keeps it equal to the version
         ticks = await self._ask_all("tick_stop")
-        return Late(idle, late, [tick for worker in ticks for tick in worker])
+        workers = [tick for worker in ticks for tick in worker]
+        return Stall(spread(late), spread(workers), spread(idle))
 
-    async def read(self, mode: Mode, sends: int, reads: int) -> ReadCounts:
+    async def reads(self, mode: Mode, sends: int, reads: int) -> ReadCounts:
         """Back-to-back sends while worker 0 reads; between them a change that is never sent."""
         reader = self._workers[0]
         done = 0
@@ -117,9 +110,9 @@ class Trainer:
         counts.sends = done
         return counts
 
-    async def send_past_suspended(self, sends: int) -> tuple[list[float], int]:
-        """Send to the others while the last worker's process is stopped (SIGSTOP): seconds of each send, and
-        the most memory of the slots, in bytes."""
+    async def suspended(self, mode: Mode, sends: int) -> dict[str, Any]:
+        """Send to the others while the last worker is stopped (SIGSTOP): the spread of ``send``, and the most
+        ``memory`` of the slots in bytes."""
         seconds, memory = [], []
         pid = self._workers[-1].pid
         os.kill(pid, signal.SIGSTOP)
@@ -131,13 +124,13 @@ class Trainer:
                 memory.append(self._sender.stats()["memory"])
         finally:
             os.kill(pid, signal.SIGCONT)
-        return seconds, max(memory)
+        return {"send": spread(seconds), "memory": max(memory)}
 
-    async def stats(self) -> dict[str, int]:
+    async def counters(self, mode: Mode) -> dict[str, int]:
         """Counters of the sender's end."""
         return dict(self._sender.stats())
 
-    async def verify(self) -> bool:
+    async def verified(self, mode: Mode) -> bool:
         """Whether every worker holds the value last sent."""
         found = await self._ask_all("look")
         return all(value == float(self._value) for values in found for value in values)
