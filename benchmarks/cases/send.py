@@ -158,8 +158,7 @@ def _model_sizes(setup: Setup) -> int:
 def _send_rows(results: Results) -> Iterator[Row]:
     for key in results.keys():
         for name in (*ABOUT, LIMIT):
-            # The limit knows no modes: it is one copy either way.
-            case = results.find(replace(key, mode="plain") if name == LIMIT else key, name)
+            case = results.find(key, name)
             if case is not None:
                 yield {
                     **asdict(key),

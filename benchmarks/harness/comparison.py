@@ -106,7 +106,9 @@ class Entry:
         case.first = spread([turn[0][0] for turn in self.turns])
         case.commit = spread([seconds for _, sent in sends for seconds in sent.commit.values()])
         names = dict.fromkeys(name for _, sent in sends for name in sent.phases)
-        phases = {name: spread([sent.phases[name] for _, sent in sends]) for name in names}
+        phases = {
+            name: spread([sent.phases[name] for _, sent in sends if name in sent.phases]) for name in names
+        }
         case.phases = {name: found.median for name, found in phases.items() if found is not None}
         return case
 

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,9 @@ class Results:
 
     def find(self, key: Key, contender: str) -> Case | None:
         """The case of ``contender`` in the measurement ``key``, if it was taken."""
-        found = (case for case in self.cases if case.contender == contender and case.key == key)
+        # The limit knows no modes: it is one copy either way.
+        wanted = replace(key, mode="plain") if contender == LIMIT else key
+        found = (case for case in self.cases if case.contender == contender and case.key == wanted)
         return next(found, None)
 
     def keys(self) -> Iterator[Key]:
