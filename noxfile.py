@@ -92,6 +92,6 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The benchmarks, side by side with torchrl."""
+    """The benchmarks: `-- CASE [options]`, `--` alone lists the cases."""
     install(session, "bench")
     python(session, "-m", "aiosync.cli", "bench", *session.posargs)

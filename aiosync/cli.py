@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 _EXTRA_OF = {
     "gymnasium": "rl",
     "matplotlib": "cli",
+    "psutil": "bench",
     "rich": "cli",
     "torchrl": "torchrl",
     "trustme": "bench",
@@ -91,9 +92,9 @@ def demo(context: typer.Context) -> None:
 
 @app.command(add_help_option=False, context_settings=_FORWARD)
 def bench(context: typer.Context) -> None:
-    """Measure aiosync beside torchrl and beside one memcpy; a table, JSON and a picture."""
+    """Measure aiosync on this machine: `aiosync bench` lists the cases."""
     with _naming_extras("aiosync bench"):
-        module = _load(_bundled("benchmarks").parent, "benchmarks.bench")
+        module = _load(_bundled("benchmarks").parent, "benchmarks.cli")
         module.app(context.args, prog_name="aiosync bench")
 
 

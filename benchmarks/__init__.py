@@ -1,5 +1,5 @@
-"""aiosync measured beside torchrl and beside the machine's own limit, in one run and in turn.
+"""aiosync measured beside other software and beside the machine's own limit, in one run and in turn.
 
-``python -m benchmarks.bench --help`` lists the options. Nothing here is imported by aiosync itself,
-except that its command ``aiosync bench`` calls :func:`benchmarks.bench.main`.
+``aiosync bench`` lists the cases, ``aiosync bench CASE --help`` a case's options. aiosync itself imports
+nothing from here, except that its command ``bench`` runs :mod:`benchmarks.cli`.
 """

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 import subprocess
 import sys
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.bench import app
-from benchmarks.meters import spread
-from benchmarks.results import Case, Key, Results
-from benchmarks.targets import check
+from benchmarks.cli import CASES, app
+from benchmarks.harness.meters import spread
+from benchmarks.harness.results import Case, Key, Results
+from benchmarks.harness.targets import check_targets
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 120.0
@@ -24,7 +28,7 @@ TIMEOUT = 120.0
 
 def _run(options: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.bench", *options.split()],
+        [sys.executable, "-m", "benchmarks.cli", *options.split()],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -39,7 +43,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a run with the tiny model and one worker wrote."""
     folder = tmp_path_factory.mktemp("bench")
     options = (
-        "--models=tiny --workers=1 --schemes=shared --contenders=aiosync,torchrl --rounds=4 "
+        "send --models=tiny --workers=1 --schemes=shared --contenders=aiosync,torchrl --rounds=4 "
         f"--deadline=60 --json={folder}/bench.json --png={folder}/bench.png"
     )
     _run(options)
@@ -125,7 +129,7 @@ def _results(aiosync_ms: float) -> Results:
 
 @pytest.mark.parametrize(("aiosync_ms", "reached"), [(0.4, True), (0.6, False)])
 def test_a_target_is_reached_or_missed(aiosync_ms: float, reached: bool) -> None:
-    (found,) = check(_results(aiosync_ms))
+    (found,) = check_targets(_results(aiosync_ms))
     assert found.ok is reached
     assert found.want == ">= 2"
     assert found.got == pytest.approx(1.0 / aiosync_ms)
@@ -134,7 +138,7 @@ def test_a_target_is_reached_or_missed(aiosync_ms: float, reached: bool) -> None
 def test_a_contender_that_failed_is_a_missed_target() -> None:
     results = _results(0.4)
     results.cases[0].status, results.cases[0].error = "timeout", "round: no answer within 60 s"
-    (broken,) = [c for c in check(results) if not c.ok]
+    (broken,) = [c for c in check_targets(results) if not c.ok]
     assert "no answer within 60 s" in broken.what
 
 
@@ -149,41 +153,110 @@ def test_a_spread_is_in_milliseconds() -> None:
     assert found.p99 == pytest.approx(2.98)
 
 
-def test_an_unknown_model_is_refused() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.bench", "--models=huge"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "huge" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--distributed --schemes rcp", "expected some of distributed, rpc"),
-        ("--distributed --models mediun", "expected some of tiny, medium, large"),
-        ("--ray --schemes actor", "expected some of actors, modules"),
-        ("--network --links udp", "expected some of tcp, unix, tls"),
+        ("send --models huge", "expected some of tiny, medium, large"),
+        ("send --contenders torchlr", "expected some of aiosync, torchrl, torchrl-alias"),
+        ("send --workers 0", "expected whole numbers of at least 1"),
+        ("send --json no-such-folder/x.json", "expected a file in a folder that exists"),
+        ("send --json .", "expected a file in a folder that exists"),
+        ("send --png picture.doc", "expected a file named"),
+        ("distributed --schemes rcp", "expected some of distributed, rpc"),
+        ("distributed --models mediun", "expected some of tiny, medium, large"),
+        ("ray --schemes actor", "expected some of actors, modules"),
+        ("network --links udp", "expected some of tcp, unix, tls"),
+        ("network --mib many", "expected whole numbers of at least 1"),
+        ("collectors --schemes server", "expected some of sync, async, or --inside-torchrl"),
+        ("sned", "No such command"),
     ],
 )
-def test_a_typo_is_told(options: str, message: str) -> None:
-    told = CliRunner().invoke(app, options.split(), env={"COLUMNS": "200"})
-    assert told.exit_code == 2
-    assert message in told.output
+def test_a_wrong_option_is_refused_before_the_work(options: str, message: str) -> None:
+    refused = CliRunner().invoke(app, options.split(), env={"COLUMNS": "200"})
+    assert refused.exit_code == 2
+    assert message in refused.output
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    options = ["relay", "--json", str(tmp_path / "x.json")]
+    refused = CliRunner().invoke(app, options, env={"COLUMNS": "200"})
+    assert refused.exit_code == 2
+    assert "expected a file that can be written" in refused.output
+
+
+def test_every_case_is_a_command_with_help() -> None:
+    listed = CliRunner().invoke(app, [])
+    assert listed.exit_code == 2
+    assert all(case in listed.output for case in CASES)
+    for case in CASES:
+        assert CliRunner().invoke(app, [case, "--help"]).exit_code == 0
+
+
+def _wheel(folder: Path) -> Path:
+    """What a wheel has of the benchmarks, where it has it."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    included = settings["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    for source, target in included.items():
+        if source.startswith("benchmarks"):
+            there = folder / Path(target).relative_to("aiosync/_bundled")
+            there.parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(ROOT / source, there)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """Runs ``aiosync bench`` with no more of the benchmarks than a wheel has."""
+    folder = _wheel(tmp_path_factory.mktemp("wheel"))
+
+    def bench(options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "benchmarks.cli", *options.split()],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+
+    return bench
+
+
+@pytest.mark.parametrize("case", ["network", "distributed", "ray", "collectors"])
+def test_an_installed_package_says_what_it_cannot_compare(
+    case: str, installed: Callable[[str], subprocess.CompletedProcess[str]]
+) -> None:
+    refused = installed(f"{case} --rounds 1")
+    assert refused.returncode == 1
+    assert refused.stderr == (
+        f"aiosync bench {case} compares with other software: it is in aiosync's repository, and not in the "
+        "installed package\n"
+    )
+
+
+def test_an_installed_package_measures_aiosync_beside_memcpy(
+    installed: Callable[[str], subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    path = tmp_path / "bench.json"
+    done = installed(f"send --models=tiny --workers=1 --schemes=shared --rounds=2 --json={path}")
+    assert done.returncode == 0, done.stderr
+    cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    assert [case["contender"] for case in cases] == ["memcpy", "aiosync"]
+    assert [case["error"] for case in cases] == ["", ""]
+    refused = installed("send --contenders=aiosync,torchrl")
+    assert refused.returncode == 2
+    assert "torchrl needs torchrl, and a checkout of aiosync's repository" in " ".join(
+        refused.stderr.replace("│", " ").split()
+    )
 
 
 def test_collectors_beside_each_other(tmp_path: Path) -> None:
     pytest.importorskip("torchrl")
-    options = (
-        f"--collecting --models=cartpole --schemes=async --rounds=1 --total=1000 --json={tmp_path}/c.json"
-    )
+    options = f"collectors --models=cartpole --schemes=async --rounds=1 --total=1000 --json={tmp_path}/c.json"
     _run(options)
-    (case,) = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))["collecting"]
+    (case,) = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))["collectors"]
     (ours,), (theirs,) = case["aiosync"], case["torchrl"]
     assert ours["wrong"] == 0
     assert ours["total"] >= 1000 <= theirs["total"]

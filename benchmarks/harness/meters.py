@@ -1,4 +1,4 @@
-"""What is measured with: spreads of samples, a ticker for event-loop stalls, memory from /proc."""
+"""Spreads of samples, the memcpy limit, a ticker for event-loop stalls, memory from /proc."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MemoryPeak", "MemorySampler", "Spread", "spread", "ticking"]
+import torch
+
+__all__ = ["Memcpy", "MemoryPeak", "MemorySampler", "Spread", "spread", "summary", "ticking", "times"]
 
 TICK = 0.001
 """Seconds between two ticks of :func:`ticking`."""
@@ -38,6 +40,18 @@ def spread(samples: Sequence[float], scale: float = 1e3) -> Spread | None:
         max=ordered[-1],
         p99=_quantile(ordered, 0.99),
     )
+
+
+def summary(samples: Sequence[float], scale: float = 1e3) -> Spread:
+    """:func:`spread` of at least one sample."""
+    found = spread(samples, scale)
+    assert found is not None, "nothing was measured"
+    return found
+
+
+def times(other: Spread | None, ours: Spread | None) -> float | None:
+    """How many times less the median of ``ours`` is than that of ``other``."""
+    return other.median / ours.median if other and ours else None
 
 
 def _quantile(ordered: Sequence[float], q: float) -> float:
@@ -75,6 +89,25 @@ async def ticking() -> AsyncIterator[list[float]]:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+class Memcpy:
+    """The physical limit: the same bytes from one warm buffer into another.
+
+    Args:
+        numel: how many fp32 elements.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self._source = torch.ones(numel)
+        self._target = torch.zeros(numel)
+
+    def take(self, value: int) -> float:
+        """Change the source (not timed), copy it (timed); returns seconds."""
+        self._source.fill_(float(value))
+        start = time.perf_counter()
+        self._target.copy_(self._source)
+        return time.perf_counter() - start
 
 
 @dataclass(frozen=True, slots=True)

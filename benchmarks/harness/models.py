@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["MODELS", "TORN_MODELS", "ModelSpec", "Probe", "build_model", "fill"]
+__all__ = ["MODELS", "TORN_MODELS", "ModelSpec", "Probe", "build_model", "fill", "sizes"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One model, by its sizes.
 
-    A model of no blocks is a policy for a small environment (an MLP with two hidden layers); any
-    other is a stack of transformer blocks between two embeddings. Nothing is computed with it.
+    A model of ``mib`` is 64 equal tensors. Of the others, one without blocks is a policy for a small
+    environment (an MLP with two hidden layers); any other is a stack of transformer blocks between two
+    embeddings. Nothing is computed with it.
 
     Attributes:
         name: how the model is called on the command line and in the results.
@@ -34,6 +35,12 @@ class ModelSpec:
     vocab: int
     rounds: int
     turn: int = 1
+    mib: int = 0
+
+    @classmethod
+    def of_mib(cls, mib: int) -> ModelSpec:
+        """A model that is ``mib`` MiB of parameters."""
+        return cls(f"{mib} MiB", width=0, blocks=0, vocab=0, rounds=0, mib=mib)
 
 
 MODELS: dict[str, ModelSpec] = {
@@ -81,8 +88,22 @@ class _Stack(nn.Module):
 def build_model(spec: ModelSpec) -> nn.Module:
     """The model on the CPU, its memory reserved but not yet written (so not yet resident)."""
     with torch.device("meta"):
-        model = _Stack(spec) if spec.blocks else _Mlp(spec.width)
+        model: nn.Module
+        if spec.mib:
+            model = nn.ParameterList(torch.empty((spec.mib << 20) // 4 // 64) for _ in range(64))
+        else:
+            model = _Stack(spec) if spec.blocks else _Mlp(spec.width)
     return model.to_empty(device="cpu")
+
+
+def sizes(spec: ModelSpec) -> dict[str, int]:
+    """How large a model is: parameters, tensors, bytes."""
+    params = list(build_model(spec).parameters())
+    return {
+        "params": sum(p.numel() for p in params),
+        "tensors": len(params),
+        "nbytes": sum(p.nbytes for p in params),
+    }
 
 
 def fill(model: nn.Module, value: float) -> None:

@@ -1,38 +1,37 @@
-"""What a run found, as plain data: for the JSON file, the tables, the picture, the check."""
+"""What a comparison found, as plain data: for the JSON file, the tables, the picture, the targets."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-import json
 import os
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.meters import MemoryPeak, Spread
-from benchmarks.worker import ReadCounts
+from benchmarks.contenders import LIMIT
+from benchmarks.harness.meters import MemoryPeak, Spread
+from benchmarks.harness.tables import Row, print_rows, write
+from benchmarks.harness.worker import ReadCounts
 
-__all__ = ["LIMIT", "Case", "Key", "Results", "Stall", "TornCase", "machine"]
+__all__ = ["Case", "Key", "Results", "Stall", "machine", "memory_total", "report"]
 
-LIMIT = "memcpy"
-"""The contender that is no contender: one warm copy of the same bytes."""
-SCHEMA = 1
 DISTRIBUTIONS = ("torch", "tensordict", "torchrl", "aiosync", "uvloop")
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Which measurement: everything but who ran.
+    """Which measurement: everything but the contender.
 
     Attributes:
         model: name of the model.
-        scheme: backend name, ``shared`` or ``process``.
-        mode: ``plain`` (the trainer's own model is sent, changed in place since the last send) or
-            ``fresh`` (each send brings new tensors).
+        scheme: backend name.
+        mode: what a send gets (see :data:`~benchmarks.harness.trainer.Mode`).
         workers: how many.
     """
 
@@ -40,6 +39,10 @@ class Key:
     scheme: str
     mode: str
     workers: int
+
+    def __str__(self) -> str:
+        workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
+        return f"{self.scheme}, {self.model}, {workers}, {self.mode}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,10 @@ class Stall:
     worker: Spread | None
     idle: Spread | None
 
+    def __str__(self) -> str:
+        """The 99th percentiles, of the sender and of the workers."""
+        return " / ".join(f"{late.p99:.1f}" for late in (self.sender, self.worker) if late)
+
 
 @dataclass(slots=True)
 class Case:
@@ -57,7 +64,7 @@ class Case:
 
     Attributes:
         key: which measurement.
-        contender: who.
+        contender: its name.
         status: ``ok``, or ``failed``, ``timeout``, ``died`` with ``error`` saying how.
         turns: ``all`` contenders alive and in turn (A B C A B C), or only ``some``: where memory is
             short, the others run in a block of their own, with the limit in turn with them too.
@@ -69,6 +76,9 @@ class Case:
         commit: the time that the commit itself took in the workers.
         phases: median per phase as the sender reports them.
         verified: whether every worker held the sent value at the end of the rounds.
+        counters: the sender's, see :meth:`~benchmarks.contenders.SenderEnd.stats`.
+        suspended: sends to the other workers while one is stopped (SIGSTOP), and the sender's slots then.
+        acting: whether the workers rolled out meanwhile.
     """
 
     key: Key
@@ -87,97 +97,80 @@ class Case:
     memory: MemoryPeak | None = None
     reads: ReadCounts | None = None
     verified: bool | None = None
-
-
-@dataclass(slots=True)
-class TornCase:
-    """Reads under back-to-back sends, by one contender.
-
-    Attributes:
-        sends: how many sends came in meanwhile.
-        reads: the counts.
-    """
-
-    model: str
-    scheme: str
-    contender: str
-    status: str = "ok"
-    error: str = ""
-    sends: int = 0
-    reads: ReadCounts | None = None
+    counters: dict[str, int] = field(default_factory=dict)
+    suspended: dict[str, Any] = field(default_factory=dict)
+    acting: bool = False
 
     @property
-    def torn_share(self) -> float | None:
-        """Torn reads among all reads, 0 to 1."""
-        return self.reads.torn / self.reads.reads if self.reads and self.reads.reads else None
+    def failure(self) -> str:
+        """How the contender failed, in a few words; empty if it did not."""
+        last = self.error.strip().splitlines()[-1] if self.error else ""
+        return "" if self.status == "ok" else f"{self.status}: {last[:60]}"
 
 
 @dataclass(slots=True)
 class Results:
-    """A whole run."""
+    """A whole run of one case of the benchmarks."""
 
     machine: dict[str, object]
     settings: dict[str, object]
-    notes: list[str]
+    notes: list[str] = field(default_factory=list)
     models: dict[str, dict[str, int]] = field(default_factory=dict)
     cases: list[Case] = field(default_factory=list)
-    torn: list[TornCase] = field(default_factory=list)
     checks: list[dict[str, object]] = field(default_factory=list)
 
     def find(self, key: Key, contender: str) -> Case | None:
         """The case of ``contender`` in the measurement ``key``, if it was taken."""
         # The limit knows no modes: it is one copy either way.
-        mode = "plain" if contender == LIMIT else key.mode
-        wanted = Key(key.model, key.scheme, mode, key.workers)
-        for case in self.cases:
-            if case.contender == contender and case.key == wanted:
-                return case
-        return None
+        wanted = replace(key, mode="plain") if contender == LIMIT else key
+        found = (case for case in self.cases if case.contender == contender and case.key == wanted)
+        return next(found, None)
 
     def keys(self) -> Iterator[Key]:
         """Every measurement once, in the order taken."""
-        yield from dict.fromkeys(c.key for c in self.cases)
-
-    def median(self, key: Key, contender: str) -> float | None:
-        """Median send in milliseconds, or None where there is none."""
-        case = self.find(key, contender)
-        return case.send.median if case is not None and case.send is not None else None
+        yield from dict.fromkeys(case.key for case in self.cases)
 
     def ratio(self, key: Key, over: str, under: str) -> float | None:
         """Median of ``over`` divided by median of ``under``: how many times faster ``under`` is."""
-        top, bottom = self._beside(key, over, under), self._beside(key, under, over)
+        top, bottom = self._median(key, over, under), self._median(key, under, over)
         return top / bottom if top is not None and bottom else None
 
-    def _beside(self, key: Key, contender: str, other: str) -> float | None:
+    def _median(self, key: Key, contender: str, other: str) -> float | None:
         """The contender's median; for the limit, that of the copies in turn with the other."""
-        case = self.find(key, other) if contender == LIMIT else None
-        if case is not None and case.limit is not None:
-            return case.limit.median
-        return self.median(key, contender)
+        case = self.find(key, other if contender == LIMIT else contender)
+        found = case and (case.limit if contender == LIMIT else case.send)
+        return found.median if found else None
 
     def ratios(self) -> list[dict[str, object]]:
         """For every measurement: how many times faster than each other contender aiosync is."""
-        rows: list[dict[str, object]] = []
-        for key in self.keys():
-            row: dict[str, object] = {
-                f"{other}_over_aiosync": self.ratio(key, other, "aiosync")
-                for other in ("torchrl", "torchrl-alias", LIMIT)
+        others = ("torchrl", "torchrl-alias", LIMIT)
+        return [
+            {
+                **asdict(key),
+                **{f"{other}_over_aiosync": self.ratio(key, other, "aiosync") for other in others},
             }
-            rows.append({**asdict(key), **row})
-        return rows
+            for key in self.keys()
+        ]
 
-    def write(self, path: Path) -> None:
-        """Write everything as JSON."""
-        data = {"schema": SCHEMA, **asdict(self), "ratios": self.ratios()}
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+@contextlib.contextmanager
+def report(title: str, name: str, path: Path | None) -> Iterator[list[Row]]:
+    """Collect rows of the case ``name``; at the end, also after an error, print and write them."""
+    rows: list[Row] = []
+    try:
+        yield rows
+    finally:
+        print_rows(title, rows)
+        write(path, {"machine": machine(), name: rows})
 
 
 def machine() -> dict[str, object]:
-    """What the figures depend on, and nothing that names the machine or its owner."""
+    """What the figures depend on; nothing that identifies the machine or its owner."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_model(),
-        "cores": _cores(),
+        # In a container a process may use fewer cores than the machine has.
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "memory_bytes": memory_total(),
         "python": platform.python_version(),
         "torch_threads": torch.get_num_threads(),
@@ -185,13 +178,8 @@ def machine() -> dict[str, object]:
     }
 
 
-def _cores() -> int | None:
-    """Cores that this process may use, which in a container are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-
-
 def memory_total(field_name: str = "MemTotal") -> int | None:
-    """A size from the system's memory table in bytes, or None where there is no such table."""
+    """A size from the system's memory table in bytes, or None if the system has no such table."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

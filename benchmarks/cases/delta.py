@@ -1,8 +1,7 @@
-"""``aiosync bench --delta``: how many bytes an update takes, and how long over a thin link.
+"""``aiosync bench delta``: how many bytes an update takes, and how long over a thin link.
 
 A small transformer learns a Markov chain with AdamW; after each step the weights go to a worker, which must
-have the sender's cast weights bit by bit. Learning rates are those of fine-tuning, and larger ones as they
-come.
+have the sender's cast weights bit by bit. Learning rates are those of fine-tuning, and larger ones.
 """
 
 from __future__ import annotations
@@ -10,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
-from rich.console import Console
-from rich.table import Table
+import typer
 from torch import Tensor, nn
 
 import aiosync
-from benchmarks.links import hold_to, save
-from benchmarks.meters import Spread, spread
+from benchmarks.contenders.aiosync import limit_rate
+from benchmarks.harness import options
+from benchmarks.harness.meters import summary
+from benchmarks.harness.results import report
+from benchmarks.harness.tables import Row
 
 __all__ = ["run"]
 
@@ -39,21 +39,6 @@ class Setting:
     wire: str
     lr: float
     mbit: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """What an update took: bytes on the wire, and milliseconds from ``send`` to applied."""
-
-    setting: Setting
-    nbytes: float
-    full: int
-    send: Spread
-
-    @property
-    def ratio(self) -> float:
-        """How many times smaller than the weights themselves."""
-        return self.full / self.nbytes
 
 
 SETTINGS = [
@@ -113,14 +98,14 @@ class Training:
         self._optimizer.step()
 
 
-async def measure(setting: Setting, updates: int) -> Figures:
+async def _measure(setting: Setting, updates: int) -> Row:
     """``updates`` steps, each sent and compared bit by bit."""
     wire: torch.dtype = getattr(torch, setting.wire)
     training = Training(setting.lr)
     cast = wire if wire is not torch.float32 else None
     scheme = aiosync.TCPWeightSyncScheme(codec=setting.codec, cast=cast, timeout=120)
     scheme.init_on_sender(model_id="policy", model=training.model, num_workers=1)
-    hold_to(setting.mbit, scheme)
+    limit_rate(setting.mbit, scheme)
     worker = aiosync.TCPWeightSyncScheme(scheme.address, timeout=120)
     model = copy.deepcopy(training.model)
     worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
@@ -138,9 +123,15 @@ async def measure(setting: Setting, updates: int) -> Figures:
     await worker.aclose()
     await scheme.aclose()
     full = sum(p.numel() for p in model.parameters()) * wire.itemsize
-    taken = spread(seconds)
-    assert taken is not None
-    return Figures(setting, sent, full, taken)
+    return {
+        "codec": setting.codec,
+        "on the wire": setting.wire,
+        "learning rate": f"{setting.lr:g}",
+        "link": f"{setting.mbit:g} Mbit/s" if setting.mbit else "loopback",
+        "kB per update": sent / 1e3,
+        "times smaller": full / sent,
+        "send, ms": summary(seconds),
+    }
 
 
 def _compare(ours: nn.Module, theirs: nn.Module, wire: torch.dtype) -> None:
@@ -149,25 +140,15 @@ def _compare(ours: nn.Module, theirs: nn.Module, wire: torch.dtype) -> None:
             raise AssertionError(f"{name} differs from what was sent")
 
 
-def run(updates: int, out: Path | None) -> None:
-    """Measure every setting, print a table, write JSON."""
-    table = Table(title=f"A transformer's updates with AdamW, {updates} of each, every one bit-exact")
-    columns = ("codec", "on the wire", "learning rate", "link", "kB per update", "times smaller", "send, ms")
-    for column in columns:
-        table.add_column(column, justify="right")
-    found = []
-    for setting in SETTINGS:
-        figures = asyncio.run(measure(setting, updates if not setting.mbit else max(5, updates // 10)))
-        found.append({**asdict(figures), "ratio": figures.ratio})
-        send = figures.send
-        table.add_row(
-            setting.codec,
-            setting.wire,
-            f"{setting.lr:g}",
-            f"{setting.mbit:g} Mbit/s" if setting.mbit else "loopback",
-            f"{figures.nbytes / 1e3:.0f}",
-            f"{figures.ratio:.1f}",
-            f"{send.median:.0f} ({send.min:.0f}-{send.max:.0f})",
-        )
-    Console().print(table)
-    save(out, "delta", found)
+def run(
+    updates: Annotated[
+        int, typer.Option(min=1, help="Updates of each kind; a tenth over a thin link.")
+    ] = 200,
+    json: options.Json = None,
+) -> None:
+    """Bytes per update of a transformer that learns, by codec."""
+    title = f"A transformer's updates with AdamW, {updates} of each, every one bit-exact"
+    with report(title, "delta", json) as rows:
+        for setting in SETTINGS:
+            count = updates if not setting.mbit else max(5, updates // 10)
+            rows.append(asyncio.run(_measure(setting, count)))

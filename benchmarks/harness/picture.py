@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.peers import CONTENDERS
-from benchmarks.results import LIMIT, Case, Key, Results
+from benchmarks.contenders import ABOUT, LIMIT
+from benchmarks.harness.results import Case, Key, Results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +56,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def _draw_panel(ax: Axes, results: Results, keys: list[Key]) -> None:
-    contenders = [n for n in (*CONTENDERS, LIMIT) if any(results.find(k, n) for k in keys)]
+    contenders = [n for n in (*ABOUT, LIMIT) if any(results.find(k, n) for k in keys)]
     width = 0.8 / len(contenders)
     for place, name in enumerate(contenders):
         cases = [(i, c) for i, k in enumerate(keys) if (c := results.find(k, name)) is not None]

@@ -1,0 +1,220 @@
+"""``aiosync bench ray``: aiosync's Ray schemes beside torchrl's, in one cluster and in turn.
+
+All times are until the new weights are in the models of the actors, which are idle otherwise. torchrl's
+schemes are used as its collectors and its ``RayModuleTransform`` use them. aiosync's actors view the driver's
+memory, as they do on its node; with ``--apart`` they are sent everything through the object store, as those
+on other nodes. A version is put there once, whatever the number of actors: what the store says of itself is
+shown: before, at most while versions follow each other, and after all was let go of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from typing import Annotated, Any
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+import aiosync
+from aiosync._demo import ray_cluster
+from benchmarks.harness import options
+from benchmarks.harness.meters import summary, ticking, times
+from benchmarks.harness.models import MODELS, build_model, fill
+from benchmarks.harness.results import Stall, report
+from benchmarks.harness.tables import Row
+
+__all__ = ["SCHEMES", "run"]
+
+SCHEMES = options.Names(("actors", "modules"))
+
+WARM_UP = 4
+"""Sends until the pages of slots and store have been touched."""
+
+SENDS = 100
+"""That follow each other, beside a ticker, before it is looked whether the store is as it was."""
+
+MODEL_ID = "policy"
+LIMIT = 300.0
+
+
+class _Holder:
+    """Holds a policy: in torchrl's words, a remote collector."""
+
+    def __init__(self, model: str) -> None:
+        torch.set_num_threads(1)
+        self.policy = build_model(MODELS[model])
+        self.scheme: Any = None
+
+    def register(self, scheme: Any, worker_idx: int) -> None:
+        """Receive by torchrl's scheme."""
+        self.worker_idx = worker_idx
+        self.scheme = scheme
+        scheme.init_on_receiver(model_id=MODEL_ID, context=self, worker_idx=worker_idx)
+
+    def _connect_weights_scheme(self, model_version: int | None = None) -> None:
+        self.scheme.connect(worker_idx=self.worker_idx)
+
+    def _receive_weights_scheme(self, model_version: int | None = None) -> None:
+        self.scheme.receive()
+
+
+@dataclass(frozen=True, eq=False)
+class _Collectors:
+    """Torchrl's scheme finds its actors here."""
+
+    remote_collectors: list[Any]
+    policy: nn.Module
+
+    @property
+    def num_workers(self) -> int:
+        """How many actors."""
+        return len(self.remote_collectors)
+
+
+class _Filler(nn.Module):
+    """A module for torchrl's transform. Nothing is computed with it."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self.net = build_model(MODELS[model])
+        self.in_keys, self.out_keys = ["observation"], ["action"]
+
+    def forward(self, tensordict: Any) -> Any:
+        return tensordict
+
+
+def _used(ray: Any) -> int:
+    """MiB in the store, as Ray itself says, about a second later."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return int((total["object_store_memory"] - free.get("object_store_memory", 0)) / (1 << 20) + 0.5)
+
+
+async def _settled(ray: Any, expected: int) -> int:
+    """MiB in the store once that is ``expected``, or after 20 s: Ray releases objects a little later."""
+    found = _used(ray)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(20):
+            while found != expected:
+                await asyncio.sleep(0.2)
+                found = _used(ray)
+    return found
+
+
+def _their_scheme(ray: Any, model: nn.Module, name: str, count: int) -> tuple[Any, list[Any]]:
+    library: Any = importlib.import_module("torchrl.weight_update")
+    actors = [ray.remote(num_cpus=0)(_Holder).remote(name) for _ in range(count)]
+    scheme = library.RayWeightSyncScheme()
+    context = _Collectors(actors, model)
+    scheme.init_on_sender(model_id=MODEL_ID, context=context)
+    scheme.kept = context  # it has a weak reference
+    ray.get([actor.register.remote(scheme, index) for index, actor in enumerate(actors)])
+    scheme._manage_receiver_connect = True
+    scheme.connect()
+    return scheme, actors
+
+
+@dataclass(frozen=True, eq=False)
+class _Pair:
+    """aiosync's connected scheme and torchrl's, for the same model."""
+
+    model: nn.Module
+    ours: Any
+    theirs: Any
+    weights: Any
+    actors: list[Any]
+
+
+async def _actors(ray: Any, name: str, count: int, given: dict[str, Any]) -> _Pair:
+    model = build_model(MODELS[name])
+    theirs, their_actors = await asyncio.to_thread(_their_scheme, ray, model, name, count)
+    our_actors = [ray.remote(num_cpus=0)(_Holder).remote(name) for _ in range(count)]
+    ours = aiosync.RayWeightSyncScheme(**given)
+    ours.init_on_sender(model_id=MODEL_ID, model=model, actors=our_actors)
+    return _Pair(model, ours, theirs, model, [*our_actors, *their_actors])
+
+
+async def _modules(name: str, count: int, given: dict[str, Any]) -> _Pair:
+    model = _Filler(name)
+    theirs = importlib.import_module("torchrl.weight_update").RayModuleTransformScheme()
+    their_transform = await asyncio.to_thread(_transform, name, weight_sync_scheme=theirs)
+    our_transforms = [await asyncio.to_thread(_transform, name) for _ in range(count)]
+    ours = aiosync.RayModuleTransformScheme(**given)
+    ours.init_on_sender(model=model, actors=our_transforms)
+    actors = [transform._actor for transform in (*our_transforms, their_transform)]
+    return _Pair(model, ours, theirs, TensorDict.from_module(model).data, actors)
+
+
+async def _measure(ray: Any, scheme: str, name: str, count: int, rounds: int, apart: bool) -> Row:
+    """Both in turn; then sends beside a ticker, and what the store holds."""
+    given: dict[str, Any] = {"timeout": LIMIT, "share_memory": not apart}
+    base = _used(ray)
+    modules = scheme == "modules"
+    pair = await (_modules(name, count, given) if modules else _actors(ray, name, count, given))
+    await pair.ours.connect()
+    times_of: dict[str, list[float]] = {"aiosync": [], "torchrl": []}
+    for version in range(WARM_UP + rounds):
+        fill(pair.model, float(version))
+        begun = time.perf_counter()
+        await pair.ours.send()
+        times_of["aiosync"].append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        pair.theirs.send(weights=pair.weights)
+        times_of["torchrl"].append(time.perf_counter() - begun)
+    held = 0
+    async with ticking() as late:
+        for sent in range(SENDS):
+            await pair.ours.send()
+            if apart and sent % 10 == 0:
+                held = max(held, await asyncio.to_thread(_used, ray))
+    nbytes = sum(p.nbytes for p in pair.model.parameters())
+    held = max(held, await _settled(ray, base + apart * round(nbytes / (1 << 20))))
+    await pair.ours.aclose()
+    pair.theirs.shutdown()
+    for actor in pair.actors:
+        ray.kill(actor)
+    ours, theirs = (summary(found[WARM_UP:]) for found in times_of.values())
+    return {
+        "actors of": scheme,
+        "model": f"{name}, {nbytes / 4e6:.3g} M",
+        "count": count,
+        "aiosync, ms": ours,
+        "torchrl, ms": theirs,
+        "times": times(theirs, ours),
+        "stall p99, ms": Stall(summary(late), None, None),
+        "store before, MiB": base,
+        "at most, MiB": held,
+        "after, MiB": await _settled(ray, base),
+    }
+
+
+def _transform(name: str, **more: Any) -> Any:
+    """A model inside an actor, as torchrl puts it there."""
+    transforms: Any = importlib.import_module("torchrl.envs.transforms.module")
+    return transforms.RayModuleTransform(module=_Filler(name), num_cpus=0, **more)
+
+
+def run(
+    models: options.Models = options.ALL_MODELS,
+    workers: options.Workers = options.UP_TO_FOUR,
+    schemes: Annotated[options.Names, options.names_of(SCHEMES)] = SCHEMES,
+    rounds: options.Rounds = 0,
+    apart: options.Apart = False,
+    json: options.Json = None,
+) -> None:
+    """Ray actors, and models inside them, beside torchrl's schemes."""
+    how = ", as if on other nodes" if apart else ""
+    title = "aiosync beside torchrl on Ray: milliseconds, median (least - most)" + how
+    with report(title, "ray", json) as rows:
+        for scheme, name, count in product(schemes, models, workers):
+            if scheme == "modules" and count > 1:
+                continue  # torchrl's transform is one
+            with ray_cluster(store=6 << 30):
+                ray: Any = importlib.import_module("ray")
+                timed = rounds or MODELS[name].rounds
+                rows.append(asyncio.run(_measure(ray, scheme, name, count, timed, apart)))

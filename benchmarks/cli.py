@@ -1,0 +1,54 @@
+"""``aiosync bench``: one command for each case."""
+
+from __future__ import annotations
+
+import importlib
+
+import typer
+
+__all__ = ["CASES", "app", "main"]
+
+CASES = ("send", "torn", "network", "delta", "relay", "distributed", "ray", "collectors", "blocking")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Measure aiosync beside other software and the machine's own limits, in one run and in turn.",
+)
+
+
+def _add(name: str) -> None:
+    """Make a command of the case's ``run``; or one that says what the case needs."""
+    module = f"benchmarks.cases.{name}"
+    try:
+        app.command(name)(importlib.import_module(module).run)
+    except ModuleNotFoundError as missing:
+        error: BaseException = missing
+        about = f"(needs {missing.name}, which is not installed)"
+        if missing.name == module:
+            error = SystemExit(
+                f"aiosync bench {name} compares with other software: it is in aiosync's repository, and not "
+                "in the installed package"
+            )
+            about = "(in aiosync's repository only)"
+
+        def refuse() -> None:
+            raise error
+
+        passed = {"allow_extra_args": True, "ignore_unknown_options": True}
+        app.command(name, help=about, context_settings=passed)(refuse)
+
+
+if __name__ != "__mp_main__":  # a spawned process, which imports what it needs
+    for _case in CASES:
+        _add(_case)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""What is compared: for each library, a sender's end and a worker's end that the harness drives alike."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import nn
+
+from benchmarks.harness.models import ModelSpec
+
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
+__all__ = ["ABOUT", "LIMIT", "MODEL_ID", "SenderEnd", "Sent", "Setup", "Weights", "WorkerEnd", "installed"]
+
+MODEL_ID = "policy"
+LIMIT = "memcpy"
+"""Not a library: one warm copy of the same bytes, which the driver takes itself."""
+
+Weights: TypeAlias = "nn.Module | TensorDictBase"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One contender in one measurement.
+
+    Attributes:
+        contender: its name, a key of :data:`ABOUT`.
+        scheme: backend name, as ``WeightSyncScheme.from_backend`` takes it.
+        model: what is sent.
+        workers: how many workers.
+        uvloop: whether its processes run uvloop.
+        options: of the contender: for aiosync, arguments of the scheme. torchrl takes none.
+        extras: what the contender needs besides (see its module).
+    """
+
+    contender: str
+    scheme: str
+    model: ModelSpec
+    workers: int
+    uvloop: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def make_sender(self, model: nn.Module) -> SenderEnd:
+        """Make the sender's end, in the trainer's process."""
+        end: SenderEnd = self._module().make_sender(self, model)
+        return end
+
+    def make_worker(self, recipe: object, model: nn.Module, index: int) -> WorkerEnd:
+        """Make a worker's end, in its process."""
+        end: WorkerEnd = self._module().make_worker(self, recipe, model, index)
+        return end
+
+    def _module(self) -> Any:
+        # By name: a run without torchrl does not need torchrl.
+        return importlib.import_module(_module_of(self.contender))
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a contender reports of one send.
+
+    Attributes:
+        commit: seconds that the commit took, by worker; empty if the contender does not report it.
+        phases: seconds per phase at the sender; empty if the contender does not report them.
+    """
+
+    commit: Mapping[int, float] = field(default_factory=dict)
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+
+class SenderEnd(abc.ABC):
+    """The sender's end, made with the trainer's model before any worker is started."""
+
+    async def recipe(self, index: int) -> object:
+        """What worker ``index`` makes its end from, pickled while the worker's process is spawned."""
+        return None
+
+    @abc.abstractmethod
+    async def connect(self) -> None:
+        """Connect to the workers and hand out the initial weights."""
+
+    @abc.abstractmethod
+    async def send(self, weights: Weights | None, *, off_loop: bool = False) -> Sent:
+        """Send and wait until every worker has acknowledged that it applied the weights.
+
+        Args:
+            weights: the trainer's own model, a TensorDict of fresh tensors, or None: the model as the
+                sender knows it.
+            off_loop: call a library that blocks in a thread. An asynchronous library ignores it.
+        """
+
+    async def send_past_last(self) -> None:
+        """Send, and wait for every worker but the last."""
+        raise NotImplementedError
+
+    def stats(self) -> Mapping[str, int]:
+        """``memory`` of the slots and ``wire_nbytes`` sent so far, in bytes; empty if not known."""
+        return {}
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Release this end."""
+
+    async def leave(self) -> None:  # noqa: B027 (most have nothing to leave)
+        """Leave process groups. Called when the workers have closed their ends."""
+
+
+class WorkerEnd(abc.ABC):
+    """A worker's end, made with the worker's model and the recipe."""
+
+    @abc.abstractmethod
+    async def connect(self) -> None:
+        """Receive the initial weights, and apply each update from here on."""
+
+    def version(self) -> int | None:
+        """The version in service, or None if the library keeps no versions."""
+        return None
+
+    def pinned(self) -> AbstractAsyncContextManager[int | None]:
+        """No update is applied inside, if the library can promise that."""
+        return contextlib.nullcontext()
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Release this end."""
+
+
+ABOUT = {
+    "aiosync": "the trainer's memory is copied once into the arena; send waits for every worker's ack",
+    "torchrl": "the trainer's memory is really copied. shared: one shared buffer for all workers "
+    "(params_map). process: each worker has weights of its own (device_map_fn)",
+    "torchrl-alias": "set up as in torchrl's stand-alone example (weights=, devices=): the trainer's "
+    "tensors are moved into shared memory and the workers' parameters ARE them, so that "
+    "nothing is copied, and a worker sees each training step as it happens, unsent",
+    "sockets": "one blocking socket: sendall out of a ready buffer, recv_into a warm one, and a byte back",
+    "gloo": "one gloo send and receive of one tensor out of a ready buffer into a warm one, and a byte back",
+}
+"""Each contender, and what is measured of it. ``torchrl-alias`` is a way of using torchrl."""
+
+
+def _module_of(contender: str) -> str:
+    return f"{__name__}.{contender.removesuffix('-alias')}"
+
+
+def installed(contender: str) -> bool:
+    """Whether the contender's module is here (a wheel has aiosync's only), and the library it needs."""
+    if importlib.util.find_spec(_module_of(contender)) is None:
+        return False
+    return not contender.startswith("torchrl") or importlib.util.find_spec("torchrl") is not None

@@ -1,0 +1,183 @@
+"""aiosync's schemes, as its README uses them.
+
+Extras of a setup: ``mbit`` is the rate of each TCP connection in megabits per second (0: unlimited),
+``relays`` how many relays stand between the trainer and the workers, ``file`` where torch RPC meets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any
+
+from torch import nn
+from torch.distributed import rpc
+
+import aiosync
+from benchmarks.contenders import MODEL_ID, SenderEnd, Sent, Setup, Weights, WorkerEnd
+from benchmarks.harness.process import SPAWN, Remote
+
+__all__ = ["join_rpc", "limit_rate", "make_sender", "make_worker"]
+
+TIMEOUT = 60.0
+"""Seconds that any one call may take, unless the setup's options say otherwise."""
+_SO_MAX_PACING_RATE = 47
+_BYTES_PER_MBIT = 1_000_000 // 8
+
+
+def limit_rate(mbit: float, scheme: Any) -> None:
+    """Have the kernel send at most ``mbit`` megabits per second over each connection of a TCP sender (0: no
+    limit). Call it before the first connection is made."""
+    if mbit:
+        # An accepted connection inherits the options of the listening socket.
+        listening: socket.socket = scheme._listener._socket
+        listening.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, int(mbit * _BYTES_PER_MBIT))
+
+
+async def join_rpc(setup: Setup, name: str, rank: int) -> None:
+    """Join torch RPC. The call blocks until all have joined, so a thread makes it."""
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{setup.extras['file']}")
+    world_size = 1 + setup.workers
+    await asyncio.to_thread(rpc.init_rpc, name, rank=rank, world_size=world_size, rpc_backend_options=options)
+
+
+def make_sender(setup: Setup, model: nn.Module) -> SenderEnd:
+    """The sender's end, with every option at its default but those of the setup."""
+    return _Sender(setup, model)
+
+
+def make_worker(setup: Setup, recipe: object, model: nn.Module, index: int) -> WorkerEnd:
+    """A worker's end: a receiver task beside the worker's loop."""
+    return _Worker(setup, recipe, model, index)
+
+
+def _make_scheme(setup: Setup) -> Any:
+    return aiosync.WeightSyncScheme.from_backend(setup.scheme, **{"timeout": TIMEOUT, **setup.options})
+
+
+class _Sender(SenderEnd):
+    def __init__(self, setup: Setup, model: nn.Module) -> None:
+        self._setup = setup
+        self._timeout = setup.options.get("timeout", TIMEOUT)
+        self._scheme = _make_scheme(setup)
+        self._known: dict[str, Any] = {"model_id": MODEL_ID, "model": model, "num_workers": setup.workers}
+        if setup.scheme == "tcp":
+            del self._known["num_workers"]  # any worker may connect
+        elif setup.scheme in ("shared", "process"):
+            self._known["ctx"] = SPAWN
+        self._relays: list[Remote] = []
+        self._addresses: list[str] = []
+        if setup.scheme == "rpc":
+            return  # init_on_sender needs the RPC agent, and the agent needs the workers: see connect()
+        self._scheme.init_on_sender(**self._known)
+        if setup.scheme == "tcp":
+            mbit = setup.extras.get("mbit", 0.0)
+            limit_rate(mbit, self._scheme)
+            relays = range(setup.extras.get("relays", 0))
+            self._relays = [Remote(_Relay, self._scheme.address, mbit, self._timeout) for _ in relays]
+
+    async def recipe(self, index: int) -> object:
+        if self._setup.scheme == "rpc":
+            return None
+        if not self._relays:
+            return self._scheme
+        if not self._addresses:
+            self._addresses = [await relay.call("address") for relay in self._relays]
+        address = self._addresses[index % len(self._addresses)]
+        return aiosync.TCPWeightSyncScheme(address, timeout=self._timeout)
+
+    async def connect(self) -> None:
+        workers = self._setup.workers
+        if self._setup.scheme == "rpc":
+            await join_rpc(self._setup, "trainer", 0)
+            self._scheme.init_on_sender(**self._known)
+        wanted = {"min_workers": len(self._relays) or workers} if self._setup.scheme == "tcp" else {}
+        await self._scheme.connect(**wanted)
+
+    async def send(self, weights: Weights | None, *, off_loop: bool = False) -> Sent:
+        report = await self._scheme.send(weights)
+        commit = {
+            index: worker.seconds["commit"]
+            for index, worker in report.workers.items()
+            if "commit" in worker.seconds
+        }
+        return Sent(commit=commit, phases=dict(report.seconds))
+
+    async def send_past_last(self) -> None:
+        *others, _ = self._scheme.workers
+        await self._scheme.send(wait=False)
+        await self._scheme.wait_ack(others)
+
+    def stats(self) -> Mapping[str, int]:
+        stats = self._scheme.stats
+        return {"memory": stats.memory, "wire_nbytes": stats.wire_nbytes}
+
+    async def close(self) -> None:
+        await self._scheme.aclose()
+        for relay in self._relays:
+            await relay.close(self._timeout)
+
+    async def leave(self) -> None:
+        if self._setup.scheme == "rpc":
+            rpc.shutdown(graceful=False)
+
+
+class _Worker(WorkerEnd):
+    def __init__(self, setup: Setup, recipe: Any, model: nn.Module, index: int) -> None:
+        self._setup = setup
+        self._model = model
+        self._index = index
+        self._scheme = recipe or _make_scheme(setup)
+        self._receiving = AsyncExitStack()
+        if setup.scheme != "rpc":
+            self._initialize()
+
+    def _initialize(self) -> None:
+        # Below a relay, indices are counted per relay: the relay gives them out.
+        index = None if self._setup.extras.get("relays") else self._index
+        self._scheme.init_on_receiver(model_id=MODEL_ID, model=self._model, worker_idx=index)
+
+    async def connect(self) -> None:
+        if self._setup.scheme == "rpc":
+            await join_rpc(self._setup, f"worker{self._index}", 1 + self._index)
+            self._initialize()
+        await self._scheme.connect()
+        await self._receiving.enter_async_context(self._scheme.receiving())
+
+    def version(self) -> int | None:
+        version: int | None = self._scheme.version
+        return version
+
+    def pinned(self) -> AbstractAsyncContextManager[int | None]:
+        pinned: AbstractAsyncContextManager[int | None] = self._scheme.pinned()
+        return pinned
+
+    async def close(self) -> None:
+        # The task that answers calls entered the receiver task, and leaves it too.
+        await self._receiving.aclose()
+        await self._scheme.aclose()
+        if self._setup.scheme == "rpc":
+            rpc.shutdown(graceful=False)
+
+
+class _Relay:
+    """A relay in a process of its own."""
+
+    def __init__(self, upstream: str, mbit: float, timeout: float) -> None:
+        above = aiosync.TCPWeightSyncScheme(upstream, timeout=timeout)
+        below = aiosync.TCPWeightSyncScheme(timeout=timeout)
+        self._node = aiosync.WeightRelay(above, below, model_id=MODEL_ID)
+        limit_rate(mbit, below)
+        self._serving = asyncio.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        async with self._node:
+            await self._node.wait_closed()
+
+    async def address(self) -> str:
+        return self._node.address
+
+    async def close(self) -> None:
+        await self._serving

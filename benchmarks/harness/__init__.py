@@ -1,0 +1,1 @@
+"""What every case is measured with: processes, contenders in turn, meters, tables, results."""

@@ -1,0 +1,101 @@
+"""Options that several cases take on the command line. A wrong one is refused before the work starts."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.contenders import installed
+from benchmarks.harness.models import MODELS
+
+__all__ = [
+    "ALL_MODELS", "INSTALLED", "UP_TO_FOUR", "Apart", "Check", "Contenders", "Deadline", "Json", "Models",
+    "Names", "Numbers", "Png", "Rounds", "Uvloop", "Workers", "names_of", "numbers",
+]  # fmt: skip
+
+_CONTENDERS = ("aiosync", "torchrl", "torchrl-alias")
+
+
+class Names(tuple[str, ...]):
+    """Names, on the command line with commas."""
+
+
+class Numbers(tuple[int, ...]):
+    """Numbers, on the command line with commas."""
+
+
+def _split(text: str | Iterable[Any]) -> list[str]:
+    """The parts of what was given; a default is a tuple already."""
+    parts = text.split(",") if isinstance(text, str) else map(str, text)
+    return [part.strip() for part in parts if part.strip()]
+
+
+def names_of(known: Iterable[str], check: Callable[[Names], Names] | None = None) -> Any:
+    """An option that takes some of the ``known`` names."""
+    known = tuple(known)
+
+    def parse(text: str) -> Names:
+        found = _split(text)
+        if not found or not set(found) <= set(known):
+            raise typer.BadParameter(f"expected some of {', '.join(known)}, with commas, got {text!r}")
+        return Names(found)
+
+    return typer.Option(parser=parse, metavar="NAMES", callback=check, help=f"Of {', '.join(known)}.")
+
+
+def numbers(about: str) -> Any:
+    """An option that takes positive numbers."""
+
+    def parse(text: str) -> Numbers:
+        found = _split(text)
+        if not found or not all(part.isdecimal() and int(part) for part in found):
+            raise typer.BadParameter(f"expected whole numbers of at least 1, with commas, got {text!r}")
+        return Numbers(map(int, found))
+
+    return typer.Option(parser=parse, metavar="NUMBERS", help=about)
+
+
+def _check_contenders(names: Names) -> Names:
+    missing = [name for name in names if not installed(name)]
+    if missing:
+        raise typer.BadParameter(f"{missing[0]} needs torchrl, and a checkout of aiosync's repository")
+    return names
+
+
+def _check_file(path: Path | None) -> Path | None:
+    if path is None:
+        return None
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
+        raise typer.BadParameter(f"expected a file in a folder that exists, got {str(path)!r}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise typer.BadParameter(f"expected a file that can be written, got {str(path)!r}")
+    return path
+
+
+def _check_picture(path: Path | None) -> Path | None:
+    if path is not None:
+        kinds = importlib.import_module("matplotlib.figure").Figure().canvas.get_supported_filetypes()
+        if path.suffix.removeprefix(".") not in kinds:
+            raise typer.BadParameter(f"expected a file named .{', .'.join(kinds)}, got {str(path)!r}")
+    return _check_file(path)
+
+
+ALL_MODELS = Names(MODELS)
+UP_TO_FOUR = Numbers((1, 2, 4))
+INSTALLED = Names(filter(installed, _CONTENDERS))
+Apart = Annotated[bool, typer.Option("--apart", help="Share no memory, as between machines.")]
+Check = Annotated[bool, typer.Option("--check", help="Exit with 1 if a target is missed.")]
+Contenders = Annotated[Names, names_of(_CONTENDERS, _check_contenders)]
+Deadline = Annotated[float, typer.Option(help="Seconds that one step may take.")]
+Json = Annotated[Path | None, typer.Option(help="Write all figures there.", callback=_check_file)]
+Models = Annotated[Names, names_of(MODELS)]
+Png = Annotated[Path | None, typer.Option(help="Draw a picture there.", callback=_check_picture)]
+Rounds = Annotated[int, typer.Option(min=0, help="Timed turns of each contender; 0: as suits the model.")]
+Uvloop = Annotated[bool, typer.Option("--uvloop/--asyncio", help="Event loop.")]
+Workers = Annotated[Numbers, numbers("How many workers, each.")]
