@@ -42,6 +42,7 @@ class Connector:
         reporter: emits events.
         seconds: for how long to try after each loss; 0: not at all.
         start: begins to read frames from the new connection.
+        give_up: called with the reason when the sender was not found again.
 
     Attributes:
         seconds: for how long to try after each loss.
@@ -55,6 +56,7 @@ class Connector:
         reporter: ReceiverReporter,
         seconds: float,
         start: Callable[[], None],
+        give_up: Callable[[str], None],
     ) -> None:
         self.seconds = seconds
         self._applier = applier
@@ -62,6 +64,10 @@ class Connector:
         self._handler = handler
         self._reporter = reporter
         self._start = start
+        self._give_up = give_up
+        # Reconnects after the connection was lost. A task of its own, so that the timeout of a receive()
+        # does not cut an attempt short.
+        self._search: asyncio.Task[bool] | None = None
 
     async def join(self, deadline: Deadline) -> None:
         """Connect for the first time. Updates arrive from now on.
@@ -104,7 +110,35 @@ class Connector:
             self._connection.transport.trouble = trouble
         raise TimeoutError
 
-    async def find_sender(self) -> str:
+    @property
+    def searching(self) -> bool:
+        """Whether an attempt to reconnect goes on."""
+        return self._search is not None and not self._search.done()
+
+    async def come_back(self) -> bool:
+        """Reconnect after the connection was lost. Return whether there is a connection again.
+
+        A cancelled caller leaves the attempt running; the next call waits for it.
+        """
+        search = self._search
+        if search is None or search.done():
+            search = self._search = asyncio.create_task(self._find_or_give_up(), name="aiosync-reconnecting")
+        await asyncio.wait([search])
+        return not search.cancelled() and search.result()
+
+    async def aclose(self) -> None:
+        """Cancel an attempt that goes on."""
+        if self._search is not None:
+            self._search.cancel()
+            await asyncio.wait([self._search])
+
+    async def _find_or_give_up(self) -> bool:
+        failure = await self._find_sender()
+        if failure:
+            self._give_up(failure)
+        return not failure
+
+    async def _find_sender(self) -> str:
         """Reconnect within ``seconds``. Return "" if that succeeded, else why the sender was given up."""
         connection = self._connection
         # The sender does not reuse the slot that this process views until this process has reconnected or

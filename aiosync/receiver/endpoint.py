@@ -8,9 +8,10 @@ and has it staged and committed (see :mod:`aiosync.receiver.update_handler` for 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
+from logging import INFO, WARNING
 
 from torch import Tensor
 
@@ -19,19 +20,15 @@ from aiosync._endpoint import Endpoint
 from aiosync._home_loop import HomeLoop
 from aiosync._open_calls import OpenCalls
 from aiosync._options import OnSenderClose
-from aiosync.errors import (
-    NotConnectedError,
-    ProtocolError,
-    WorkerLostError,
-)
-from aiosync.events import EventSource, SchemeStats, logger
-from aiosync.protocol.events import Aborted, Left, Recalled, UpdateArrived
+from aiosync.errors import NotConnectedError, ProtocolError, WorkerLostError
+from aiosync.events import EventSource, SchemeStats
+from aiosync.protocol.events import Left
 from aiosync.protocol.frames import Frame
 from aiosync.receiver.applier import WeightApplier
 from aiosync.receiver.connection import SenderConnection
 from aiosync.receiver.connector import Connector
-from aiosync.receiver.joint_commit import give_up
 from aiosync.receiver.listeners import UpdateListener
+from aiosync.receiver.receiving_body import ReceivingBody
 from aiosync.receiver.reporter import ReceiverReporter
 from aiosync.receiver.update_handler import UpdateHandler
 from aiosync.receiver.updates import Applier
@@ -81,12 +78,8 @@ class WeightReceiver(Endpoint):
         connection = self._connection = SenderConnection(make_transport, token, model_id, worker_idx)
         reporter = self._reporter = ReceiverReporter(events, model_id, applier, connection)
         handler = self._handler = UpdateHandler(applier, connection, reporter, events)
-        self._connector = Connector(
-            applier, connection, handler, reporter, reconnect_for, self._start_reading
-        )
-        # Reconnects after the connection was lost. A task of its own, so that the timeout of a receive()
-        # does not cut an attempt short.
-        self._search: asyncio.Task[bool] | None = None
+        begin, give_up = self._start_reading, partial(self._end, lost=True)
+        self._connector = Connector(applier, connection, handler, reporter, reconnect_for, begin, give_up)
         # The number of updates when receive() returned last.
         self._returned = 0
         # Set by each event that a waiting receiver loop has to look at.
@@ -95,8 +88,8 @@ class WeightReceiver(Endpoint):
         self._idle = False
         # Held by the task that applies updates: the receiver loop, or receive().
         self._taker = asyncio.Lock()
-        # Expires if the sender is lost, to cancel the body of receiving().
-        self._body: asyncio.Timeout | None = None
+        # The body of receiving().
+        self._body = ReceivingBody()
         self._closed = False
         self._calls = OpenCalls()
         # Whether a lost connection is replaced.
@@ -105,12 +98,10 @@ class WeightReceiver(Endpoint):
 
     @property
     def version(self) -> int:
-        """The version in service, -1 before ``connect``."""
         return self.applier.version
 
     @property
     def stats(self) -> SchemeStats:
-        """This endpoint's figures."""
         stats = self._handler.stats
         stats.memory = self.applier.memory
         return stats
@@ -181,24 +172,12 @@ class WeightReceiver(Endpoint):
         self._reporter.emit("connected")
 
     async def _come_back(self) -> bool:
-        """Reconnect if the connection was lost. Return whether there is a connection again."""
-        search = self._search
-        if search is None or search.done():
-            if not self._connection.down or self._closed or self.ended is not None:
-                return False
-            search = self._search = asyncio.create_task(self._find_sender(), name="aiosync-reconnecting")
-        await asyncio.wait([search])
-        return not search.cancelled() and search.result()
-
-    async def _find_sender(self) -> bool:
-        failure = await self._connector.find_sender()
-        if failure:
-            self._end(failure, lost=True)
-        return not failure
+        lost = self._connection.down and not self._closed and self.ended is None
+        return bool(lost or self._connector.searching) and await self._connector.come_back()
 
     def _start_reading(self) -> None:
         self._settled = True  # from now on a lost connection is replaced
-        self._connection.start(self, lambda: self._lose("its process has ended"))
+        self._connection.start(self, lambda: self.connection_lost("its process has ended"))
 
     # -- the transport's sink -----------------------------------------------------------------------
 
@@ -214,20 +193,14 @@ class WeightReceiver(Endpoint):
             raise
         for event in events:
             match event:
-                case UpdateArrived(update=update):
-                    self._handler.arrived(update)
-                case Recalled():
-                    self._handler.tell_state()
-                case Aborted(joint=joint):
-                    give_up(joint, self.worker_idx, "the sender called it off")
                 case Left(reason=reason, replaced=True):
                     self._end(reason, lost=True)
                 case Left(reason=reason, dropped=True):
-                    self._lose(reason)
+                    self.connection_lost(reason)
                 case Left(reason=reason):
                     self._sender_closed(reason or "the sender has closed")
                 case _:
-                    pass
+                    self._handler.handle(event)
         if session.outgoing:
             self._connection.flush()
         if session.superseded:
@@ -235,26 +208,16 @@ class WeightReceiver(Endpoint):
         if not (self._idle and self._handler.take_at_once()):
             self._changed.set()
 
-    def connection_lost(self, reason: str) -> None:
-        """Handle the loss of the connection."""
-        self._lose(reason)
-
     def _sender_closed(self, reason: str) -> None:
         if self._on_sender_close == "wait":
-            self._lose(reason)
+            self.connection_lost(reason)
             return
         if self._handler.looping and self.ended is None:
-            logger.log(
-                logging.WARNING if self._on_sender_close == "stop" else logging.INFO,
-                "the sender of worker %d has closed (%s): version %d stays in service",
-                self.worker_idx,
-                reason,
-                self.version,
-            )
+            self._reporter.sender_closed(reason, level=WARNING if self._on_sender_close == "stop" else INFO)
         self._end(reason, lost=False)
 
-    def _lose(self, reason: str) -> None:
-        """The connection is lost. The receiver loop finds out whether the sender is gone, too."""
+    def connection_lost(self, reason: str) -> None:
+        """Handle the loss of the connection. The receiver loop finds out whether the sender is gone, too."""
         if self._connector.seconds <= 0 or not self._settled:
             self._end(reason, lost=True)
         elif self.ended is None and not self._connection.down:
@@ -262,13 +225,7 @@ class WeightReceiver(Endpoint):
             self._handler.give_up_joint(f"the connection ended: {reason}")
             self.applier.disconnected()
             self._changed.set()
-            logger.warning(
-                "worker %d has lost the sender (%s); it goes on with version %d and tries to connect again",
-                self.worker_idx,
-                reason,
-                self.version,
-            )
-            self._reporter.emit("lost", message=reason)
+            self._reporter.disconnected(reason)
 
     def _end(self, reason: str, *, lost: bool) -> None:
         if self.ended is None:
@@ -278,7 +235,7 @@ class WeightReceiver(Endpoint):
             self._handler.answered.set()
             if lost:
                 self._connection.down = self._connection.down or reason
-                self._cut_body_short()
+                self._body.cancel()
                 self._reporter.emit("lost", message=reason)
 
     # -- the receiver loop --------------------------------------------------------------------------
@@ -294,39 +251,24 @@ class WeightReceiver(Endpoint):
             WorkerLostError: the sender went without a goodbye, or let this worker go; the body is cancelled
                 then.
         """
-        self._claim_loop()
         # Not a task group around the body: an exception of the body would come out in an exception group.
         host = BackgroundTasks("aiosync-receiving")
-        try:
-            await host.start()
-            host.spawn(self._loop)
-            # A timeout that expires only if the sender is lost, so that a body does not wait for ever for a
-            # version that will never come.
-            async with asyncio.timeout(None) as self._body:
-                if self.lost:
-                    self._cut_body_short()
-                yield
-        except TimeoutError:
-            if self._body is None or not self._body.expired():
-                raise
-        finally:
-            self._body = None
-            await host.aclose()
-            self._handler.looping = False
+        with self._claimed_loop():
+            try:
+                await host.start()
+                host.spawn(self._loop)
+                # So that a body does not wait for ever for a version that will never come.
+                async with self._body.cancelled_if_lost(already=self.lost):
+                    yield
+            finally:
+                await host.aclose()
         if self.lost:
             raise WorkerLostError((), self.ended or "unknown")
 
-    def _cut_body_short(self) -> None:
-        if self._body is not None:
-            self._body.reschedule(asyncio.get_running_loop().time())
-
     async def run(self) -> None:
         """Run the receiver loop in this task until the sender has gone."""
-        self._claim_loop()
-        try:
+        with self._claimed_loop():
             await self._loop()
-        finally:
-            self._handler.looping = False
 
     def check_open(self) -> None:
         """Check that this endpoint can be used here.
@@ -339,26 +281,24 @@ class WeightReceiver(Endpoint):
             raise NotConnectedError("connect() first: this receiver is not connected")
         self.home.check()
 
-    def _claim_loop(self) -> None:
+    @contextmanager
+    def _claimed_loop(self) -> Iterator[None]:
         self.check_open()
         if self._handler.looping:
             raise NotConnectedError("the receiver loop runs already; one is enough")
         self._handler.looping = True
+        try:
+            yield
+        finally:
+            self._handler.looping = False
 
     async def _loop(self) -> None:
         async with self._taker:
             while True:
-                while await self._await_next():
+                while await self._await_pending(idle=True):
                     await self._handler.advance()
                 if not await self._come_back():
                     return
-
-    async def _await_next(self) -> bool:
-        self._idle = True
-        try:
-            return await self._await_pending()
-        finally:
-            self._idle = False
 
     async def receive(self, deadline: Deadline) -> Mapping[str, Tensor] | None:
         """The weights of an update that no call before has returned, once they are in service, or None if
@@ -378,17 +318,14 @@ class WeightReceiver(Endpoint):
                     if self._closed or (self.ended is not None and self._handler.pending is None):
                         raise WorkerLostError((), self.ended or "this side has closed the connection")
                     if self._handler.looping:
-                        await self._await_commit()
+                        self._handler.answered.clear()
+                        await self._handler.answered.wait()
                     else:
                         await self._take_one(before)
         except TimeoutError:
             pass
         self._returned = self._handler.stats.updates
         return self.weights if self._returned != before else None
-
-    async def _await_commit(self) -> None:
-        self._handler.answered.clear()
-        await self._handler.answered.wait()
 
     async def _take_one(self, before: int) -> None:
         async with self._taker:
@@ -399,9 +336,13 @@ class WeightReceiver(Endpoint):
             else:
                 await self._come_back()
 
-    async def _await_pending(self) -> bool:
-        """Wait for an update. Return False when the sender has gone."""
-        connection = self._connection
+    async def _await_pending(self, *, idle: bool = False) -> bool:
+        """Wait for an update. Return False when the sender has gone.
+
+        Args:
+            idle: the receiver loop waits, so that an update may be applied as soon as its frame arrives.
+        """
+        connection, self._idle = self._connection, idle
         try:
             while self._handler.pending is None:
                 if self.ended is not None or connection.down or self._closed:
@@ -415,6 +356,7 @@ class WeightReceiver(Endpoint):
                 connection.flush()
                 await self._changed.wait()
         finally:
+            self._idle = False
             connection.session.wanting = False
         return True
 
@@ -451,9 +393,7 @@ class WeightReceiver(Endpoint):
 
     async def _close(self) -> None:
         await self._calls.stop()
-        if self._search is not None:
-            self._search.cancel()
-            await asyncio.wait([self._search])
+        await self._connector.aclose()
         await self._handler.close()
         await self._connection.aclose("the worker has closed")
         self._changed.set()

@@ -36,6 +36,26 @@ class ReceiverReporter:
             kind, self.model_id, self._applier.version, worker, seconds=seconds, message=message
         )
 
+    def disconnected(self, reason: str) -> None:
+        """The connection was lost, and this worker tries to find the sender again."""
+        logger.warning(
+            "worker %d has lost the sender (%s); it goes on with version %d and tries to connect again",
+            self._connection.worker,
+            reason,
+            self._applier.version,
+        )
+        self.emit("lost", message=reason)
+
+    def sender_closed(self, reason: str, *, level: int) -> None:
+        """The sender has closed in order, which is logged at this level."""
+        logger.log(
+            level,
+            "the sender of worker %d has closed (%s): version %d stays in service",
+            self._connection.worker,
+            reason,
+            self._applier.version,
+        )
+
     def followed(self, before: int, version: int) -> None:
         """This worker follows another sender, whose versions begin anew."""
         worker = self._connection.worker

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 
 from aiosync.events import EventSource, SchemeStats
+from aiosync.protocol.events import Aborted, Recalled, ReceiverEvent, UpdateArrived
 from aiosync.protocol.frames import Update
 from aiosync.protocol.nack import nack_of
 from aiosync.receiver.connection import SenderConnection
@@ -60,12 +61,23 @@ class UpdateHandler:
         self._reporter = reporter
         self._events = events
 
-    def arrived(self, update: Update) -> None:
-        """An Update frame has arrived.
+    def handle(self, event: ReceiverEvent) -> None:
+        """Handle an event of the session that concerns updates.
 
         Raises:
-            ProtocolError: it does not say where the update lies.
+            ProtocolError: an Update frame does not say where the update lies.
         """
+        match event:
+            case UpdateArrived(update=update):
+                self._arrived(update)
+            case Recalled():
+                self.tell_state()
+            case Aborted(joint=joint):
+                give_up(joint, self._connection.worker, "the sender called it off")
+            case _:
+                pass
+
+    def _arrived(self, update: Update) -> None:
         inbound = self._applier.inbound
         if inbound is not None:
             inbound.expect(update)

@@ -77,12 +77,7 @@ class WeightRelay(AsyncResource):
         """Who is connected here."""
         if self._applier is None:
             return {}
-        registry = self._applier.registry
-        return {
-            w: WorkerState(True, v, self.version - v, registry.address_of(w))
-            for w in sorted(registry.connections)
-            for v in [registry.version_of(w)]
-        }
+        return self._applier.registry.states(self.version)
 
     @property
     def ended(self) -> str | None:

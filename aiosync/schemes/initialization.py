@@ -1,46 +1,39 @@
-"""The part of a scheme that is pickled: its options and the arguments of ``init_on_*``, checked."""
+"""The part of a scheme that is pickled, and the arguments of ``init_on_*``, checked."""
 
 from __future__ import annotations
 
 import os
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.context import BaseContext, get_spawning_popen
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
-import torch
 from tensordict import TensorDictBase
 from torch import nn
 
 from aiosync._endpoint import Endpoint
-from aiosync._options import OnFailure, OnSenderClose, SchemeOptions, StrategyName
+from aiosync._options import OnSenderClose
 from aiosync.errors import (
     AlreadyConnectedError,
     InvalidArgumentError,
-    NotInitializedError,
 )
-from aiosync.events import EventHook, EventSource
-from aiosync.receiver.endpoint import WeightReceiver
-from aiosync.receiver.listeners import UpdateListener, weakly
+from aiosync.receiver.listeners import UpdateListener
 from aiosync.schemes.contexts import first_worker, listener_for
-from aiosync.schemes.values import Secret, checked_index
-from aiosync.sender.extraction import WeightSource
+from aiosync.schemes.settings import SchemeSettings
 from aiosync.sender.sharded.gather import GatherLeader, ShardContributor
 from aiosync.sender.sharded.ranks import Shards
-from aiosync.sender.worker_plan import SenderArguments, SenderPlan, make_plan, model_of
+from aiosync.sender.worker_plan import SenderArguments, make_plan, model_of
 from aiosync.transfer.base import Transfer
 from aiosync.transports.base import Listener, Transport
-from aiosync.weights.binding import Binding, CommitMode
+from aiosync.weights.binding import Binding
 from aiosync.weights.layout import Layout
 from aiosync.weights.module_binding import bind
 from aiosync.weights.sharded import mesh_of
-from aiosync.weights.strategy import WeightStrategy
 
 __all__ = ["SchemeRecipe"]
 
 
-class SchemeRecipe(ABC):
+class SchemeRecipe(SchemeSettings, ABC):
     """What a scheme is before it is live: its options, its model, how it is pickled, and what it can be
     asked. :class:`~aiosync.WeightSyncScheme` adds what it does.
     """
@@ -51,64 +44,6 @@ class SchemeRecipe(ABC):
     _reconnect_for: float = 0.0
     # None: there is no address at which another sender could be found.
     _on_sender_close: OnSenderClose | None = None
-    _first_worker: int = 0
-
-    def __init__(
-        self,
-        strategy: StrategyName = "tensordict",
-        sync: bool = True,
-        *,
-        timeout: float | None = None,
-        cast: torch.dtype | None = None,
-        commit: CommitMode = "flip",
-        on_failure: OnFailure = "raise",
-        per_worker_weights: bool = False,
-        max_slots: int = 3,
-        first_version: int = 0,
-        min_workers: int | None = None,
-    ) -> None:
-        spec = SchemeOptions(
-            strategy,
-            sync,
-            timeout,
-            cast,
-            commit,
-            on_failure,
-            per_worker_weights,
-            max_slots,
-            first_version,
-            min_workers,
-        )
-        self._start(spec, None, secrets.token_bytes(32), None)
-
-    def _start(
-        self, spec: SchemeOptions, model_id: str | None, token: bytes, strategy: WeightStrategy | None
-    ) -> None:
-        self._spec = spec
-        self._model_id = model_id
-        self._token = Secret(token)
-        self._strategy = strategy or spec.make_strategy()
-        self._events = EventSource()
-        self._forget_runtime()
-
-    def _forget_runtime(self) -> None:
-        self._pid = os.getpid()
-        self._model: Any = None
-        self._context: Callable[[], Any] | None = None
-        self._follower = UpdateListener()
-        self._may_view = True
-        self._worker_idx: int | None = None
-        self._plan: SenderPlan | None = None
-        self._listener: Listener | None = None
-        # Gathers the parts of a model that is spread over ranks, until the sender has it.
-        self._leader: GatherLeader | None = None
-        self._role: Literal["recipe", "sender", "receiver"] = "recipe"
-        self._endpoint = Endpoint()
-        # Whether connect() has succeeded.
-        self._synchronized = False
-        # What version and ended were when the endpoint was closed.
-        self._last_version = -1
-        self._last_ended: str | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -233,11 +168,14 @@ class SchemeRecipe(ABC):
         arguments = SenderArguments(
             model_id, context, model, weights, params_map, devices, device_map_fn, num_workers, self._elastic
         )
+        self._plan_sending(arguments, ctx)
+
+    def _plan_sending(self, arguments: SenderArguments, ctx: BaseContext | None) -> None:
         self._plan = make_plan(arguments, per_worker=self._spec.per_worker_weights)
-        self._model_id = model_id
-        self._model = model
-        self.context = context
-        self._first_worker = first_worker(context)
+        self._model_id = arguments.model_id
+        self._model = arguments.model
+        self.context = arguments.context
+        self._first_worker = first_worker(arguments.context)
         given = None if self._plan.made_here else self.model
         mesh = mesh_of((given, self._plan.weights, *(group.weights for group in self._plan.groups)))
         self._role = "sender"
@@ -276,19 +214,18 @@ class SchemeRecipe(ABC):
             self._become_receiver(self._listener)
         elif self._pid != os.getpid():
             self._forget_runtime()  # a receiver's object in a forked child
-        follower, may_view = UpdateListener(), True
-        if context is not None:
-            if model_id is None:
-                raise InvalidArgumentError("context= needs model_id=, the name of the model on it")
-            follower = listener_for(context, model_id)
-            if model is None:
-                model = model_of(context, model_id)
-                may_view = not follower.writes
-            worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
-        elif self.context is not None and self._role != "receiver":
-            context = self.context  # it was said before
-            follower = listener_for(context, model_id)
-            may_view = not follower.writes
+        if context is not None and model_id is None:
+            raise InvalidArgumentError("context= needs model_id=, the name of the model on it")
+        found_here = context is not None and model is None
+        if found_here:
+            model = model_of(context, str(model_id))
+        if context is not None and worker_idx is None:
+            worker_idx = getattr(context, "worker_idx", None)
+        set_before = context is None and self.context is not None and self._role != "receiver"
+        if set_before:
+            context = self.context
+        follower = UpdateListener() if context is None else listener_for(context, model_id)
+        may_view = not (follower.writes and (found_here or set_before))
         if model is not None and not isinstance(model, nn.Module | TensorDictBase | Mapping):
             raise InvalidArgumentError(
                 f"model: expected an nn.Module, a TensorDict or a dict, got {type(model).__name__}"
@@ -301,10 +238,6 @@ class SchemeRecipe(ABC):
         self._role = "receiver"
 
     init_on_worker = init_on_receiver
-
-    def _index_of(self, told: int) -> int:
-        """This worker's index, given one by a library that may count from another number."""
-        return checked_index(checked_index(told) - self._first_worker)
 
     def _become_receiver(self, listener: Listener) -> None:
         """A sender's object in a forked child, or one that was never connected."""
@@ -324,113 +257,3 @@ class SchemeRecipe(ABC):
             raise AlreadyConnectedError(
                 "this scheme object has a live endpoint; aclose() it first, or use a copy of the scheme"
             )
-
-    def _weight_source(self, plan: SenderPlan) -> WeightSource:
-        """Finds the weights of each call; follows the strategy and the model as the user sets them."""
-        return WeightSource(plan, self._resolve, lambda: self._strategy)
-
-    def _resolve(self, weights: Any) -> Any:
-        """Weights that were given as such, as a dotted path on the context, or not at all.
-
-        Raises:
-            InvalidArgumentError: there are none.
-            AttributeError: the context has nothing at that path.
-        """
-        if isinstance(weights, str):
-            if self.context is None:
-                raise InvalidArgumentError(f"weights={weights!r} is a path, and there is no context")
-            return model_of(self.context, weights)
-        if weights is not None:
-            return weights
-        if self._plan is not None and self._plan.weights is not None and self._model is None:
-            return self._plan.weights
-        model = self.model
-        if model is None:
-            gone = ": the context is gone, keep a reference to it" if self.context_is_gone else ""
-            raise InvalidArgumentError(
-                f"no weights were given, and there is no model to take them from{gone}"
-            )
-        return model
-
-    # -- what can be asked ---------------------------------------------------------------------------
-
-    def on_event(self, hook: EventHook) -> Callable[[], None]:
-        """Call ``hook`` with a :class:`~aiosync.SyncEvent` for all that happens; returns what ends that."""
-        return self._events.register(hook)
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that a call may take where it does not say otherwise."""
-        return self._spec.seconds(None)
-
-    @property
-    def sync(self) -> bool:
-        """Whether ``send`` waits by default."""
-        return self._spec.sync
-
-    @property
-    def model_id(self) -> str | None:
-        """The model's name."""
-        return self._model_id
-
-    @model_id.setter
-    def model_id(self, model_id: str | None) -> None:
-        self._model_id = model_id
-
-    @property
-    def model(self) -> Any:
-        """The model: as given, or found on the context by ``model_id``; None if there is neither."""
-        if self._model is None and self._model_id is not None and self.context is not None:
-            return model_of(self.context, self._model_id)
-        return self._model
-
-    @model.setter
-    def model(self, model: Any) -> None:
-        self._check_not_receiving("model")
-        self._model = model
-
-    @property
-    def context(self) -> Any:
-        """The context, or None once it has been freed: the scheme refers to it weakly."""
-        return self._context() if self._context is not None else None
-
-    @context.setter
-    def context(self, context: Any) -> None:
-        self._check_not_receiving("context")
-        self._context = None if context is None else weakly(context)
-
-    def _check_not_receiving(self, what: str) -> None:
-        if isinstance(self._endpoint, WeightReceiver) and self._pid == os.getpid():
-            raise AlreadyConnectedError(
-                f"a connected receiver gets another {what} by `await scheme.rebind({what}=...)`"
-            )
-
-    @property
-    def context_is_gone(self) -> bool:
-        """Whether there was a context that has been freed."""
-        return self._context is not None and self._context() is None
-
-    @property
-    def worker_idx(self) -> int | None:
-        """This worker's index; None on the sender."""
-        return self._worker_idx
-
-    @worker_idx.setter
-    def worker_idx(self, worker_idx: int | None) -> None:
-        if self._plan is not None and worker_idx is not None:
-            raise NotInitializedError("worker_idx belongs to a receiver; this is the sender")
-        self._worker_idx = None if worker_idx is None else self._index_of(worker_idx)
-
-    @property
-    def strategy(self) -> WeightStrategy:
-        """How weights are extracted and applied; one of your own is used as it is."""
-        return self._strategy
-
-    @strategy.setter
-    def strategy(self, strategy: WeightStrategy) -> None:
-        self._strategy = strategy
-
-    @property
-    def strategy_str(self) -> str:
-        """The strategy's name."""
-        return self._strategy.extract_as

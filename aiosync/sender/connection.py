@@ -53,6 +53,7 @@ class WorkerConnection:
         owner: gets the outcomes.
 
     Attributes:
+        outbound: the transfer to it.
         notified: the version that the worker was notified of and has not fetched.
         staged: whether the worker has staged the version in flight and waits to commit it.
         unresponsive: the worker has not answered for a while, or missed a deadline.
@@ -89,7 +90,7 @@ class WorkerConnection:
         # The version that the worker acknowledged last; its slot is leased if the worker's model views it.
         self._current: SlotVersion | None = None
         self._current_lease: Lease | None = None
-        self._outbound = outbound
+        self.outbound = outbound
         self._introduction = introduction
         # The worker's last Fetch: the version whose bytes it has, and whether it can read our memory.
         self._fetched = Fetched()
@@ -125,16 +126,6 @@ class WorkerConnection:
         """Whether the worker is not expected to release its slots: it hangs, or was notified of nothing."""
         waiting = self.session.state in (SenderState.IDLE, SenderState.READY)
         return self.unresponsive or (waiting and self.notified is None)
-
-    @property
-    def wire_nbytes(self) -> int:
-        """Bytes that were sent over the connection, where that carries the weights."""
-        return self._outbound.progress
-
-    @property
-    def access(self) -> MemoryAccess:
-        """How the worker uses the slots."""
-        return self._outbound.access
 
     # -- the transport's sink ----------------------------------------------------------------------
 
@@ -225,7 +216,7 @@ class WorkerConnection:
         """Send the worker the Update or the Welcome that it waits for, if it waits and there is one."""
         group, state, notified = self.group, self.session.state, self.notified
         if state is SenderState.READY:
-            if notified is not None and group.offerable(notified) and self._outbound.can_start(notified):
+            if notified is not None and group.offerable(notified) and self.outbound.can_start(notified):
                 self._offer(notified)
         elif state is SenderState.WELCOMING and group.offerable(group.newest):
             assert group.newest is not None
@@ -237,7 +228,7 @@ class WorkerConnection:
             self.transport.flush(self.session)
 
     def _offer(self, notified: SlotVersion) -> None:
-        published = self._outbound.substitute(notified) if self._outbound.carries else notified
+        published = self.outbound.substitute(notified) if self.outbound.carries else notified
         joint = published.joint
         if joint is not None and self._current is None:
             # A worker applies its first version alone: the receivers of its other models may not run yet.
@@ -247,11 +238,11 @@ class WorkerConnection:
             self.session.abort(joint.mark.id)  # the worker refuses the part as soon as it arrives
         self.session.offer(self._start(published, joint))
         self.transport.write(*self.session.frames_to_send())
-        if self._outbound.carries:
-            self._outbound.start(published, lambda: self._sent(published))
+        if self.outbound.carries:
+            self.outbound.start(published, lambda: self._sent(published))
 
     def _start(self, published: SlotVersion, joint: JointParts | None) -> Update:
-        pool, outbound = self.group.pool, self._outbound
+        pool, outbound = self.group.pool, self.outbound
         self._reading.append(pool.lease(published.slot, LeaseKind.READING, self))
         self._in_flight = published
         if self.notified is published:
@@ -283,14 +274,14 @@ class WorkerConnection:
         reading, self._reading = self._reading, []
         if accepted:
             self._current = self._in_flight
-            if self._outbound.access is MemoryAccess.VIEWED:
+            if self.outbound.access is MemoryAccess.VIEWED:
                 before, self._current_lease = self._current_lease, reading.pop(0) if reading else None
                 if before is not None:
                     reading.append(before)
         self._in_flight = None
         self._progress.stop()
-        if self._outbound.carries:
-            self._outbound.answered()
+        if self.outbound.carries:
+            self.outbound.answered()
         for lease in reading:
             lease.release()
 
@@ -314,9 +305,9 @@ class WorkerConnection:
 
     def _sent(self, published: SlotVersion) -> None:
         """All bytes of ``published`` have been handed to the kernel."""
-        if self._in_flight is not published or self._outbound.access is MemoryAccess.VIEWED:
+        if self._in_flight is not published or self.outbound.access is MemoryAccess.VIEWED:
             return
-        if self._outbound.access is MemoryAccess.CHECKED:
+        if self.outbound.access is MemoryAccess.CHECKED:
             first, *further = self._reading
             self._reading = [first]
             for lease in further:
@@ -339,12 +330,12 @@ class WorkerConnection:
         """
         if self._in_flight is None or self._progress.idle_seconds() <= PATIENCE:
             return
-        if self._outbound.cancel():
+        if self.outbound.cancel():
             self._keep_notified(self._in_flight)
             self._answered(accepted=False)
             self.session.recall(again=True)
             self.transport.flush(self.session)
-        elif self._outbound.access is MemoryAccess.CHECKED:
+        elif self.outbound.access is MemoryAccess.CHECKED:
             # If a newer version overwrites the slot, the worker notices by the checksums.
             self._keep_notified(self._in_flight)
             self._copied()
@@ -355,7 +346,7 @@ class WorkerConnection:
             self._drop_notified(published)
         if self._in_flight is not published:
             return
-        if self._outbound.cancel():
+        if self.outbound.cancel():
             self._answered(accepted=False)
             self.session.recall(again=self.notified is not None)
             self.transport.flush(self.session)
@@ -373,13 +364,13 @@ class WorkerConnection:
         viewed = [] if self._current_lease is None else [self._current_lease]
         leases = self._reading + viewed
         self._reading, self._current_lease = [], None
-        self._outbound.cancel()
-        self._outbound.detach()
+        self.outbound.cancel()
+        self.outbound.detach()
         self._cancel_joint(self._in_flight)
         self.forget_revoked(overwritten=True)
         if self.notified is not None:
             self._drop_notified(self.notified)
-        if self._outbound.access.lent:
+        if self.outbound.access.lent:
             for lease in leases:
                 lease.detach()
             return leases

@@ -23,14 +23,14 @@ from aiosync._open_calls import OpenCalls
 from aiosync._options import SchemeOptions
 from aiosync.errors import InvalidArgumentError, NotConnectedError
 from aiosync.events import EventSource, SchemeStats
-from aiosync.reports import SendReport, WorkerReport, WorkerState
+from aiosync.reports import SendReport, WorkerState
 from aiosync.sender.extraction import Sources, WeightSource, is_per_worker
-from aiosync.sender.pending_acks import PendingAcks
 from aiosync.sender.publisher import Publication, Publisher, publish_together
 from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.send_reports import SendReports
 from aiosync.sender.sharded.gather import GatherLeader, ShardGather, leading
 from aiosync.sender.worker_group import WorkerGroup
+from aiosync.sender.worker_start import WorkerStart
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.slots import SlotPool
 from aiosync.transports._offload import Offloader, uninterrupted
@@ -96,6 +96,7 @@ class WeightSender(Endpoint):
         self._groups: list[WorkerGroup] = []
         self.publisher = Publisher(self._groups, self.registry, self._host, spec.first_version)
         self._reports = SendReports(self.registry, spec, model_id, events)
+        self._start = WorkerStart(self.registry, self._reports)
         self._live = False
         self._closed = False
         self._calls = OpenCalls()
@@ -118,14 +119,7 @@ class WeightSender(Endpoint):
     @property
     def workers(self) -> dict[int, WorkerState]:
         """Worker -> whether it is connected, its version, its lag and its address."""
-        registry = self.registry
-        return {
-            worker: WorkerState(
-                worker in registry.connections, version, self.version - version, registry.address_of(worker)
-            )
-            for worker in sorted(registry.workers)
-            for version in [registry.last_version_of(worker)]
-        }
+        return self.registry.states(self.version)
 
     @property
     def transports(self) -> dict[int, Transport]:
@@ -186,9 +180,9 @@ class WeightSender(Endpoint):
     async def _wait_for_start(self, min_workers: int | None, deadline: Deadline) -> None:
         async with self._calls.call():
             if min_workers is not None:
-                await self.registry.wait_for_workers(min_workers, deadline)
+                await self._start.wait_for_any(min_workers, deadline)
             else:
-                await self._await_all(self.registry.workers, deadline)
+                await self._start.wait_for(self.registry.workers, deadline)
         self._events.emit("connected", self.model_id, self.version)
 
     async def await_workers(self, deadline: Deadline) -> None:
@@ -199,7 +193,7 @@ class WeightSender(Endpoint):
             NotConnectedError: this was closed.
         """
         self.check_open()
-        await self._await_all(self.registry.workers, deadline)
+        await self._start.wait_for(self.registry.workers, deadline)
 
     async def add_worker(
         self, worker: int | None, join: Callable[[int], Awaitable[object]], deadline: Deadline
@@ -218,31 +212,7 @@ class WeightSender(Endpoint):
             Exception: what ``join`` raises.
         """
         self.check_open()
-        indices = self.registry.indices
-        number = indices.expect(worker, self.registry.connections, may_be_new=not self.plan.per_worker)
-        try:
-            await self._await_all({number}, deadline, lambda: join(number))
-        finally:
-            indices.expect_no_more(number)
-        return number
-
-    async def _await_all(
-        self,
-        workers: Collection[int],
-        deadline: Deadline,
-        join: Callable[[], Awaitable[object]] | None = None,
-    ) -> None:
-        """Wait until these run on some version; ``join`` has them come."""
-        registry = self.registry
-        acks = PendingAcks(0, workers, phase="connect")
-        for worker in list(acks.pending):
-            if registry.version_of(worker) >= 0:
-                acks.settle(WorkerReport(worker, "applied", registry.version_of(worker)))
-        with registry.awaited.tracking(acks):
-            if join is not None:
-                await join()
-            await acks.wait(deadline, registry.timer)
-        self._reports.raise_failure(self._reports.conclude(acks, deadline, waited=True), deadline)
+        return await self._start.add(worker, join, deadline, may_be_new=not self.plan.per_worker)
 
     async def _open(
         self,
@@ -375,14 +345,7 @@ class WeightSender(Endpoint):
         """Wait until workers run on the version that was last published to them."""
         self.check_open()
         targets = self.registry.resolve(worker_ids)
-        started = time.perf_counter()
-        acks = self.registry.acks_for_current(targets)
-        with self.registry.awaited.tracking(acks):
-            await acks.wait(deadline, self.registry.timer)
-        seconds = {"total": time.perf_counter() - started}
-        report = self._reports.conclude(acks, deadline, waited=True, seconds=seconds)
-        self._reports.raise_failure(report, deadline)
-        return report
+        return await self._start.wait_for_acks(targets, deadline)
 
     # -- close --------------------------------------------------------------------------------------
 

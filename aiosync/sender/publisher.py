@@ -31,6 +31,7 @@ from aiosync.transfer.slots import JointParts
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.weights.fit import Fit, fit
+from aiosync.weights.layout import Layout
 
 __all__ = ["Publication", "Publisher", "publish_together"]
 
@@ -183,7 +184,12 @@ class Publisher:
                     "all of those ranks"
                 )
             wanted = [
-                ShardRequest(self.groups.index(write.group), write.group.names_of(name), destination, source)
+                ShardRequest(
+                    self.groups.index(write.group),
+                    _names_of(write.group.pool.layout, name),
+                    destination,
+                    source,
+                )
                 for write in writes
                 for name, destination, source in write.sharded
             ]
@@ -192,7 +198,7 @@ class Publisher:
         except BaseException:
             if gathering is not None and gathering.work is not None:
                 for write in writes:
-                    write.group.keep_until(gathering.work, write.slot)
+                    write.group.pool.keep_until(gathering.work, write.slot)
             self.discard(publication)
             raise
 
@@ -299,6 +305,11 @@ class Publisher:
             write.group.settle(write, publication.round, version, withdrawn=withdrawn)
             if withdrawn and write.superseded is not None:
                 write.group.addressed.update(dict.fromkeys(publication.targets, write.superseded.version))
+
+
+def _names_of(layout: Layout, name: str) -> tuple[str, ...]:
+    """An entry's name, and those that are tied to it."""
+    return (name, *(alias for alias, entry in layout.aliases.items() if entry == name))
 
 
 def _begin(writes: Sequence[SlotWrite]) -> None:

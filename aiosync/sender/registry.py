@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from aiosync._deadline import Deadline, DeadlineTimer
+from aiosync._deadline import DeadlineTimer
 from aiosync.errors import UnknownWorkerError, WorkerLostError
 from aiosync.events import EventKind, EventSource, SchemeStats, logger
 from aiosync.protocol.events import Applied
 from aiosync.protocol.frames import Hello, Joint, Nack
 from aiosync.protocol.nack import remote_error
 from aiosync.protocol.sender_session import SenderSession
-from aiosync.reports import WorkerReport
+from aiosync.reports import WorkerReport, WorkerState
 from aiosync.sender.admission import Admission, Refusal
 from aiosync.sender.away_workers import AwayWorkers
 from aiosync.sender.connection import WorkerConnection
@@ -58,6 +58,7 @@ class WorkerRegistry:
         indices: which worker gets which index.
         timer: ends the calls that wait for answers at their deadlines.
         stats: the sender's figures.
+        joined: set when a worker runs on a version for the first time.
         via: the ids of the senders that an update passes before it gets to a worker, this one last.
         away: of a relay, the workers whose connection broke and that may still act on an older version.
     """
@@ -90,7 +91,7 @@ class WorkerRegistry:
         self._events = events
         self._instance = secrets.token_hex(8)
         self.via: Sequence[str] = (self._instance,)
-        self._joined = asyncio.Event()
+        self.joined = asyncio.Event()
         # Bytes sent over connections that have ended.
         self._wire_nbytes = 0
         self._host: BackgroundTasks | None = None
@@ -140,27 +141,9 @@ class WorkerRegistry:
     @property
     def wire_nbytes(self) -> int:
         """Bytes that went to workers over connections that carry the weights."""
-        return self._wire_nbytes + sum(connection.wire_nbytes for connection in self.connections.values())
-
-    async def wait_for_workers(self, count: int, deadline: Deadline) -> None:
-        """Wait until any ``count`` workers run on some version.
-
-        Raises:
-            SyncTimeoutError: there were fewer when the deadline passed.
-        """
-        try:
-            async with asyncio.timeout(deadline.remaining()):
-                while self._running() < count:
-                    self._joined.clear()
-                    await self._joined.wait()
-        except TimeoutError:
-            reasons = self.admission.refused
-            refused = f"; connections were refused: {'; '.join(reasons)}" if reasons else ""
-            hint = f"{self._running()} of {count} workers have connected{refused}"
-            raise deadline.error("connect", version=0, hint=hint) from None
-
-    def _running(self) -> int:
-        return sum(connection.session.acked_version >= 0 for connection in self.connections.values())
+        return self._wire_nbytes + sum(
+            connection.outbound.progress for connection in self.connections.values()
+        )
 
     def version_of(self, worker: int) -> int:
         """The version that a connected worker last acknowledged; -1 for none."""
@@ -173,16 +156,14 @@ class WorkerRegistry:
             return self.version_of(worker)
         return self.records.last_version(worker)
 
-    def address_of(self, worker: int) -> str:
-        """The address of a connected worker; "" if it is not connected."""
-        connection = self.connections.get(worker)
-        return connection.transport.peer_name if connection else ""
-
-    def mark_unresponsive(self, worker: int) -> None:
-        """A worker has missed a deadline: until it answers, its slots do not count."""
-        connection = self.connections.get(worker)
-        if connection is not None:
-            connection.mark_unresponsive()
+    def states(self, newest: int) -> dict[int, WorkerState]:
+        """Worker -> its state, for all that are served; ``newest`` is the sender's version."""
+        states = {}
+        for worker in sorted(self.workers):
+            connection, version = self.connections.get(worker), self.last_version_of(worker)
+            address = connection.transport.peer_name if connection else ""
+            states[worker] = WorkerState(connection is not None, version, newest - version, address)
+        return states
 
     def abort(self, joint: Joint, worker: int) -> None:
         """Abort a worker's part of a joint update, if the worker was sent it."""
@@ -211,13 +192,6 @@ class WorkerRegistry:
             elif not connection.has_pending:
                 acks.settle(WorkerReport(worker, "applied", version))
         return acks
-
-    def take_unreported(self, targets: Iterable[int]) -> Mapping[int, WorkerReport]:
-        """Refusals of updates that no call waited for, by worker. Each is returned once."""
-        return {
-            worker: WorkerReport(worker, "failed", self.version_of(worker), error=error)
-            for worker, error in self.records.take_all_unreported(targets).items()
-        }
 
     # -- workers come -------------------------------------------------------------------------------
 
@@ -296,7 +270,7 @@ class WorkerRegistry:
     def acknowledged(self, connection: WorkerConnection, event: Applied, *, first: bool) -> None:
         """See :class:`~aiosync.sender.connection.ConnectionOwner`."""
         if first:
-            self._joined.set()
+            self.joined.set()
         worker = connection.worker
         self.awaited.answered(WorkerReport(worker, "applied", event.version, event.seconds), event.version)
         if self._events.hooks:
@@ -310,7 +284,7 @@ class WorkerRegistry:
         if version < 0:
             self.admission.note(connection.transport, str(error))
         self.stats.failures += 1
-        self._joined.set()  # a relay may have the version although it refuses it
+        self.joined.set()  # a relay may have the version although it refuses it
         report = WorkerReport(worker, "failed", version, error=error)
         if not self.awaited.answered(report, nack.version):
             self.records.record(worker).unreported = error
@@ -323,7 +297,7 @@ class WorkerRegistry:
             return
         # A local process that has ended cannot come back; one on another machine may have lost the link only.
         self.indices.tickets.leave(worker, reserve=not orderly and connection.pid == 0)
-        self._wire_nbytes += connection.wire_nbytes
+        self._wire_nbytes += connection.outbound.progress
         self._remove(connection)
         leases = connection.detach()
         if not orderly:

@@ -58,13 +58,22 @@ class SendReports:
             if waited:
                 error = self._timeout(worker, acks, deadline)
                 reports[worker] = WorkerReport(worker, "timeout", version, error=error)
-                self._registry.mark_unresponsive(worker)
+                connection = self._registry.connections.get(worker)
+                if connection is not None:
+                    connection.mark_unresponsive()
             else:
                 reports[worker] = WorkerReport(worker, "published", version)
         if not waited:
-            reports.update(self._registry.take_unreported(reports))
+            reports.update(self._unreported(reports))
         dropped = self._drop(reports.values()) if self._options.on_failure == "drop" else ()
         return SendReport(acks.version, nbytes, dict(sorted(reports.items())), seconds or {}, dropped)
+
+    def _unreported(self, workers: Collection[int]) -> dict[int, WorkerReport]:
+        """Refusals of updates that no call waited for."""
+        return {
+            worker: WorkerReport(worker, "failed", self._registry.version_of(worker), error=error)
+            for worker, error in self._registry.records.take_all_unreported(workers).items()
+        }
 
     def _timeout(self, worker: int, acks: PendingAcks, deadline: Deadline) -> SyncTimeoutError:
         connection = self._registry.connections.get(worker)

@@ -73,7 +73,7 @@ class SlotWrite(msgspec.Struct, eq=False):
         """Whether the version can be sent while it is being copied: not to workers that map the slots."""
         group = self.group
         worth = self.slot.segment.buffer.is_cpu and group.pool.layout.nbytes > _WORTH_OVERLAPPING
-        mapped = any(connection.access.lent for connection in group.connections.values())
+        mapped = any(connection.outbound.access.lent for connection in group.connections.values())
         return group.streams != "" and not self.overflow and worth and not mapped
 
     async def begin_copy(self) -> None:

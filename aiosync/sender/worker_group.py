@@ -9,9 +9,8 @@ into a slot as soon as one is free. So such a sender never waits, and no queue g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from aiosync.sender.change_log import ChangeLog
 from aiosync.sender.slot_write import SlotWrite
 from aiosync.transfer.base import Streams
 from aiosync.transfer.slots import JointParts, Lease, LeaseKind, SlotPool, SlotVersion
-from aiosync.transports._offload import Offloader, call_when_done
+from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Slot
 from aiosync.weights.copying import INLINE_LIMIT
 from aiosync.weights.fit import Fit
@@ -231,19 +230,6 @@ class WorkerGroup:
                 hint="every slot is in use by these workers; raise max_slots, or send less often",
             ) from None
 
-    def keep_until(
-        self, work: Future[Any], slot: Slot, then: Callable[[Future[Any]], object] | None = None
-    ) -> None:
-        """Keep a slot until an operation that cannot be cancelled has ended, and then call ``then``."""
-        lease = self.pool.lease(slot, LeaseKind.UNSTOPPABLE)
-
-        def ended(work: Future[Any]) -> None:
-            lease.release()
-            if then is not None:
-                then(work)
-
-        call_when_done(work, ended)
-
     # -- versions -------------------------------------------------------------------------------
 
     def publish(
@@ -283,20 +269,24 @@ class WorkerGroup:
             self.overflow, self._overflow_targets = SlotVersion(slot, round_, version), targets
             write.lease.release()
             return targets
-        write.superseded = before = self.newest
-        if fallback and before is not None and before.slot is not slot:
-            write.fallback = self.pool.lease(before.slot, LeaseKind.FALLBACK)
-        self.overflow = None
-        if self._overflow_targets:
-            self._overflow_targets = set()
-        self._make_newest(newest := SlotVersion(slot, round_, version, joint, write.copying))
-        write.lease.release()
+        newest = SlotVersion(slot, round_, version, joint, write.copying)
+        self._replace_newest(write, newest, fallback=fallback)
         for worker in targets:
             member = self.connections.get(worker)
             if member is not None:
                 member.notify(newest)
         self.reconcile()
         return targets
+
+    def _replace_newest(self, write: SlotWrite, newest: SlotVersion, *, fallback: bool) -> None:
+        write.superseded = before = self.newest
+        if fallback and before is not None and before.slot is not write.slot:
+            write.fallback = self.pool.lease(before.slot, LeaseKind.FALLBACK)
+        self.overflow = None
+        if self._overflow_targets:
+            self._overflow_targets = set()
+        self._make_newest(newest)
+        write.lease.release()
 
     def discard(self, write: SlotWrite) -> None:
         """Release a slot whose version was not published."""
@@ -388,11 +378,6 @@ class WorkerGroup:
     def awaits_overflow(self, worker: int) -> bool:
         """Whether the overflow version is for this worker."""
         return self.overflow is not None and worker in self._overflow_targets
-
-    def names_of(self, name: str) -> tuple[str, ...]:
-        """An entry's name, and those that are tied to it."""
-        aliases = self.pool.layout.aliases
-        return (name, *(alias for alias, entry in aliases.items() if entry == name))
 
     # -- the end --------------------------------------------------------------------------------
 

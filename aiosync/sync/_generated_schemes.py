@@ -140,6 +140,75 @@ class WeightSyncScheme(BlockingTwin):
             worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout
         )
 
+    def on_event(self, hook: EventHook) -> Callable[[], None]:
+        """Call ``hook`` with a :class:`~aiosync.SyncEvent` for all that happens; returns what ends that."""
+        return self._async.on_event(hook)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call may take where it does not say otherwise."""
+        return self._async.timeout
+
+    @property
+    def sync(self) -> bool:
+        """Whether ``send`` waits by default."""
+        return self._async.sync
+
+    @property
+    def model_id(self) -> str | None:
+        """The model's name."""
+        return self._async.model_id
+
+    @model_id.setter
+    def model_id(self, model_id: str | None) -> None:
+        self._async.model_id = model_id
+
+    @property
+    def model(self) -> Any:
+        """The model: as given, or found on the context by ``model_id``; None if there is neither."""
+        return self._async.model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._rebind(model=model)
+
+    @property
+    def context(self) -> Any:
+        """The context, or None once it has been freed: the scheme refers to it weakly."""
+        return self._async.context
+
+    @context.setter
+    def context(self, context: Any) -> None:
+        self._rebind(context=context)
+
+    @property
+    def context_is_gone(self) -> bool:
+        """Whether there was a context that has been freed."""
+        return self._async.context_is_gone
+
+    @property
+    def worker_idx(self) -> int | None:
+        """This worker's index; None on the sender."""
+        return self._async.worker_idx
+
+    @worker_idx.setter
+    def worker_idx(self, worker_idx: int | None) -> None:
+        self._async.worker_idx = worker_idx
+
+    @property
+    def strategy(self) -> WeightStrategy:
+        """How weights are extracted and applied; one of your own is used as it is."""
+        return self._async.strategy
+
+    @strategy.setter
+    def strategy(self, strategy: WeightStrategy) -> None:
+        self._async.strategy = strategy
+
+    @property
+    def strategy_str(self) -> str:
+        """The strategy's name."""
+        return self._async.strategy_str
+
     def create_transport(self, *, worker_idx: int) -> Transport:
         """A worker's way to the sender, not open yet."""
         return self._async.create_transport(worker_idx=worker_idx)
@@ -229,75 +298,6 @@ class WeightSyncScheme(BlockingTwin):
         self._async.init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
 
     init_on_worker = init_on_receiver
-
-    def on_event(self, hook: EventHook) -> Callable[[], None]:
-        """Call ``hook`` with a :class:`~aiosync.SyncEvent` for all that happens; returns what ends that."""
-        return self._async.on_event(hook)
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that a call may take where it does not say otherwise."""
-        return self._async.timeout
-
-    @property
-    def sync(self) -> bool:
-        """Whether ``send`` waits by default."""
-        return self._async.sync
-
-    @property
-    def model_id(self) -> str | None:
-        """The model's name."""
-        return self._async.model_id
-
-    @model_id.setter
-    def model_id(self, model_id: str | None) -> None:
-        self._async.model_id = model_id
-
-    @property
-    def model(self) -> Any:
-        """The model: as given, or found on the context by ``model_id``; None if there is neither."""
-        return self._async.model
-
-    @model.setter
-    def model(self, model: Any) -> None:
-        self._rebind(model=model)
-
-    @property
-    def context(self) -> Any:
-        """The context, or None once it has been freed: the scheme refers to it weakly."""
-        return self._async.context
-
-    @context.setter
-    def context(self, context: Any) -> None:
-        self._rebind(context=context)
-
-    @property
-    def context_is_gone(self) -> bool:
-        """Whether there was a context that has been freed."""
-        return self._async.context_is_gone
-
-    @property
-    def worker_idx(self) -> int | None:
-        """This worker's index; None on the sender."""
-        return self._async.worker_idx
-
-    @worker_idx.setter
-    def worker_idx(self, worker_idx: int | None) -> None:
-        self._async.worker_idx = worker_idx
-
-    @property
-    def strategy(self) -> WeightStrategy:
-        """How weights are extracted and applied; one of your own is used as it is."""
-        return self._async.strategy
-
-    @strategy.setter
-    def strategy(self, strategy: WeightStrategy) -> None:
-        self._async.strategy = strategy
-
-    @property
-    def strategy_str(self) -> str:
-        """The strategy's name."""
-        return self._async.strategy_str
 
     def get_sender(self) -> WeightSender:
         """The live sending endpoint.

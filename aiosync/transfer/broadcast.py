@@ -56,7 +56,7 @@ def send_by(
 
     buffer = slot.segment.buffer[: group.pool.layout.nbytes]
     future = ranks.send(buffer, tag_of(published.round), ready)
-    group.keep_until(future, slot, lambda future: ended(future.exception()))
+    group.pool.keep_until(future, slot, lambda future: ended(future.exception()))
 
 
 class BroadcastGroup:

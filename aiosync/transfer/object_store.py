@@ -167,7 +167,7 @@ class ObjectStorePublisher:
             self._served, self._last = set(), None
             self._drop_if_unread(number)
 
-        self._group.keep_until(self._thread.submit(store), slot, stored)
+        self._group.pool.keep_until(self._thread.submit(store), slot, stored)
 
     def reads(self, reader: ObjectStoreOutbound) -> None:
         """The reader has been sent the newest version."""

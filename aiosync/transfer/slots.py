@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import msgspec
 
 from aiosync.protocol.frames import Joint, Update
+from aiosync.transports._offload import call_when_done
 from aiosync.weights.arena import Arena, Slot
 from aiosync.weights.block_copy import Filling
 from aiosync.weights.layout import Layout
@@ -105,6 +107,19 @@ class SlotPool(Arena):
         lease = Lease(self, slot, kind, reader)
         slot.leases.add(lease)
         return lease
+
+    def keep_until(
+        self, work: Future[Any], slot: Slot, then: Callable[[Future[Any]], object] | None = None
+    ) -> None:
+        """Keep a slot until an operation that cannot be cancelled has ended, and then call ``then``."""
+        lease = self.lease(slot, LeaseKind.UNSTOPPABLE)
+
+        def ended(work: Future[Any]) -> None:
+            lease.release()
+            if then is not None:
+                then(work)
+
+        call_when_done(work, ended)
 
     def free_slot(self) -> Slot | None:
         """A slot without a lease, or None."""

@@ -94,7 +94,7 @@ def ticket_of(scheme: WeightSyncScheme) -> bytes:
 
 def lose_connection(scheme: WeightSyncScheme, reason: str) -> None:
     """Have a connected receiver lose its connection."""
-    scheme.get_receiver()._lose(reason)
+    scheme.get_receiver().connection_lost(reason)
 
 
 def stop_reading(transport: Any) -> None:
