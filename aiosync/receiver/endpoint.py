@@ -72,7 +72,6 @@ class WeightReceiver(Endpoint):
         events: EventSource,
     ) -> None:
         self.applier = applier
-        self.ended = None
         self.lost = False
         self._on_sender_close = on_sender_close
         connection = self._connection = SenderConnection(make_transport, token, model_id, worker_idx)
