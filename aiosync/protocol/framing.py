@@ -5,8 +5,7 @@ the body is compressed (zlib) and else 0, the body's length and the body's CRC-3
 big-endian integers. The body is msgpack: one of the structs of :mod:`aiosync.protocol.frames`. Nothing is
 unpickled.
 
-:class:`Inbound` limits which frames a peer may send, and their length. The limits depend on the peer's side
-and on whether the peer has authenticated. So a few bytes never decode into much memory.
+:mod:`aiosync.protocol.allowed_frames` says which frames a peer may send, and how long they may be.
 """
 
 from __future__ import annotations
@@ -14,58 +13,27 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 
 from aiosync.errors import FrameError
+from aiosync.protocol.allowed_frames import GREETING, Inbound
 from aiosync.protocol.frames import (
     PROTOCOL_VERSION,
-    Abort,
-    Accepted,
-    Ack,
-    Bye,
-    Challenge,
-    Chunk,
-    Cut,
-    End,
-    Fetch,
     Frame,
-    Hello,
-    Join,
-    Nack,
-    Notify,
-    Proof,
-    Refused,
-    Staged,
     Update,
-    Welcome,
 )
 from aiosync.protocol.text import clean
 
 __all__ = [
-    "FROM_SENDER",
-    "FROM_WORKER",
-    "GREETING",
     "HEADER_SIZE",
-    "MAX_ANSWER",
-    "MAX_FRAME",
-    "MAX_GREETING",
     "FrameDecoder",
     "Header",
-    "Inbound",
     "decode",
     "encode",
     "is_frame",
     "read_header",
 ]
-
-MAX_FRAME = 256 * 1024 * 1024
-"""Largest body in bytes from an authenticated sender: a layout of a million entries."""
-MAX_ANSWER = 512 * 1024
-"""Largest body in bytes from an authenticated worker: a Nack."""
-MAX_GREETING = 4096
-"""Largest body in bytes from a peer that has not authenticated."""
 
 _QUOTED = 300
 """Characters of a peer's text that an error quotes."""
@@ -84,33 +52,6 @@ HEADER_SIZE = _HEADER.size
 
 _encoder = msgspec.msgpack.Encoder()
 _last_update: tuple[Update, bytes] | None = None
-
-
-class Inbound(msgspec.Struct, frozen=True):
-    """The frames that a peer may send.
-
-    Other kinds are not decoded: some have fields that take much memory for a small body.
-
-    Attributes:
-        limit: largest body in bytes, before and after decompression.
-        decoder: decodes the allowed kinds of frames.
-    """
-
-    limit: int
-    decoder: msgspec.msgpack.Decoder[Any]
-
-
-GREETING = Inbound(
-    MAX_GREETING, msgspec.msgpack.Decoder(Hello | Challenge | Proof | Accepted | Join | Refused | Bye)
-)
-"""Frames of a peer that has not authenticated."""
-FROM_WORKER = Inbound(MAX_ANSWER, msgspec.msgpack.Decoder(Fetch | Staged | Ack | Nack | Bye))
-"""Frames of an authenticated worker."""
-FROM_SENDER = Inbound(
-    MAX_FRAME,
-    msgspec.msgpack.Decoder(Refused | Welcome | Notify | Update | Chunk | End | Cut | Abort | Bye),
-)
-"""Frames of an authenticated sender."""
 
 
 class Header(msgspec.Struct, frozen=True):

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import msgspec
 
 from aiosync.errors import HandshakeError, ProtocolError, SenderFullError
+from aiosync.protocol import allowed_frames
 from aiosync.protocol import frames as f
-from aiosync.protocol import framing
 from aiosync.protocol.events import (
     Aborted,
     Left,
@@ -63,7 +63,7 @@ class ReceiverSession(Session):
         maps: whether the worker can read the sender's memory, sent with each Fetch.
     """
 
-    inbound = framing.FROM_SENDER
+    inbound = allowed_frames.FROM_SENDER
 
     def __init__(
         self,

@@ -29,8 +29,8 @@ import hmac
 import os
 
 from aiosync.errors import HandshakeError, ProtocolError
+from aiosync.protocol import allowed_frames
 from aiosync.protocol import frames as f
-from aiosync.protocol import framing
 from aiosync.protocol.events import (
     Applied,
     Fetched,
@@ -80,7 +80,7 @@ class SenderSession(Session):
         leased_round: round of the update that was offered last; -1: none.
     """
 
-    inbound = framing.FROM_WORKER
+    inbound = allowed_frames.FROM_WORKER
 
     def __init__(self, token: bytes, pid: int = 0) -> None:
         super().__init__()

@@ -10,8 +10,8 @@ import hashlib
 import hmac
 from typing import ClassVar
 
+from aiosync.protocol import allowed_frames
 from aiosync.protocol import frames as f
-from aiosync.protocol import framing
 
 __all__ = ["NONCE_SIZE", "REASON", "Session", "proof_of"]
 
@@ -43,7 +43,7 @@ class Session:
         inbound: the frames that the peer may send after its authentication.
     """
 
-    inbound: ClassVar[framing.Inbound]
+    inbound: ClassVar[allowed_frames.Inbound]
 
     def __init__(self) -> None:
         self.outgoing: list[f.Frame] = []

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from aiosync.errors import ProtocolError
+from aiosync.protocol import allowed_frames, framing
 from aiosync.protocol import frames as f
-from aiosync.protocol import framing
 
 __all__ = ["BLOCK", "BodySink", "StreamDecoder", "block_count"]
 
@@ -73,12 +73,12 @@ class StreamDecoder:
         bare: whether updates have no bodies.
     """
 
-    def __init__(self, inbound: framing.Inbound = framing.GREETING) -> None:
+    def __init__(self, inbound: allowed_frames.Inbound = allowed_frames.GREETING) -> None:
         self.inbound = inbound
         self.framed = 0
         self.sink: BodySink | None = None
         self.bare = False
-        self._scratch = bytearray(framing.HEADER_SIZE + framing.MAX_GREETING)
+        self._scratch = bytearray(framing.HEADER_SIZE + allowed_frames.MAX_GREETING)
         # The received bytes in ``_scratch`` that have not been decoded.
         self._start = self._end = 0
         # The memory for the raw bytes of ``_chunk``, and how many have arrived.
@@ -226,7 +226,9 @@ class StreamDecoder:
         It grows with the bytes that have arrived. A peer that only announces a long frame takes no memory.
         """
         have = self._end - self._start
-        wanted = max(2 * have, _SCRATCH if self.inbound is not framing.GREETING else len(self._scratch))
+        wanted = max(
+            2 * have, _SCRATCH if self.inbound is not allowed_frames.GREETING else len(self._scratch)
+        )
         if self._end < len(self._scratch) and len(self._scratch) <= wanted:
             return
         scratch = bytearray(wanted)

@@ -21,10 +21,11 @@ from aiosync.protocol.nack import DownstreamError
 from aiosync.receiver.updates import Applier, PendingUpdate, check_same_layout
 from aiosync.schemes.tcp import RelayParts
 from aiosync.sender.away_workers import AwayWorkers
-from aiosync.sender.pending_acks import PendingAcks, first_failure
+from aiosync.sender.pending_acks import PendingAcks
 from aiosync.sender.progress_watch import LATE_AFTER
 from aiosync.sender.publisher import Publication, Publisher
 from aiosync.sender.registry import WorkerRegistry
+from aiosync.sender.send_reports import first_failure
 from aiosync.sender.slot_write import SlotWrite
 from aiosync.sender.worker_group import WorkerGroup
 from aiosync.sender.worker_plan import CPU

@@ -10,9 +10,10 @@ from typing import ClassVar, Protocol
 
 from aiosync._deadline import Deadline
 from aiosync.errors import FrameError, ProtocolError, SyncTimeoutError, WorkerLostError
+from aiosync.protocol.allowed_frames import Inbound
 from aiosync.protocol.events import Greeted, Left, Verified, Welcomed
 from aiosync.protocol.frames import Ack, Frame, Nack, Update
-from aiosync.protocol.framing import FrameDecoder, Inbound, encode
+from aiosync.protocol.framing import FrameDecoder, encode
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.transports._offload import uninterrupted

@@ -11,8 +11,8 @@ from aiosync.weights.dense import check_dense
 from aiosync.weights.fit import KnownTensors
 from aiosync.weights.flatten import check_sendable, named_tensors
 from aiosync.weights.names import join
+from aiosync.weights.replaced_layers import Structure
 from aiosync.weights.sharded import reshard
-from aiosync.weights.structure import Structure
 from aiosync.weights.walk import has_extra_state, is_transient, leaves, modules
 
 __all__ = ["known_tensors", "module_tensors"]

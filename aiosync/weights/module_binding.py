@@ -42,8 +42,8 @@ from aiosync.weights.module_tensors import (
     write_into,
 )
 from aiosync.weights.names import is_extra_state
+from aiosync.weights.replaced_layers import Structure
 from aiosync.weights.strategy import WeightStrategy
-from aiosync.weights.structure import Structure
 from aiosync.weights.target import WeightTarget, receiver_slots, receiver_tensors, write
 
 __all__ = ["ModuleBinding", "bind"]

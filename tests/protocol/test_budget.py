@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from aiosync.errors import ProtocolError
+from aiosync.protocol import allowed_frames
 from aiosync.protocol import frames as f
-from aiosync.protocol import framing
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.protocol.stream import StreamDecoder
@@ -66,10 +66,10 @@ def _fills(room: int) -> Iterator[bytes]:
     yield b"\xdb" + size + "\u20ac".encode() * (room // 3) + b"a" * (room % 3)
 
 
-def bombs(inbound: framing.Inbound) -> Iterator[bytes]:
+def bombs(inbound: allowed_frames.Inbound) -> Iterator[bytes]:
     """Bodies of the largest size that may come, each with one field that is much too large."""
     limit = inbound.limit
-    few = inbound is not framing.GREETING  # of half a megabyte each
+    few = inbound is not allowed_frames.GREETING  # of half a megabyte each
     kinds = ["fetch", "staged", "ack", "nack", "bye", "update", "unheard of"] if few else KINDS
     fields = ["missing", "differing", "seconds", "message", "reason", "payload"] if few else FIELDS
     fills = list(_fills(limit - 64))
@@ -105,29 +105,36 @@ def _peak(decoder: StreamDecoder, session: SenderSession, sent: bytes) -> int:
     return tracemalloc.get_traced_memory()[1] - before
 
 
+PEERS = [allowed_frames.GREETING, allowed_frames.FROM_WORKER]
+
+
 @pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize("inbound", [framing.GREETING, framing.FROM_WORKER], ids=["stranger", "worker"])
-def test_no_frame_holds_more_than_its_budget(inbound: framing.Inbound, compressed: bool) -> None:
-    budget = BEFORE if inbound is framing.GREETING else AFTER
+@pytest.mark.parametrize(
+    "inbound", [allowed_frames.GREETING, allowed_frames.FROM_WORKER], ids=["stranger", "worker"]
+)
+def test_no_frame_holds_more_than_its_budget(inbound: allowed_frames.Inbound, compressed: bool) -> None:
+    budget = BEFORE if inbound is allowed_frames.GREETING else AFTER
     worst = 0
     for body in bombs(inbound):
         sent = frame_of(body, compressed=compressed)
-        session = SenderSession(TOKEN) if inbound is framing.GREETING else joined()[0]
+        session = SenderSession(TOKEN) if inbound is allowed_frames.GREETING else joined()[0]
         worst = max(worst, _peak(StreamDecoder(inbound), session, sent))
     assert worst < budget
 
 
-@pytest.mark.parametrize("inbound", [framing.GREETING, framing.FROM_WORKER], ids=["stranger", "worker"])
-def test_no_mutated_frame_holds_more_than_its_budget(inbound: framing.Inbound) -> None:
+@pytest.mark.parametrize(
+    "inbound", [allowed_frames.GREETING, allowed_frames.FROM_WORKER], ids=["stranger", "worker"]
+)
+def test_no_mutated_frame_holds_more_than_its_budget(inbound: allowed_frames.Inbound) -> None:
     """As the ones before, but with bytes changed at random and the checksum put right."""
     dice = random.Random(3)
-    budget = BEFORE if inbound is framing.GREETING else AFTER
-    seeds = list(bombs(framing.GREETING))
+    budget = BEFORE if inbound is allowed_frames.GREETING else AFTER
+    seeds = list(bombs(allowed_frames.GREETING))
     for _ in range(ROUNDS):
         body = bytearray(dice.choice(seeds))
         for _ in range(dice.randrange(1, 20)):
             body[dice.randrange(len(body))] = dice.randrange(256)
-        session = SenderSession(TOKEN) if inbound is framing.GREETING else joined()[0]
+        session = SenderSession(TOKEN) if inbound is allowed_frames.GREETING else joined()[0]
         assert _peak(StreamDecoder(inbound), session, frame_of(bytes(body))) < budget
 
 

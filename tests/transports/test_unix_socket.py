@@ -8,8 +8,9 @@ import socket
 
 import pytest
 
+from aiosync.protocol.allowed_frames import FROM_SENDER
 from aiosync.protocol.frames import Abort, Frame
-from aiosync.protocol.framing import FROM_SENDER, FrameDecoder, encode
+from aiosync.protocol.framing import FrameDecoder, encode
 from aiosync.transports import unix_socket as shared_memory
 from aiosync.transports.base import Transport
 from aiosync.transports.unix_socket import _MAX_UNSENT, UnixListener, _os_address

@@ -14,8 +14,8 @@ from typing import Any
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, ProtocolError
+from aiosync.protocol.allowed_frames import Inbound
 from aiosync.protocol.frames import Frame, Refused
-from aiosync.protocol.framing import Inbound
 from aiosync.transports._offload import LoopThread
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.forks import close_in_children

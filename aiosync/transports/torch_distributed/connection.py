@@ -20,7 +20,7 @@ import msgspec
 
 from aiosync._deadline import Deadline
 from aiosync.errors import ArenaAllocationError, ProtocolError, WorkerLostError
-from aiosync.protocol.framing import Inbound
+from aiosync.protocol.allowed_frames import Inbound
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.tcp.address import Address
 from aiosync.transports.tcp.connection import DialledTransport
