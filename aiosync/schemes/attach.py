@@ -1,8 +1,8 @@
-"""Workers that a sender makes beside objects of other processes, which know nothing of it.
+"""Receivers that a sender creates beside objects in other processes.
 
-Such an endpoint lives on an event loop in a thread of its own, as the blocking twins' do on theirs:
-no commit lands in a running forward pass. Or it lives on the object's own (see
-:class:`~aiosync.ray.WeightActorMixin`). It ends with its sender.
+Such a receiver runs on an event loop in a separate thread, and no commit happens during a forward pass of
+the object's model. With :class:`~aiosync.ray.WeightActorMixin` it runs on the object's own event loop.
+It closes when its sender closes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _Key: TypeAlias = tuple[bytes, int, int]
 
 @dataclass
 class _Seat:
-    """One worker, as long as it lives.
+    """One running receiver.
 
     Attributes:
-        again: makes it anew: the sender has asked once more, perhaps because it has seen this one break.
+        again: creates the receiver again. Set when the sender enlists the same worker a second time.
     """
 
     again: Callable[[], object] | None = None
@@ -41,22 +41,23 @@ _lock = threading.Lock()
 
 
 def enlist(target: Any, scheme: RankedWeightSyncScheme, model_id: str | None, worker_idx: int) -> None:
-    """Make a worker of an object, on a loop of its own. Returns before it has connected; idempotent as long
-    as it lives.
+    """Start a receiver for an object, on an event loop in a new thread.
+
+    Returns before the receiver has connected. Does nothing while the worker's receiver is running.
 
     Args:
-        target: has the model, as a context of ``init_on_receiver`` has.
-        scheme: the recipe, for this worker alone.
+        target: the object that has the model, as a context of ``init_on_receiver`` does.
+        scheme: the recipe, used by this worker only.
         model_id: the model's name.
-        worker_idx: which worker it is to be.
+        worker_idx: the worker's index.
 
     Raises:
-        AttributeError: it has no such model.
+        AttributeError: ``target`` has no such model.
     """
     again = partial(enlist, target, scheme, model_id, worker_idx)
     seat = take_seat(target, scheme, model_id, worker_idx, again)
     if seat is not None:
-        # Before anything is committed: from here on, none lands in a forward pass.
+        # Guard before the first commit, so that no commit happens during a forward pass.
         scheme.create_receiver().model_applier.guard_forwards(scheme.timeout)
         thread = LoopThread("aiosync-enlisted")
         thread.call(_begin, thread, scheme, seat)
@@ -69,7 +70,10 @@ def take_seat(
     worker_idx: int,
     again: Callable[[], object],
 ) -> _Key | None:
-    """Initialise the receiver; None if there is one already, which is made ``again`` if it is just ending."""
+    """Initialise the receiver and return its key, or None if this worker's receiver is running.
+
+    A running receiver calls ``again`` when it ends, unless its sender closed in order.
+    """
     key = bytes(scheme._token), worker_idx, scheme.port_of_sender
     with _lock:
         seat = _seats.get(key)
@@ -87,13 +91,13 @@ def take_seat(
 
 
 def keep(task: asyncio.Task[None]) -> None:
-    """A loop alone does not."""
+    """Keep a strong reference to a task until it is done: an event loop refers to tasks weakly."""
     _tasks.add(task)
     task.add_done_callback(_tasks.discard)
 
 
 def _begin(thread: LoopThread, scheme: RankedWeightSyncScheme, key: _Key) -> None:
-    """In the thread."""
+    """Start the receiver's task. Called in its thread."""
     keep(thread.loop.create_task(_in_thread(thread, scheme, key)))
 
 
@@ -105,13 +109,13 @@ async def _in_thread(thread: LoopThread, scheme: RankedWeightSyncScheme, key: _K
 
 
 async def serve(scheme: RankedWeightSyncScheme, key: _Key) -> None:
-    """Connect and receive, until the sender has gone; then give the seat up."""
+    """Connect and receive until the sender has gone, then release the seat."""
     receiver = scheme.create_receiver()
     try:
         await scheme.connect()
         await receiver.run()
     except AiosyncError as exc:
-        # Its sender knows, if it is there.
+        # A live sender has had this error already.
         logger.warning("worker %d did not join: %s", key[1], exc)
     except Exception:  # noqa: BLE001 - what the model, or its owner's methods, raise
         logger.exception("worker %d has ended", key[1])

@@ -1,4 +1,4 @@
-"""The scheme: the recipe for keeping one model's weights in step, and the way to its live endpoints."""
+"""The base class of schemes: the recipe for synchronising one model's weights, and its live endpoints."""
 
 from __future__ import annotations
 
@@ -44,46 +44,46 @@ WeightSyncBackend = Literal[
 
 
 class WeightSyncScheme(SchemeEndpoints, AsyncResource):
-    """Keeps ONE model's weights in workers in step with a trainer's.
+    """Synchronises ONE model's weights from a trainer to its workers.
 
-    A scheme is a recipe: it can be pickled, and each process makes of it the one endpoint that it
-    needs. In the trainer call :meth:`init_on_sender`, hand the scheme to the workers, :meth:`connect`
-    and :meth:`send`. In a worker call :meth:`init_on_receiver` and :meth:`connect`, and run
-    :meth:`receiving` beside the environment loop.
+    A scheme is a recipe: it can be pickled, and each process creates one endpoint from it. In the trainer
+    call :meth:`init_on_sender`, pass the scheme to the workers, then :meth:`connect` and :meth:`send`. In a
+    worker call :meth:`init_on_receiver` and :meth:`connect`, and run :meth:`receiving` around the
+    environment loop.
 
-    Weights must not be changed while a ``send`` is under way: it copies them in another thread.
+    Do not change the weights while a ``send`` is running: it copies them in another thread.
 
     Args:
-        strategy: ``"tensordict"`` or ``"state_dict"``: the form in which weights are handed to the
-            context and returned by :meth:`receive`.
+        strategy: ``"tensordict"`` or ``"state_dict"``: the form of the weights that the context is given
+            and that :meth:`receive` returns.
         sync: whether :meth:`send` waits by default until the workers have applied the weights.
         timeout: seconds that a call may take by default; None: the environment's
             ``AIOSYNC_TIMEOUT``, else 120.
-        cast: a floating dtype to which floating tensors are narrowed on the way.
+        cast: a floating dtype to which floating tensors are narrowed before they are sent.
         commit: ``"flip"`` re-points a worker's parameters at the new memory, in microseconds;
-            ``"copy"`` writes into the memory that they have (for CUDA graphs and raw pointers), which
+            ``"copy"`` writes into the parameters' memory (for CUDA graphs and raw pointers), which
             takes one copy of the weights on the worker's loop.
-        on_failure: ``"raise"``: a send updates the healthy workers and then raises; ``"drop"``: workers
-            that were lost or missed the deadline leave the set, and the report lists them.
-        per_worker_weights: whether each worker has a copy of its own, and may get weights of its own
+        on_failure: ``"raise"``: a send updates the healthy workers and then raises; ``"drop"``: the sender
+            removes workers that were lost or missed the deadline, and the report lists them.
+        per_worker_weights: whether each worker has a separate copy, and may be sent different weights
             (``send({0: w0, 1: w1})``).
-        max_slots: how many versions the shared memory may hold, at least 2. A worker that hangs, or
-            that later sends are not addressed to, does not count.
+        max_slots: how many versions the shared memory may hold, at least 2. Versions that are kept only
+            for hung workers, or for workers that later sends do not address, do not count.
         first_version: the number of the first version that a sender publishes, an integer >= 0. A trainer
-            that goes on from a checkpoint gives the number after the one that it saved.
+            that resumes from a checkpoint gives the number after the saved one.
         min_workers: on the sender, how many workers :meth:`connect` waits for: an integer >= 0; None: all of
-            ``num_workers``, or 1 where they are taken as they come. With 0 ``async with scheme`` starts with
-            no worker there.
+            ``num_workers``, or 1 if the number of workers is not fixed. With 0 ``async with scheme`` does
+            not wait for any worker.
     """
 
     @classmethod
     def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
-        """Make the scheme that goes by this name.
+        """Create the scheme with this backend name.
 
         Args:
             backend: ``none`` or ``direct``, ``shared`` or ``thread``, ``process`` or
                 ``multiprocessing``, ``tcp``, ``distributed``, ``rpc``, ``ray``, ``ray_module``, ``memory``.
-            kwargs: its constructor's arguments.
+            kwargs: the constructor's arguments.
 
         Raises:
             InvalidArgumentError: there is no such backend.
@@ -107,21 +107,22 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
         min_workers: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Meet the other side. The sender hands out version 0 and waits until every worker runs on it;
-        a worker puts it in service.
+        """Connect to the other side.
+
+        The sender publishes version 0 and waits until the workers have applied it. A worker applies it.
 
         Args:
-            worker_idx: on a worker, its index, if ``init_on_receiver`` was not told.
-            weights: on the sender, what to send as version 0 instead of what ``init_on_sender`` said.
-            min_workers: on the sender, how many workers are enough; None: the scheme's ``min_workers``. The
-                others may come later.
+            worker_idx: on a worker, its index, if ``init_on_receiver`` was not given one.
+            weights: on the sender, the weights of version 0; None: those of ``init_on_sender``.
+            min_workers: on the sender, how many workers to wait for; None: the scheme's ``min_workers``. The
+                others may connect later.
             timeout: seconds; None: the scheme's.
 
         Raises:
             NotInitializedError: neither ``init_on_sender`` nor ``init_on_receiver`` was called.
-            AlreadyConnectedError: connected already.
-            SyncTimeoutError: the other side did not come; on the sender ``connect`` may be called again.
-            LayoutMismatchError: the weights do not fit the worker's model; both sides are told.
+            AlreadyConnectedError: the scheme is connected already.
+            SyncTimeoutError: the other side did not connect; on the sender ``connect`` may be called again.
+            LayoutMismatchError: the weights do not fit the worker's model; both sides raise it.
             WorkerLostError, HandshakeError: on a worker, there is no sender or it refused.
         """
         deadline = self._deadline(timeout)
@@ -163,7 +164,7 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
             await sender.connect(weights, deadline, min_workers=enough, before=self._before_connect)
 
     async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
-        """What else the sender has to do; returns what to send as version 0, if it was given or found."""
+        """Prepare the workers before the sender connects; return the weights of version 0, or None."""
         return weights
 
     # -- sending -------------------------------------------------------------------------------------
@@ -179,28 +180,28 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
     ) -> SendReport:
         """Publish the next version.
 
-        Where workers refuse, are lost or do not answer in time, the others are updated all the same; the
-        error that is raised then says in its ``report`` who.
+        If workers refuse, are lost or do not answer in time, the others are updated all the same. The
+        raised error's ``report`` lists the result of each worker.
 
         Args:
             weights: an ``nn.Module``, TensorDict, dict (flat or nested), a dotted path on the context,
                 or None for the model or context that ``init_on_sender`` was given. With
                 ``per_worker_weights`` also a dict of worker -> weights.
-            worker_ids: whom to update: None for all, an index or a list.
-            wait: whether to return only when they have applied it; None: the scheme's ``sync``.
-            strict: whether every entry has to be there. Otherwise a subset will do (adapters, one
-                head), and the rest keep their values.
+            worker_ids: the workers to update: None for all, an index or a list.
+            wait: whether to wait until they have applied the version; None: the scheme's ``sync``.
+            strict: whether every entry must be given. With False a subset is enough (adapters, one
+                head), and the other entries keep their values.
             timeout: seconds; None: the scheme's.
 
         Returns:
-            What each worker did. Without waiting, that it was told.
+            The result of each worker. Without ``wait``, whether it was notified.
 
         Raises:
-            NotConnectedError: ``connect`` first.
-            UnknownWorkerError: a worker that this scheme does not serve.
-            LayoutMismatchError: the weights do not fit; found here, nothing was sent.
-            RemoteApplyError, LayoutMismatchError: a worker refused and kept what it had.
-            WorkerLostError: workers are gone.
+            NotConnectedError: the scheme is not connected.
+            UnknownWorkerError: ``worker_ids`` has a worker that this scheme does not serve.
+            LayoutMismatchError: the weights do not fit the layout; nothing was sent.
+            RemoteApplyError, LayoutMismatchError: a worker refused and kept its version.
+            WorkerLostError: workers were lost.
             SyncTimeoutError: workers did not answer in time.
         """
         deadline = Deadline.after(self._spec.seconds(timeout))
@@ -210,8 +211,10 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
     async def wait_ack(
         self, worker_ids: int | list[int] | None = None, timeout: float | None = None
     ) -> SendReport:
-        """Wait until workers run on what was last published to them. Raises as :meth:`send` does, also
-        for what they refused since."""
+        """Wait until workers have applied the last version published to them.
+
+        Raises as :meth:`send` does, also for updates that workers have refused since the last call.
+        """
         return await self._sending().wait_ack(worker_ids, self._deadline(timeout))
 
     def prepare_weights(
@@ -221,13 +224,13 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
         strategy: WeightStrategy | None = None,
         context: Any = None,
     ) -> Any:
-        """The weights that :meth:`send` would send, in the strategy's form, not copied.
+        """Return the weights that :meth:`send` would send, in the strategy's form, not copied.
 
         Args:
             weights: as for :meth:`send`.
-            model_id: the model to take where no weights are given; None: this one's.
-            strategy: how to extract them; None: the scheme's.
-            context: where to look models up; None: the scheme's.
+            model_id: the model to use if no weights are given; None: the scheme's.
+            strategy: how to extract the weights; None: the scheme's.
+            context: the object to look models up on; None: the scheme's.
 
         Raises:
             InvalidArgumentError: there is nothing to send.
@@ -245,25 +248,26 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
     def receiving(self) -> AbstractAsyncContextManager[None]:
         """Run the receiver task beside the body: ``async with scheme.receiving(): ...``.
 
-        Updates are committed on this event loop, between the body's awaits.
+        Updates are committed on this event loop, while the body awaits.
 
         Raises:
-            NotConnectedError: ``connect`` first.
-            WorkerLostError: the sender went without a goodbye, or let this worker go: the body is cancelled.
-                (With a goodbye it goes on; see :attr:`ended`.)
+            NotConnectedError: the scheme is not connected.
+            WorkerLostError: the sender was lost, or removed this worker: the body is cancelled. (If the
+                sender closed in order, the body continues; see :attr:`ended`.)
         """
         return self._receiving().receiving()
 
     async def receive(self, timeout: float | None = None) -> Any:
-        """The weights of an update that no call before has returned, once they are in service, or None if
-        none came in time. Beside :meth:`receiving` several may have come meanwhile: it is the newest.
+        """Wait for the next update and return its weights once they are applied; None if none came in time.
+
+        No update is returned twice. If :meth:`receiving` has applied several, this returns the newest.
 
         Returns:
-            A TensorDict or dict, by the strategy, that views the weights in service; read only, and only
-            until the next version or the end of this endpoint.
+            A TensorDict or dict, by the strategy, that views the current weights. It is read only, and
+            valid until the next version or until this endpoint is closed.
 
         Raises:
-            NotConnectedError: ``connect`` first.
+            NotConnectedError: the scheme is not connected.
             WorkerLostError: the sender has gone.
         """
         receiver = self._receiving()
@@ -272,29 +276,30 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
 
     @asynccontextmanager
     async def pinned(self, timeout: float | None = None) -> AsyncIterator[int]:
-        """Keep the version in service for the length of the body: ``async with scheme.pinned() as version``.
+        """Keep the current version until the body ends: ``async with scheme.pinned() as version``.
 
-        Put it around whatever awaits in the middle of a forward pass, or runs it in a thread. A commit
-        that waits lets no new body begin, so keep it short.
+        Use it around a forward pass that awaits or runs in a thread. Keep the body short: while a commit
+        waits, no other body can begin.
 
         Raises:
-            NotConnectedError: ``connect`` first.
-            SyncTimeoutError: a waiting commit was held up by other bodies until the timeout.
+            NotConnectedError: the scheme is not connected.
+            SyncTimeoutError: other bodies blocked a waiting commit until the timeout.
         """
         async with self._receiving().pinned(self._deadline(timeout)) as version:
             yield version
 
     async def rebind(self, *, model: Any = None, context: Any = None) -> None:
-        """On a connected receiver: go on with another model (a copy on another device, say), which gets the
-        weights in service; or tell another context of updates from now on. What is not given stays.
+        """Replace a connected receiver's model (by a copy on another device, say), its context, or both.
+
+        The new model gets the current weights. The new context is notified of all later updates.
 
         Args:
-            model: an ``nn.Module``, TensorDict or dict with the names and shapes of the one before.
-            context: as for :meth:`init_on_receiver`; the model is not looked up there.
+            model: an ``nn.Module``, TensorDict or dict with the old model's names and shapes; None: keep it.
+            context: as for :meth:`init_on_receiver`, but the model is not looked up on it; None: keep it.
 
         Raises:
-            NotConnectedError: ``connect`` first.
-            LayoutMismatchError: the sender's weights do not fit the model; the one before goes on.
+            NotConnectedError: the scheme is not connected.
+            LayoutMismatchError: the sender's weights do not fit the model; the old model stays.
         """
         receiver, before = self._receiving(), self._model
         follower, may_view = self._follower, self._may_view
@@ -319,8 +324,8 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
         """Apply weights to this receiver's model by hand. No version is counted.
 
         Raises:
-            NotInitializedError: not a receiver, or one without a model.
-            LayoutMismatchError: they do not fit.
+            NotInitializedError: this is not a receiver, or it has no model.
+            LayoutMismatchError: the weights do not fit the model.
         """
         if self._role != "receiver" or self.model is None:
             raise NotInitializedError("apply_weights() needs init_on_receiver() with a model")
@@ -329,12 +334,13 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
     # -- closing -------------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
-        """Close this process's endpoint; idempotent. Other endpoints stay open: when a worker closes,
-        its siblings stay connected. The model keeps its version, in memory of its own.
+        """Close this process's endpoint; idempotent. Other workers stay connected.
+
+        A receiver's model keeps its version, in private memory.
 
         Raises:
             WrongEventLoopError: the endpoint was connected on another event loop. If that loop is closed, the
-                endpoint has been released as far as that is possible without it.
+                endpoint has been released as far as possible without it.
         """
         endpoint, listener, leader = self._endpoint, self._listener, self._leader
         if self._pid != os.getpid():
@@ -347,7 +353,7 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
         self._plan = self._context = None
         try:
             if listener is not None and not isinstance(endpoint, WeightSender):
-                listener.close()  # the sender closes its own
+                listener.close()  # a WeightSender closes its listener itself
             await endpoint.aclose()
         finally:
             if leader is not None:
@@ -355,7 +361,7 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
             self._release()
 
     async def shutdown(self) -> None:
-        """The same as :meth:`aclose`."""
+        """Alias of :meth:`aclose`."""
         await self.aclose()
 
     async def __aenter__(self) -> Self:

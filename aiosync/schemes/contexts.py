@@ -1,4 +1,4 @@
-"""Contexts that belong to another library, and what is known of them there."""
+"""Adapters for contexts of other libraries."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from aiosync.transports.process_watch import ProcessWatch
 __all__ = ["ContextAdapter", "adapter_for", "first_worker", "listener_for", "watching_start"]
 
 _PEERS = {"torchrl": "aiosync.compat.torchrl"}
-"""Root package of a context's class -> the module that knows such contexts, imported when there is one."""
+"""Root package of a context's class -> the adapter's module, imported at the first such context."""
 
 
 class ContextAdapter(Protocol):
-    """What such a module has."""
+    """The functions of an adapter module."""
 
     def listener_for(self, context: Any, model_id: str) -> UpdateListener | None:
-        """The listener for a context; None: the same as for any other context."""
+        """Return the listener for a context; None: the default listener."""
 
     def first_worker(self, context: Any) -> int:
-        """What a sender's context tells its first worker that its index is."""
+        """Return the index that a sender's context gives its first worker."""
 
     def is_enlisted(self, context: Any) -> bool:
-        """Whether a worker is handed a scheme before its sender has it, which will have it join."""
+        """Return whether the sender will enlist this worker, so that it need not connect itself."""
 
     def processes(self, context: Any) -> dict[int, int]:
-        """The workers of a sender's context that are processes on this machine -> their ids."""
+        """Return worker -> process id, for the workers of a sender's context that run on this machine."""
 
     def last_words(self, context: Any, worker: int) -> str:
-        """What such a process has said of its end, if it has; it has ended."""
+        """Return the reason that an ended worker process has reported, or ""."""
 
 
 def adapter_for(context: Any) -> ContextAdapter | None:
-    """Who knows more of a context."""
+    """Return the adapter for a context, by the package of its class; None if there is none."""
     for cls in type(context).__mro__:
         root = cls.__module__.partition(".")[0]
         if root in _PEERS:
@@ -47,7 +47,7 @@ def adapter_for(context: Any) -> ContextAdapter | None:
 
 
 def listener_for(context: Any, model_id: str | None) -> UpdateListener:
-    """The listener that a receiver notifies for this context."""
+    """Return the listener that a receiver notifies for this context."""
     peer = adapter_for(context)
     found = peer.listener_for(context, model_id or "policy") if peer is not None else None
     if found is not None:
@@ -60,20 +60,22 @@ def listener_for(context: Any, model_id: str | None) -> UpdateListener:
 
 
 def first_worker(context: Any) -> int:
-    """What a sender's context tells its first worker that its index is; to us it is 0."""
+    """Return the index that a sender's context gives its first worker; aiosync's own is always 0."""
     peer = adapter_for(context)
     return peer.first_worker(context) if peer is not None else 0
 
 
 @contextmanager
 def watching_start(context: Any, registry: WorkerRegistry) -> Iterator[None]:
-    """While the body waits for the workers that a context has started: do not wait for one whose process ends
-    before it has connected."""
+    """Watch the worker processes that a context has started, while the body waits for them to connect.
+
+    The registry stops waiting for a worker if its process ends before it has connected.
+    """
     peer = adapter_for(context)
 
     def ended(worker: int) -> None:
         if registry.last_version_of(worker) >= 0:
-            return  # it was there: others have found out, or will
+            return  # it had connected: its connection reports the loss
         assert peer is not None
         said = ""
         try:

@@ -19,45 +19,42 @@ __all__ = ["DistributedWeightSyncScheme"]
 
 
 class DistributedWeightSyncScheme(RankedWeightSyncScheme):
-    """Workers of a job that has torch.distributed: weights go from rank to rank, in a few flat buckets.
+    """Sends weights by torch.distributed, from rank to rank, in a few flat buckets.
 
-    The sender is rank 0, worker ``i`` is rank ``i + 1``. Each worker and the sender make a process group of
-    their own, beside whatever groups the job has: none of those is used, replaced or waited for, and none
-    is needed. A worker on the sender's machine is sent nothing: like one of
-    :class:`~aiosync.SharedMemWeightSyncScheme` it views the sender's slots, which are shared memory.
-    (It is the worker that finds out whether it can read them: one in another container may not.)
+    The sender is rank 0, worker ``i`` is rank ``i + 1``. The sender and each worker create a separate process
+    group. The job's own groups are not needed, used, replaced or waited for. A worker on the sender's machine
+    views the sender's slots in shared memory, as with :class:`~aiosync.SharedMemWeightSyncScheme`, and no
+    weights are sent to it. (The worker tests this: in another container it may not reach the slots.)
 
-    Sender and workers meet in a store: ``store=``, or the TCPStore at ``init_method=``, or at MASTER_ADDR and
-    MASTER_PORT (so under ``torchrun`` nothing has to be given; there RANK is the worker's rank too), or one
-    that the sender starts on this machine, which the pickled scheme knows.
+    Sender and workers find each other in a store: ``store=``, the TCPStore at ``init_method=`` or at
+    MASTER_ADDR and MASTER_PORT, or one that the sender starts on this machine, whose address the pickled
+    scheme has. Under ``torchrun`` no argument is needed: RANK gives the worker's rank too.
 
-    What torch.distributed cannot do, it cannot do here: a call into it is not interrupted, it ends when the
-    other side goes on, or dies, or after ``timeout``. So a call of ours that is cancelled or reaches its
-    deadline returns at once and leaves behind, until then, a thread and the slot that it reads or writes; a
-    stopped worker keeps such a slot, beside those of the others. Whatever goes wrong in a group ends the
-    worker's connection; a worker connects again by itself and gets a group of its own, as a replacement
-    does. All processes that can reach the store are trusted, as in torch.distributed itself.
+    A call into torch.distributed cannot be interrupted: it ends when the other side continues or dies, or
+    after ``timeout``. A cancelled aiosync call, or one that reaches its deadline, returns at once; until the
+    torch call ends, its thread and the slot that it reads or writes stay in use. So a stopped worker keeps
+    one more slot. Any error in a group ends the worker's connection; the worker, or its replacement, connects
+    again with a new group. All processes that can reach the store are trusted, as in torch.distributed.
 
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
-        sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
-        collective: ``"p2p"``, from the sender to each worker; ``"broadcast"``, to all workers at once where a
-            send addresses all of them and they are there, through one process group of all. In that a worker
-            that stops holds up the others, at most for ``timeout``; when one dies, weights go to each by
-            itself until :meth:`reconnect`.
-        store: a torch.distributed store that is reached from both sides.
+        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
+        collective: ``"p2p"``: from the sender to each worker. ``"broadcast"``: to all workers at once,
+            through one process group, if a send addresses all of them and all are connected. A stopped
+            worker then blocks the others, for ``timeout`` at most; after one dies, weights are sent to each
+            worker separately until :meth:`reconnect`.
+        store: a torch.distributed store that both sides can reach.
         init_method: ``"env://"`` or ``"tcp://host:port"``.
         share_memory: whether workers on the sender's machine view its slots (with gloo, on Linux). Their
-            parameters are read only by contract then: one that writes into its own takes
-            ``commit="copy"``. Without it, or where one side is without it, they are sent everything.
+            parameters are then read only by contract: a worker that writes into its parameters needs
+            ``commit="copy"``. If either side has it off, all weights are sent.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
-        on_sender_close: ``"stop"``: when the sender closes in order a worker stops receiving, and the version
-            that it has stays in service. ``"wait"``: it looks for a sender in the store for ``reconnect_for``
-            seconds.
+        on_sender_close: ``"stop"``: when the sender closes in order, a worker stops receiving and keeps its
+            version. ``"wait"``: it looks for a new sender in the store for ``reconnect_for`` seconds.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
-        InvalidArgumentError: a backend that is not there, a store that is none.
+        InvalidArgumentError: the backend is not available, or ``store`` is not a store.
     """
 
     backends = ("distributed",)
@@ -90,7 +87,7 @@ class DistributedWeightSyncScheme(RankedWeightSyncScheme):
         return listener
 
     def create_transport(self, *, worker_idx: int) -> DistributedTransport:
-        """A worker's connection, not open yet."""
+        """Create a worker's connection, not open yet."""
         return DistributedTransport(self._meeting, self._model_id, worker_idx + 1, share_memory=self._shares)
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:

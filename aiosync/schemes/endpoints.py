@@ -1,4 +1,4 @@
-"""The live half of a scheme: the endpoints that are made of it, and what they can be asked."""
+"""A scheme's live endpoints and their properties."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["SchemeEndpoints"]
 
 
 class SchemeEndpoints(SchemeRecipe):
-    """A scheme's endpoints in this process. :class:`~aiosync.WeightSyncScheme` adds what they do."""
+    """Creates and returns a scheme's endpoints in this process."""
 
     _sender_type: ClassVar[type[WeightSender]] = WeightSender
     _receiver_type: ClassVar[type[WeightReceiver]] = WeightReceiver
@@ -33,7 +33,7 @@ class SchemeEndpoints(SchemeRecipe):
         return f"<{type(self).__name__} {self._role} model_id={self._model_id!r} version={self.version}>"
 
     def create_sender(self) -> WeightSender:
-        """The live sending endpoint; :meth:`connect` makes it, and makes it once.
+        """Return the sending endpoint, created by the first call (usually from :meth:`connect`).
 
         Raises:
             NotInitializedError: ``init_on_sender`` was not called.
@@ -55,7 +55,7 @@ class SchemeEndpoints(SchemeRecipe):
         return self._endpoint
 
     def create_receiver(self, *, worker_idx: int | None = None) -> WeightReceiver:
-        """The live receiving endpoint; :meth:`connect` makes it, and makes it once.
+        """Return the receiving endpoint, created by the first call (usually from :meth:`connect`).
 
         Raises:
             NotInitializedError: ``init_on_receiver`` was not called, or no worker index is known.
@@ -83,10 +83,10 @@ class SchemeEndpoints(SchemeRecipe):
         return self._endpoint
 
     def get_sender(self) -> WeightSender:
-        """The live sending endpoint.
+        """Return the connected sending endpoint.
 
         Raises:
-            NotConnectedError: there is none in this process.
+            NotConnectedError: this process has none.
         """
         endpoint = self._sending()
         if not isinstance(endpoint, WeightSender):
@@ -94,7 +94,7 @@ class SchemeEndpoints(SchemeRecipe):
         return endpoint
 
     def _sending(self) -> WeightSender | ShardContributor | NullEndpoint:
-        """The live endpoint of the sender's side."""
+        """Return the connected endpoint of the sender's side, of any type."""
         endpoint = self._endpoint
         if self._pid != os.getpid():
             self._check_process()
@@ -104,10 +104,10 @@ class SchemeEndpoints(SchemeRecipe):
         return endpoint
 
     def get_receiver(self) -> WeightReceiver:
-        """The live receiving endpoint.
+        """Return the connected receiving endpoint.
 
         Raises:
-            NotConnectedError: there is none in this process.
+            NotConnectedError: this process has none.
         """
         endpoint = self._receiving()
         if not isinstance(endpoint, WeightReceiver):
@@ -115,7 +115,7 @@ class SchemeEndpoints(SchemeRecipe):
         return endpoint
 
     def _receiving(self) -> WeightReceiver | NullEndpoint:
-        """The live endpoint of a worker's side."""
+        """Return the connected endpoint of a worker's side, of any type."""
         self._check_process()
         endpoint = self._endpoint
         if not self._synchronized or not isinstance(endpoint, WeightReceiver | NullEndpoint):
@@ -130,39 +130,39 @@ class SchemeEndpoints(SchemeRecipe):
                 "call init_on_receiver() and connect() here"
             )
 
-    # -- what can be asked ---------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------------
 
     @property
     def stats(self) -> SchemeStats:
-        """Figures of the live endpoint; empty before ``connect``."""
+        """Counters and timings of the connected endpoint; empty before ``connect``."""
         return self._endpoint.stats
 
     @property
     def version(self) -> int:
-        """The version last published (sender) or in service (receiver), also after :meth:`aclose`; -1 before
+        """The version last published (sender) or current (receiver), also after :meth:`aclose`; -1 before
         ``connect``."""
         return self._last_version if type(self._endpoint) is Endpoint else self._endpoint.version
 
     @property
     def workers(self) -> dict[int, WorkerState]:
-        """On the sender: worker -> whether it is there, its version and its lag. Else empty."""
+        """On the sender: worker -> whether it is connected, its version and its lag. Else empty."""
         return self._endpoint.workers
 
     @property
     def ended(self) -> str | None:
-        """On a receiver: why nothing more will come, also after :meth:`aclose`; None as long as the sender is
-        there."""
+        """On a receiver: why no more updates will come, also after :meth:`aclose`; None while there is a
+        sender."""
         return self._last_ended if type(self._endpoint) is Endpoint else self._endpoint.ended
 
     @property
     def worker_versions(self) -> dict[int, int]:
-        """On the sender: worker -> the version it last acknowledged, -1 for none. Else empty."""
+        """On the sender: worker -> the version that it last acknowledged, or -1. Else empty."""
         return {worker: state.version for worker, state in self._endpoint.workers.items()}
 
     @property
     def weights(self) -> Any:
-        """The weights in service here (receiver) or last published (sender), in the strategy's form;
-        before ``connect`` the model's own. Read only."""
+        """The current weights (receiver) or those last published (sender), in the strategy's form; before
+        ``connect`` the model's. Read only."""
         found = self._endpoint.weights_in_use
         if found is not None:
             return in_format(self._strategy, found)
@@ -171,17 +171,17 @@ class SchemeEndpoints(SchemeRecipe):
 
     @property
     def sender_transports(self) -> dict[int, Transport]:
-        """On the sender: worker -> its connection, for those that are connected."""
+        """On the sender: worker -> its connection, for the connected workers."""
         return self._endpoint.transports
 
     @property
     def receiver_transport(self) -> Transport | None:
-        """On a receiver: its connection."""
+        """On a receiver: the connection to the sender."""
         return self._endpoint.transport if isinstance(self._endpoint, WeightReceiver) else None
 
     @property
     def shared_transport(self) -> Listener | None:
-        """On the sender: where its workers connect."""
+        """On the sender: the listener that its workers connect to."""
         return self._listener
 
     @property

@@ -1,4 +1,4 @@
-"""The part of a scheme that is pickled, and the arguments of ``init_on_*``, checked."""
+"""The part of a scheme that is pickled, and ``init_on_sender`` and ``init_on_receiver``."""
 
 from __future__ import annotations
 
@@ -34,15 +34,13 @@ __all__ = ["SchemeRecipe"]
 
 
 class SchemeRecipe(SchemeSettings, ABC):
-    """What a scheme is before it is live: its options, its model, how it is pickled, and what it can be
-    asked. :class:`~aiosync.WeightSyncScheme` adds what it does.
-    """
+    """A scheme without an endpoint: its options, its model and how it is pickled."""
 
     backends: ClassVar[tuple[str, ...]] = ()
     _registry: ClassVar[dict[str, type[SchemeRecipe]]] = {}
     _elastic: ClassVar[bool] = False
     _reconnect_for: float = 0.0
-    # None: there is no address at which another sender could be found.
+    # None: the scheme has no address at which a worker could find a new sender.
     _on_sender_close: OnSenderClose | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -50,47 +48,48 @@ class SchemeRecipe(SchemeSettings, ABC):
         for name in cls.__dict__.get("backends", ()):
             SchemeRecipe._registry[name] = cls
 
-    # -- what a scheme is made of: filled in by its file ---------------------------------------------
+    # -- hooks of a scheme, implemented by its file --------------------------------------------------
 
     @abstractmethod
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
-        """Where workers will connect; from now on the recipe says how to get there."""
+        """Start listening for workers. The recipe has the listener's address from now on."""
 
     @abstractmethod
     def create_transport(self, *, worker_idx: int) -> Transport:
-        """A worker's way to the sender, not open yet."""
+        """Create a worker's connection to the sender, not open yet."""
 
     @abstractmethod
     def _make_transfer(self) -> Transfer:
-        """How versions get across; made for each endpoint."""
+        """Create an endpoint's transfer."""
 
     def _bind(self, layout: Layout) -> Binding:
-        """How commits reach a worker's model, given the sender's layout; raises as :func:`bind`."""
+        """Bind a worker's model to the sender's layout. Raises as :func:`bind` does."""
         return bind(self._model, layout, self._strategy, self._spec.commit)
 
     def _usual_index(self) -> int | None:
-        """This process's worker index where the caller gives none; None: the sender chooses."""
+        """Return this process's worker index if the caller gives none; None: the sender chooses it."""
         return None
 
     @property
     def sender_enlists(self) -> bool:
-        """Whether this is a worker whose sender will have it join, and which need not connect."""
+        """Whether the sender will enlist this worker, so that it need not connect itself."""
         return False
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
-        """What else of the scheme is copied, and how a worker finds the sender.
+        """Return the fields to copy that this class adds, among them the sender's address.
 
-        ``inherit``: the copy is for this process, or for one that is just being started, so it may
-        hold what can only be inherited.
+        Args:
+            inherit: whether the copy stays in this process or goes to a child that is being started, and so
+                may have objects that can only be inherited.
         """
         return {}
 
     def _restore(self, recipe: Mapping[str, Any]) -> None:
-        """Take in what :meth:`_recipe` gave."""
+        """Set the fields that :meth:`_recipe` returned."""
         return
 
     def _release(self) -> None:
-        """A receiver has closed: let go of what :meth:`_restore` took in and only the closing can free."""
+        """Release what :meth:`_restore` has set. Called when an endpoint closes."""
         return
 
     # -- pickling ------------------------------------------------------------------------------------
@@ -114,7 +113,7 @@ class SchemeRecipe(SchemeSettings, ABC):
         self._restore(state["recipe"])
 
     def __copy__(self) -> Self:
-        """A copy of the recipe, for another endpoint in this process."""
+        """Copy the recipe, for another endpoint in this process."""
         twin = type(self).__new__(type(self))
         twin.__setstate__(self._state(inherit=True))
         return twin
@@ -134,33 +133,33 @@ class SchemeRecipe(SchemeSettings, ABC):
         num_workers: int | None = None,
         ctx: BaseContext | None = None,
     ) -> None:
-        """Say whom to send to and what. Nothing is sent yet, but workers may already connect.
+        """Set the workers and the weights to send. Nothing is sent yet, but workers may already connect.
 
-        A model that is spread over the ranks of a trainer (FSDP2, DTensors) is sent by one of them, the
-        first of its mesh. The scheme is initialised, connected and sent with on all of them, at the same
-        places of the program; the others lend their parts, and what their calls return says nothing of
-        workers. Where rank 0 or another fails, all of them raise.
+        A model that is sharded over the ranks of a trainer (FSDP2, DTensors) is sent by the first rank of its
+        mesh. Every rank initialises the scheme, connects and sends at the same places of its program. The
+        other ranks contribute their shards; their reports list no workers. If one rank fails, all of them
+        raise.
 
         Give one of: ``params_map``; ``context`` with ``model_id``; ``model`` or ``weights`` with
         ``devices``, with ``device_map_fn`` and ``num_workers``, or with ``num_workers`` alone (CPU).
 
         Args:
-            model_id: the model's name; on a context, the way to it (``"policy"``, ``"env.net"``).
+            model_id: the model's name; on a context, the path to it (``"policy"``, ``"env.net"``).
             context: an object with ``get_model(model_id)`` or the model as an attribute,
-                ``policy_device`` (one, or one per worker), ``num_workers``, ``policy_factory``. Not
-                kept alive by the scheme.
-            model: an ``nn.Module`` to send the weights of.
-            weights: a TensorDict or dict to send instead of a module's.
-            params_map: worker -> weights; workers with the very same weights share one copy.
-            devices: one per worker; workers on the same share one copy.
+                ``policy_device`` (one, or one per worker), ``num_workers``, ``policy_factory``. The scheme
+                refers to it weakly.
+            model: the ``nn.Module`` with the weights to send.
+            weights: a TensorDict or dict to send instead of a module's weights.
+            params_map: worker -> weights; workers with the same weights object share one copy.
+            devices: one per worker; workers on the same device share one copy.
             device_map_fn: takes (worker, weights) and returns the worker's weights, at each send.
-            num_workers: how many workers, numbered from 0; None, where the scheme says that it takes
-                workers as they come: any number.
+            num_workers: the number of workers, with indices from 0; None: any number, in schemes that
+                accept workers at any time.
             ctx: the multiprocessing context of the queues (MultiProcess only); default spawn, whose
                 queues work under every start method.
 
         Raises:
-            InvalidArgumentError: a mix that makes no sense; the message names what clashes.
+            InvalidArgumentError: arguments that cannot be combined; the message names them.
             AlreadyConnectedError: this scheme has a live endpoint.
         """
         self._check_no_endpoint()
@@ -194,20 +193,19 @@ class SchemeRecipe(SchemeSettings, ABC):
         model: Any = None,
         worker_idx: int | None = None,
     ) -> None:
-        """Say which model of this process to keep in step.
+        """Set the model of this process that updates are applied to.
 
         Args:
-            model_id: the model's name, as the sender calls it.
-            context: an object that has the model, ``worker_idx``, and perhaps
+            model_id: the model's name on the sender.
+            context: an object that has the model, ``worker_idx``, and optionally
                 ``update_policy_weights_`` (sync or async), which is called with each update.
-            model: an ``nn.Module``, TensorDict or dict; with neither model nor context the weights
-                are only returned by :meth:`receive`.
+            model: an ``nn.Module``, TensorDict or dict; with neither model nor context, :meth:`receive`
+                returns the weights and they are not applied to a model.
             worker_idx: this worker's index; may also be given to :meth:`connect`.
 
         Raises:
-            InvalidArgumentError: ``context`` without ``model_id``, a worker index that is none, or a model
-                that is none.
-            AlreadyConnectedError: this object has a live endpoint; give the receiver a copy of its own.
+            InvalidArgumentError: ``context`` without ``model_id``, or an invalid worker index or model.
+            AlreadyConnectedError: this object has a live endpoint; use a copy of the scheme for the receiver.
         """
         self._check_no_endpoint()
         if self._listener is not None:
@@ -240,7 +238,7 @@ class SchemeRecipe(SchemeSettings, ABC):
     init_on_worker = init_on_receiver
 
     def _become_receiver(self, listener: Listener) -> None:
-        """A sender's object in a forked child, or one that was never connected."""
+        """Turn a sender's scheme into a recipe again, in a forked child or before it has connected."""
         recipe = self._recipe(inherit=True)
         if self._pid != os.getpid():
             listener.forget()
@@ -251,7 +249,7 @@ class SchemeRecipe(SchemeSettings, ABC):
 
     def _check_no_endpoint(self) -> None:
         if self._pid != os.getpid():
-            return  # what is live belongs to the parent; this process starts from the recipe
+            return  # the endpoint belongs to the parent process
         lends = isinstance(self._endpoint, ShardContributor) and self._endpoint.version < 0
         if type(self._endpoint) is not Endpoint and not lends:
             raise AlreadyConnectedError(

@@ -38,7 +38,7 @@ class _UnderWay:
 
 
 class JointUpdate:
-    """Several models (a policy and its value net, say) that commit together on each worker, or not at all.
+    """Updates several models (a policy and its value net, say): each worker commits all of them, or none.
 
     ::
 
@@ -47,21 +47,21 @@ class JointUpdate:
             tx.send(value_scheme, value_net)
         tx.reports[policy_scheme].version
 
-    Leaving the body sends; a scheme that ``tx.send`` was not called for sends what ``scheme.send()``
-    would. If the body raises nothing is sent. All is sent to the workers that every scheme serves, and
-    waited for, whatever the schemes' ``sync``. The receivers of one worker must live in one process.
+    The updates are sent when the body ends, and not at all if it raises. A scheme without a ``tx.send`` call
+    sends what ``scheme.send()`` would. The updates go to the workers that every scheme serves; the call waits
+    for them whatever the schemes' ``sync``. The receivers of one worker must be in one process.
 
     Args:
         schemes: connected senders, each once.
-        timeout: seconds for all of it; None: the longest of the schemes' own.
+        timeout: seconds for the whole update; None: the longest of the schemes' timeouts.
 
     Attributes:
-        reports: scheme -> its report, when the body has been left.
+        reports: scheme -> its report, set when the body has ended.
 
     Raises:
-        InvalidArgumentError: no schemes, or one twice.
-        LayoutMismatchError, RemoteApplyError, WorkerLostError, SyncTimeoutError: as ``send`` does; on
-            the workers concerned no model changed, the others have been updated.
+        InvalidArgumentError: no schemes, or the same scheme twice.
+        LayoutMismatchError, RemoteApplyError, WorkerLostError, SyncTimeoutError: as ``send`` does; the
+            workers concerned changed no model, the others have been updated.
     """
 
     def __init__(self, schemes: tuple[WeightSyncScheme, ...], timeout: float | None) -> None:
@@ -75,10 +75,10 @@ class JointUpdate:
         self._timeout = timeout
 
     def send(self, scheme: WeightSyncScheme, weights: Any = None, *, strict: bool = True) -> None:
-        """Say what this scheme is to send; nothing is sent before the body is left.
+        """Set the weights that this scheme sends when the body ends.
 
         Raises:
-            InvalidArgumentError: not one of this update's schemes.
+            InvalidArgumentError: ``scheme`` is not part of this update.
         """
         if scheme not in self._parts:
             raise InvalidArgumentError(f"{scheme!r} is not part of this joint update")
@@ -115,8 +115,7 @@ class JointUpdate:
                 sender.registry.abort(mark, worker)
 
         async with AsyncExitStack() as pending:
-            # Always in the same order: two joint updates of the same schemes then cannot wait for
-            # each other.
+            # Always in the same order, so that two joint updates of the same schemes cannot deadlock.
             for scheme in sorted(self._parts, key=id):
                 await pending.enter_async_context(scheme.get_sender().publisher.lock.hold(deadline))
             under_way = await self._prepare_all(JointParts(mark, abort), deadline)
@@ -159,7 +158,7 @@ class JointUpdate:
                 for item in under_way:
                     tasks.start_soon(finish, item)
         finally:
-            for item in under_way:  # cancelled at once, a task may not have begun
+            for item in under_way:  # if the group was cancelled at once, a task may not have started
                 item.sender.publisher.settle(item.publication)
         self.reports = reports
 

@@ -20,11 +20,10 @@ __all__ = ["MemoryWeightSyncScheme"]
 class MemoryWeightSyncScheme(WeightSyncScheme):
     """Sender and workers in one process, each with its own copy of the scheme object.
 
-    For tests: the whole machinery runs, without a second process, and ``faults`` says what goes wrong
-    with which frame. Give each receiver ``copy.copy(scheme)``.
+    For tests: both sides run in full, without a second process. Give each receiver ``copy.copy(scheme)``.
 
     Args:
-        faults: what happens to which frames.
+        faults: the faults to inject, and the frames that they affect.
         options: see :class:`~aiosync.WeightSyncScheme`.
     """
 
@@ -41,7 +40,7 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
         return listener
 
     def create_transport(self, *, worker_idx: int) -> MemoryTransport:
-        """A worker's end of a pair, not open yet.
+        """Create a worker's connection, not open yet.
 
         Raises:
             NotInitializedError: the scheme was copied before ``init_on_sender`` gave it an address.

@@ -1,4 +1,4 @@
-"""Weights handed over by multiprocessing queues, or by pipes that the caller has."""
+"""Weights over multiprocessing queues, or over the caller's pipes."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ __all__ = ["MultiProcessWeightSyncScheme"]
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
-    """One buffer per update, which each worker sees as its own.
+    """Copies the weights once per update into a buffer, which each worker maps copy-on-write.
 
-    The trainer's weights are copied once into a buffer, whose handle goes to the workers by a
-    ``multiprocessing`` queue; each maps it copy-on-write and re-points its parameters at it. So nothing is
-    copied in a worker but the pages that it writes into, which stay its own: a worker may write into its
-    parameters. With ``commit="copy"`` they are copied into, so that they stay where they are; and buffers on
-    a CUDA device, or on other systems than Linux, each worker copies into a back slot of its own.
+    The sender passes the buffer's handle to the workers by a ``multiprocessing`` queue. Each worker maps the
+    buffer and re-points its parameters at it. A worker may write into its parameters: only the pages that it
+    writes are copied, and they are private to it. With ``commit="copy"`` the weights are copied into the
+    parameters' memory. If the buffer is on a CUDA device, or the system is not Linux, each worker copies it
+    into a back slot.
 
     Memory: two buffers of the model's size, a third while a worker is behind, whatever the number of
-    workers. More only while workers that hang, or that later sends are not addressed to, each hold on to a
-    version of their own. In a worker, what it writes into, at most once per buffer; where it copies, two
-    slots.
+    workers. Workers that hang, or that later sends do not address, may each keep one more. In a worker: the
+    pages that it writes, at most once per buffer; two slots if it copies.
 
-    A process that a worker forks sees the model change with the worker's updates, unless it is given a copy
-    of it, or ``commit="copy"``.
+    A process that a worker forks sees the model change with the worker's updates, unless it has a copy of the
+    model or the worker uses ``commit="copy"``.
 
-    Queues can only be handed to a process while it is being started, so pass the scheme to ``Process``
+    A process can only be given queues while it is being started, so pass the scheme to ``Process``
     after ``init_on_sender``. A worker that was killed can be started again in the same way. The
     queues pickle each message, as all of ``multiprocessing`` does; they are inherited, and no other
     process can write to them.
@@ -47,7 +46,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     Args:
         pipes: in place of queues, one end of a duplex ``multiprocessing.Pipe`` per worker, in order
             (or a context that has ``pipes``). They are watched without a thread and stay open.
-        on_other_message: takes (worker, message) for what arrives on a pipe and is not aiosync's; on a
+        on_other_message: takes (worker, message) for each message on a pipe that is not aiosync's; on a
             receiver the worker is its own index.
         options: see :class:`~aiosync.WeightSyncScheme`.
     """
@@ -110,15 +109,15 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         self.on_other_message(worker, message)
 
     def create_transport(self, *, worker_idx: int) -> Transport:
-        """A worker's queues or pipe, not watched yet.
+        """Create a worker's connection over its queues or its pipe, not open yet.
 
         Raises:
-            NotInitializedError: the scheme came to this process in another way than by starting it.
+            NotInitializedError: the scheme was not passed to this process when it was started.
         """
         if self._pipe is not None:
             return MPTransport(ConnectionPipe(self._pipe, lambda message: self._other(worker_idx, message)))
         pair = self._pairs.pop(worker_idx, None)
-        # Only this worker's own queues are kept: a sibling's end held open here would hide its death.
+        # Close the other workers' queues: an end that stays open here would hide their death.
         self._release()
         if pair is None:
             raise NotInitializedError(
@@ -130,7 +129,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     def _release(self) -> None:
         for worker, pair in list(self._pairs.items()):
-            if pair.owner != os.getpid():  # in the sender's own process they are the listener's to close
+            if pair.owner != os.getpid():  # in the sender's process the listener closes them
                 pair.close()
                 del self._pairs[worker]
 

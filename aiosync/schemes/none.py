@@ -16,9 +16,9 @@ __all__ = ["NoWeightSyncScheme"]
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
-    """Moves nothing: every call succeeds at once, and no worker is ever behind.
+    """Sends nothing: every call succeeds at once.
 
-    For policies without weights, and for switching synchronisation off in one place. ``send`` counts
+    For policies without weights, and to switch synchronisation off in one place. ``send`` counts
     versions all the same; a receiver's version stays 0.
 
     See :class:`~aiosync.WeightSyncScheme` for the arguments.
@@ -27,7 +27,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     backends = ("none", "direct")
 
     def init_on_sender(self, *, model_id: str | None = None, **arguments: Any) -> None:
-        """Takes anything that another scheme would take."""
+        """Accept the arguments of every other scheme."""
         self._forget_runtime()
         self._model_id = model_id
         self._model = arguments.get("model")
@@ -42,7 +42,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         model: Any = None,
         worker_idx: int | None = None,
     ) -> None:
-        """Takes what another scheme would take."""
+        """Accept the arguments of every other scheme."""
         self._forget_runtime()
         self._model_id = model_id
         self._model = model
@@ -60,7 +60,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         min_workers: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Be connected at once, with version 0."""
+        """Connect at once, with version 0."""
         if not isinstance(self._endpoint, NullEndpoint):
             self._endpoint = NullEndpoint()
         self._synchronized = True
@@ -75,7 +75,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         raise NotConnectedError("there is nothing to connect to in NoWeightSyncScheme")
 
     def create_transport(self, *, worker_idx: int) -> Transport:
-        """There is none.
+        """Raise: this scheme has no connections.
 
         Raises:
             NotConnectedError: always.

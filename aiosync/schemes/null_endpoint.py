@@ -33,7 +33,7 @@ class NullEndpoint(Endpoint):
         return await self.wait_ack(worker_ids, deadline)
 
     async def wait_ack(self, worker_ids: Any, deadline: Deadline) -> SendReport:
-        """Report: no update is ever on its way."""
+        """Return a report without workers."""
         return SendReport(self._version, 0, {}, {"total": 0.0})
 
     async def receive(self, deadline: Deadline) -> None:
@@ -54,7 +54,7 @@ class NullEndpoint(Endpoint):
         return
 
     async def wait_closed(self) -> None:
-        """Wait until this endpoint is closed: there is no other side."""
+        """Wait until this endpoint is closed."""
         await self._closed.wait()
 
     async def aclose(self) -> None:

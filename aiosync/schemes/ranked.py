@@ -1,4 +1,4 @@
-"""What schemes have in common whose weights go from rank to rank of torch.distributed."""
+"""The base class of the schemes that send weights between ranks of torch.distributed."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ __all__ = ["Collective", "RankedWeightSyncScheme"]
 
 
 class RankedWeightSyncScheme(WeightSyncScheme):
-    """The sender is rank 0, worker ``i`` rank ``i + 1``; how they find each other, a subclass says.
+    """Sends weights from rank 0, the sender, to rank ``i + 1``, worker ``i``. Subclasses connect the ranks.
 
     Args:
         backend: ``"gloo"``, or ``"nccl"``.
-        sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
+        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
         collective: ``"p2p"`` or ``"broadcast"``.
         share_memory: whether workers on the sender's machine view its slots.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
-        InvalidArgumentError: a backend that is not there.
+        InvalidArgumentError: the backend is not available.
     """
 
     _known: Any = None
-    """What a copy of the scheme tells of its sender, where it does; it has that's ``place``."""
+    """The sender's ``SenderInfo``, in schemes that pickle one."""
 
     _inline: ClassVar[int] = INLINE_LIMIT
 
@@ -59,13 +59,14 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         self._reconnect_for = reconnect_for
 
     async def reconnect(self, *, timeout: float | None = None) -> None:
-        """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
-        replacement, and make broadcasts again in a process group of them. (Each worker has a process group of
-        its own with the sender from when it connects, and is sent everything through that meanwhile.)
+        """On the sender, after a worker was lost: wait for all workers to connect, then resume broadcasts.
+
+        The broadcasts use a new process group. Until then, the sender sends to each worker through the
+        process group that the two created when the worker connected.
 
         Raises:
-            NotConnectedError: this is no connected sender.
-            SyncTimeoutError: some did not come in time; it names them.
+            NotConnectedError: this is not a connected sender.
+            SyncTimeoutError: workers did not connect in time; the message names them.
         """
         sender = self._sending()
         if not isinstance(sender, WeightSender):
@@ -75,16 +76,16 @@ class RankedWeightSyncScheme(WeightSyncScheme):
 
     @abstractmethod
     def create_transport(self, *, worker_idx: int) -> RankedTransport:
-        """A worker's connection, not open yet."""
+        """Create a worker's connection, not open yet."""
 
     @property
     def port_of_sender(self) -> int:
-        """Where the sender of this recipe listens, if it says so; another one listens elsewhere."""
+        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
         return self._known.place.port if self._known is not None else 0
 
     @property
     def _shares(self) -> bool:
-        """Whether memory may be shared; a GPU's is not."""
+        """Whether workers may view the sender's slots; never with slots on a GPU."""
         return self._share_memory and self._backend == "gloo"
 
     def _make_transfer(self) -> Transfer:

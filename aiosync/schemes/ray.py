@@ -29,40 +29,39 @@ TensorTransport: TypeAlias = Literal["object_store", "nixl"]
 
 
 class RayWeightSyncScheme(RankedWeightSyncScheme):
-    """Workers that are Ray actors, anywhere in the cluster.
+    """Sends weights to Ray actors, anywhere in the cluster.
 
-    Each version is copied into a slot. Actors on the driver's node view that where it is; for all others it
-    is put into Ray's object store once, whatever their number, and each reads the object where it lies, on
-    its own node. Its parameters view the driver's or the store's memory until the next version, so they are
-    read only by contract. The driver releases an object when the last actor has read it. Ray keeps it as
-    long as a process views it. (What has at most 256 KiB is sent as it is.) A small actor of our own, one for
-    each driver, has the references: so an actor is sent updates, and applies them, also in the middle of a
-    method of its own that never returns.
+    Each version is copied into a slot. Actors on the driver's node view the slot. For all other actors the
+    version is put into Ray's object store once, and each actor views the object on its node. An actor's
+    parameters view this memory until the next version, so they are read only by contract. The driver releases
+    an object when the last actor has read it; Ray keeps it as long as a process views it. (Weights of at most
+    256 KiB are sent in the update message.) A small helper actor, one per driver, has the object references,
+    so an actor can apply updates while one of its methods runs, even one that never returns.
 
-    ``ray.init()`` is the caller's to call. An actor of any kind is made a worker by the sender's ``connect``:
-    it needs the model, as ``actor.policy`` or ``actor.get_model("policy")``; no update lands in a running
-    forward pass of that. If it has ``update_policy_weights_``, that is called with each update, and the
-    model gets memory of its own. Or an actor makes its endpoint itself, from the pickled scheme.
+    The caller calls ``ray.init()``. The sender's ``connect`` turns any actor into a worker. The actor needs
+    the model, as ``actor.policy`` or ``actor.get_model("policy")``; no update is applied during the model's
+    forward pass. If the actor has ``update_policy_weights_``, it is called with each update, and the model
+    gets private memory. An actor may also create its endpoint itself, from the pickled scheme.
 
-    Besides Ray's calls there is a connection from each actor to the sender's node, by which its end is
-    noticed, and what both sides say to each other goes; it is authenticated by a token that travels with
-    the scheme. Who may call the cluster's actors is trusted, as in Ray itself, which unpickles what comes.
+    Besides Ray's calls each actor opens a connection to the sender's node. It carries both sides' messages,
+    shows the end of the actor, and is authenticated by a token that is pickled with the scheme. Every process
+    that may call the cluster's actors is trusted, as in Ray itself, which unpickles what it receives.
 
     Args:
-        tensor_transport: how Ray moves objects: ``"object_store"``, or ``"nixl"`` for what Ray itself does
-            with that (actors need ``enable_tensor_transport=True``).
-        sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
-        data_plane: what moves the bytes: ``"object_store"``; ``"tcp"``, as
+        tensor_transport: how Ray moves objects: ``"object_store"``, or ``"nixl"`` for Ray's own support of
+            NIXL (actors need ``enable_tensor_transport=True``).
+        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
+        data_plane: how the bytes are moved: ``"object_store"``; ``"tcp"``, as
             :class:`~aiosync.TCPWeightSyncScheme`; ``"distributed"``, as
-            :class:`~aiosync.DistributedWeightSyncScheme`, without anything to be set up.
+            :class:`~aiosync.DistributedWeightSyncScheme`, without any setup.
         backend: of torch.distributed, with ``data_plane="distributed"``.
-        collective: the same.
+        collective: ``"p2p"`` or ``"broadcast"``, with ``data_plane="distributed"``.
         share_memory: whether actors on the driver's node view its memory; not with ``data_plane="tcp"``.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
-        InvalidArgumentError: an argument that is none, or nixl where that is not installed.
+        InvalidArgumentError: an invalid argument, or nixl is not installed.
     """
 
     backends = ("ray",)
@@ -115,14 +114,14 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.
 
         Args:
-            actors: handles; None: the ``remote_collectors`` of a ``context`` that has some.
-            remote_collectors: as torchrl's ``RayCollector`` gives them: it has each of them make its endpoint
-                itself. ``context`` is then only told.
-            arguments: see there.
+            actors: handles; None: the context's ``remote_collectors``, if it has them.
+            remote_collectors: as torchrl's ``RayCollector`` gives them. Each of them creates its endpoint
+                itself; ``context`` is then not searched for models or workers.
+            arguments: those of :meth:`WeightSyncScheme.init_on_sender`.
 
         Raises:
-            NotInitializedError: this process takes no part in a Ray cluster.
-            InvalidArgumentError: they are not one for each worker.
+            NotInitializedError: this process is not connected to a Ray cluster.
+            InvalidArgumentError: the number of actors is not the number of workers.
         """
         if remote_collectors is not None:
             self._serve_collectors(remote_collectors, **arguments)
@@ -158,23 +157,24 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
     async def add_worker(
         self, actor: Any, worker_idx: int | None = None, *, timeout: float | None = None
     ) -> int:
-        """On the connected sender: make a worker of another actor, or of one in the place of a lost one that
-        Ray does not start again, and wait until it runs on the newest version.
+        """On the connected sender: add an actor as a worker, and wait until it has the newest version.
+
+        The actor may replace a lost one that Ray does not restart.
 
         Args:
-            actor: its handle.
-            worker_idx: which worker it is to be; None: the next.
+            actor: the actor's handle.
+            worker_idx: the worker's index; None: the next.
             timeout: seconds; None: the scheme's.
 
         Returns:
-            Its index.
+            The worker's index.
 
         Raises:
-            NotConnectedError: ``connect`` first.
-            InvalidArgumentError: that worker is connected.
-            RemoteApplyError, LayoutMismatchError: it has no such model.
-            WorkerLostError: it is gone.
-            SyncTimeoutError: it did not come in time.
+            NotConnectedError: the scheme is not connected.
+            InvalidArgumentError: a worker with this index is connected.
+            RemoteApplyError, LayoutMismatchError: the actor has no such model.
+            WorkerLostError: the actor is gone.
+            SyncTimeoutError: the actor did not connect in time.
         """
         deadline = self._deadline(timeout)
         sender = self.get_sender()
@@ -192,11 +192,11 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
             raise
 
     async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
-        """Make workers of the actors.
+        """Enlist the actors as workers.
 
         Raises:
-            RemoteApplyError: one cannot be: it has no model of this name, say.
-            WorkerLostError: one is gone.
+            RemoteApplyError: an actor cannot be a worker: it has no model of this name, say.
+            WorkerLostError: an actor is gone.
         """
         calls = [self._enlist(worker, deadline) for worker in self._actors]
         joined = await asyncio.gather(*(call.answer() for call in calls), return_exceptions=True)
@@ -206,7 +206,7 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         return weights
 
     def _enlist(self, worker: int, deadline: Deadline) -> ActorCall:
-        """Have an actor be a worker; if it is one already, nothing happens."""
+        """Enlist an actor as a worker. Does nothing if it is one already."""
         actor = self._actors[worker]
         own = getattr(actor, "_receive_weights_from", None)  # it is a WeightActorMixin
         if own is not None:
@@ -216,12 +216,12 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         return ActorCall(worker, pending, deadline)
 
     async def _bring_back(self, worker: int) -> None:
-        """An actor that Ray starts again knows nothing of what it was; one that lives is back by itself."""
+        """Enlist an actor again that Ray has restarted. An actor that still runs reconnects by itself."""
         if worker not in self._actors:
             return
         try:
             await self._enlist(worker, self._deadline(None)).answer()
-        except Exception as exc:  # noqa: BLE001 - Ray itself may be at its end
+        except Exception as exc:  # noqa: BLE001 - Ray itself may be shutting down
             logger.warning("the actor of worker %d does not come back: %s", worker, exc)
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
@@ -231,7 +231,7 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         return listener
 
     def create_transport(self, *, worker_idx: int) -> RayWorkerTransport:
-        """A worker's connection, not open yet.
+        """Create a worker's connection, not open yet.
 
         Raises:
             NotInitializedError: the scheme was copied before ``init_on_sender`` was called.

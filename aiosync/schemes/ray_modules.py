@@ -1,4 +1,4 @@
-"""Models inside Ray actors that take weights by a method of their own."""
+"""Models inside Ray actors, updated by calling a method of the actor."""
 
 from __future__ import annotations
 
@@ -31,36 +31,38 @@ class RayModuleTransformSender(WeightSender):
     """The live sending endpoint of :class:`RayModuleTransformScheme`; it can read an actor's weights."""
 
     async def fetch(self, worker: int, actor: Any, deadline: Deadline) -> Mapping[str, torch.Tensor]:
-        """The weights of an actor's module: name -> tensor, in the object store's memory.
+        """Return the weights of an actor's module: name -> tensor, in the object store's memory.
 
         Args:
-            worker: which worker it is.
-            actor: its handle.
+            worker: the actor's worker index.
+            actor: the actor's handle.
             deadline: for the answer.
 
         Raises:
-            RemoteApplyError: it has no ``module``.
-            WorkerLostError: it is gone.
-            SyncTimeoutError: it did not answer in time.
+            RemoteApplyError: the actor has no ``module``.
+            WorkerLostError: the actor is gone.
+            SyncTimeoutError: the actor did not answer in time.
         """
         wire, array = await ActorCall(worker, in_actor(actor, _weights_of), deadline).answer()
         return Layout.from_wire(wire).views(as_tensor(array))
 
 
 class RayModuleTransformReceiver(WeightReceiver):
-    """The live receiving endpoint of :class:`RayModuleTransformScheme`, in the actor's process: its commits
-    are calls of the actor's method."""
+    """The receiving endpoint of :class:`RayModuleTransformScheme`, in the actor's process.
+
+    A commit is one call of the actor's method.
+    """
 
     @staticmethod
     def method_of(actor: Any, update_method: UpdateMethod) -> Any:
-        """The actor's method.
+        """Return the actor's update method.
 
         Args:
-            actor: the object itself.
+            actor: the actor object, not its handle.
             update_method: ``"tensordict"`` or ``"state_dict"``.
 
         Raises:
-            InvalidArgumentError: it has none, or one that would have to be awaited.
+            InvalidArgumentError: the actor has no such method, or it is async.
         """
         name = f"_update_weights_{update_method}"
         argument = "params" if update_method == "tensordict" else "state_dict"
@@ -75,28 +77,28 @@ class RayModuleTransformReceiver(WeightReceiver):
 
 
 class RayModuleTransformScheme(RayWeightSyncScheme):
-    """Models that live inside Ray actors, as in torchrl's ``RayModuleTransform``: actors with
+    """Sends weights to models inside Ray actors, as in torchrl's ``RayModuleTransform``: actors with
     ``_update_weights_tensordict(params=)`` or ``_update_weights_state_dict(state_dict=)``.
 
-    Each update is one call of that method in the actor's process, of the newest weights, all at once and
-    between two forward passes of the actor's ``module``, if it has one under that name. What the method is
-    given views Ray's object store: as parameters of a TensorDict that it may put in place of the module's,
-    and that is read only. Where it raises it is called again, with what was in service before, and
-    the sender gets the error. All else is as with :class:`RayWeightSyncScheme`.
+    Each update is one call of that method in the actor's process, with all of the newest weights. The call
+    happens between two forward passes of the actor's ``module``, if it has that attribute. The weights view
+    Ray's object store and are read only; a TensorDict has them as parameters, so that the method may put it
+    in place of the module's. If the method raises, it is called again with the previous weights, and the
+    sender gets the error. All else is as with :class:`RayWeightSyncScheme`.
 
-    The actors are found by ``init_on_sender(actors=...)``, which takes handles and what has one as
-    ``_actor``; by ``context=`` with ``model_id=``, the way to such an object (``"env.transform[0]"``); or
-    the scheme is handed to ``RayModuleTransform(weight_sync_scheme=...)`` as its blocking twin. Where
-    there are neither a model nor weights to begin with, version 0 is what the first actor has.
+    The actors are given as ``init_on_sender(actors=...)``, which takes handles and objects with a handle as
+    ``_actor``; as ``context=`` with ``model_id=``, the path to such an object (``"env.transform[0]"``); or by
+    passing the scheme's blocking twin to ``RayModuleTransform(weight_sync_scheme=...)``. If neither a model
+    nor weights are given, version 0 is the first actor's weights.
 
     Args:
         update_method: ``"tensordict"`` or ``"state_dict"``.
         tensor_transport: see :class:`RayWeightSyncScheme`.
-        sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
+        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
         options: see :class:`RayWeightSyncScheme`.
 
     Raises:
-        InvalidArgumentError: an argument that is none, or nixl where that is not installed.
+        InvalidArgumentError: an invalid argument, or nixl is not installed.
     """
 
     backends = ("ray_module",)
@@ -128,7 +130,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         self._update: Any = None
 
     def _set_transform(self, ray_transform: Any) -> None:
-        """Called by torchrl's ``RayModuleTransform``, which is the one to update."""
+        """Set the transform to update. Called by torchrl's ``RayModuleTransform``."""
         self._transform = ray_transform
 
     def init_on_sender(
@@ -144,18 +146,18 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.
 
         Args:
-            actors: handles, or what has one as ``_actor``; None: what ``model_id`` leads to on
-                ``context``, or the ``RayModuleTransform`` that the scheme was handed to.
-            model_id: the model's name, or the way to it on ``context``.
-            context: what has the transform.
-            model: the module whose weights are sent.
-            weights: what is sent in place of a module's.
-            arguments: see there.
+            actors: handles, or objects with a handle as ``_actor``; None: the object at ``model_id`` on
+                ``context``, or the ``RayModuleTransform`` that the scheme was passed to.
+            model_id: the model's name, or the path to it on ``context``.
+            context: the object with the transform.
+            model: the module with the weights to send.
+            weights: the weights to send instead of a module's.
+            arguments: those of :meth:`WeightSyncScheme.init_on_sender`.
 
         Raises:
-            NotInitializedError: this process takes no part in a Ray cluster.
+            NotInitializedError: this process is not connected to a Ray cluster.
             InvalidArgumentError: there is no actor.
-            AttributeError: ``model_id`` leads nowhere on ``context``.
+            AttributeError: ``context`` has nothing at ``model_id``.
         """
         if actors is None and context is not None and model_id is not None:
             actors = [model_of(context, model_id)]
@@ -176,7 +178,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             )  # a send without weights raises an error that says so
 
     async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
-        """Make workers of the actors. Find out what version 0 is if it was not given."""
+        """Enlist the actors as workers. Fetch the weights of version 0 if none were given."""
         if weights is None and self._begins_empty:
             sender = self.create_sender()
             assert isinstance(sender, RayModuleTransformSender)
@@ -192,16 +194,16 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         model: Any = None,
         worker_idx: int | None = None,
     ) -> None:
-        """See :meth:`WeightSyncScheme.init_on_receiver`; done by the sender where it knows the actors.
+        """See :meth:`WeightSyncScheme.init_on_receiver`; called for every actor that the sender enlists.
 
         Args:
-            model_id: the model's name, as the sender calls it.
-            context: the actor: it has the method, and perhaps the model as ``module``.
-            model: what the method puts weights into, if it is not ``context.module``.
+            model_id: the model's name on the sender.
+            context: the actor, which has the method, and optionally the model as ``module``.
+            model: the module that the method updates, if it is not ``context.module``.
             worker_idx: this worker's index.
 
         Raises:
-            InvalidArgumentError: it has no such method.
+            InvalidArgumentError: the actor has no such method.
         """
         found = model if model is not None else getattr(context, "module", None)
         update = RayModuleTransformReceiver.method_of(context, self._update_method)
@@ -228,7 +230,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
 
 def _weights_of(actor: Any) -> tuple[object, Any]:
-    """In the actor: its module's layout, and its weights as one array."""
+    """Return the layout of an actor's module, and its weights as one array. Runs in the actor."""
     module = getattr(actor, "module", None)
     if not isinstance(module, nn.Module):
         raise InvalidArgumentError(

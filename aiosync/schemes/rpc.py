@@ -22,34 +22,32 @@ __all__ = ["RPCWeightSyncScheme"]
 
 
 class RPCWeightSyncScheme(RankedWeightSyncScheme):
-    """Workers that the trainer reaches by torch RPC: it says where they find each other, and has objects that
-    live in other processes join; weights go from rank to rank, as with
-    :class:`~aiosync.DistributedWeightSyncScheme`.
+    """Sends weights to workers that torch RPC connects, from rank to rank as
+    :class:`~aiosync.DistributedWeightSyncScheme` does.
 
-    ``rpc.init_rpc()`` is the caller's to call, before the scheme is initialised; and it is before
-    ``rpc.shutdown()`` that the scheme is to be closed, though that is not held up by it. A worker calls
-    ``init_on_receiver`` and ``connect`` as under any other scheme. Or the sender has a context with
-    ``collector_infos``, ``collector_rrefs`` and ``collector_class``, as torchrl's RPCCollector has
-    them: then :meth:`connect` has the objects that these refer to join by themselves: an endpoint is
-    made beside each, in a thread; their model is found by ``model_id``, updates are never applied in
-    the middle of its forward pass, and their ``update_policy_weights_`` is called with each.
+    The caller calls ``rpc.init_rpc()`` before initialising the scheme, and closes the scheme before
+    ``rpc.shutdown()`` (which does not wait for it). A worker calls ``init_on_receiver`` and ``connect`` as
+    with any other scheme. Or the sender's context has ``collector_infos``, ``collector_rrefs`` and
+    ``collector_class``, as torchrl's RPCCollector does. Then :meth:`connect` starts a receiver beside each
+    remote object, in a thread. It looks the model up by ``model_id``, never applies an update during the
+    model's forward pass, and calls the object's ``update_policy_weights_`` with each update.
 
-    What holds for process groups holds here too: see :class:`~aiosync.DistributedWeightSyncScheme`.
-    Besides: torch RPC does not take a new process in the place of one that has died. Such a process
-    takes no part in it; with the sender's pickled scheme it finds the sender all the same. All
-    members of the RPC group are trusted, as in torch RPC itself, which unpickles what it receives.
+    The limits of process groups apply: see :class:`~aiosync.DistributedWeightSyncScheme`. torch RPC does not
+    accept a new process in place of a dead one. Such a process finds the sender by the sender's pickled
+    scheme, without torch RPC. All members of the RPC group are trusted, as in torch RPC itself, which
+    unpickles what it receives.
 
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
-        sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
-        sender: the sender's name in torch RPC, for workers that were not given its scheme; None: rank 0's.
+        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
+        sender: the sender's name in torch RPC, for workers without the sender's scheme; None: rank 0's.
         collective: ``"p2p"`` or ``"broadcast"``, see :class:`~aiosync.DistributedWeightSyncScheme`.
-        share_memory: whether workers on the sender's machine view its slots, see there.
+        share_memory: whether workers on the sender's machine view its slots, see the same class.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
-        InvalidArgumentError: a backend that is not there.
+        InvalidArgumentError: the backend is not available.
     """
 
     backends = ("rpc",)
@@ -74,8 +72,8 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
         """See :meth:`WeightSyncScheme.init_on_sender`; a ``context`` may have remote objects.
 
         Raises:
-            NotInitializedError: this process takes no part in torch RPC.
-            InvalidArgumentError: they are not one for each worker.
+            NotInitializedError: this process has not joined torch RPC.
+            InvalidArgumentError: the number of remote objects is not the number of workers.
         """
         super().init_on_sender(**arguments)
         context = arguments.get("context")
@@ -96,10 +94,10 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
         )
 
     async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
-        """Have remote objects join.
+        """Enlist the remote objects as workers.
 
         Raises:
-            RemoteApplyError: one cannot: it has no model of this name, say.
+            RemoteApplyError: an object cannot be a worker: it has no model of this name, say.
         """
         joined = await asyncio.gather(
             *(
@@ -115,7 +113,7 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
 
     @property
     def sender_enlists(self) -> bool:
-        """Whether this is a worker whose sender will have it join, and which need not connect."""
+        """Whether the sender will enlist this worker, so that it need not connect itself."""
         peer = adapter_for(self.context)
         return self._known is None and peer is not None and peer.is_enlisted(self.context)
 
@@ -129,7 +127,7 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
         return listener
 
     def create_transport(self, *, worker_idx: int) -> RPCWorkerTransport:
-        """A worker's connection, not open yet."""
+        """Create a worker's connection, not open yet."""
         return RPCWorkerTransport(self._model_id, self._sender_name, self._known, share_memory=self._shares)
 
     def _release(self) -> None:

@@ -1,4 +1,4 @@
-"""What a scheme was given: its options, its model and its context, as attributes that users can set."""
+"""A scheme's options, model and context."""
 
 from __future__ import annotations
 
@@ -78,29 +78,29 @@ class SchemeSettings:
         self._worker_idx: int | None = None
         self._plan: SenderPlan | None = None
         self._listener: Listener | None = None
-        # Gathers the parts of a model that is spread over ranks, until the sender has it.
+        # Gathers the shards of a sharded model; create_sender() moves it to the sender.
         self._leader: GatherLeader | None = None
         self._role: Literal["recipe", "sender", "receiver"] = "recipe"
         self._endpoint: Endpoint = Endpoint()
         # Whether connect() has succeeded.
         self._synchronized = False
-        # What version and ended were when the endpoint was closed.
+        # The values of version and ended when the endpoint was closed.
         self._last_version = -1
         self._last_ended: str | None = None
 
     def _index_of(self, told: int) -> int:
-        """This worker's index, given one by a library that may count from another number."""
+        """Convert the index that a library gives this worker: it may not number its workers from 0."""
         return checked_index(checked_index(told) - self._first_worker)
 
     def _weight_source(self, plan: SenderPlan) -> WeightSource:
-        """Finds the weights of each call; follows the strategy and the model as the user sets them."""
+        """Create the source of each send's weights. It uses the scheme's current strategy and model."""
         return WeightSource(plan, self._resolve, lambda: self._strategy)
 
     def _resolve(self, weights: Any) -> Any:
-        """Weights that were given as such, as a dotted path on the context, or not at all.
+        """Return ``weights``, the object at that dotted path on the context, or the default for None.
 
         Raises:
-            InvalidArgumentError: there are none.
+            InvalidArgumentError: there are no weights.
             AttributeError: the context has nothing at that path.
         """
         if isinstance(weights, str):
@@ -119,15 +119,15 @@ class SchemeSettings:
             )
         return model
 
-    # -- what can be asked ---------------------------------------------------------------------------
+    # -- hooks and properties ------------------------------------------------------------------------
 
     def on_event(self, hook: EventHook) -> Callable[[], None]:
-        """Call ``hook`` with a :class:`~aiosync.SyncEvent` for all that happens; returns what ends that."""
+        """Call ``hook`` with each :class:`~aiosync.SyncEvent`. Return a function that removes the hook."""
         return self._events.register(hook)
 
     @property
     def timeout(self) -> float:
-        """Seconds that a call may take where it does not say otherwise."""
+        """Seconds that a call may take if it has no ``timeout=``."""
         return self._spec.seconds(None)
 
     @property
@@ -146,7 +146,7 @@ class SchemeSettings:
 
     @property
     def model(self) -> Any:
-        """The model: as given, or found on the context by ``model_id``; None if there is neither."""
+        """The given model, or the context's model ``model_id``; None if there is neither."""
         if self._model is None and self._model_id is not None and self.context is not None:
             return model_of(self.context, self._model_id)
         return self._model
@@ -174,7 +174,7 @@ class SchemeSettings:
 
     @property
     def context_is_gone(self) -> bool:
-        """Whether there was a context that has been freed."""
+        """Whether the scheme's context has been freed."""
         return self._context is not None and self._context() is None
 
     @property
@@ -190,7 +190,7 @@ class SchemeSettings:
 
     @property
     def strategy(self) -> WeightStrategy:
-        """How weights are extracted and applied; one of your own is used as it is."""
+        """How weights are extracted and applied. May be set to an instance of a custom class."""
         return self._strategy
 
     @strategy.setter

@@ -19,26 +19,25 @@ __all__ = ["SharedMemWeightSyncScheme"]
 class SharedMemWeightSyncScheme(WeightSyncScheme):
     """One copy into shared memory per update and device, which all workers view.
 
-    The trainer's weights are copied once into a free slot of an arena; workers are notified over a Unix
-    socket and re-point their parameters at it. So four workers cost what one does, and no worker ever
-    reads a slot that is being written. On CUDA devices the arena lies on the device and is shared by
-    CUDA IPC.
+    The sender copies the weights once into a free slot of an arena. It notifies the workers over a Unix
+    socket, and they re-point their parameters at the slot. The cost does not depend on the number of workers,
+    and no worker reads a slot that is being written. On CUDA devices the arena is in the device's memory and
+    shared by CUDA IPC.
 
     Memory: two slots of the model's size, a third while a worker is behind, whatever the number of
-    workers. More only while workers that hang, or that later sends are not addressed to, each hold on
-    to a version of their own.
+    workers. Workers that hang, or that later sends do not address, may each keep one more.
 
     With ``commit="flip"`` the parameters of all workers view the same pages, and are read only by
-    contract: a worker that writes into its parameters takes ``commit="copy"``. A process that a worker
+    contract: a worker that writes into its parameters needs ``commit="copy"``. A process that a worker
     forks views these pages too, and reads a mix of versions once the trainer writes: give it a deep copy of
-    the model. Buffers are the worker's own in both. A model that was found on a context that has
-    ``update_policy_weights_``, and so may be written to by that, gets memory of its own instead.
+    the model. Buffers are private to the worker in both modes. If the model was found on a context with
+    ``update_policy_weights_``, which may write to it, the model gets private memory instead.
 
     All workers are processes of this user on this machine (Linux; on other POSIX systems a worker's
     death shows by its closed socket only).
 
-    See :class:`~aiosync.WeightSyncScheme` for the arguments. ``max_slots`` and
-    ``per_worker_weights`` count here.
+    See :class:`~aiosync.WeightSyncScheme` for the arguments; ``max_slots`` and ``per_worker_weights``
+    have an effect here.
     """
 
     backends = ("shared", "thread")
@@ -51,7 +50,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         return listener
 
     def create_transport(self, *, worker_idx: int) -> SharedMemTransport:
-        """A worker's doorbell, not open yet.
+        """Create a worker's connection, not open yet.
 
         Raises:
             NotInitializedError: the scheme was copied before ``init_on_sender`` gave it an address.

@@ -29,54 +29,52 @@ __all__ = ["RelayParts", "TCPWeightSyncScheme", "relay_parts", "upstream_receive
 
 _SHORTEST_TOKEN = 16
 _FEWEST_CHARACTERS = 8
-"""What a token has to have at least: characters, and different ones."""
+"""The fewest characters of a token, and the fewest different ones."""
 
 
 class TCPWeightSyncScheme(WeightSyncScheme):
-    """Workers on this or other machines, which connect to the sender's address.
+    """Sends weights to workers on this or other machines, which connect to the sender's address.
 
-    The weights are copied once into a slot of the sender's and sent from there to all workers at the same
-    time, by a thread beside the event loop; each block carries a checksum. In the worker the bytes go
-    straight into its back slot. Nothing on the wire is pickled. At a Unix socket without TLS (on Linux) the
-    blocks do not even pass through the socket: the worker gets their positions and copies them from the
-    slot.
+    The sender copies the weights once into a slot. A thread beside the event loop sends the slot to all
+    workers at the same time; each block has a checksum. A worker receives the bytes directly into its back
+    slot. Nothing on the wire is pickled. On a Unix socket without TLS (on Linux) the worker gets the blocks'
+    positions and copies them from the sender's slot.
 
-    A worker on another machine builds the same scheme from address and token; one that is handed the
-    pickled scheme knows the real port too. Without ``num_workers=`` the sender takes workers as they come:
-    ``connect(min_workers=2)`` waits for the first two, ``scheme.workers`` tells who is there, one that
-    gives no ``worker_idx`` is given one, and one that has gone is no more waited for.
+    A worker on another machine creates the same scheme from address and token; a pickled scheme also has the
+    real port. Without ``num_workers=`` the sender accepts workers at any time: ``connect(min_workers=2)``
+    waits for the first two, ``scheme.workers`` lists the connected ones, the sender chooses the index of a
+    worker without ``worker_idx``, and it does not wait for a worker that has gone.
 
     Memory: two slots of the model's size on the sender, a third while a worker is behind, whatever the number
-    of workers (a worker that takes nothing for a second gives way when memory is needed); two slots in
+    of workers (if memory is needed, a worker that reads nothing for a second loses its version); two slots in
     each worker, and two more if it converts dtypes. Updates of some entries (``strict=False``) take a third
-    slot in each worker, and a fourth where they are about different entries: entries that were not sent stay
-    where they are.
+    slot in each worker, and a fourth if successive updates have different entries: entries that are not sent
+    keep their memory.
 
     Args:
         address: ``tcp://host:port`` (port 0: any free one, chosen in ``init_on_sender``) or
             ``unix:///path`` (for this user alone).
-        token: a secret of 16 characters or more that sender and workers have; each proves to the other
-            that it knows it. It does not encrypt: use TLS where others can read along.
-        tls: certificates; with a ``cafile`` on the sender workers have to show one too.
-        codec: what travels, all of it bit-exact: ``"full"``, the bytes as they are; ``"zstd"``, compressed;
-            ``"delta"``, what has changed against the version that the worker acknowledged, compressed, or
-            all of it where the worker has none or that is no smaller. Needs ``aiosync[delta]`` on both
-            sides; a worker without it gets the bytes as they are. With ``cast=torch.bfloat16`` most small
+        token: a secret of 16 characters or more. Sender and workers prove to each other that they have it.
+            It does not encrypt: use TLS on networks that others can read.
+        tls: certificates; with a ``cafile`` on the sender, workers need a certificate too.
+        codec: how weights are encoded, always bit-exact: ``"full"``, unchanged; ``"zstd"``, compressed;
+            ``"delta"``, the difference from the version that the worker acknowledged, compressed, or all
+            bytes if the worker has no version or the difference is no smaller. Needs ``aiosync[delta]`` on
+            both sides; a worker without it gets the bytes unchanged. With ``cast=torch.bfloat16`` most small
             updates change few elements.
-        reconnect_for: seconds for which a worker that has lost the sender tries to find it again, beside
-            acting with the version that it has; 0: not at all. A sender that was started anew counts its
-            versions from its ``first_version``, and so does the worker then, which says so.
-        on_sender_close: what a worker does when the sender closes in order. ``"stop"``: it stops receiving,
-            and the version that it has stays in service. ``"wait"``: it looks for a sender for
-            ``reconnect_for`` seconds, as if the connection had been lost; so it follows a trainer that is
-            started again.
+        reconnect_for: seconds for which a worker that has lost the sender tries to find it again, while it
+            keeps its version; 0: it does not try. A restarted sender numbers its versions from its
+            ``first_version``, and the worker then logs this and does the same.
+        on_sender_close: what a worker does when the sender closes in order. ``"stop"``: it stops receiving
+            and keeps its version. ``"wait"``: it looks for a sender for ``reconnect_for`` seconds, as after a
+            lost connection, and so finds a restarted trainer.
         insecure: listen to other machines with neither a token nor mutual TLS.
-        max_connections: how many workers a sender takes at a time. A further one tries again until its
+        max_connections: the most workers that a sender serves at a time. Further ones retry until their
             timeout.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
-        InvalidArgumentError: an address that is none, a token that is too short.
+        InvalidArgumentError: an invalid address or argument, or a token that is too short.
     """
 
     backends = ("tcp",)
@@ -117,7 +115,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
 
     @property
     def address(self) -> str:
-        """Where the sender listens; after ``init_on_sender`` with the real port."""
+        """The sender's address; with the real port after ``init_on_sender``."""
         return str(self._address)
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
@@ -133,7 +131,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         return listener
 
     def create_transport(self, *, worker_idx: int) -> TCPTransport:
-        """A worker's connection, not open yet.
+        """Create a worker's connection, not open yet.
 
         Raises:
             InvalidArgumentError: the address has no port yet.
@@ -146,7 +144,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         return DialledTransport(self._address, self._tls, any_user=known)
 
     def _make_transfer(self) -> Transfer:
-        # Workers at a Unix socket are on this machine, and can read the slots where they are.
+        # Workers on a Unix socket are on this machine and can read the slots directly.
         readable = bool(self._address.path) and self._tls is None and self._codec == "full"
         return StreamTransfer(self._codec, readable=readable)
 
@@ -185,7 +183,7 @@ class RelayParts(NamedTuple):
 
 
 def relay_parts(scheme: TCPWeightSyncScheme, model_id: str | None) -> RelayParts:
-    """Make ``scheme`` the downstream side of a :class:`~aiosync.WeightRelay`. It listens from now on.
+    """Make ``scheme`` the downstream side of a :class:`~aiosync.WeightRelay`, and start listening.
 
     Raises:
         AlreadyConnectedError: the scheme has a live endpoint.
@@ -200,7 +198,7 @@ def relay_parts(scheme: TCPWeightSyncScheme, model_id: str | None) -> RelayParts
 
 
 def upstream_receiver(scheme: TCPWeightSyncScheme, applier: Applier, model_id: str | None) -> WeightReceiver:
-    """The upstream side of a :class:`~aiosync.WeightRelay`: a receiver that is not connected yet."""
+    """Create the upstream side of a :class:`~aiosync.WeightRelay`: a receiver, not connected yet."""
     return WeightReceiver(
         applier,
         model_id,
@@ -214,7 +212,7 @@ def upstream_receiver(scheme: TCPWeightSyncScheme, applier: Applier, model_id: s
 
 
 def _key_of(token: str | bytes | None) -> bytes:
-    """The handshake's key. Without a token it is one that everybody knows."""
+    """Return the handshake's key; empty if there is no token."""
     if token is None:
         return b""
     if not isinstance(token, str | bytes):
@@ -231,6 +229,6 @@ def _key_of(token: str | bytes | None) -> bytes:
 
 @lru_cache(maxsize=16)
 def _derived(secret: bytes) -> bytes:
-    """The key of a token. An impostor who is shown a proof can try tokens on it: each try takes as long as
-    this, some 50 ms and 16 MiB."""
+    """Derive a token's key. It takes some 50 ms and 16 MiB, to slow down an attacker who tests guessed tokens
+    against a recorded handshake."""
     return hashlib.scrypt(secret, salt=b"aiosync token 3", n=1 << 14, r=8, p=1, dklen=32)

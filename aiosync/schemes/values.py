@@ -8,7 +8,7 @@ __all__ = ["Secret", "checked_index"]
 
 
 class Secret(bytes):
-    """Bytes that do not show themselves."""
+    """Bytes with a repr that does not show them."""
 
     def __repr__(self) -> str:
         return "<secret>"
@@ -17,10 +17,10 @@ class Secret(bytes):
 
 
 def checked_index(worker_idx: int) -> int:
-    """A worker's index as it was given.
+    """Return ``worker_idx`` if it is a valid index.
 
     Raises:
-        InvalidArgumentError: it is none.
+        InvalidArgumentError: it is not an integer >= 0.
     """
     if isinstance(worker_idx, bool) or not isinstance(worker_idx, int) or worker_idx < 0:
         raise InvalidArgumentError(f"worker_idx: expected an integer >= 0, got {worker_idx!r}")

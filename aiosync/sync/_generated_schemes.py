@@ -50,36 +50,36 @@ __all__ = [
 class WeightSyncScheme(BlockingTwin):
     """The blocking twin of :class:`aiosync.WeightSyncScheme`.
 
-    Keeps ONE model's weights in workers in step with a trainer's.
+    Synchronises ONE model's weights from a trainer to its workers.
 
-    A scheme is a recipe: it can be pickled, and each process makes of it the one endpoint that it
-    needs. In the trainer call :meth:`init_on_sender`, hand the scheme to the workers, :meth:`connect`
-    and :meth:`send`. In a worker call :meth:`init_on_receiver` and :meth:`connect`, and run
-    :meth:`receiving` beside the environment loop.
+    A scheme is a recipe: it can be pickled, and each process creates one endpoint from it. In the trainer
+    call :meth:`init_on_sender`, pass the scheme to the workers, then :meth:`connect` and :meth:`send`. In a
+    worker call :meth:`init_on_receiver` and :meth:`connect`, and run :meth:`receiving` around the
+    environment loop.
 
-    Weights must not be changed while a ``send`` is under way: it copies them in another thread.
+    Do not change the weights while a ``send`` is running: it copies them in another thread.
 
     Args:
-        strategy: ``"tensordict"`` or ``"state_dict"``: the form in which weights are handed to the
-            context and returned by :meth:`receive`.
+        strategy: ``"tensordict"`` or ``"state_dict"``: the form of the weights that the context is given
+            and that :meth:`receive` returns.
         sync: whether :meth:`send` waits by default until the workers have applied the weights.
         timeout: seconds that a call may take by default; None: the environment's
             ``AIOSYNC_TIMEOUT``, else 120.
-        cast: a floating dtype to which floating tensors are narrowed on the way.
+        cast: a floating dtype to which floating tensors are narrowed before they are sent.
         commit: ``"flip"`` re-points a worker's parameters at the new memory, in microseconds;
-            ``"copy"`` writes into the memory that they have (for CUDA graphs and raw pointers), which
+            ``"copy"`` writes into the parameters' memory (for CUDA graphs and raw pointers), which
             takes one copy of the weights on the worker's loop.
-        on_failure: ``"raise"``: a send updates the healthy workers and then raises; ``"drop"``: workers
-            that were lost or missed the deadline leave the set, and the report lists them.
-        per_worker_weights: whether each worker has a copy of its own, and may get weights of its own
+        on_failure: ``"raise"``: a send updates the healthy workers and then raises; ``"drop"``: the sender
+            removes workers that were lost or missed the deadline, and the report lists them.
+        per_worker_weights: whether each worker has a separate copy, and may be sent different weights
             (``send({0: w0, 1: w1})``).
-        max_slots: how many versions the shared memory may hold, at least 2. A worker that hangs, or
-            that later sends are not addressed to, does not count.
+        max_slots: how many versions the shared memory may hold, at least 2. Versions that are kept only
+            for hung workers, or for workers that later sends do not address, do not count.
         first_version: the number of the first version that a sender publishes, an integer >= 0. A trainer
-            that goes on from a checkpoint gives the number after the one that it saved.
+            that resumes from a checkpoint gives the number after the saved one.
         min_workers: on the sender, how many workers :meth:`connect` waits for: an integer >= 0; None: all of
-            ``num_workers``, or 1 where they are taken as they come. With 0 ``with scheme`` starts with
-            no worker there.
+            ``num_workers``, or 1 if the number of workers is not fixed. With 0 ``with scheme`` does
+            not wait for any worker.
     """
 
     _async: aiosync.WeightSyncScheme
@@ -119,21 +119,22 @@ class WeightSyncScheme(BlockingTwin):
         min_workers: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Meet the other side. The sender hands out version 0 and waits until every worker runs on it;
-        a worker puts it in service.
+        """Connect to the other side.
+
+        The sender publishes version 0 and waits until the workers have applied it. A worker applies it.
 
         Args:
-            worker_idx: on a worker, its index, if ``init_on_receiver`` was not told.
-            weights: on the sender, what to send as version 0 instead of what ``init_on_sender`` said.
-            min_workers: on the sender, how many workers are enough; None: the scheme's ``min_workers``. The
-                others may come later.
+            worker_idx: on a worker, its index, if ``init_on_receiver`` was not given one.
+            weights: on the sender, the weights of version 0; None: those of ``init_on_sender``.
+            min_workers: on the sender, how many workers to wait for; None: the scheme's ``min_workers``. The
+                others may connect later.
             timeout: seconds; None: the scheme's.
 
         Raises:
             NotInitializedError: neither ``init_on_sender`` nor ``init_on_receiver`` was called.
-            AlreadyConnectedError: connected already.
-            SyncTimeoutError: the other side did not come; on the sender ``connect`` may be called again.
-            LayoutMismatchError: the weights do not fit the worker's model; both sides are told.
+            AlreadyConnectedError: the scheme is connected already.
+            SyncTimeoutError: the other side did not connect; on the sender ``connect`` may be called again.
+            LayoutMismatchError: the weights do not fit the worker's model; both sides raise it.
             WorkerLostError, HandshakeError: on a worker, there is no sender or it refused.
         """
         self._blocking_connect(
@@ -141,12 +142,12 @@ class WeightSyncScheme(BlockingTwin):
         )
 
     def on_event(self, hook: EventHook) -> Callable[[], None]:
-        """Call ``hook`` with a :class:`~aiosync.SyncEvent` for all that happens; returns what ends that."""
+        """Call ``hook`` with each :class:`~aiosync.SyncEvent`. Return a function that removes the hook."""
         return self._async.on_event(hook)
 
     @property
     def timeout(self) -> float:
-        """Seconds that a call may take where it does not say otherwise."""
+        """Seconds that a call may take if it has no ``timeout=``."""
         return self._async.timeout
 
     @property
@@ -165,7 +166,7 @@ class WeightSyncScheme(BlockingTwin):
 
     @property
     def model(self) -> Any:
-        """The model: as given, or found on the context by ``model_id``; None if there is neither."""
+        """The given model, or the context's model ``model_id``; None if there is neither."""
         return self._async.model
 
     @model.setter
@@ -183,7 +184,7 @@ class WeightSyncScheme(BlockingTwin):
 
     @property
     def context_is_gone(self) -> bool:
-        """Whether there was a context that has been freed."""
+        """Whether the scheme's context has been freed."""
         return self._async.context_is_gone
 
     @property
@@ -197,7 +198,7 @@ class WeightSyncScheme(BlockingTwin):
 
     @property
     def strategy(self) -> WeightStrategy:
-        """How weights are extracted and applied; one of your own is used as it is."""
+        """How weights are extracted and applied. May be set to an instance of a custom class."""
         return self._async.strategy
 
     @strategy.setter
@@ -210,12 +211,12 @@ class WeightSyncScheme(BlockingTwin):
         return self._async.strategy_str
 
     def create_transport(self, *, worker_idx: int) -> Transport:
-        """A worker's way to the sender, not open yet."""
+        """Create a worker's connection to the sender, not open yet."""
         return self._async.create_transport(worker_idx=worker_idx)
 
     @property
     def sender_enlists(self) -> bool:
-        """Whether this is a worker whose sender will have it join, and which need not connect."""
+        """Whether the sender will enlist this worker, so that it need not connect itself."""
         return self._async.sender_enlists
 
     def init_on_sender(
@@ -231,33 +232,33 @@ class WeightSyncScheme(BlockingTwin):
         num_workers: int | None = None,
         ctx: BaseContext | None = None,
     ) -> None:
-        """Say whom to send to and what. Nothing is sent yet, but workers may already connect.
+        """Set the workers and the weights to send. Nothing is sent yet, but workers may already connect.
 
-        A model that is spread over the ranks of a trainer (FSDP2, DTensors) is sent by one of them, the
-        first of its mesh. The scheme is initialised, connected and sent with on all of them, at the same
-        places of the program; the others lend their parts, and what their calls return says nothing of
-        workers. Where rank 0 or another fails, all of them raise.
+        A model that is sharded over the ranks of a trainer (FSDP2, DTensors) is sent by the first rank of its
+        mesh. Every rank initialises the scheme, connects and sends at the same places of its program. The
+        other ranks contribute their shards; their reports list no workers. If one rank fails, all of them
+        raise.
 
         Give one of: ``params_map``; ``context`` with ``model_id``; ``model`` or ``weights`` with
         ``devices``, with ``device_map_fn`` and ``num_workers``, or with ``num_workers`` alone (CPU).
 
         Args:
-            model_id: the model's name; on a context, the way to it (``"policy"``, ``"env.net"``).
+            model_id: the model's name; on a context, the path to it (``"policy"``, ``"env.net"``).
             context: an object with ``get_model(model_id)`` or the model as an attribute,
-                ``policy_device`` (one, or one per worker), ``num_workers``, ``policy_factory``. Not
-                kept alive by the scheme.
-            model: an ``nn.Module`` to send the weights of.
-            weights: a TensorDict or dict to send instead of a module's.
-            params_map: worker -> weights; workers with the very same weights share one copy.
-            devices: one per worker; workers on the same share one copy.
+                ``policy_device`` (one, or one per worker), ``num_workers``, ``policy_factory``. The scheme
+                refers to it weakly.
+            model: the ``nn.Module`` with the weights to send.
+            weights: a TensorDict or dict to send instead of a module's weights.
+            params_map: worker -> weights; workers with the same weights object share one copy.
+            devices: one per worker; workers on the same device share one copy.
             device_map_fn: takes (worker, weights) and returns the worker's weights, at each send.
-            num_workers: how many workers, numbered from 0; None, where the scheme says that it takes
-                workers as they come: any number.
+            num_workers: the number of workers, with indices from 0; None: any number, in schemes that
+                accept workers at any time.
             ctx: the multiprocessing context of the queues (MultiProcess only); default spawn, whose
                 queues work under every start method.
 
         Raises:
-            InvalidArgumentError: a mix that makes no sense; the message names what clashes.
+            InvalidArgumentError: arguments that cannot be combined; the message names them.
             AlreadyConnectedError: this scheme has a live endpoint.
         """
         self._async.init_on_sender(
@@ -280,90 +281,89 @@ class WeightSyncScheme(BlockingTwin):
         model: Any = None,
         worker_idx: int | None = None,
     ) -> None:
-        """Say which model of this process to keep in step.
+        """Set the model of this process that updates are applied to.
 
         Args:
-            model_id: the model's name, as the sender calls it.
-            context: an object that has the model, ``worker_idx``, and perhaps
+            model_id: the model's name on the sender.
+            context: an object that has the model, ``worker_idx``, and optionally
                 ``update_policy_weights_`` (sync or async), which is called with each update.
-            model: an ``nn.Module``, TensorDict or dict; with neither model nor context the weights
-                are only returned by :meth:`receive`.
+            model: an ``nn.Module``, TensorDict or dict; with neither model nor context, :meth:`receive`
+                returns the weights and they are not applied to a model.
             worker_idx: this worker's index; may also be given to :meth:`connect`.
 
         Raises:
-            InvalidArgumentError: ``context`` without ``model_id``, a worker index that is none, or a model
-                that is none.
-            AlreadyConnectedError: this object has a live endpoint; give the receiver a copy of its own.
+            InvalidArgumentError: ``context`` without ``model_id``, or an invalid worker index or model.
+            AlreadyConnectedError: this object has a live endpoint; use a copy of the scheme for the receiver.
         """
         self._async.init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
 
     init_on_worker = init_on_receiver
 
     def get_sender(self) -> WeightSender:
-        """The live sending endpoint.
+        """Return the connected sending endpoint.
 
         Raises:
-            NotConnectedError: there is none in this process.
+            NotConnectedError: this process has none.
         """
         return self._async.get_sender()
 
     def get_receiver(self) -> WeightReceiver:
-        """The live receiving endpoint.
+        """Return the connected receiving endpoint.
 
         Raises:
-            NotConnectedError: there is none in this process.
+            NotConnectedError: this process has none.
         """
         return self._async.get_receiver()
 
     @property
     def stats(self) -> SchemeStats:
-        """Figures of the live endpoint; empty before ``connect``."""
+        """Counters and timings of the connected endpoint; empty before ``connect``."""
         return self._async.stats
 
     @property
     def version(self) -> int:
-        """The version last published (sender) or in service (receiver), also after :meth:`close`; -1 before
+        """The version last published (sender) or current (receiver), also after :meth:`close`; -1 before
         ``connect``.
         """
         return self._async.version
 
     @property
     def workers(self) -> dict[int, WorkerState]:
-        """On the sender: worker -> whether it is there, its version and its lag. Else empty."""
+        """On the sender: worker -> whether it is connected, its version and its lag. Else empty."""
         return self._async.workers
 
     @property
     def ended(self) -> str | None:
-        """On a receiver: why nothing more will come, also after :meth:`close`; None as long as the sender is
-        there.
+        """On a receiver: why no more updates will come, also after :meth:`close`; None while there is a
+        sender.
         """
         return self._async.ended
 
     @property
     def worker_versions(self) -> dict[int, int]:
-        """On the sender: worker -> the version it last acknowledged, -1 for none. Else empty."""
+        """On the sender: worker -> the version that it last acknowledged, or -1. Else empty."""
         return self._async.worker_versions
 
     @property
     def weights(self) -> Any:
-        """The weights in service here (receiver) or last published (sender), in the strategy's form;
-        before ``connect`` the model's own. Read only.
+        """The current weights (receiver) or those last published (sender), in the strategy's form; before
+        ``connect`` the model's. Read only.
         """
         return self._async.weights
 
     @property
     def sender_transports(self) -> dict[int, Transport]:
-        """On the sender: worker -> its connection, for those that are connected."""
+        """On the sender: worker -> its connection, for the connected workers."""
         return self._async.sender_transports
 
     @property
     def receiver_transport(self) -> Transport | None:
-        """On a receiver: its connection."""
+        """On a receiver: the connection to the sender."""
         return self._async.receiver_transport
 
     @property
     def shared_transport(self) -> Listener | None:
-        """On the sender: where its workers connect."""
+        """On the sender: the listener that its workers connect to."""
         return self._async.shared_transport
 
     @property
@@ -388,12 +388,12 @@ class WeightSyncScheme(BlockingTwin):
 
     @classmethod
     def from_backend(cls, backend: str, **kwargs: Any) -> Any:
-        """Make the scheme that goes by this name.
+        """Create the scheme with this backend name.
 
         Args:
             backend: ``none`` or ``direct``, ``shared`` or ``thread``, ``process`` or
                 ``multiprocessing``, ``tcp``, ``distributed``, ``rpc``, ``ray``, ``ray_module``, ``memory``.
-            kwargs: its constructor's arguments.
+            kwargs: the constructor's arguments.
 
         Raises:
             InvalidArgumentError: there is no such backend.
@@ -411,35 +411,36 @@ class WeightSyncScheme(BlockingTwin):
     ) -> SendReport:
         """Publish the next version.
 
-        Where workers refuse, are lost or do not answer in time, the others are updated all the same; the
-        error that is raised then says in its ``report`` who.
+        If workers refuse, are lost or do not answer in time, the others are updated all the same. The
+        raised error's ``report`` lists the result of each worker.
 
         Args:
             weights: an ``nn.Module``, TensorDict, dict (flat or nested), a dotted path on the context,
                 or None for the model or context that ``init_on_sender`` was given. With
                 ``per_worker_weights`` also a dict of worker -> weights.
-            worker_ids: whom to update: None for all, an index or a list.
-            wait: whether to return only when they have applied it; None: the scheme's ``sync``.
-            strict: whether every entry has to be there. Otherwise a subset will do (adapters, one
-                head), and the rest keep their values.
+            worker_ids: the workers to update: None for all, an index or a list.
+            wait: whether to wait until they have applied the version; None: the scheme's ``sync``.
+            strict: whether every entry must be given. With False a subset is enough (adapters, one
+                head), and the other entries keep their values.
             timeout: seconds; None: the scheme's.
 
         Returns:
-            What each worker did. Without waiting, that it was told.
+            The result of each worker. Without ``wait``, whether it was notified.
 
         Raises:
-            NotConnectedError: ``connect`` first.
-            UnknownWorkerError: a worker that this scheme does not serve.
-            LayoutMismatchError: the weights do not fit; found here, nothing was sent.
-            RemoteApplyError, LayoutMismatchError: a worker refused and kept what it had.
-            WorkerLostError: workers are gone.
+            NotConnectedError: the scheme is not connected.
+            UnknownWorkerError: ``worker_ids`` has a worker that this scheme does not serve.
+            LayoutMismatchError: the weights do not fit the layout; nothing was sent.
+            RemoteApplyError, LayoutMismatchError: a worker refused and kept its version.
+            WorkerLostError: workers were lost.
             SyncTimeoutError: workers did not answer in time.
         """
         return portal().call(self._async.send, weights, worker_ids, wait=wait, strict=strict, timeout=timeout)
 
     def wait_ack(self, worker_ids: int | list[int] | None = None, timeout: float | None = None) -> SendReport:
-        """Wait until workers run on what was last published to them. Raises as :meth:`send` does, also
-        for what they refused since.
+        """Wait until workers have applied the last version published to them.
+
+        Raises as :meth:`send` does, also for updates that workers have refused since the last call.
         """
         return portal().call(self._async.wait_ack, worker_ids, timeout)
 
@@ -450,13 +451,13 @@ class WeightSyncScheme(BlockingTwin):
         strategy: WeightStrategy | None = None,
         context: Any = None,
     ) -> Any:
-        """The weights that :meth:`send` would send, in the strategy's form, not copied.
+        """Return the weights that :meth:`send` would send, in the strategy's form, not copied.
 
         Args:
             weights: as for :meth:`send`.
-            model_id: the model to take where no weights are given; None: this one's.
-            strategy: how to extract them; None: the scheme's.
-            context: where to look models up; None: the scheme's.
+            model_id: the model to use if no weights are given; None: the scheme's.
+            strategy: how to extract the weights; None: the scheme's.
+            context: the object to look models up on; None: the scheme's.
 
         Raises:
             InvalidArgumentError: there is nothing to send.
@@ -467,52 +468,54 @@ class WeightSyncScheme(BlockingTwin):
     def receiving(self) -> AbstractContextManager[None]:
         """Run the receiver task beside the body: ``with scheme.receiving(): ...``.
 
-        Updates are committed on this event loop, between the body's awaits.
+        Updates are committed on this event loop, while the body awaits.
 
         Raises:
-            NotConnectedError: ``connect`` first.
-            WorkerLostError: the sender went without a goodbye, or let this worker go: the body is cancelled.
-                (With a goodbye it goes on; see :attr:`ended`.)
+            NotConnectedError: the scheme is not connected.
+            WorkerLostError: the sender was lost, or removed this worker: the body is cancelled. (If the
+                sender closed in order, the body continues; see :attr:`ended`.)
         """
         return self._blocking_receiving()
 
     def receive(self, timeout: float | None = None) -> Any:
-        """The weights of an update that no call before has returned, once they are in service, or None if
-        none came in time. Beside :meth:`receiving` several may have come meanwhile: it is the newest.
+        """Wait for the next update and return its weights once they are applied; None if none came in time.
+
+        No update is returned twice. If :meth:`receiving` has applied several, this returns the newest.
 
         Returns:
-            A TensorDict or dict, by the strategy, that views the weights in service; read only, and only
-            until the next version or the end of this endpoint.
+            A TensorDict or dict, by the strategy, that views the current weights. It is read only, and
+            valid until the next version or until this endpoint is closed.
 
         Raises:
-            NotConnectedError: ``connect`` first.
+            NotConnectedError: the scheme is not connected.
             WorkerLostError: the sender has gone.
         """
         return portal().call(self._async.receive, timeout)
 
     def pinned(self, timeout: float | None = None) -> AbstractContextManager[int]:
-        """Keep the version in service for the length of the body: ``with scheme.pinned() as version``.
+        """Keep the current version until the body ends: ``with scheme.pinned() as version``.
 
-        Put it around whatever awaits in the middle of a forward pass, or runs it in a thread. A commit
-        that waits lets no new body begin, so keep it short.
+        Use it around a forward pass that awaits or runs in a thread. Keep the body short: while a commit
+        waits, no other body can begin.
 
         Raises:
-            NotConnectedError: ``connect`` first.
-            SyncTimeoutError: a waiting commit was held up by other bodies until the timeout.
+            NotConnectedError: the scheme is not connected.
+            SyncTimeoutError: other bodies blocked a waiting commit until the timeout.
         """
         return self._blocking_pinned(timeout)
 
     def rebind(self, *, model: Any = None, context: Any = None) -> None:
-        """On a connected receiver: go on with another model (a copy on another device, say), which gets the
-        weights in service; or tell another context of updates from now on. What is not given stays.
+        """Replace a connected receiver's model (by a copy on another device, say), its context, or both.
+
+        The new model gets the current weights. The new context is notified of all later updates.
 
         Args:
-            model: an ``nn.Module``, TensorDict or dict with the names and shapes of the one before.
-            context: as for :meth:`init_on_receiver`; the model is not looked up there.
+            model: an ``nn.Module``, TensorDict or dict with the old model's names and shapes; None: keep it.
+            context: as for :meth:`init_on_receiver`, but the model is not looked up on it; None: keep it.
 
         Raises:
-            NotConnectedError: ``connect`` first.
-            LayoutMismatchError: the sender's weights do not fit the model; the one before goes on.
+            NotConnectedError: the scheme is not connected.
+            LayoutMismatchError: the sender's weights do not fit the model; the old model stays.
         """
         portal().call(self._async.rebind, model=model, context=context)
 
@@ -524,8 +527,8 @@ class WeightSyncScheme(BlockingTwin):
         """Apply weights to this receiver's model by hand. No version is counted.
 
         Raises:
-            NotInitializedError: not a receiver, or one without a model.
-            LayoutMismatchError: they do not fit.
+            NotInitializedError: this is not a receiver, or it has no model.
+            LayoutMismatchError: the weights do not fit the model.
         """
         self._async.apply_weights(weights, inplace)
 
@@ -535,26 +538,25 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     One copy into shared memory per update and device, which all workers view.
 
-    The trainer's weights are copied once into a free slot of an arena; workers are notified over a Unix
-    socket and re-point their parameters at it. So four workers cost what one does, and no worker ever
-    reads a slot that is being written. On CUDA devices the arena lies on the device and is shared by
-    CUDA IPC.
+    The sender copies the weights once into a free slot of an arena. It notifies the workers over a Unix
+    socket, and they re-point their parameters at the slot. The cost does not depend on the number of workers,
+    and no worker reads a slot that is being written. On CUDA devices the arena is in the device's memory and
+    shared by CUDA IPC.
 
     Memory: two slots of the model's size, a third while a worker is behind, whatever the number of
-    workers. More only while workers that hang, or that later sends are not addressed to, each hold on
-    to a version of their own.
+    workers. Workers that hang, or that later sends do not address, may each keep one more.
 
     With ``commit="flip"`` the parameters of all workers view the same pages, and are read only by
-    contract: a worker that writes into its parameters takes ``commit="copy"``. A process that a worker
+    contract: a worker that writes into its parameters needs ``commit="copy"``. A process that a worker
     forks views these pages too, and reads a mix of versions once the trainer writes: give it a deep copy of
-    the model. Buffers are the worker's own in both. A model that was found on a context that has
-    ``update_policy_weights_``, and so may be written to by that, gets memory of its own instead.
+    the model. Buffers are private to the worker in both modes. If the model was found on a context with
+    ``update_policy_weights_``, which may write to it, the model gets private memory instead.
 
     All workers are processes of this user on this machine (Linux; on other POSIX systems a worker's
     death shows by its closed socket only).
 
-    See :class:`~aiosync.WeightSyncScheme` for the arguments. ``max_slots`` and
-    ``per_worker_weights`` count here.
+    See :class:`~aiosync.WeightSyncScheme` for the arguments; ``max_slots`` and ``per_worker_weights``
+    have an effect here.
     """
 
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.SharedMemWeightSyncScheme
@@ -588,7 +590,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         )
 
     def create_transport(self, *, worker_idx: int) -> SharedMemTransport:
-        """A worker's doorbell, not open yet.
+        """Create a worker's connection, not open yet.
 
         Raises:
             NotInitializedError: the scheme was copied before ``init_on_sender`` gave it an address.
@@ -599,23 +601,22 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """The blocking twin of :class:`aiosync.MultiProcessWeightSyncScheme`.
 
-    One buffer per update, which each worker sees as its own.
+    Copies the weights once per update into a buffer, which each worker maps copy-on-write.
 
-    The trainer's weights are copied once into a buffer, whose handle goes to the workers by a
-    ``multiprocessing`` queue; each maps it copy-on-write and re-points its parameters at it. So nothing is
-    copied in a worker but the pages that it writes into, which stay its own: a worker may write into its
-    parameters. With ``commit="copy"`` they are copied into, so that they stay where they are; and buffers on
-    a CUDA device, or on other systems than Linux, each worker copies into a back slot of its own.
+    The sender passes the buffer's handle to the workers by a ``multiprocessing`` queue. Each worker maps the
+    buffer and re-points its parameters at it. A worker may write into its parameters: only the pages that it
+    writes are copied, and they are private to it. With ``commit="copy"`` the weights are copied into the
+    parameters' memory. If the buffer is on a CUDA device, or the system is not Linux, each worker copies it
+    into a back slot.
 
     Memory: two buffers of the model's size, a third while a worker is behind, whatever the number of
-    workers. More only while workers that hang, or that later sends are not addressed to, each hold on to a
-    version of their own. In a worker, what it writes into, at most once per buffer; where it copies, two
-    slots.
+    workers. Workers that hang, or that later sends do not address, may each keep one more. In a worker: the
+    pages that it writes, at most once per buffer; two slots if it copies.
 
-    A process that a worker forks sees the model change with the worker's updates, unless it is given a copy
-    of it, or ``commit="copy"``.
+    A process that a worker forks sees the model change with the worker's updates, unless it has a copy of the
+    model or the worker uses ``commit="copy"``.
 
-    Queues can only be handed to a process while it is being started, so pass the scheme to ``Process``
+    A process can only be given queues while it is being started, so pass the scheme to ``Process``
     after ``init_on_sender``. A worker that was killed can be started again in the same way. The
     queues pickle each message, as all of ``multiprocessing`` does; they are inherited, and no other
     process can write to them.
@@ -623,7 +624,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     Args:
         pipes: in place of queues, one end of a duplex ``multiprocessing.Pipe`` per worker, in order
             (or a context that has ``pipes``). They are watched without a thread and stay open.
-        on_other_message: takes (worker, message) for what arrives on a pipe and is not aiosync's; on a
+        on_other_message: takes (worker, message) for each message on a pipe that is not aiosync's; on a
             receiver the worker is its own index.
         options: see :class:`~aiosync.WeightSyncScheme`.
     """
@@ -655,10 +656,10 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     init_on_worker = init_on_receiver
 
     def create_transport(self, *, worker_idx: int) -> Transport:
-        """A worker's queues or pipe, not watched yet.
+        """Create a worker's connection over its queues or its pipe, not open yet.
 
         Raises:
-            NotInitializedError: the scheme came to this process in another way than by starting it.
+            NotInitializedError: the scheme was not passed to this process when it was started.
         """
         return self._async.create_transport(worker_idx=worker_idx)
 
@@ -666,50 +667,48 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 class TCPWeightSyncScheme(WeightSyncScheme):
     """The blocking twin of :class:`aiosync.TCPWeightSyncScheme`.
 
-    Workers on this or other machines, which connect to the sender's address.
+    Sends weights to workers on this or other machines, which connect to the sender's address.
 
-    The weights are copied once into a slot of the sender's and sent from there to all workers at the same
-    time, by a thread beside the event loop; each block carries a checksum. In the worker the bytes go
-    straight into its back slot. Nothing on the wire is pickled. At a Unix socket without TLS (on Linux) the
-    blocks do not even pass through the socket: the worker gets their positions and copies them from the
-    slot.
+    The sender copies the weights once into a slot. A thread beside the event loop sends the slot to all
+    workers at the same time; each block has a checksum. A worker receives the bytes directly into its back
+    slot. Nothing on the wire is pickled. On a Unix socket without TLS (on Linux) the worker gets the blocks'
+    positions and copies them from the sender's slot.
 
-    A worker on another machine builds the same scheme from address and token; one that is handed the
-    pickled scheme knows the real port too. Without ``num_workers=`` the sender takes workers as they come:
-    ``connect(min_workers=2)`` waits for the first two, ``scheme.workers`` tells who is there, one that
-    gives no ``worker_idx`` is given one, and one that has gone is no more waited for.
+    A worker on another machine creates the same scheme from address and token; a pickled scheme also has the
+    real port. Without ``num_workers=`` the sender accepts workers at any time: ``connect(min_workers=2)``
+    waits for the first two, ``scheme.workers`` lists the connected ones, the sender chooses the index of a
+    worker without ``worker_idx``, and it does not wait for a worker that has gone.
 
     Memory: two slots of the model's size on the sender, a third while a worker is behind, whatever the number
-    of workers (a worker that takes nothing for a second gives way when memory is needed); two slots in
+    of workers (if memory is needed, a worker that reads nothing for a second loses its version); two slots in
     each worker, and two more if it converts dtypes. Updates of some entries (``strict=False``) take a third
-    slot in each worker, and a fourth where they are about different entries: entries that were not sent stay
-    where they are.
+    slot in each worker, and a fourth if successive updates have different entries: entries that are not sent
+    keep their memory.
 
     Args:
         address: ``tcp://host:port`` (port 0: any free one, chosen in ``init_on_sender``) or
             ``unix:///path`` (for this user alone).
-        token: a secret of 16 characters or more that sender and workers have; each proves to the other
-            that it knows it. It does not encrypt: use TLS where others can read along.
-        tls: certificates; with a ``cafile`` on the sender workers have to show one too.
-        codec: what travels, all of it bit-exact: ``"full"``, the bytes as they are; ``"zstd"``, compressed;
-            ``"delta"``, what has changed against the version that the worker acknowledged, compressed, or
-            all of it where the worker has none or that is no smaller. Needs ``aiosync[delta]`` on both
-            sides; a worker without it gets the bytes as they are. With ``cast=torch.bfloat16`` most small
+        token: a secret of 16 characters or more. Sender and workers prove to each other that they have it.
+            It does not encrypt: use TLS on networks that others can read.
+        tls: certificates; with a ``cafile`` on the sender, workers need a certificate too.
+        codec: how weights are encoded, always bit-exact: ``"full"``, unchanged; ``"zstd"``, compressed;
+            ``"delta"``, the difference from the version that the worker acknowledged, compressed, or all
+            bytes if the worker has no version or the difference is no smaller. Needs ``aiosync[delta]`` on
+            both sides; a worker without it gets the bytes unchanged. With ``cast=torch.bfloat16`` most small
             updates change few elements.
-        reconnect_for: seconds for which a worker that has lost the sender tries to find it again, beside
-            acting with the version that it has; 0: not at all. A sender that was started anew counts its
-            versions from its ``first_version``, and so does the worker then, which says so.
-        on_sender_close: what a worker does when the sender closes in order. ``"stop"``: it stops receiving,
-            and the version that it has stays in service. ``"wait"``: it looks for a sender for
-            ``reconnect_for`` seconds, as if the connection had been lost; so it follows a trainer that is
-            started again.
+        reconnect_for: seconds for which a worker that has lost the sender tries to find it again, while it
+            keeps its version; 0: it does not try. A restarted sender numbers its versions from its
+            ``first_version``, and the worker then logs this and does the same.
+        on_sender_close: what a worker does when the sender closes in order. ``"stop"``: it stops receiving
+            and keeps its version. ``"wait"``: it looks for a sender for ``reconnect_for`` seconds, as after a
+            lost connection, and so finds a restarted trainer.
         insecure: listen to other machines with neither a token nor mutual TLS.
-        max_connections: how many workers a sender takes at a time. A further one tries again until its
+        max_connections: the most workers that a sender serves at a time. Further ones retry until their
             timeout.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
-        InvalidArgumentError: an address that is none, a token that is too short.
+        InvalidArgumentError: an invalid address or argument, or a token that is too short.
     """
 
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.TCPWeightSyncScheme
@@ -742,11 +741,11 @@ class TCPWeightSyncScheme(WeightSyncScheme):
 
     @property
     def address(self) -> str:
-        """Where the sender listens; after ``init_on_sender`` with the real port."""
+        """The sender's address; with the real port after ``init_on_sender``."""
         return self._async.address
 
     def create_transport(self, *, worker_idx: int) -> TCPTransport:
-        """A worker's connection, not open yet.
+        """Create a worker's connection, not open yet.
 
         Raises:
             InvalidArgumentError: the address has no port yet.
@@ -757,45 +756,42 @@ class TCPWeightSyncScheme(WeightSyncScheme):
 class DistributedWeightSyncScheme(WeightSyncScheme):
     """The blocking twin of :class:`aiosync.DistributedWeightSyncScheme`.
 
-    Workers of a job that has torch.distributed: weights go from rank to rank, in a few flat buckets.
+    Sends weights by torch.distributed, from rank to rank, in a few flat buckets.
 
-    The sender is rank 0, worker ``i`` is rank ``i + 1``. Each worker and the sender make a process group of
-    their own, beside whatever groups the job has: none of those is used, replaced or waited for, and none
-    is needed. A worker on the sender's machine is sent nothing: like one of
-    :class:`~aiosync.SharedMemWeightSyncScheme` it views the sender's slots, which are shared memory.
-    (It is the worker that finds out whether it can read them: one in another container may not.)
+    The sender is rank 0, worker ``i`` is rank ``i + 1``. The sender and each worker create a separate process
+    group. The job's own groups are not needed, used, replaced or waited for. A worker on the sender's machine
+    views the sender's slots in shared memory, as with :class:`~aiosync.SharedMemWeightSyncScheme`, and no
+    weights are sent to it. (The worker tests this: in another container it may not reach the slots.)
 
-    Sender and workers meet in a store: ``store=``, or the TCPStore at ``init_method=``, or at MASTER_ADDR and
-    MASTER_PORT (so under ``torchrun`` nothing has to be given; there RANK is the worker's rank too), or one
-    that the sender starts on this machine, which the pickled scheme knows.
+    Sender and workers find each other in a store: ``store=``, the TCPStore at ``init_method=`` or at
+    MASTER_ADDR and MASTER_PORT, or one that the sender starts on this machine, whose address the pickled
+    scheme has. Under ``torchrun`` no argument is needed: RANK gives the worker's rank too.
 
-    What torch.distributed cannot do, it cannot do here: a call into it is not interrupted, it ends when the
-    other side goes on, or dies, or after ``timeout``. So a call of ours that is cancelled or reaches its
-    deadline returns at once and leaves behind, until then, a thread and the slot that it reads or writes; a
-    stopped worker keeps such a slot, beside those of the others. Whatever goes wrong in a group ends the
-    worker's connection; a worker connects again by itself and gets a group of its own, as a replacement
-    does. All processes that can reach the store are trusted, as in torch.distributed itself.
+    A call into torch.distributed cannot be interrupted: it ends when the other side continues or dies, or
+    after ``timeout``. A cancelled aiosync call, or one that reaches its deadline, returns at once; until the
+    torch call ends, its thread and the slot that it reads or writes stay in use. So a stopped worker keeps
+    one more slot. Any error in a group ends the worker's connection; the worker, or its replacement, connects
+    again with a new group. All processes that can reach the store are trusted, as in torch.distributed.
 
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
-        sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
-        collective: ``"p2p"``, from the sender to each worker; ``"broadcast"``, to all workers at once where a
-            send addresses all of them and they are there, through one process group of all. In that a worker
-            that stops holds up the others, at most for ``timeout``; when one dies, weights go to each by
-            itself until :meth:`reconnect`.
-        store: a torch.distributed store that is reached from both sides.
+        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
+        collective: ``"p2p"``: from the sender to each worker. ``"broadcast"``: to all workers at once,
+            through one process group, if a send addresses all of them and all are connected. A stopped
+            worker then blocks the others, for ``timeout`` at most; after one dies, weights are sent to each
+            worker separately until :meth:`reconnect`.
+        store: a torch.distributed store that both sides can reach.
         init_method: ``"env://"`` or ``"tcp://host:port"``.
         share_memory: whether workers on the sender's machine view its slots (with gloo, on Linux). Their
-            parameters are read only by contract then: one that writes into its own takes
-            ``commit="copy"``. Without it, or where one side is without it, they are sent everything.
+            parameters are then read only by contract: a worker that writes into its parameters needs
+            ``commit="copy"``. If either side has it off, all weights are sent.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
-        on_sender_close: ``"stop"``: when the sender closes in order a worker stops receiving, and the version
-            that it has stays in service. ``"wait"``: it looks for a sender in the store for ``reconnect_for``
-            seconds.
+        on_sender_close: ``"stop"``: when the sender closes in order, a worker stops receiving and keeps its
+            version. ``"wait"``: it looks for a new sender in the store for ``reconnect_for`` seconds.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
-        InvalidArgumentError: a backend that is not there, a store that is none.
+        InvalidArgumentError: the backend is not available, or ``store`` is not a store.
     """
 
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.DistributedWeightSyncScheme
@@ -827,57 +823,56 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         )
 
     def reconnect(self, *, timeout: float | None = None) -> None:
-        """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
-        replacement, and make broadcasts again in a process group of them. (Each worker has a process group of
-        its own with the sender from when it connects, and is sent everything through that meanwhile.)
+        """On the sender, after a worker was lost: wait for all workers to connect, then resume broadcasts.
+
+        The broadcasts use a new process group. Until then, the sender sends to each worker through the
+        process group that the two created when the worker connected.
 
         Raises:
-            NotConnectedError: this is no connected sender.
-            SyncTimeoutError: some did not come in time; it names them.
+            NotConnectedError: this is not a connected sender.
+            SyncTimeoutError: workers did not connect in time; the message names them.
         """
         portal().call(self._async.reconnect, timeout=timeout)
 
     def create_transport(self, *, worker_idx: int) -> DistributedTransport:
-        """A worker's connection, not open yet."""
+        """Create a worker's connection, not open yet."""
         return self._async.create_transport(worker_idx=worker_idx)
 
     @property
     def port_of_sender(self) -> int:
-        """Where the sender of this recipe listens, if it says so; another one listens elsewhere."""
+        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
         return self._async.port_of_sender
 
 
 class RPCWeightSyncScheme(WeightSyncScheme):
     """The blocking twin of :class:`aiosync.RPCWeightSyncScheme`.
 
-    Workers that the trainer reaches by torch RPC: it says where they find each other, and has objects that
-    live in other processes join; weights go from rank to rank, as with
-    :class:`~aiosync.DistributedWeightSyncScheme`.
+    Sends weights to workers that torch RPC connects, from rank to rank as
+    :class:`~aiosync.DistributedWeightSyncScheme` does.
 
-    ``rpc.init_rpc()`` is the caller's to call, before the scheme is initialised; and it is before
-    ``rpc.shutdown()`` that the scheme is to be closed, though that is not held up by it. A worker calls
-    ``init_on_receiver`` and ``connect`` as under any other scheme. Or the sender has a context with
-    ``collector_infos``, ``collector_rrefs`` and ``collector_class``, as torchrl's RPCCollector has
-    them: then :meth:`connect` has the objects that these refer to join by themselves: an endpoint is
-    made beside each, in a thread; their model is found by ``model_id``, updates are never applied in
-    the middle of its forward pass, and their ``update_policy_weights_`` is called with each.
+    The caller calls ``rpc.init_rpc()`` before initialising the scheme, and closes the scheme before
+    ``rpc.shutdown()`` (which does not wait for it). A worker calls ``init_on_receiver`` and ``connect`` as
+    with any other scheme. Or the sender's context has ``collector_infos``, ``collector_rrefs`` and
+    ``collector_class``, as torchrl's RPCCollector does. Then :meth:`connect` starts a receiver beside each
+    remote object, in a thread. It looks the model up by ``model_id``, never applies an update during the
+    model's forward pass, and calls the object's ``update_policy_weights_`` with each update.
 
-    What holds for process groups holds here too: see :class:`~aiosync.DistributedWeightSyncScheme`.
-    Besides: torch RPC does not take a new process in the place of one that has died. Such a process
-    takes no part in it; with the sender's pickled scheme it finds the sender all the same. All
-    members of the RPC group are trusted, as in torch RPC itself, which unpickles what it receives.
+    The limits of process groups apply: see :class:`~aiosync.DistributedWeightSyncScheme`. torch RPC does not
+    accept a new process in place of a dead one. Such a process finds the sender by the sender's pickled
+    scheme, without torch RPC. All members of the RPC group are trusted, as in torch RPC itself, which
+    unpickles what it receives.
 
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
-        sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
-        sender: the sender's name in torch RPC, for workers that were not given its scheme; None: rank 0's.
+        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
+        sender: the sender's name in torch RPC, for workers without the sender's scheme; None: rank 0's.
         collective: ``"p2p"`` or ``"broadcast"``, see :class:`~aiosync.DistributedWeightSyncScheme`.
-        share_memory: whether workers on the sender's machine view its slots, see there.
+        share_memory: whether workers on the sender's machine view its slots, see the same class.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
-        InvalidArgumentError: a backend that is not there.
+        InvalidArgumentError: the backend is not available.
     """
 
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RPCWeightSyncScheme
@@ -905,77 +900,77 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         )
 
     def reconnect(self, *, timeout: float | None = None) -> None:
-        """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
-        replacement, and make broadcasts again in a process group of them. (Each worker has a process group of
-        its own with the sender from when it connects, and is sent everything through that meanwhile.)
+        """On the sender, after a worker was lost: wait for all workers to connect, then resume broadcasts.
+
+        The broadcasts use a new process group. Until then, the sender sends to each worker through the
+        process group that the two created when the worker connected.
 
         Raises:
-            NotConnectedError: this is no connected sender.
-            SyncTimeoutError: some did not come in time; it names them.
+            NotConnectedError: this is not a connected sender.
+            SyncTimeoutError: workers did not connect in time; the message names them.
         """
         portal().call(self._async.reconnect, timeout=timeout)
 
     def create_transport(self, *, worker_idx: int) -> RPCWorkerTransport:
-        """A worker's connection, not open yet."""
+        """Create a worker's connection, not open yet."""
         return self._async.create_transport(worker_idx=worker_idx)
 
     @property
     def port_of_sender(self) -> int:
-        """Where the sender of this recipe listens, if it says so; another one listens elsewhere."""
+        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
         return self._async.port_of_sender
 
     def init_on_sender(self, **arguments: Any) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`; a ``context`` may have remote objects.
 
         Raises:
-            NotInitializedError: this process takes no part in torch RPC.
-            InvalidArgumentError: they are not one for each worker.
+            NotInitializedError: this process has not joined torch RPC.
+            InvalidArgumentError: the number of remote objects is not the number of workers.
         """
         self._async.init_on_sender(**arguments)
 
     @property
     def sender_enlists(self) -> bool:
-        """Whether this is a worker whose sender will have it join, and which need not connect."""
+        """Whether the sender will enlist this worker, so that it need not connect itself."""
         return self._async.sender_enlists
 
 
 class RayWeightSyncScheme(WeightSyncScheme):
     """The blocking twin of :class:`aiosync.RayWeightSyncScheme`.
 
-    Workers that are Ray actors, anywhere in the cluster.
+    Sends weights to Ray actors, anywhere in the cluster.
 
-    Each version is copied into a slot. Actors on the driver's node view that where it is; for all others it
-    is put into Ray's object store once, whatever their number, and each reads the object where it lies, on
-    its own node. Its parameters view the driver's or the store's memory until the next version, so they are
-    read only by contract. The driver releases an object when the last actor has read it. Ray keeps it as
-    long as a process views it. (What has at most 256 KiB is sent as it is.) A small actor of our own, one for
-    each driver, has the references: so an actor is sent updates, and applies them, also in the middle of a
-    method of its own that never returns.
+    Each version is copied into a slot. Actors on the driver's node view the slot. For all other actors the
+    version is put into Ray's object store once, and each actor views the object on its node. An actor's
+    parameters view this memory until the next version, so they are read only by contract. The driver releases
+    an object when the last actor has read it; Ray keeps it as long as a process views it. (Weights of at most
+    256 KiB are sent in the update message.) A small helper actor, one per driver, has the object references,
+    so an actor can apply updates while one of its methods runs, even one that never returns.
 
-    ``ray.init()`` is the caller's to call. An actor of any kind is made a worker by the sender's ``connect``:
-    it needs the model, as ``actor.policy`` or ``actor.get_model("policy")``; no update lands in a running
-    forward pass of that. If it has ``update_policy_weights_``, that is called with each update, and the
-    model gets memory of its own. Or an actor makes its endpoint itself, from the pickled scheme.
+    The caller calls ``ray.init()``. The sender's ``connect`` turns any actor into a worker. The actor needs
+    the model, as ``actor.policy`` or ``actor.get_model("policy")``; no update is applied during the model's
+    forward pass. If the actor has ``update_policy_weights_``, it is called with each update, and the model
+    gets private memory. An actor may also create its endpoint itself, from the pickled scheme.
 
-    Besides Ray's calls there is a connection from each actor to the sender's node, by which its end is
-    noticed, and what both sides say to each other goes; it is authenticated by a token that travels with
-    the scheme. Who may call the cluster's actors is trusted, as in Ray itself, which unpickles what comes.
+    Besides Ray's calls each actor opens a connection to the sender's node. It carries both sides' messages,
+    shows the end of the actor, and is authenticated by a token that is pickled with the scheme. Every process
+    that may call the cluster's actors is trusted, as in Ray itself, which unpickles what it receives.
 
     Args:
-        tensor_transport: how Ray moves objects: ``"object_store"``, or ``"nixl"`` for what Ray itself does
-            with that (actors need ``enable_tensor_transport=True``).
-        sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
-        data_plane: what moves the bytes: ``"object_store"``; ``"tcp"``, as
+        tensor_transport: how Ray moves objects: ``"object_store"``, or ``"nixl"`` for Ray's own support of
+            NIXL (actors need ``enable_tensor_transport=True``).
+        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
+        data_plane: how the bytes are moved: ``"object_store"``; ``"tcp"``, as
             :class:`~aiosync.TCPWeightSyncScheme`; ``"distributed"``, as
-            :class:`~aiosync.DistributedWeightSyncScheme`, without anything to be set up.
+            :class:`~aiosync.DistributedWeightSyncScheme`, without any setup.
         backend: of torch.distributed, with ``data_plane="distributed"``.
-        collective: the same.
+        collective: ``"p2p"`` or ``"broadcast"``, with ``data_plane="distributed"``.
         share_memory: whether actors on the driver's node view its memory; not with ``data_plane="tcp"``.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
-        InvalidArgumentError: an argument that is none, or nixl where that is not installed.
+        InvalidArgumentError: an invalid argument, or nixl is not installed.
     """
 
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RayWeightSyncScheme
@@ -1005,18 +1000,19 @@ class RayWeightSyncScheme(WeightSyncScheme):
         )
 
     def reconnect(self, *, timeout: float | None = None) -> None:
-        """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
-        replacement, and make broadcasts again in a process group of them. (Each worker has a process group of
-        its own with the sender from when it connects, and is sent everything through that meanwhile.)
+        """On the sender, after a worker was lost: wait for all workers to connect, then resume broadcasts.
+
+        The broadcasts use a new process group. Until then, the sender sends to each worker through the
+        process group that the two created when the worker connected.
 
         Raises:
-            NotConnectedError: this is no connected sender.
-            SyncTimeoutError: some did not come in time; it names them.
+            NotConnectedError: this is not a connected sender.
+            SyncTimeoutError: workers did not connect in time; the message names them.
         """
         portal().call(self._async.reconnect, timeout=timeout)
 
     def create_transport(self, *, worker_idx: int) -> RayWorkerTransport:
-        """A worker's connection, not open yet.
+        """Create a worker's connection, not open yet.
 
         Raises:
             NotInitializedError: the scheme was copied before ``init_on_sender`` was called.
@@ -1025,7 +1021,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
 
     @property
     def port_of_sender(self) -> int:
-        """Where the sender of this recipe listens, if it says so; another one listens elsewhere."""
+        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
         return self._async.port_of_sender
 
     def init_on_sender(
@@ -1038,35 +1034,36 @@ class RayWeightSyncScheme(WeightSyncScheme):
         """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.
 
         Args:
-            actors: handles; None: the ``remote_collectors`` of a ``context`` that has some.
-            remote_collectors: as torchrl's ``RayCollector`` gives them: it has each of them make its endpoint
-                itself. ``context`` is then only told.
-            arguments: see there.
+            actors: handles; None: the context's ``remote_collectors``, if it has them.
+            remote_collectors: as torchrl's ``RayCollector`` gives them. Each of them creates its endpoint
+                itself; ``context`` is then not searched for models or workers.
+            arguments: those of :meth:`WeightSyncScheme.init_on_sender`.
 
         Raises:
-            NotInitializedError: this process takes no part in a Ray cluster.
-            InvalidArgumentError: they are not one for each worker.
+            NotInitializedError: this process is not connected to a Ray cluster.
+            InvalidArgumentError: the number of actors is not the number of workers.
         """
         self._async.init_on_sender(actors=actors, remote_collectors=remote_collectors, **arguments)
 
     def add_worker(self, actor: Any, worker_idx: int | None = None, *, timeout: float | None = None) -> int:
-        """On the connected sender: make a worker of another actor, or of one in the place of a lost one that
-        Ray does not start again, and wait until it runs on the newest version.
+        """On the connected sender: add an actor as a worker, and wait until it has the newest version.
+
+        The actor may replace a lost one that Ray does not restart.
 
         Args:
-            actor: its handle.
-            worker_idx: which worker it is to be; None: the next.
+            actor: the actor's handle.
+            worker_idx: the worker's index; None: the next.
             timeout: seconds; None: the scheme's.
 
         Returns:
-            Its index.
+            The worker's index.
 
         Raises:
-            NotConnectedError: ``connect`` first.
-            InvalidArgumentError: that worker is connected.
-            RemoteApplyError, LayoutMismatchError: it has no such model.
-            WorkerLostError: it is gone.
-            SyncTimeoutError: it did not come in time.
+            NotConnectedError: the scheme is not connected.
+            InvalidArgumentError: a worker with this index is connected.
+            RemoteApplyError, LayoutMismatchError: the actor has no such model.
+            WorkerLostError: the actor is gone.
+            SyncTimeoutError: the actor did not connect in time.
         """
         return portal().call(self._async.add_worker, actor, worker_idx, timeout=timeout)
 
@@ -1074,28 +1071,28 @@ class RayWeightSyncScheme(WeightSyncScheme):
 class RayModuleTransformScheme(WeightSyncScheme):
     """The blocking twin of :class:`aiosync.RayModuleTransformScheme`.
 
-    Models that live inside Ray actors, as in torchrl's ``RayModuleTransform``: actors with
+    Sends weights to models inside Ray actors, as in torchrl's ``RayModuleTransform``: actors with
     ``_update_weights_tensordict(params=)`` or ``_update_weights_state_dict(state_dict=)``.
 
-    Each update is one call of that method in the actor's process, of the newest weights, all at once and
-    between two forward passes of the actor's ``module``, if it has one under that name. What the method is
-    given views Ray's object store: as parameters of a TensorDict that it may put in place of the module's,
-    and that is read only. Where it raises it is called again, with what was in service before, and
-    the sender gets the error. All else is as with :class:`RayWeightSyncScheme`.
+    Each update is one call of that method in the actor's process, with all of the newest weights. The call
+    happens between two forward passes of the actor's ``module``, if it has that attribute. The weights view
+    Ray's object store and are read only; a TensorDict has them as parameters, so that the method may put it
+    in place of the module's. If the method raises, it is called again with the previous weights, and the
+    sender gets the error. All else is as with :class:`RayWeightSyncScheme`.
 
-    The actors are found by ``init_on_sender(actors=...)``, which takes handles and what has one as
-    ``_actor``; by ``context=`` with ``model_id=``, the way to such an object (``"env.transform[0]"``); or
-    the scheme is handed to ``RayModuleTransform(weight_sync_scheme=...)`` as its blocking twin. Where
-    there are neither a model nor weights to begin with, version 0 is what the first actor has.
+    The actors are given as ``init_on_sender(actors=...)``, which takes handles and objects with a handle as
+    ``_actor``; as ``context=`` with ``model_id=``, the path to such an object (``"env.transform[0]"``); or by
+    passing the scheme's blocking twin to ``RayModuleTransform(weight_sync_scheme=...)``. If neither a model
+    nor weights are given, version 0 is the first actor's weights.
 
     Args:
         update_method: ``"tensordict"`` or ``"state_dict"``.
         tensor_transport: see :class:`RayWeightSyncScheme`.
-        sync: whether ``send`` waits until the weights are applied, where ``wait=`` does not say.
+        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
         options: see :class:`RayWeightSyncScheme`.
 
     Raises:
-        InvalidArgumentError: an argument that is none, or nixl where that is not installed.
+        InvalidArgumentError: an invalid argument, or nixl is not installed.
     """
 
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RayModuleTransformScheme
@@ -1111,18 +1108,19 @@ class RayModuleTransformScheme(WeightSyncScheme):
         self._async = aiosync.RayModuleTransformScheme(update_method, tensor_transport, sync, **options)
 
     def reconnect(self, *, timeout: float | None = None) -> None:
-        """On the sender, after a worker was lost: wait until all workers are there, the survivors and a
-        replacement, and make broadcasts again in a process group of them. (Each worker has a process group of
-        its own with the sender from when it connects, and is sent everything through that meanwhile.)
+        """On the sender, after a worker was lost: wait for all workers to connect, then resume broadcasts.
+
+        The broadcasts use a new process group. Until then, the sender sends to each worker through the
+        process group that the two created when the worker connected.
 
         Raises:
-            NotConnectedError: this is no connected sender.
-            SyncTimeoutError: some did not come in time; it names them.
+            NotConnectedError: this is not a connected sender.
+            SyncTimeoutError: workers did not connect in time; the message names them.
         """
         portal().call(self._async.reconnect, timeout=timeout)
 
     def create_transport(self, *, worker_idx: int) -> RayWorkerTransport:
-        """A worker's connection, not open yet.
+        """Create a worker's connection, not open yet.
 
         Raises:
             NotInitializedError: the scheme was copied before ``init_on_sender`` was called.
@@ -1131,7 +1129,7 @@ class RayModuleTransformScheme(WeightSyncScheme):
 
     @property
     def port_of_sender(self) -> int:
-        """Where the sender of this recipe listens, if it says so; another one listens elsewhere."""
+        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
         return self._async.port_of_sender
 
     def init_on_sender(
@@ -1147,46 +1145,47 @@ class RayModuleTransformScheme(WeightSyncScheme):
         """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.
 
         Args:
-            actors: handles, or what has one as ``_actor``; None: what ``model_id`` leads to on
-                ``context``, or the ``RayModuleTransform`` that the scheme was handed to.
-            model_id: the model's name, or the way to it on ``context``.
-            context: what has the transform.
-            model: the module whose weights are sent.
-            weights: what is sent in place of a module's.
-            arguments: see there.
+            actors: handles, or objects with a handle as ``_actor``; None: the object at ``model_id`` on
+                ``context``, or the ``RayModuleTransform`` that the scheme was passed to.
+            model_id: the model's name, or the path to it on ``context``.
+            context: the object with the transform.
+            model: the module with the weights to send.
+            weights: the weights to send instead of a module's.
+            arguments: those of :meth:`WeightSyncScheme.init_on_sender`.
 
         Raises:
-            NotInitializedError: this process takes no part in a Ray cluster.
+            NotInitializedError: this process is not connected to a Ray cluster.
             InvalidArgumentError: there is no actor.
-            AttributeError: ``model_id`` leads nowhere on ``context``.
+            AttributeError: ``context`` has nothing at ``model_id``.
         """
         self._async.init_on_sender(
             actors=actors, model_id=model_id, context=context, model=model, weights=weights, **arguments
         )
 
     def add_worker(self, actor: Any, worker_idx: int | None = None, *, timeout: float | None = None) -> int:
-        """On the connected sender: make a worker of another actor, or of one in the place of a lost one that
-        Ray does not start again, and wait until it runs on the newest version.
+        """On the connected sender: add an actor as a worker, and wait until it has the newest version.
+
+        The actor may replace a lost one that Ray does not restart.
 
         Args:
-            actor: its handle.
-            worker_idx: which worker it is to be; None: the next.
+            actor: the actor's handle.
+            worker_idx: the worker's index; None: the next.
             timeout: seconds; None: the scheme's.
 
         Returns:
-            Its index.
+            The worker's index.
 
         Raises:
-            NotConnectedError: ``connect`` first.
-            InvalidArgumentError: that worker is connected.
-            RemoteApplyError, LayoutMismatchError: it has no such model.
-            WorkerLostError: it is gone.
-            SyncTimeoutError: it did not come in time.
+            NotConnectedError: the scheme is not connected.
+            InvalidArgumentError: a worker with this index is connected.
+            RemoteApplyError, LayoutMismatchError: the actor has no such model.
+            WorkerLostError: the actor is gone.
+            SyncTimeoutError: the actor did not connect in time.
         """
         return portal().call(self._async.add_worker, actor, worker_idx, timeout=timeout)
 
     def _set_transform(self, ray_transform: Any) -> None:
-        """Called by torchrl's ``RayModuleTransform``, which is the one to update."""
+        """Set the transform to update. Called by torchrl's ``RayModuleTransform``."""
         self._async._set_transform(ray_transform)
 
     def init_on_receiver(
@@ -1197,16 +1196,16 @@ class RayModuleTransformScheme(WeightSyncScheme):
         model: Any = None,
         worker_idx: int | None = None,
     ) -> None:
-        """See :meth:`WeightSyncScheme.init_on_receiver`; done by the sender where it knows the actors.
+        """See :meth:`WeightSyncScheme.init_on_receiver`; called for every actor that the sender enlists.
 
         Args:
-            model_id: the model's name, as the sender calls it.
-            context: the actor: it has the method, and perhaps the model as ``module``.
-            model: what the method puts weights into, if it is not ``context.module``.
+            model_id: the model's name on the sender.
+            context: the actor, which has the method, and optionally the model as ``module``.
+            model: the module that the method updates, if it is not ``context.module``.
             worker_idx: this worker's index.
 
         Raises:
-            InvalidArgumentError: it has no such method.
+            InvalidArgumentError: the actor has no such method.
         """
         self._async.init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
 
@@ -1216,9 +1215,9 @@ class RayModuleTransformScheme(WeightSyncScheme):
 class NoWeightSyncScheme(WeightSyncScheme):
     """The blocking twin of :class:`aiosync.NoWeightSyncScheme`.
 
-    Moves nothing: every call succeeds at once, and no worker is ever behind.
+    Sends nothing: every call succeeds at once.
 
-    For policies without weights, and for switching synchronisation off in one place. ``send`` counts
+    For policies without weights, and to switch synchronisation off in one place. ``send`` counts
     versions all the same; a receiver's version stays 0.
 
     See :class:`~aiosync.WeightSyncScheme` for the arguments.
@@ -1255,7 +1254,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         )
 
     def init_on_sender(self, *, model_id: str | None = None, **arguments: Any) -> None:
-        """Takes anything that another scheme would take."""
+        """Accept the arguments of every other scheme."""
         self._async.init_on_sender(model_id=model_id, **arguments)
 
     def init_on_receiver(
@@ -1266,7 +1265,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         model: Any = None,
         worker_idx: int | None = None,
     ) -> None:
-        """Takes what another scheme would take."""
+        """Accept the arguments of every other scheme."""
         self._async.init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
 
     init_on_worker = init_on_receiver
@@ -1279,7 +1278,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         min_workers: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Be connected at once, with version 0."""
+        """Connect at once, with version 0."""
         self._blocking_connect(
             worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout
         )
@@ -1289,7 +1288,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._async.apply_weights(weights, inplace)
 
     def create_transport(self, *, worker_idx: int) -> Transport:
-        """There is none.
+        """Raise: this scheme has no connections.
 
         Raises:
             NotConnectedError: always.
@@ -1302,11 +1301,10 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
 
     Sender and workers in one process, each with its own copy of the scheme object.
 
-    For tests: the whole machinery runs, without a second process, and ``faults`` says what goes wrong
-    with which frame. Give each receiver ``copy.copy(scheme)``.
+    For tests: both sides run in full, without a second process. Give each receiver ``copy.copy(scheme)``.
 
     Args:
-        faults: what happens to which frames.
+        faults: the faults to inject, and the frames that they affect.
         options: see :class:`~aiosync.WeightSyncScheme`.
     """
 
@@ -1317,7 +1315,7 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
         self._async = aiosync.MemoryWeightSyncScheme(faults=faults, **options)
 
     def create_transport(self, *, worker_idx: int) -> MemoryTransport:
-        """A worker's end of a pair, not open yet.
+        """Create a worker's connection, not open yet.
 
         Raises:
             NotInitializedError: the scheme was copied before ``init_on_sender`` gave it an address.
