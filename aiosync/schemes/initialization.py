@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from multiprocessing.context import BaseContext, get_spawning_popen
-from typing import Any, ClassVar, Self
+from multiprocessing.context import BaseContext
+from typing import Any, ClassVar
 
 from tensordict import TensorDictBase
 from torch import nn
@@ -19,7 +19,7 @@ from aiosync.errors import (
 )
 from aiosync.receiver.listeners import UpdateListener
 from aiosync.schemes.contexts import first_worker, listener_for
-from aiosync.schemes.settings import SchemeSettings
+from aiosync.schemes.pickling import PickledScheme
 from aiosync.sender.sharded.gather import GatherLeader, ShardContributor
 from aiosync.sender.sharded.ranks import Shards
 from aiosync.sender.worker_plan import SenderArguments, make_plan, model_of
@@ -33,7 +33,7 @@ from aiosync.weights.sharded import mesh_of
 __all__ = ["SchemeRecipe"]
 
 
-class SchemeRecipe(SchemeSettings, ABC):
+class SchemeRecipe(PickledScheme, ABC):
     """A scheme without an endpoint: its options, its model and how it is pickled."""
 
     backends: ClassVar[tuple[str, ...]] = ()
@@ -75,48 +75,9 @@ class SchemeRecipe(SchemeSettings, ABC):
         """Whether the sender will enlist this worker, so that it need not connect itself."""
         return False
 
-    def _recipe(self, *, inherit: bool) -> dict[str, Any]:
-        """Return the fields to copy that this class adds, among them the sender's address.
-
-        Args:
-            inherit: whether the copy stays in this process or goes to a child that is being started, and so
-                may have objects that can only be inherited.
-        """
-        return {}
-
-    def _restore(self, recipe: Mapping[str, Any]) -> None:
-        """Set the fields that :meth:`_recipe` returned."""
-        return
-
     def _release(self) -> None:
         """Release what :meth:`_restore` has set. Called when an endpoint closes."""
         return
-
-    # -- pickling ------------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self._state(inherit=get_spawning_popen() is not None)
-
-    def _state(self, *, inherit: bool) -> dict[str, Any]:
-        return {
-            "spec": self._spec,
-            "model_id": self._model_id,
-            "token": self._token,
-            "strategy": self._strategy,
-            "first_worker": self._first_worker,
-            "recipe": self._recipe(inherit=inherit),
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._start(state["spec"], state["model_id"], state["token"], state["strategy"])
-        self._first_worker = state["first_worker"]
-        self._restore(state["recipe"])
-
-    def __copy__(self) -> Self:
-        """Copy the recipe, for another endpoint in this process."""
-        twin = type(self).__new__(type(self))
-        twin.__setstate__(self._state(inherit=True))
-        return twin
 
     # -- initialisation ------------------------------------------------------------------------------
 
