@@ -1,1 +1,1 @@
-"""A relay: a receiver above, a sender below."""
+"""Relays: a receiver upstream, a sender downstream."""

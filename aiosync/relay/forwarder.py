@@ -1,8 +1,8 @@
-"""A relay's upstream half: takes updates in by handing them to its workers.
+"""A relay's upstream half: applies an update by forwarding it to the relay's workers.
 
-States of one update: ROOM (a slot was taken, the fetch may go out) → ARRIVING (blocks come in, workers are
-told) → WHOLE (workers answer) → answered. If the connection or the sender gives it up while it is ARRIVING,
-what workers have of it is cut, and the version before is the newest again.
+States of one update: ROOM (a slot is reserved, the Fetch may be sent) → ARRIVING (blocks arrive, workers are
+notified) → WHOLE (workers answer) → answered. If the connection or the sender cancels an update that is
+ARRIVING, the relay cuts its transfers to the workers, and the version before is the newest again.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ __all__ = ["RelayForwarder"]
 
 
 class _Arriving(Filling):
-    """How far an update has come.
+    """The progress of an arriving update.
 
     Args:
-        checksums: of the blocks that have come.
+        checksums: of the blocks that have arrived.
     """
 
     def __init__(self, checksums: Mapping[int, int]) -> None:
@@ -58,20 +58,20 @@ class _Arriving(Filling):
         self._lock = threading.Lock()
 
     def ready(self, block: int) -> bool:
-        """Whether the block is there."""
+        """Whether the block has arrived."""
         return block < self._count
 
     @property
     def whole(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether all blocks have arrived."""
         return self._over
 
     def checksum(self, block: int) -> int:
-        """What was said of the block, and found to be so."""
+        """Return the block's checksum, which has been verified."""
         return self._checksums[block]
 
     def on_more(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when more has come."""
+        """Call ``callback`` when more blocks have arrived."""
         with self._lock:
             if not self._over:
                 self._waiting.append(callback)
@@ -79,7 +79,7 @@ class _Arriving(Filling):
         callback()
 
     def advance(self, count: int, *, over: bool = False) -> None:
-        """So many blocks are there; ``over``: there will be no more."""
+        """Record that the first ``count`` blocks have arrived; ``over``: these are all."""
         with self._lock:
             self._count, self._over = count, over
             waiting, self._waiting = self._waiting, []
@@ -88,11 +88,11 @@ class _Arriving(Filling):
 
 
 class _RelayLanding(StreamInbound):
-    """Lands updates in slots that the downstream side has taken for them. Called in the connection's thread.
+    """Receives updates into slots of the downstream side. Called in the connection's thread.
 
     Args:
-        layout: what a slot holds.
-        owner: told, on the event loop, when an update begins and when it is given up.
+        layout: the layout of a slot.
+        owner: notified, on the event loop, when an update begins and when it is cancelled.
     """
 
     def __init__(self, layout: Layout, owner: RelayForwarder) -> None:
@@ -103,10 +103,10 @@ class _RelayLanding(StreamInbound):
         self.front: Slot | None = None
 
     def prepare(self) -> None:
-        """Nothing: the slots are the downstream side's."""
+        """Do nothing: the downstream side allocates the slots."""
 
     def reserve(self) -> None:
-        """Nothing."""
+        """Do nothing, as in :meth:`prepare`."""
 
     def _slots(self) -> tuple[Slot | None, Slot | None]:
         return self.next, self.front
@@ -121,7 +121,7 @@ class _RelayLanding(StreamInbound):
         self._fill_up_to(chunk.block)
         super().placed(chunk)
         if self._damage is None:
-            # Not the last one: workers must not have all of it before it is known to be right.
+            # Withhold the last block until the digest is verified.
             self._arriving.advance(min(chunk.block + 1, self._blocks - 1))
 
     def finish(self, end: End) -> None:
@@ -136,19 +136,19 @@ class _RelayLanding(StreamInbound):
         self._owner.post(self._owner.aborted)
 
     def make_room(self, names: Collection[str]) -> Collection[str]:
-        """Nothing: the downstream side has taken a slot."""
+        """Do nothing: the downstream side has reserved a slot."""
         return ()
 
     def committed(self, names: Collection[str] | None) -> None:
-        """The newest is what the next may build on."""
+        """Make the committed slot the base of the next update."""
         self.front = self._slot
 
 
 class RelayForwarder(Applier):
-    """The upstream side's applier: hands updates on instead of applying them.
+    """The upstream side's applier: forwards updates instead of applying them to a model.
 
     Args:
-        parts: the downstream side.
+        parts: the parts of the downstream side.
         model_id: the model's name.
 
     Attributes:
@@ -164,10 +164,10 @@ class RelayForwarder(Applier):
         self._layout: Layout | None = None
         self._group: WorkerGroup | None = None
         self._publisher: Publisher | None = None
-        # Where the next update goes; and the slot that is leased for it.
+        # Receives updates; and the slot that is leased for the next one.
         self._landing: _RelayLanding | None = None
         self._write: SlotWrite | None = None
-        # The version that is arriving, or that workers have not answered for.
+        # The version that is arriving, or that workers have not answered yet.
         self._publication: Publication | None = None
         self._listener = parts.listener
         self._transfer = parts.transfer
@@ -183,7 +183,7 @@ class RelayForwarder(Applier):
         )
         self._id = self.registry.via[-1]
         self._away = self.registry.away = AwayWorkers(parts.reconnect_for)
-        # What commit() waits for, and since when.
+        # The acknowledgements that commit() waits for, and the loop time when it began.
         self._acks: PendingAcks | None = None
         self._since = 0.0
 
@@ -198,11 +198,11 @@ class RelayForwarder(Applier):
         self.registry.via = (*via, self._id)
 
     def follow_another(self) -> None:
-        """Another trainer: its versions begin anew, and workers must know that."""
+        """Follow another trainer. Its version numbers start again, so the workers are notified."""
         super().follow_another()
         self.aborted()
         self.registry.begin_anew("the relay follows another sender")
-        # A worker that comes back waits for the new sender's first version, and must not get an older one.
+        # A worker that reconnects waits for the new sender's first version and must not get an older one.
         if self._group is not None and self._landing is not None:
             self._group.forget_newest()
             self._landing.front = None
@@ -240,47 +240,47 @@ class RelayForwarder(Applier):
         self._landing.attach(transport)
 
     async def open_downstream(self) -> None:
-        """Let workers in; the layout is known."""
+        """Accept workers. Called when the layout is known."""
         assert self._group is not None
         await self._host.start()
         await self.registry.open(self._host, [self._group])
 
     def post(self, callback: Callable[..., None], *args: object) -> None:
-        """Call back on the event loop."""
+        """Call ``callback`` on the event loop, from another thread."""
         try:
             self._home.call_soon_threadsafe(callback, *args)
         except RuntimeError:
-            return  # it is closed
+            return  # the event loop is closed
 
     # -- room -----------------------------------------------------------------------------------------
 
     @property
     def may_fetch(self) -> bool:
-        """Whether a slot has been taken for the next update."""
+        """Whether a slot is reserved for the next update."""
         return self._write is not None
 
     async def make_room(self) -> None:
-        """Take a slot for the next update."""
+        """Reserve a slot for the next update."""
         group, landing = self._group, self._landing
         assert group is not None and landing is not None
         deadline = Deadline.after(self._options.seconds(None))
         write = await group.begin_fill(set(self.registry.workers), deadline)
         if write.slot is landing.front:
-            landing.front = None  # no worker had fetched it, and now it is written over
+            landing.front = None  # no worker has fetched this version; the next one overwrites it
         self._write, landing.next = write, write.slot
 
     @property
     def have(self) -> int:
-        """The version that the next may build on."""
+        """The version that the next update may be encoded against; -1: none."""
         return self.version if self._landing is not None and self._landing.front is not None else -1
 
     # -- arriving: posted by the connection's thread ----------------------------------------------------
 
     def started(self, update: Update, arriving: _Arriving) -> None:
-        """The first bytes of an update are about to come: tell the workers."""
+        """Notify the workers of an update whose first bytes are about to arrive."""
         write, publisher = self._write, self._publisher
         assert write is not None and publisher is not None
-        self._settle()  # the one before, which came whole just when the link broke
+        self._settle()  # the update before, if the link broke just after it had arrived
         self._write = None
         write.begun, write.copying = True, arriving
         if update.names is not None and update.base == self.version:
@@ -293,19 +293,19 @@ class RelayForwarder(Applier):
         publisher.announce(self._publication, fallback=True)
 
     def forget(self) -> None:
-        """This version was here before, and has been sent again."""
+        """Discard an update that the relay has already, and that was sent again."""
         super().forget()
         self._settle()
 
     def _settle(self) -> None:
-        """All workers have answered, or are not awaited: the slot of the version before can be written."""
+        """End the publication, so that the slot of the version before can be written."""
         publication, self._publication = self._publication, None
         if publication is not None:
-            # The trainer knows that this version is here.
+            # The trainer has been told that the relay has this version, so it cannot be withdrawn.
             publication.publisher.settle(publication, may_withdraw=False)
 
     def aborted(self) -> None:
-        """What was arriving will not come whole."""
+        """Cancel the update that was arriving."""
         publication, self._publication = self._publication, None
         if publication is None:
             return
@@ -317,7 +317,7 @@ class RelayForwarder(Applier):
     # -- whole ----------------------------------------------------------------------------------------
 
     async def stage(self, pending: PendingUpdate) -> None:
-        """Check the update: its blocks are in the slot."""
+        """Check the update. Its blocks are in the slot already."""
         if self._landing is None:
             raise NotConnectedError("this relay was closed before an update was whole")
         _, views = self._landing.find(pending.update)
@@ -327,10 +327,10 @@ class RelayForwarder(Applier):
         return pending.staged is not None
 
     async def commit(self, pending: PendingUpdate, on_wait: Callable[[], None]) -> None:
-        """Wait for the workers.
+        """Wait until the workers have answered.
 
         Raises:
-            DownstreamError: some of them refused, were lost or did not answer; the others have the version.
+            DownstreamError: workers refused, were lost or did not answer; the others have the version.
         """
         publication = self._publication
         if publication is None or publication.acks is None or self._landing is None:
@@ -358,11 +358,11 @@ class RelayForwarder(Applier):
         pending.committed = True
 
     def overtake(self) -> None:
-        """Workers that do not answer hold the others up no longer than they would at the sender itself."""
+        """Stop waiting for silent workers after as long as a sender would wait: a newer update is due."""
         self._hurry()
 
     def disconnected(self) -> None:
-        """The relay connects again without waiting for workers that do not answer."""
+        """Stop waiting for silent workers, so that the relay can connect again."""
         self._hurry()
 
     def _hurry(self) -> None:
@@ -370,7 +370,7 @@ class RelayForwarder(Applier):
             self._home.call_at(self._since + LATE_AFTER, self._acks.give_up)
 
     async def close(self) -> None:
-        """Say goodbye downstream."""
+        """Close the downstream side."""
         self._listener.stop()
         if self._publisher is not None:
             await self._publisher.stop()

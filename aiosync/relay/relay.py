@@ -1,8 +1,8 @@
 """A node between a trainer and its workers, which passes on each block as it arrives.
 
-Upstream it is a worker, downstream a sender. An update lands in a slot of the downstream side, and as soon
-as it begins to come the workers are told: they fetch it from that slot, block by block, while the rest is
-still on its way. When all of them have answered, the relay answers.
+Upstream the relay is a worker, downstream a sender. It receives an update into a slot of the downstream side
+and notifies its workers at the first block. They fetch from that slot, block by block, while the rest is
+still arriving. The relay acknowledges the update when all of them have.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = logging.getLogger("aiosync")
 
 
 class WeightRelay(AsyncResource):
-    """Takes a trainer's updates and hands them on to workers of its own, block by block as they arrive.
+    """Receives a trainer's updates and forwards them to its workers, block by block as they arrive.
 
-    So a trainer with one uplink feeds many hosts as a tree: it sends one copy to each relay, whatever the
+    A trainer with one uplink can so feed many hosts as a tree: it sends one copy to each relay, whatever the
     number of workers below. To the trainer a relay is one worker, which has applied an update when all of
-    its own have; relays may stand below relays. ::
+    the relay's workers have. A relay may follow another relay. ::
 
         upstream = aiosync.TCPWeightSyncScheme("tcp://trainer:5555", token=token)
         downstream = aiosync.TCPWeightSyncScheme("tcp://0.0.0.0:5556", token=token)
@@ -41,8 +41,8 @@ class WeightRelay(AsyncResource):
 
     Args:
         upstream: how to reach the trainer, or the relay above.
-        downstream: where to listen, and how updates are encoded from here on.
-        model_id: the model, as the trainer calls it.
+        downstream: where to listen, and how to encode updates for the workers.
+        model_id: the model's name on the trainer.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class WeightRelay(AsyncResource):
         self._downstream = downstream
         self._model_id = model_id
         self._parts = relay_parts(downstream, model_id)
-        # Whether the listener of these was closed.
+        # Whether the listener in _parts was closed.
         self._closed = False
         self._applier: RelayForwarder | None = None
         self._receiver: WeightReceiver | None = None
@@ -64,28 +64,28 @@ class WeightRelay(AsyncResource):
 
     @property
     def address(self) -> str:
-        """Where workers connect."""
+        """The address that workers connect to."""
         return self._downstream.address
 
     @property
     def version(self) -> int:
-        """The newest version that all workers here have answered for; -1 before the first."""
+        """The newest version that all of the relay's workers have answered; -1 before the first."""
         return self._receiver.version if self._receiver is not None else -1
 
     @property
     def workers(self) -> dict[int, WorkerState]:
-        """Who is connected here."""
+        """The relay's workers: index -> state."""
         if self._applier is None:
             return {}
         return self._applier.registry.states(self.version)
 
     @property
     def ended(self) -> str | None:
-        """Why nothing more will come, or None as long as there is a trainer."""
+        """Why no more updates will come; None while there is a trainer."""
         return self._receiver.ended if self._receiver is not None else None
 
     async def connect(self, timeout: float | None = None) -> None:
-        """Join the trainer, take its newest version in, and let workers in.
+        """Connect to the trainer, receive its newest version, then accept workers.
 
         Raises:
             WorkerLostError, HandshakeError, SyncTimeoutError: as a worker's ``connect``.
@@ -119,7 +119,7 @@ class WeightRelay(AsyncResource):
         await self._receiver.wait_closed()
 
     async def aclose(self) -> None:
-        """Leave the trainer and say goodbye to the workers; idempotent."""
+        """Close the connections to the trainer and to the workers; idempotent."""
         await uninterrupted(lambda _: self._close())
 
     async def _close(self) -> None:

@@ -6,10 +6,10 @@ __all__ = ["ChangeLog"]
 
 
 class ChangeLog:
-    """What changed from version to version, for workers that skip some.
+    """Records the changed entries of each version, for workers that skip versions.
 
-    A worker keeps its own values of what was not sent. So an update for a worker that has skipped partial
-    updates is about the entries of all of them, and no others.
+    A worker keeps its values of entries that are not sent. So an update for a worker that has skipped partial
+    updates has the entries of all of them, and no others.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class ChangeLog:
         self._undo: list[tuple[int, int, dict[str, int]]] = []
 
     def add(self, version: int, names: tuple[str, ...] | None) -> None:
-        """``version`` is about these entries; None: all."""
+        """Record that ``version`` changes these entries; None: all."""
         self._undo.append((version, self._whole, {name: self._last.get(name, -1) for name in names or ()}))
         if names is None:
             self._whole = version
@@ -27,17 +27,17 @@ class ChangeLog:
             self._last.update(dict.fromkeys(names, version))
 
     def withdraw(self, version: int) -> None:
-        """No worker has this version, the newest, and its number will be another's."""
+        """Remove the newest version, which no worker has. Its number will be used again."""
         while self._undo and self._undo[-1][0] >= version:
             _, self._whole, before = self._undo.pop()
             self._last.update(before)
 
     def keep(self, version: int) -> None:
-        """Neither this version nor one before it will be withdrawn."""
+        """Forget how to withdraw this version and the ones before it."""
         self._undo = [each for each in self._undo if each[0] > version]
 
     def since(self, have: int) -> list[str] | None:
-        """The entries that have changed since the version ``have``; None: all, or it is not known."""
+        """Return the entries that have changed since the version ``have``; None: all, or unknown."""
         if have < 0 or self._whole > have:
             return None
         return sorted(name for name, version in self._last.items() if version > have) or None

@@ -1,4 +1,4 @@
-"""The arguments of ``init_on_sender``, checked and brought into one form: which workers, on which devices."""
+"""Checks the arguments of ``init_on_sender`` and makes a plan of them: the workers and their devices."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class GroupPlan:
     """Workers that read one copy of the weights.
 
     Attributes:
-        workers: their indices; none are known beforehand in an elastic plan.
-        device: where the copy lies.
-        weights: what to send first, where that differs from the plan's.
+        workers: their indices; empty in an elastic plan.
+        device: the copy's device.
+        weights: this group's weights for version 0; None: the plan's.
     """
 
     workers: tuple[int, ...]
@@ -35,15 +35,15 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class SenderPlan:
-    """Whom to send to.
+    """The workers of a sender, and the weights to send by default.
 
     Attributes:
-        groups: disjoint; together they hold every worker.
-        weights: what to send where a call does not say; None: the context's or the groups' own.
+        groups: disjoint; together they have every worker.
+        weights: the weights to send if a call gives none; None: the context's or the groups'.
         device_map_fn: takes (worker, weights as a TensorDict) and returns that worker's weights.
-        per_worker: each worker has a group of its own and may be given weights of its own.
-        elastic: workers are taken as they come.
-        made_here: the weights are of a policy that was made here by the workers' factory, to begin with.
+        per_worker: whether each worker has a separate group and may be sent different weights.
+        elastic: whether workers are accepted at any time.
+        made_here: whether the weights come from a policy that the workers' factory has made here.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -55,12 +55,12 @@ class SenderPlan:
 
     @cached_property
     def has_weights(self) -> bool:
-        """Whether it says what to send."""
+        """Whether the plan has weights to send."""
         return self.weights is not None or any(group.weights is not None for group in self.groups)
 
     @cached_property
     def plain(self) -> bool:
-        """Whether all workers get the same, as it is."""
+        """Whether all workers get the same weights, unchanged."""
         return len(self.groups) == 1 and self.device_map_fn is None
 
     @property
@@ -71,7 +71,7 @@ class SenderPlan:
 
 @dataclass(frozen=True)
 class SenderArguments:
-    """The arguments of ``init_on_sender`` as they came."""
+    """The arguments of ``init_on_sender``, not yet checked."""
 
     model_id: str | None = None
     context: Any = None
@@ -85,12 +85,12 @@ class SenderArguments:
 
     @property
     def elastic(self) -> bool:
-        """Whether nothing says how many workers there will be, and nothing has to."""
+        """Whether the number of workers is not given and the scheme does not need it."""
         told = (self.params_map, self.devices, self.device_map_fn, self.num_workers)
         return self.may_be_elastic and all(argument is None for argument in told)
 
     def clash(self, chosen: str, *forbidden: str) -> None:
-        """Raise if an argument was given that ``chosen`` leaves no room for."""
+        """Raise if a forbidden argument was given together with ``chosen``."""
         given = [name for name in forbidden if self.__dict__[name] is not None]
         if given:
             raise InvalidArgumentError(
@@ -99,11 +99,11 @@ class SenderArguments:
 
 
 def make_plan(args: SenderArguments, *, per_worker: bool) -> SenderPlan:
-    """Check the arguments and bring them into one form.
+    """Check the arguments and make a plan of them.
 
     Raises:
-        InvalidArgumentError: a mix that makes no sense; the message names the arguments that clash.
-        AttributeError: ``model_id`` leads nowhere on ``context``.
+        InvalidArgumentError: arguments that cannot be combined; the message names them.
+        AttributeError: ``context`` has nothing at ``model_id``.
     """
     if args.params_map is not None:
         args.clash("params_map", "context", "model", "weights", "devices", "device_map_fn", "num_workers")
@@ -140,10 +140,10 @@ def _elastic(source: Any, per_worker: bool) -> SenderPlan:
 
 
 def model_of(context: Any, model_id: str) -> Any:
-    """The model that a context knows by this name, through its ``get_model`` or as a dotted path.
+    """Return the context's model of this name, from its ``get_model`` or at this dotted path.
 
     Raises:
-        AttributeError: there is none.
+        AttributeError: the context has no such model.
     """
     get_model = getattr(context, "get_model", None)
     return get_model(model_id) if callable(get_model) else resolve_model(context, model_id)
@@ -190,7 +190,7 @@ def _from_context(args: SenderArguments, per_worker: bool) -> SenderPlan:
 
 
 def _lacks_policy(context: Any) -> bool:
-    """Whether there is no policy on a context that may have what makes one."""
+    """Whether the context has no policy but may have a ``policy_factory``."""
     try:
         return model_of(context, "policy") is None
     except (AttributeError, ValueError):
@@ -200,7 +200,7 @@ def _lacks_policy(context: Any) -> bool:
 
 
 def _from_factories(context: Any, devices: list[torch.device], per_worker: bool) -> SenderPlan:
-    """No policy here, only what makes one in each worker: the factory's model gives the weights."""
+    """Make the plan from the models that the context's policy factories return."""
     factories = getattr(context, "policy_factory", None)
     if not isinstance(factories, list | tuple):
         factories = [factories] * len(devices)
@@ -236,8 +236,7 @@ def _by_device(devices: Sequence[torch.device], per_worker: bool) -> tuple[Group
 
 
 def _as_device(device: Any) -> torch.device:
-    """Where the copy for a worker lies: on its CUDA device, for any other device in CPU memory, from
-    which the worker takes it to its own."""
+    """Return the device of a worker's copy: its CUDA device, or the CPU for any other device."""
     try:
         wanted = CPU if device is None else torch.device(device)
     except (RuntimeError, TypeError) as exc:

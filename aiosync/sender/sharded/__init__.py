@@ -1,1 +1,1 @@
-"""Weights that are spread over the ranks of a trainer: the leading rank gathers them."""
+"""Sharded trainers: the leading rank gathers the weights from all ranks."""

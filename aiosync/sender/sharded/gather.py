@@ -1,8 +1,8 @@
-"""Calls of a sharded trainer: on the rank that sends, and on the others, which only lend their parts.
+"""``connect`` and ``send`` of a sharded trainer: rank 0 sends, the other ranks contribute their shards.
 
 Every rank calls ``connect`` and ``send`` at the same places of its program;
-:mod:`aiosync.sender.sharded.ranks` says how the calls meet. One that reaches its deadline, or is cancelled,
-returns at once; its thread goes on to notify the other ranks, and rank 0's slot stays reserved until then.
+:mod:`aiosync.sender.sharded.ranks` matches the calls. A call that reaches its deadline, or is cancelled,
+returns at once; its thread still notifies the other ranks, and rank 0's slot stays reserved until then.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["GatherLeader", "ShardContributor", "ShardGather", "leading"]
 
 
 class ShardGather:
-    """One call of rank 0's.
+    """One call on rank 0.
 
     Args:
-        shards: the way to the others.
-        call: what they are to be in.
+        shards: the connection to the other ranks.
+        call: the method that they must have called: "connect" or "send".
         deadline: of the call.
 
     Attributes:
-        work: what the thread does, once it has been asked to.
+        work: the gathering in the thread, once it was submitted.
         concluded: whether a version was published.
     """
 
@@ -51,7 +51,7 @@ class ShardGather:
     async def gather(
         self, wanted: Sequence[ShardRequest], begin: Callable[[], object], stopped: asyncio.Future[None]
     ) -> None:
-        """Bring the entries together; with none, the others are told all the same.
+        """Gather the entries. With no entries, the other ranks take part all the same.
 
         Args:
             wanted: the entries.
@@ -59,8 +59,8 @@ class ShardGather:
             stopped: done when the sender is being closed.
 
         Raises:
-            GatherError: a rank has failed or has given up, or is gone.
-            SyncTimeoutError: not all came in time.
+            GatherError: a rank has failed, has given up or is gone.
+            SyncTimeoutError: not all ranks made the call in time.
             NotConnectedError: the sender was closed.
         """
         work = partial(self._shards.gather, self._call, wanted, lambda: self._given_up, begin)
@@ -68,13 +68,13 @@ class ShardGather:
         await _until_done(self.work, self._deadline, stopped)
 
     def published(self, version: int) -> None:
-        """Notify the other ranks of the version, without waiting for that."""
+        """Notify the other ranks of the version. Does not wait for them."""
         self.concluded = True
         if self.work is not None:
             self._shards.thread.submit(partial(self._conclude, self.work, version, ""))
 
     def call_off(self, error: BaseException) -> None:
-        """Have the others told that nothing was published. Does not wait for that."""
+        """Notify the other ranks that nothing was published. Does not wait for them."""
         reason = str(error) or type(error).__name__
         self._given_up = f"rank 0 has given up: {reason}"
         thread = self._shards.thread
@@ -84,15 +84,15 @@ class ShardGather:
             thread.submit(partial(self._conclude, self.work, -1, reason))
 
     def _conclude(self, work: Future[None], version: int, reason: str) -> None:
-        if work.exception() is None:  # else they know
+        if work.exception() is None:  # else the gathering has notified them
             self._shards.conclude(version, reason)
 
 
 class GatherLeader:
-    """Rank 0's calls, one after the other: the others' come in the order in which they were made.
+    """Runs rank 0's calls one at a time, in order, as the other ranks do.
 
     Args:
-        shards: the way to the others.
+        shards: the connection to the other ranks.
     """
 
     def __init__(self, shards: Shards) -> None:
@@ -100,12 +100,12 @@ class GatherLeader:
         self._last: asyncio.Future[None] | None = None
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Disconnect from the other ranks."""
         self._shards.close()
 
     @asynccontextmanager
     async def calling(self, call: str, deadline: Deadline) -> AsyncIterator[ShardGather]:
-        """Around a call: whatever becomes of it, the others hear of it.
+        """Run one call in the body. The other ranks are notified of its result, also if it fails.
 
         Raises:
             SyncTimeoutError: an earlier call was not over in time.
@@ -128,7 +128,7 @@ class GatherLeader:
 
 
 def _follow(over: asyncio.Future[None], work: Future[None] | None) -> None:
-    """A call is over when its thread has done with the slot."""
+    """Resolve ``over`` when the call's thread no longer uses the slot."""
     if work is None:
         over.set_result(None)
     else:
@@ -136,7 +136,7 @@ def _follow(over: asyncio.Future[None], work: Future[None] | None) -> None:
 
 
 def _in_turn(before: asyncio.Future[None] | None, action: Callable[[], object]) -> None:
-    """Do something when what was before is over."""
+    """Run ``action`` when the call before is over."""
     if before is None or before.done():
         action()
     else:
@@ -146,16 +146,16 @@ def _in_turn(before: asyncio.Future[None] | None, action: Callable[[], object]) 
 def leading(
     leader: GatherLeader | None, call: str, deadline: Deadline
 ) -> AbstractAsyncContextManager[ShardGather | None]:
-    """Around a call of the sender's. None: the model is whole."""
+    """Run one call of the sender in the body. Yields None if the model is not sharded."""
     return nullcontext() if leader is None else leader.calling(call, deadline)
 
 
 class ShardContributor(Endpoint):
-    """The endpoint of the other ranks: it lends their parts to rank 0, which sends.
+    """The endpoint of the other ranks: it contributes this rank's shards to rank 0, which sends.
 
     Args:
-        shards: the way to rank 0.
-        source: finds this rank's parts.
+        shards: the connection to rank 0.
+        source: finds this rank's shards.
     """
 
     def __init__(self, shards: Shards, source: WeightSource) -> None:
@@ -165,18 +165,18 @@ class ShardContributor(Endpoint):
 
     @property
     def version(self) -> int:
-        """The last version that rank 0 has published with this rank's parts; -1 before the first."""
+        """The last version that rank 0 has published with this rank's shards; -1 before the first."""
         return self._version
 
     async def connect(self, weights: Any, deadline: Deadline) -> None:
-        """Lend the parts of version 0. Raises as :meth:`take_part`."""
+        """Contribute to version 0. Raises as :meth:`take_part`."""
         if self._version < 0:
             await self.take_part("connect", lambda: self._source.extract(weights, set()), deadline)
 
     async def send(
         self, weights: Any, worker_ids: Any, *, wait: bool, strict: bool, deadline: Deadline
     ) -> SendReport:
-        """Lend the parts of the next version. What this returns says nothing of workers.
+        """Contribute to the next version. The report lists no workers.
 
         Raises as :meth:`take_part`.
         """
@@ -184,11 +184,11 @@ class ShardContributor(Endpoint):
         return await self.take_part("send", lambda: self._source.extract(weights, targets), deadline)
 
     async def wait_ack(self, worker_ids: Any, deadline: Deadline) -> SendReport:
-        """The report of the last version."""
+        """Return the report of the last version."""
         return self.report()
 
     async def aclose(self) -> None:
-        """Leave the other ranks."""
+        """Disconnect from the other ranks."""
         self._shards.close()
 
     async def take_part(
@@ -197,17 +197,17 @@ class ShardContributor(Endpoint):
         sources: Callable[[], Awaitable[Mapping[int, Mapping[str, Tensor]]]],
         deadline: Deadline,
     ) -> SendReport:
-        """Lend what is being sent.
+        """Contribute this rank's shards to one call.
 
         Raises:
-            GatherError: nothing was sent; it says why.
-            SyncTimeoutError: the others did not come in time.
+            GatherError: nothing was sent; the message has the reason.
+            SyncTimeoutError: the other ranks did not make the call in time.
             Exception: what ``sources`` raises.
         """
         lending, failure = ShardOffer(call, {}), None
         try:
             lending.sources = await sources()
-        except Exception as exc:  # noqa: BLE001 - raised when the others have heard of it
+        except Exception as exc:  # noqa: BLE001 - raised after the other ranks were notified
             failure, lending.failed = exc, str(exc) or repr(exc)
         except BaseException:
             lending.failed = f"its {call}() was cancelled"
@@ -230,7 +230,7 @@ class ShardContributor(Endpoint):
         return self._version
 
     def report(self, version: int | None = None) -> SendReport:
-        """What there is to say of a version; of the last, if it is not said which."""
+        """Return the report of a version; None: the last one."""
         return SendReport(self._version if version is None else version, 0, {}, {}, ())
 
 

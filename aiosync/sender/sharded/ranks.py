@@ -1,19 +1,19 @@
-"""How the ranks of a sharded trainer bring a version together, over a process group of their own.
+"""Gathers a version from the ranks of a sharded trainer, over a separate process group.
 
-Rank 0 leads. Every ``connect`` and ``send`` is one *call* on each rank, and calls meet in their order:
+Rank 0 leads. Every ``connect`` and ``send`` is one *call* on each rank. Calls match in their order:
 
-1. the others: *here*, with what the call is, or why it has failed already;
-2. rank 0: which entries it wants, or that the call is off;
-3. the others: which parts of them they have, or that they have given up;
-4. rank 0: go on, or off;
-5. the parts themselves, entry after entry;
-6. the others: whether they have stayed to the end (who gave up may have changed its weights meanwhile);
+1. other ranks: the name of the call, or why it has failed already;
+2. rank 0: the entries that it wants, or that the call is cancelled;
+3. other ranks: the parts of them that they have, or that they have given up;
+4. rank 0: continue, or cancelled;
+5. other ranks: the parts, entry by entry;
+6. other ranks: whether they gave up meanwhile (the caller may then have changed the weights);
 7. rank 0: the version that it has published, or why it has not;
-8. the others: that they have heard it (after any word that ends a call).
+8. other ranks: an acknowledgement (after any message that ends a call).
 
-All of this blocks, in a thread of each rank that skips no call. A rank whose call was given up says so at the
-next occasion, so the next calls of all ranks meet again. A part is as large as what a rank has of one
-tensor; nothing else is held at once.
+All of this blocks, in one thread per rank, which skips no call. A rank whose call was given up reports it in
+its next message, so the next calls of all ranks match again. One part, a rank's shard of one tensor, is in
+memory at a time.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _FOR_EVER = timedelta(days=1)
 _BUCKET = 64 << 20
 
 _made: dict[tuple[int, ...], int] = {}
-"""How many of these ranks there have been."""
+"""Ranks of a mesh -> the number of its last Shards object."""
 
 
 @dataclass(frozen=True)
 class ShardRequest:
-    """An entry that is to be gathered.
+    """An entry to gather.
 
     Attributes:
-        group: the number of the group that it is for.
-        names: its name, and others that it goes by.
-        destination: where it goes.
+        group: the number of the worker group that needs it.
+        names: its name and its aliases.
+        destination: the tensor that it is copied into.
         source: rank 0's part.
     """
 
@@ -65,13 +65,13 @@ class ShardRequest:
 
 @dataclass
 class ShardOffer:
-    """A call of one of the others.
+    """A call on a rank other than 0.
 
     Attributes:
-        call: what it is.
+        call: "connect" or "send".
         sources: number of the group -> name -> tensor.
-        failed: why it has failed already.
-        given_up: why no call waits for it any more.
+        failed: why the call has failed before it began; "": it has not.
+        given_up: why the caller no longer waits; "": it waits.
     """
 
     call: str
@@ -81,13 +81,11 @@ class ShardOffer:
 
 
 class Shards:
-    """One scheme's way between the ranks of a mesh.
-
-    Made by every rank in the same order.
+    """One scheme's connection between the ranks of a mesh. Every rank creates these in the same order.
 
     Attributes:
         leads: whether this is rank 0.
-        thread: where what blocks is to be done.
+        thread: the thread that runs the blocking methods.
     """
 
     def __init__(self, mesh: Any) -> None:
@@ -105,7 +103,7 @@ class Shards:
     # -- rank 0; in the thread -----------------------------------------------------------------------
 
     def call_off(self, call: str, reason: str) -> None:
-        """The others need not wait for this call."""
+        """Cancel a call on the other ranks."""
         self._guarded(partial(self._call_off, call, reason))
 
     def gather(
@@ -115,21 +113,21 @@ class Shards:
         given_up: Callable[[], str],
         begin: Callable[[], object],
     ) -> None:
-        """Bring the entries together.
+        """Gather the entries.
 
         Args:
-            call: what the others are to be in.
+            call: the method that the other ranks must have called.
             wanted: the entries.
-            given_up: why it is of no use any more, or "".
+            given_up: returns why the call was given up, or "".
             begin: called before the first byte is written.
 
         Raises:
-            GatherError: a rank has failed or has given up, or is gone.
+            GatherError: a rank has failed, has given up or is gone.
         """
         self._guarded(partial(self._gather, call, wanted, given_up, begin))
 
     def conclude(self, version: int, reason: str) -> None:
-        """Tell the others what came of it. ``reason``: why it was not published."""
+        """Notify the other ranks of the version, or of the ``reason`` why it was not published."""
         self._guarded(partial(self._end, {"stop": reason} if reason else {"version": version}))
 
     def _call_off(self, call: str, reason: str) -> None:
@@ -137,7 +135,7 @@ class Shards:
         self._end({"stop": reason})
 
     def _await_all(self, call: str) -> str:
-        """Until all are here; why that is in vain."""
+        """Wait until all ranks have made a call. Return why the calls cannot go on, or ""."""
         reason = ""
         for rank in range(1, self._size):
             here = self._hear(rank)
@@ -162,7 +160,7 @@ class Shards:
         try:
             if not reason:
                 parts = [self._parts_of(entry, index, answers) for index, entry in enumerate(wanted)]
-        except Exception as exc:  # noqa: BLE001 - the others wait to hear of it
+        except Exception as exc:  # noqa: BLE001 - the other ranks are notified of it
             reason = str(exc) or repr(exc)
         self._agree(given_up() or reason, {})
         begin()
@@ -170,7 +168,7 @@ class Shards:
             for rank, block in blocks:
                 self._place(entry, rank, block)
         for device in {entry.destination.device for entry in wanted if entry.destination.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # a copy there is only begun by now
+            torch.cuda.current_stream(device).synchronize()  # copies to the device are asynchronous
         left = [self._hear(rank)["failed"] for rank in range(1, self._size)]
         if any(left):
             reason = next(filter(None, left))
@@ -178,15 +176,18 @@ class Shards:
             raise GatherError(reason)
 
     def _agree(self, reason: str, word: dict[str, Any]) -> None:
-        """Have all go on, or none."""
+        """Tell all ranks to continue, or to stop for a reason."""
         if reason:
             self._end({"stop": reason})
             raise GatherError(reason)
         self._tell_all(word)
 
     def _end(self, word: dict[str, Any]) -> None:
-        """The last word of a call. That it was heard is waited for: who closes a connection may take with it
-        what is still under way. (The answers as well: who is gone without one, the next call finds out.)"""
+        """Send the last message of a call and wait for the acknowledgements.
+
+        Without them a rank could close its connection while the message is in flight. A rank that is gone
+        without an acknowledgement makes the next call fail.
+        """
         self._tell_all(word)
         for rank in range(1, self._size):
             with suppress(RuntimeError):
@@ -212,13 +213,13 @@ class Shards:
             self._take(rank, to_bytes(part))
             place.copy_(part)
 
-    # -- the others; in the thread -------------------------------------------------------------------
+    # -- the other ranks; in the thread --------------------------------------------------------------
 
     def lend(self, lending: ShardOffer) -> int:
-        """Take part in a call; returns the version that came of it.
+        """Contribute to a call; return the version that was published.
 
         Raises:
-            GatherError: nothing came of it.
+            GatherError: nothing was published.
         """
         return int(self._guarded(partial(self._lend, lending)))
 
@@ -231,7 +232,7 @@ class Shards:
         try:
             tensors = [_first(lending.sources[group], names) for group, names in wanted]
             blocks = [block_of(tensor) for tensor in tensors]
-        except Exception as exc:  # noqa: BLE001 - rank 0 waits to hear of it
+        except Exception as exc:  # noqa: BLE001 - rank 0 is notified of it
             failed = f"rank {self._rank} does not have what rank 0 sends: {exc!r}"
         self._say(0, {"blocks": blocks, "failed": failed or lending.given_up})
         self._go_on(self._hear(0))
@@ -244,7 +245,7 @@ class Shards:
         return version
 
     def _have_heard(self) -> None:
-        """Answer the last word of a call. Rank 0 may hang up on having this, before torch knows it sent."""
+        """Acknowledge the last message of a call. Rank 0 may then close before torch completes the send."""
         with suppress(RuntimeError):
             self._say(0, {})
 
@@ -254,7 +255,7 @@ class Shards:
             raise GatherError(f"the trainer's rank 0 did not send: {word['stop']}")
         return word
 
-    # -- words and bytes -----------------------------------------------------------------------------
+    # -- messages and bytes --------------------------------------------------------------------------
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         broken = ""
@@ -268,14 +269,14 @@ class Shards:
         except Exception as exc:  # noqa: BLE001 - the ranks are in the middle of a call and cannot go on from here
             broken = repr(exc)
         if broken:
-            # Not from within the handler: what is raised there knows the frames that still hold the group,
-            # and the others hear of this when that is gone.
+            # Not inside the handler: the traceback's frames would keep the group alive, and the other ranks
+            # notice the failure only when the group is freed.
             self._broken = broken
             self._group = None
         raise GatherError(self._broken)
 
     def close(self) -> None:
-        """Let go of the connections when what was asked for has been done."""
+        """Close the connections when the submitted calls are done."""
         self.thread.submit(self._drop)
         self.thread.close()
 
@@ -285,7 +286,8 @@ class Shards:
 
     def _joined(self) -> Any:
         if self._group is None:
-            # Registered nowhere, as those for the weights are. The store blocks other callers meanwhile.
+            # Not registered with torch.distributed, like the groups for the weights. The cloned store is
+            # separate, because a blocking call to a store blocks its other callers.
             store: Any = dist.distributed_c10d._get_default_store()
             own = dist.PrefixStore(self._key, store.clone())  # type: ignore[attr-defined]
             self._group = dist.ProcessGroupGloo(own, self._rank, self._size, _FOR_EVER)
