@@ -97,17 +97,14 @@ class WorkerConnection:
         # Finds out whether the worker hangs while a version is in flight.
         self._progress = ProgressWatch(outbound, self.mark_unresponsive)
         self._owner = owner
+        self._detached = False  # set once the worker is gone: nothing is sent or leased any more
         self._watch = ProcessWatch(pid, self._process_ended)
         outbound.attach(self)
 
     @property
     def has_pending(self) -> bool:
         """Whether a version is on its way to the worker that it has not answered for."""
-        return (
-            self.notified is not None
-            or self._in_flight is not None
-            or self.group.awaits_overflow(self.worker)
-        )
+        return bool(self.notified or self._in_flight) or self.group.awaits_overflow(self.worker)
 
     @property
     def target_version(self) -> int:
@@ -190,6 +187,8 @@ class WorkerConnection:
 
     def notify(self, published: SlotVersion) -> None:
         """Make ``published`` the version that the worker is to fetch; :meth:`offer_next` sends it."""
+        if self._detached:
+            return
         if self.notified is not published:
             if self.notified is not None:
                 self._drop_notified(self.notified)
@@ -214,6 +213,8 @@ class WorkerConnection:
 
     def offer_next(self) -> None:
         """Send the worker the Update or the Welcome that it waits for, if it waits and there is one."""
+        if self._detached:
+            return
         group, state, notified = self.group, self.session.state, self.notified
         if state is SenderState.READY:
             if notified is not None and group.offerable(notified) and self.outbound.can_start(notified):
@@ -359,6 +360,7 @@ class WorkerConnection:
         Returns:
             Leases on the slots that the worker's process may still read.
         """
+        self._detached = True
         self._watch.close()
         self._progress.close()
         viewed = [] if self._current_lease is None else [self._current_lease]

@@ -158,7 +158,7 @@ class WorkerGroup:
 
     async def _lease_slot(self, targets: set[int], deadline: Deadline, *, may_overflow: bool) -> SlotWrite:
         if self.pool.free_slot() is None:
-            for connection in self.connections.values():
+            for connection in self._members():
                 connection.cancel_if_stuck()
         while True:
             if self.stopped:
@@ -170,7 +170,7 @@ class WorkerGroup:
                 return self._write_of(slot)
             newest = self.newest
             if newest is not None and self._may_reclaim(newest.slot, targets):
-                for connection in self.connections.values():
+                for connection in self._members():
                     connection.revoke(newest)
                 return self._write_of(newest.slot, reclaimed=True)
             if may_overflow:
@@ -263,7 +263,7 @@ class WorkerGroup:
             self.changes.add(version, write.names)
             write.replaced_overflow = overflow is not None and not write.overflow
         if write.reclaimed:
-            for connection in self.connections.values():
+            for connection in self._members():
                 connection.forget_revoked(overwritten=True)
         if write.overflow:
             self.overflow, self._overflow_targets = SlotVersion(slot, round_, version), targets
@@ -299,7 +299,7 @@ class WorkerGroup:
             self._make_newest(newest := None)
         elif write.reclaimed and newest is not None and newest.slot is write.slot:
             newest.slot.version = newest.version  # the slot still holds that
-        for connection in self.connections.values():
+        for connection in self._members():
             connection.forget_revoked(overwritten=write.begun)
             if write.reclaimed and newest is not None and connection.target_version < newest.version:
                 connection.notify(newest)
@@ -312,7 +312,7 @@ class WorkerGroup:
         """
         broken, before = self.newest, write.superseded
         assert broken is not None
-        for connection in self.connections.values():
+        for connection in self._members():
             connection.cancel(broken)
             connection.forget_revoked(overwritten=True)
         self.changes.withdraw(broken.version)
@@ -320,7 +320,7 @@ class WorkerGroup:
         newest = before if before is not None and before.slot.version == before.version else None
         self._make_newest(newest)
         if newest is not None:
-            for connection in self.connections.values():
+            for connection in self._members():
                 if connection.target_version < newest.version:
                     connection.notify(newest)
         self.reconcile()
@@ -351,6 +351,10 @@ class WorkerGroup:
             newest.slot.version = -1
         self._make_newest(None)
 
+    def _members(self) -> tuple[WorkerConnection, ...]:
+        """The connections, for a loop that may lose one of them: whatever writes to a connection may."""
+        return tuple(self.connections.values())
+
     def _make_newest(self, newest: SlotVersion | None) -> None:
         before, self.newest = self._newest_lease, newest
         self._newest_lease = None if newest is None else self.pool.lease(newest.slot, LeaseKind.NEWEST)
@@ -364,7 +368,7 @@ class WorkerGroup:
         Fetch is sent the version that it was notified of.
         """
         self.pool.changed()
-        for connection in tuple(self.connections.values()):
+        for connection in self._members():
             connection.offer_next()
 
     def slot_of(self, version: int) -> Slot | None:

@@ -182,6 +182,31 @@ async def test_nothing_is_taken_back_where_a_slot_is_free(monkeypatch: pytest.Mo
             lease.release()
 
 
+async def test_connections_that_are_lost_while_slots_are_sought(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written to a connection may lose it at once, and others with it."""
+    async with LocalCluster(SHARED, workers=3) as cluster:
+        (group,) = groups_of(cluster.scheme)
+        connections = list(connections_of(cluster.scheme).values())
+
+        def lose_the_others() -> None:
+            for connection in connections[1:]:
+                connection.connection_lost("broken")
+
+        monkeypatch.setattr(connections[0], "cancel_if_stuck", lose_the_others)
+        kept = [group.pool.lease(slot, LeaseKind.DETACHED) for slot in group.pool.slots]
+        fill(cluster.model, 1)
+        with pytest.raises(WorkerLostError):
+            await cluster.scheme.send()
+        assert value_of(cluster.workers[0].model) == 1
+        for lease in kept:
+            lease.release()
+        for connection in connections[1:]:
+            assert group.newest is not None
+            connection.notify(group.newest)
+            connection.offer_next()
+        assert all(lease.reader in (None, connections[0]) for lease in leases_of(cluster.scheme))
+
+
 async def test_a_dropped_worker_that_is_still_copying(monkeypatch: pytest.MonkeyPatch) -> None:
     size = 1 << 20
     async with LocalCluster(MEMORY, model=lambda: Uniform(size=size), on_failure="drop") as cluster:
