@@ -25,6 +25,7 @@ from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate, check_sa
 from aiosync.transfer.base import InboundTransfer, MemoryAccess, Transfer
 from aiosync.transports._offload import Offloader
 from aiosync.transports.base import Transport
+from aiosync.weights.binding import Staged
 from aiosync.weights.copying import copy_few
 from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import WeightStrategy
@@ -79,7 +80,6 @@ class WeightApplier(Applier):
 
     @property
     def version(self) -> int:
-        """The version in service, -1 before the first."""
         return self.served.version
 
     @version.setter
@@ -217,9 +217,11 @@ class WeightApplier(Applier):
             views = served.weights or (receiver_tensors(former) if former is not None else {})
             own = await self._offloader.run(lambda _: own_copies(views, model))
             with LOCK:
-                before = served.rebind(another, model, own, may_view=may_view)
+                another.commit(Staged(own, frozenset(own), frozenset(own)))
             if model is not former:  # from now on the sender may write over what it views
-                await self._offloader.run(lambda _: before.detach(inbound.is_lent))
+                await self._offloader.run(lambda _: served.binding.detach(inbound.is_lent))
+            # Nothing is awaited from here on: a cancelled call has switched all or nothing.
+            served.rebind(another, model, own, may_view=may_view)
             self._back_buffers = self._back_buffers_for(inbound)
             if self._patience is not None:
                 self._remove_guard()
@@ -256,7 +258,6 @@ class WeightApplier(Applier):
         pending.seconds["stage"] = time.perf_counter() - started
 
     def has_staged(self, pending: PendingUpdate) -> bool:
-        # Staged for the model as it is bound now.
         return (
             pending.staged is not None
             and pending.back_buffers is self._back_buffers
@@ -363,8 +364,7 @@ class WeightApplier(Applier):
         Raises:
             SyncTimeoutError: a commit waited for other readers until the deadline.
         """
-        reader = _reader.get(None) or object()
-        ticket = object()
+        reader, ticket = _reader.get(None) or object(), object()
         await self.gate.enter(ticket, reader, deadline)
         reset = _reader.set(reader)
         try:

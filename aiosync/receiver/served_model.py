@@ -75,23 +75,17 @@ class ServedModel:
 
     def rebind(
         self, binding: Binding, model: WeightTarget | None, own: dict[str, Tensor], *, may_view: bool
-    ) -> Binding:
-        """Go on with another model. Call this under the lock of the gates.
+    ) -> None:
+        """Go on with another model.
 
         Args:
             binding: the model's binding, as ``make_binding`` returned it.
-            model: the model.
-            own: copies of the weights in service for this model.
+            model: the model, which has the weights in service.
+            own: the tensors that it has them in.
             may_view: whether later versions may be viewed by it.
-
-        Returns:
-            The former binding.
         """
-        before = self.binding
-        binding.commit(Staged(own, frozenset(own), frozenset(own)))
         self._binding, self.model, self.may_view, self.weights = binding, model, may_view, own
         self.viewing, self.leftover = False, True
-        return before
 
     def names_of(self, update: Update) -> Collection[str] | None:
         """The names that an update changes, aliases included; None: all."""

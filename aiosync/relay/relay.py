@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 
-from aiosync._deadline import Deadline
 from aiosync._resource import AsyncResource
 from aiosync.errors import AiosyncError, NotConnectedError
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.relay.forwarder import RelayForwarder
 from aiosync.reports import WorkerState
-from aiosync.schemes.tcp import TCPWeightSyncScheme, relay_parts, upstream_receiver
+from aiosync.schemes.tcp import TCPWeightSyncScheme, relay_parts, upstream_deadline, upstream_receiver
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 
@@ -95,9 +94,7 @@ class WeightRelay(AsyncResource):
         applier = self._applier = RelayForwarder(self._parts, self._model_id)
         self._receiver = upstream_receiver(self._upstream, applier, self._model_id)
         try:
-            await self._receiver.connect(
-                Deadline.after(self._upstream.timeout if timeout is None else timeout)
-            )
+            await self._receiver.connect(upstream_deadline(self._upstream, timeout))
             await applier.open_downstream()
             await self._host.start()
             self._host.spawn(self._run)

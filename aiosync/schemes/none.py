@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from aiosync._endpoint import Endpoint
 from aiosync.errors import NotConnectedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.null_endpoint import NullEndpoint
@@ -61,8 +63,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         timeout: float | None = None,
     ) -> None:
         """Connect at once, with version 0."""
+        if self._pid != os.getpid():
+            self._pid, self._endpoint = os.getpid(), Endpoint()
         if not isinstance(self._endpoint, NullEndpoint):
-            self._endpoint = NullEndpoint()
+            self._endpoint = NullEndpoint(max(self._last_version, 0))
         self._synchronized = True
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:

@@ -15,10 +15,14 @@ __all__ = ["NullEndpoint"]
 
 
 class NullEndpoint(Endpoint):
-    """A sender and a receiver in one: every call succeeds at once. A send counts a version."""
+    """A sender and a receiver in one: every call succeeds at once. A send counts a version.
 
-    def __init__(self) -> None:
-        self._version = 0
+    Args:
+        version: the number that counting begins with.
+    """
+
+    def __init__(self, version: int) -> None:
+        self._version = version
         self._closed = asyncio.Event()
 
     @property

@@ -8,6 +8,7 @@ from functools import lru_cache
 from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple
 
+from aiosync._deadline import Deadline
 from aiosync._options import OnSenderClose, SchemeOptions, check_reconnecting
 from aiosync.errors import InsecureTransportError, InvalidArgumentError
 from aiosync.events import EventSource
@@ -25,7 +26,7 @@ from aiosync.transports.tcp.tls import TLSConfig
 from aiosync.weights.checksum import check_available
 from aiosync.weights.codec import Codec, check_codec
 
-__all__ = ["RelayParts", "TCPWeightSyncScheme", "relay_parts", "upstream_receiver"]
+__all__ = ["RelayParts", "TCPWeightSyncScheme", "relay_parts", "upstream_deadline", "upstream_receiver"]
 
 _SHORTEST_TOKEN = 16
 _FEWEST_CHARACTERS = 8
@@ -195,6 +196,15 @@ def relay_parts(scheme: TCPWeightSyncScheme, model_id: str | None) -> RelayParts
     listener = scheme._listener = scheme._make_listener((), None)
     transfer = scheme._make_transfer()
     return RelayParts(scheme._spec, listener, scheme._token, scheme._events, transfer, scheme._reconnect_for)
+
+
+def upstream_deadline(scheme: TCPWeightSyncScheme, timeout: float | None) -> Deadline:
+    """The deadline of a relay's call.
+
+    Raises:
+        InvalidArgumentError: a timeout that is negative or not finite.
+    """
+    return scheme._deadline(timeout)
 
 
 def upstream_receiver(scheme: TCPWeightSyncScheme, applier: Applier, model_id: str | None) -> WeightReceiver:

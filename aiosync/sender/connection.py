@@ -80,9 +80,7 @@ class WorkerConnection:
         self._notified_lease: Lease | None = None
         # The version that was notified and whose slot is being overwritten, until the copy has ended.
         self._revoked: SlotVersion | None = None
-        self.staged = False
-        self.unresponsive = False
-        self.died = False
+        self.staged = self.unresponsive = self.died = False
         # The version that the worker was sent and has not answered for.
         self._in_flight: SlotVersion | None = None
         # The slots that the worker may read for that; empty once it has copied the version.
@@ -128,6 +126,8 @@ class WorkerConnection:
 
     def frame_received(self, frame: Frame) -> None:
         """Handle a frame from the worker."""
+        if self._detached:
+            return
         try:
             events = self.session.receive(frame)
         except ProtocolError as exc:

@@ -223,16 +223,17 @@ class Publisher:
         self._registry.awaited.track(acks)
         for write in publication.writes:
             group, joint = write.group, publication.joint
-            targets = group.publish(
+            group.publish(
                 write, self._round, self.version, publication.targets, fallback=fallback, joint=joint
             )
-            for worker in targets - group.connections.keys():
-                if joint is not None:
-                    joint.cancel_for(worker)
-                acks.settle(self._registry.records.absence(worker))
             if write.overflow and not group.draining:
                 group.draining = True
                 self._host.spawn(self._drain, group)
+        # Workers that come and go as they like may have gone since the call began.
+        for worker in publication.targets - self._registry.connections.keys():
+            if publication.joint is not None:
+                publication.joint.cancel_for(worker)
+            acks.settle(self._registry.records.absence(worker))
         publication.seconds["stage"] = time.perf_counter() - publication.started
         return acks
 

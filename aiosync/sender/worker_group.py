@@ -216,7 +216,11 @@ class WorkerGroup:
     async def _grow(self) -> Slot:
         if self.writes_inline:
             return self.pool.grow()
-        return await self.offloader.run(lambda _: self.pool.grow())
+        self.pool.growing += 1
+        try:
+            return await self.offloader.run(lambda _: self.pool.grow())
+        finally:
+            self.pool.growing -= 1
 
     async def _until_freed(self, deadline: Deadline) -> None:
         try:
@@ -241,7 +245,7 @@ class WorkerGroup:
         *,
         fallback: bool,
         joint: JointParts | None = None,
-    ) -> set[int]:
+    ) -> None:
         """Make a written version the newest, and notify the connected workers among ``targets``.
 
         Args:
@@ -251,9 +255,6 @@ class WorkerGroup:
             targets: the workers that it is for.
             fallback: keep the version that it replaces until :meth:`settle`.
             joint: the joint update that it is a part of.
-
-        Returns:
-            The workers of this group that the version is for: also those of an overflow version before it.
         """
         slot, overflow = write.slot, self.overflow
         slot.version = version
@@ -268,7 +269,7 @@ class WorkerGroup:
         if write.overflow:
             self.overflow, self._overflow_targets = SlotVersion(slot, round_, version), targets
             write.lease.release()
-            return targets
+            return
         newest = SlotVersion(slot, round_, version, joint, write.copying)
         self._replace_newest(write, newest, fallback=fallback)
         for worker in targets:
@@ -276,7 +277,6 @@ class WorkerGroup:
             if member is not None:
                 member.notify(newest)
         self.reconcile()
-        return targets
 
     def _replace_newest(self, write: SlotWrite, newest: SlotVersion, *, fallback: bool) -> None:
         write.superseded = before = self.newest

@@ -100,6 +100,8 @@ class SlotPool(Arena):
 
     def __init__(self, layout: Layout, allocate: Callable[[int], Segment], max_slots: int = 3) -> None:
         super().__init__(layout, allocate, max_slots)
+        # Slots being added that have no lease yet: meanwhile no surplus slot is released.
+        self.growing = 0
         self._freed = asyncio.Event()
 
     def lease(self, slot: Slot, kind: LeaseKind, reader: SlotReader | None = None) -> Lease:
@@ -139,7 +141,7 @@ class SlotPool(Arena):
 
     def changed(self) -> None:
         """A lease has ended or is stalled: release surplus slots, and wake the calls that wait for one."""
-        if len(self.slots) > self.max_slots:
+        if len(self.slots) > self.max_slots and not self.growing:
             self._trim()
         self._freed.set()
 

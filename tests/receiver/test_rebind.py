@@ -15,6 +15,7 @@ from tests.kit.cases import SCHEMES, SchemeCase
 from tests.kit.clock import within
 from tests.kit.local import LocalCluster, LocalWorker
 from tests.kit.models import Uniform, fill, value_of
+from tests.kit.seams import binding_of
 
 CASES = {case.name: case for case in SCHEMES}
 
@@ -47,6 +48,31 @@ async def test_another_dtype(case: SchemeCase) -> None:
             await cluster.scheme.send()
             assert {p.dtype for p in another.parameters()} == {torch.bfloat16}
             assert value_of(another) == version
+
+
+async def test_a_call_that_fails_half_way_changes_nothing(
+    case: SchemeCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with LocalCluster(case, workers=1) as cluster:
+        worker, another = cluster.workers[0], Uniform(-1.0).to(torch.float64)
+        detaching, detach = asyncio.Event(), binding_of(worker.scheme).detach
+        loop = asyncio.get_running_loop()
+
+        def detach_slowly(is_lent: Any) -> None:
+            detach(is_lent)
+            loop.call_soon_threadsafe(detaching.set)
+            raise ValueError("not now")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(binding_of(worker.scheme), "detach", detach_slowly)
+            with pytest.raises(ValueError, match="not now"):
+                await worker.scheme.rebind(model=another)
+        await within(detaching.wait())
+        assert worker.scheme.model is worker.model
+        fill(cluster.model, 3)
+        await cluster.scheme.send()
+        assert value_of(worker.model) == 3 and worker.scheme.version == 1
+        assert {p.dtype for p in another.parameters()} == {torch.float64}
 
 
 async def test_a_model_that_does_not_fit_changes_nothing(case: SchemeCase) -> None:

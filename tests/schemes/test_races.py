@@ -32,7 +32,7 @@ from aiosync import (
     WorkerLostError,
     atomic,
 )
-from aiosync.protocol.frames import Joint, Update
+from aiosync.protocol.frames import Fetch, Joint, Update
 from aiosync.receiver import joint_commit as joint
 from aiosync.receiver.commit_gate import CommitGate
 from aiosync.sender import progress_watch
@@ -205,6 +205,20 @@ async def test_connections_that_are_lost_while_slots_are_sought(monkeypatch: pyt
             connection.notify(group.newest)
             connection.offer_next()
         assert all(lease.reader in (None, connections[0]) for lease in leases_of(cluster.scheme))
+
+
+async def test_a_frame_that_was_read_after_the_loss() -> None:
+    """The process watch and the socket may be ready in one turn of the event loop."""
+    async with LocalCluster(SHARED, workers=2, sync=False) as cluster:
+        (group,) = groups_of(cluster.scheme)
+        lost = connections_of(cluster.scheme)[0]
+        async with cluster.workers[0].scheme.pinned():
+            fill(cluster.model, 1)
+            await cluster.scheme.send()
+            lost.connection_lost("its process has ended")
+            lost.frame_received(Fetch())
+            assert all(lease.reader is not lost for lease in leases_of(cluster.scheme))
+        assert group.connections.keys() == {1}
 
 
 async def test_a_dropped_worker_that_is_still_copying(monkeypatch: pytest.MonkeyPatch) -> None:
