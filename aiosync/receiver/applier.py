@@ -100,11 +100,11 @@ class WeightApplier(Applier):
 
     @property
     def nbytes(self) -> int:
-        return self.served.binding.layout.nbytes if self.served.bound else 0
+        return self.served.layout.nbytes if self.served.layout else 0
 
     @property
     def signature(self) -> str:
-        return self.served.binding.layout.identity if self.served.bound else ""
+        return self.served.layout.identity if self.served.layout else ""
 
     # -- the connection --------------------------------------------------------------------------
 
@@ -297,15 +297,11 @@ class WeightApplier(Applier):
         return self._commit_now(pending)
 
     def _commit_now(self, pending: PendingUpdate) -> bool:
-        if not commit_now(self.gate, self._commit_alone, pending):
+        if not commit_now(self.gate, self.served.commit, pending, self._views_sender):
             return False
         pending.seconds["wait"] = 0.0
         self._committed(pending)
         return True
-
-    def _commit_alone(self, pending: PendingUpdate) -> None:
-        """The commit itself. Runs in the thread that freed the gate, while no reader uses the model."""
-        self.served.commit(pending, views_sender=self._views_sender)
 
     async def commit(self, pending: PendingUpdate, on_wait: Callable[[], None]) -> None:
         if self._back_buffers is None:
@@ -316,10 +312,10 @@ class WeightApplier(Applier):
             return
         job: CommitJob | JointPart
         if joint is None:
-            job = submit([self.gate], lambda: self._commit_alone(pending))
+            job = submit([self.gate], lambda: self.served.commit(pending, self._views_sender))
         else:
             part = self.served.committing
-            job = join(joint, self.worker, self.gate, lambda: part(pending, views_sender=self._views_sender))
+            job = join(joint, self.worker, self.gate, lambda: part(pending, self._views_sender))
         if not job.done.done():
             self._waiting = job
             on_wait()

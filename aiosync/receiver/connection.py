@@ -1,48 +1,66 @@
-"""A receiver's way to its sender: the connection that stands, and those that are made when it was lost."""
+"""The connection to the sender: the first one, and the ones that replace it after it was lost."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
+from itertools import chain
+from typing import TYPE_CHECKING
 
-from aiosync._deadline import Deadline
-from aiosync.errors import ProtocolError
+from aiosync._deadline import Deadline, pauses
+from aiosync.errors import (
+    AiosyncError,
+    HandshakeError,
+    LayoutMismatchError,
+    ProtocolError,
+    SenderFullError,
+    WorkerLostError,
+)
+from aiosync.events import logger
 from aiosync.protocol.frames import Welcome
+from aiosync.protocol.nack import nack_of
 from aiosync.protocol.receiver_session import ReceiverSession
+from aiosync.receiver.updates import Applier
 from aiosync.transports.base import Sink, Transport
 from aiosync.transports.process_watch import ProcessWatch
 from aiosync.weights.codec import known_encodings
 
-__all__ = ["SenderConnection"]
+if TYPE_CHECKING:
+    from aiosync.receiver.listeners import ReceiverReporter
+    from aiosync.receiver.update_handler import UpdateHandler
+
+_ATTEMPT = 1.0
+"""Seconds that each attempt to reconnect has at least."""
+
+_LONGEST_ATTEMPT = 15.0
+"""Seconds that each attempt has at most, so that an attempt at a dead address is not the last one."""
 
 
 class SenderConnection:
     """One connection at a time, its session, and the watch over the sender's process.
 
     Args:
-        make_transport: makes a way to the sender, not open yet.
+        make_transport: makes a transport to the sender, not open yet.
         token: the secret that the sender must know.
-        model_id: what the sender calls the model.
-        worker: which worker this is; -1: the sender says.
-
-    Attributes:
-        transport, session: the newest.
-        worker: which worker this is.
-        instance: which sender was met last.
-        down: why the connection is no more; "" as long as it stands.
+        model_id: the sender's name of the model.
+        worker: this worker's index; -1: the sender chooses one.
     """
 
     def __init__(
         self, make_transport: Callable[[], Transport], token: bytes, model_id: str | None, worker: int
     ) -> None:
         self.worker = worker
+        # The id of the sender that this worker follows; "" before the first.
         self.instance = ""
+        # Why the connection was lost; "" while it is open.
         self.down = ""
         self._make_transport = make_transport
         self._token = token
         self._model_id = model_id
         self._encodings = known_encodings()
         self._watch: ProcessWatch | None = None
+        # The index that this worker asks for in each Hello.
         self._asked = worker
         self._signature = ""
         self._ticket = b""
@@ -62,7 +80,7 @@ class SenderConnection:
         )
 
     async def meet(self, deadline: Deadline) -> Welcome:
-        """Connect, and hear what there is. :meth:`adopt` it when it is followed."""
+        """Connect and authenticate. Call :meth:`adopt` with the Welcome to follow its sender."""
         self.transport = await self.transport.reach(deadline)
         if self.transport.secret is not None:
             self._token = self.transport.secret
@@ -71,13 +89,13 @@ class SenderConnection:
         return welcomed.welcome
 
     def adopt(self, welcome: Welcome) -> bool:
-        """This sender is the one to follow from now on; returns whether it is another than before."""
+        """Follow this sender from now on. Return whether it is another one than before."""
         before = self.instance
         self.worker, self.instance, self._ticket = welcome.worker, welcome.instance, welcome.ticket
         return before not in ("", welcome.instance)
 
     def start(self, sink: Sink, on_sender_end: Callable[[], None]) -> None:
-        """Let updates in."""
+        """Deliver frames to ``sink`` from now on, and watch the sender's process."""
         self.down = ""
         transport = self.transport
         pid = transport.peer_pid or (self.session.sender_pid if transport.same_machine else 0)
@@ -85,18 +103,19 @@ class SenderConnection:
         transport.start(sink)
 
     def tell_breach(self, breach: ProtocolError) -> None:
-        """Tell the sender that what it said may not come now."""
+        """Send a Bye: the sender broke the protocol."""
         self.session.close(str(breach), dropped=True)
         self.flush()
 
     def flush(self) -> None:
-        """Send what the session has to say."""
+        """Send the frames that the session has queued."""
         self.transport.flush(self.session)
 
     async def renew(self, signature: str) -> None:
-        """Drop the connection, and have another ready to be opened.
+        """Close the connection and make another one, not open yet.
 
-        ``signature``: of the layout that is known here.
+        Args:
+            signature: of the layout that this worker has; "": none.
         """
         self.unwatch()
         await self.transport.aclose()
@@ -105,24 +124,190 @@ class SenderConnection:
         self.session = self._new_session()
 
     def unwatch(self) -> None:
-        """The sender's process is nothing to us any more."""
+        """Stop watching the sender's process."""
         if self._watch is not None:
             self._watch.close()
 
-    def let_go(self) -> None:
-        """Nothing of the sender's is read here any more: one that has let this worker go waits to hear it."""
+    def confirm_release(self) -> None:
+        """Tell a sender that has dropped this worker that its memory is no longer read here."""
         self.session.confirm_release()
         self.flush()
 
     def abandon_loop(self) -> None:
-        """Release what can be released without the loop that this connection lived on."""
+        """Release what can be released after the event loop has been closed."""
         self.unwatch()
         self.transport.abandon_loop()
 
     async def aclose(self, reason: str) -> None:
-        """Say goodbye and close the connection; nothing of the sender's is read here any more."""
+        """Send a Bye and close the connection. The sender's memory is no longer read here."""
         self.unwatch()
         self.session.confirm_release()
         self.session.close(reason)
         self.flush()
         await self.transport.aclose()
+
+
+class Connector:
+    """Connects to the sender: the same one again, or another at its address.
+
+    Args:
+        applier: applies updates.
+        connection: the way to the sender.
+        handler: answers updates.
+        reporter: emits events.
+        seconds: for how long to try after each loss; 0: not at all.
+        start: begins to read frames from the new connection.
+        give_up: called with the reason when the sender was not found again.
+    """
+
+    def __init__(
+        self,
+        applier: Applier,
+        connection: SenderConnection,
+        handler: UpdateHandler,
+        reporter: ReceiverReporter,
+        seconds: float,
+        start: Callable[[], None],
+        give_up: Callable[[str], None],
+    ) -> None:
+        self.seconds = seconds
+        self._applier = applier
+        self._connection = connection
+        self._handler = handler
+        self._reporter = reporter
+        self._start = start
+        self._give_up = give_up
+        # Reconnects after the connection was lost. A task of its own, so that the timeout of a receive()
+        # does not cut an attempt short.
+        self._search: asyncio.Task[bool] | None = None
+
+    async def join(self, deadline: Deadline) -> None:
+        """Connect for the first time. Updates arrive from now on.
+
+        Raises:
+            TimeoutError: the sender did not answer, or was full, until the deadline.
+            WorkerLostError: there is no sender.
+            HandshakeError: it refused this worker.
+            LayoutMismatchError: its weights do not fit the model. The sender gets the same error.
+        """
+        applier, connection = self._applier, self._connection
+        welcome = await self._welcomed(deadline)
+        applier.worker = welcome.worker
+        applier.follow(welcome.via)
+        connection.adopt(welcome)
+        try:
+            applier.open(welcome.layout, welcome.device)
+        except (LayoutMismatchError, ProtocolError, TypeError) as exc:
+            connection.session.declined(nack_of(welcome.version, exc))
+            self._handler.failed(exc)
+            raise
+        await applier.prepare(connection.transport)
+        self._handler.tell_state()
+        self._start()
+
+    async def _welcomed(self, deadline: Deadline) -> Welcome:
+        """Connect until the sender welcomes this worker. Retry while the sender is full."""
+        for pause in pauses(deadline):
+            try:
+                return await self._connection.meet(deadline)
+            except SenderFullError as exc:
+                trouble = str(exc)
+            except WorkerLostError as exc:
+                # The sender accepted and then closed the connection: it may be restarting.
+                if self._handler.closed or not (self.seconds and self._connection.transport.reached):
+                    raise
+                trouble = exc.reason
+            await asyncio.sleep(pause)
+            await self._connection.renew("")
+            self._connection.transport.trouble = trouble
+        raise TimeoutError
+
+    @property
+    def searching(self) -> bool:
+        """Whether an attempt to reconnect goes on."""
+        return self._search is not None and not self._search.done()
+
+    async def come_back(self) -> bool:
+        """Reconnect after the connection was lost. Return whether there is a connection again.
+
+        A cancelled caller leaves the attempt running; the next call waits for it.
+        """
+        search = self._search
+        if search is None or search.done():
+            search = self._search = asyncio.create_task(self._find_or_give_up(), name="aiosync-reconnecting")
+        await asyncio.wait([search])
+        return not search.cancelled() and search.result()
+
+    async def aclose(self) -> None:
+        """Cancel an attempt that goes on."""
+        if self._search is not None:
+            self._search.cancel()
+            await asyncio.wait([self._search])
+
+    async def _find_or_give_up(self) -> bool:
+        failure = await self._find_sender()
+        if failure:
+            self._give_up(failure)
+        return not failure
+
+    async def _find_sender(self) -> str:
+        """Reconnect within ``seconds``. Return "" if that succeeded, else why the sender was given up."""
+        connection = self._connection
+        # The sender does not reuse the slot that this process views until this process has reconnected or
+        # ended; or, if the sender dropped this worker, until this side has closed the connection.
+        await self._applier.detach()
+        connection.confirm_release()
+        reason, last = connection.down, ""
+        deadline = Deadline.after(self.seconds)
+        # One more attempt after the deadline: the event loop may have been blocked until then.
+        for pause in chain(pauses(deadline), [0.0]):
+            await asyncio.sleep(pause)
+            try:
+                seconds = max(_ATTEMPT, min(_LONGEST_ATTEMPT, deadline.remaining()))
+                await self._connect(Deadline.after(seconds))
+            except SenderFullError as exc:
+                last = f"; tried to connect again for {self.seconds:g} s: {exc}"
+            except (HandshakeError, LayoutMismatchError) as exc:
+                reason = str(exc)
+                break
+            except (AiosyncError, OSError) as exc:
+                last = f"; tried to connect again for {self.seconds:g} s: {exc}"
+            else:
+                logger.info("worker %d is connected again", connection.worker)
+                self._reporter.emit("connected", message="again")
+                return ""
+        logger.warning("worker %d gives the sender up: %s%s", connection.worker, reason, last)
+        return reason + last
+
+    async def _connect(self, deadline: Deadline) -> None:
+        connection = self._connection
+        # A sender that gets the signature assumes that this worker acts on some version.
+        await connection.renew(self._applier.signature if self._applier.version >= 0 else "")
+        try:
+            await self._settle_in(deadline)
+        except BaseException:
+            # Without this the sender would wait for a worker that has left.
+            await connection.aclose("the worker has given up connecting again")
+            raise
+
+    async def _settle_in(self, deadline: Deadline) -> None:
+        applier, connection = self._applier, self._connection
+        welcome = await connection.meet(deadline)
+        applier.worker = welcome.worker
+        applier.follow(welcome.via)
+        try:
+            applier.check_layout(welcome)
+        except LayoutMismatchError as exc:
+            connection.session.declined(nack_of(welcome.version, exc))
+            raise
+        # Versions count per sender. Another sender at the same address begins anew; follow that one.
+        if connection.adopt(welcome):
+            before = applier.version
+            self._handler.served = -1
+            # Also if no version is in service here: a relay's workers may have one already.
+            applier.follow_another()
+            if before >= 0:
+                self._reporter.followed(before, welcome.version)
+        await applier.prepare(connection.transport)
+        self._handler.tell_state()
+        self._start()

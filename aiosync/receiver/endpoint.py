@@ -25,11 +25,8 @@ from aiosync.events import EventSource, SchemeStats
 from aiosync.protocol.events import Left
 from aiosync.protocol.frames import Frame
 from aiosync.receiver.applier import WeightApplier
-from aiosync.receiver.connection import SenderConnection
-from aiosync.receiver.connector import Connector
-from aiosync.receiver.listeners import UpdateListener
-from aiosync.receiver.receiving_body import ReceivingBody
-from aiosync.receiver.reporter import ReceiverReporter
+from aiosync.receiver.connection import Connector, SenderConnection
+from aiosync.receiver.listeners import ReceiverReporter, UpdateListener
 from aiosync.receiver.update_handler import UpdateHandler
 from aiosync.receiver.updates import Applier
 from aiosync.transports._offload import uninterrupted
@@ -44,19 +41,15 @@ class WeightReceiver(Endpoint):
     """The live receiving endpoint. Made by a scheme; see :class:`~aiosync.WeightSyncScheme` for its use.
 
     Args:
-        applier: takes updates in; this endpoint's own from now on.
-        model_id: what the sender calls the model.
-        worker_idx: which worker this is; -1: the sender says.
-        make_transport: makes a way to the sender, not open yet.
+        applier: applies updates; this endpoint closes it.
+        model_id: the sender's name of the model.
+        worker_idx: this worker's index; -1: the sender chooses one.
+        make_transport: makes a transport to the sender, not open yet.
         token: the secret that the sender must know.
-        reconnect_for: seconds for which to try, when the connection is lost, to make another.
-        on_sender_close: ``"wait"``: when the sender closes in order, look for one as when the connection is
-            lost. ``"stop"``: end, with a WARNING. None: end.
-
-    Attributes:
-        home: the event loop that this lives on.
-        ended: why nothing more will come, or None.
-        lost: whether the sender ended without a goodbye, or let this worker go.
+        reconnect_for: seconds for which to reconnect after the connection was lost.
+        on_sender_close: ``"wait"``: if the sender closes in order, reconnect as if the connection was lost.
+            ``"stop"``: end, with a WARNING. None: end.
+        events: gets what happens.
     """
 
     def __init__(
@@ -72,6 +65,7 @@ class WeightReceiver(Endpoint):
         events: EventSource,
     ) -> None:
         self.applier = applier
+        # Whether the sender ended without a goodbye, or dropped this worker.
         self.lost = False
         self._on_sender_close = on_sender_close
         connection = self._connection = SenderConnection(make_transport, token, model_id, worker_idx)
@@ -87,8 +81,8 @@ class WeightReceiver(Endpoint):
         self._idle = False
         # Held by the task that applies updates: the receiver loop, or receive().
         self._taker = asyncio.Lock()
-        # The body of receiving().
-        self._body = ReceivingBody()
+        # The scope of the body of receiving(). It expires only if the sender is lost.
+        self._body: asyncio.Timeout | None = None
         self._closed = False
         self._calls = OpenCalls()
         # Whether a lost connection is replaced.
@@ -123,11 +117,6 @@ class WeightReceiver(Endpoint):
         self.home.check_alive()
 
     @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """The tensors in service, name -> tensor; read only."""
-        return self.applier.weights
-
-    @property
     def model_applier(self) -> WeightApplier:
         """The applier of a receiver that applies updates to a model, as all but a relay's do."""
         assert isinstance(self.applier, WeightApplier)
@@ -141,9 +130,9 @@ class WeightReceiver(Endpoint):
         Raises:
             WorkerLostError: there is no sender.
             NotConnectedError: this receiver was closed meanwhile.
-            HandshakeError: it refused this worker.
+            HandshakeError: the sender refused this worker.
             LayoutMismatchError: its weights do not fit the model. The sender gets the same error.
-            SyncTimeoutError: it did not answer in time.
+            SyncTimeoutError: the sender did not answer in time.
         """
         self.home.enter()
         try:
@@ -216,7 +205,7 @@ class WeightReceiver(Endpoint):
         self._end(reason, lost=False)
 
     def connection_lost(self, reason: str) -> None:
-        """Handle the loss of the connection. The receiver loop finds out whether the sender is gone, too."""
+        """Handle the loss of the connection: reconnect if that is wanted, else end."""
         if self._connector.seconds <= 0 or not self._settled:
             self._end(reason, lost=True)
         elif self.ended is None and not self._connection.down:
@@ -234,7 +223,7 @@ class WeightReceiver(Endpoint):
             self._handler.answered.set()
             if lost:
                 self._connection.down = self._connection.down or reason
-                self._body.cancel()
+                self._cancel_body()
                 self._reporter.emit("lost", message=reason)
 
     # -- the receiver loop --------------------------------------------------------------------------
@@ -247,8 +236,7 @@ class WeightReceiver(Endpoint):
 
         Raises:
             NotConnectedError: not connected, or the loop runs already.
-            WorkerLostError: the sender went without a goodbye, or let this worker go; the body is cancelled
-                then.
+            WorkerLostError: the sender ended without a goodbye, or dropped this worker; cancels the body.
         """
         # Not a task group around the body: an exception of the body would come out in an exception group.
         host = BackgroundTasks("aiosync-receiving")
@@ -256,13 +244,23 @@ class WeightReceiver(Endpoint):
             try:
                 await host.start()
                 host.spawn(self._loop)
-                # So that a body does not wait for ever for a version that will never come.
-                async with self._body.cancelled_if_lost(already=self.lost):
+                async with asyncio.timeout(None) as self._body:
+                    if self.lost:
+                        self._cancel_body()
                     yield
+            except TimeoutError:  # of the body itself, or because the sender is lost
+                if self._body is None or not self._body.expired():
+                    raise
             finally:
+                self._body = None
                 await host.aclose()
         if self.lost:
             raise WorkerLostError((), self.ended or "unknown")
+
+    def _cancel_body(self) -> None:
+        """Cancel the body of :meth:`receiving`, which would wait for a version that will never come."""
+        if self._body is not None:
+            self._body.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> None:
         """Run the receiver loop in this task until the sender has gone."""
@@ -300,13 +298,13 @@ class WeightReceiver(Endpoint):
                     return
 
     async def receive(self, deadline: Deadline) -> Mapping[str, Tensor] | None:
-        """The weights of an update that no call before has returned, once they are in service, or None if
-        none came in time.
+        """Wait for an update that no earlier call has returned. Return the weights in service, or None if no
+        update came in time.
 
-        Beside the receiver loop this only waits; without it, this is what takes an update in.
+        Beside the receiver loop this only waits. Without the loop, this applies the update.
 
         Raises:
-            WorkerLostError: the sender has gone, and nothing more will come.
+            WorkerLostError: the sender has gone, and no update will come.
         """
         self.check_open()
         before = self._returned
@@ -324,7 +322,7 @@ class WeightReceiver(Endpoint):
         except TimeoutError:
             pass
         self._returned = self._handler.stats.updates
-        return self.weights if self._returned != before else None
+        return self.applier.weights if self._returned != before else None
 
     async def _take_one(self, before: int) -> None:
         async with self._taker:

@@ -49,29 +49,21 @@ class ServedModel:
         # What a commit calls; None, if that does nothing.
         self._notify_commit = _commit_hook(listener)
         self.may_view = may_view
+        # The sender's layout; None before bind().
+        self.layout: Layout | None = None
         self.version = -1
         self.weights: Mapping[str, Tensor] = {}
         self.viewing = False
         self.leftover = False
         self.make_binding = bind
-        self._binding: Binding | None = None
+        # The binding to the sender's layout, set by bind().
+        self.binding: Binding
         # The version that the listener was last notified of by acting().
         self._acted = -1
 
-    @property
-    def bound(self) -> bool:
-        """Whether the sender's layout is known."""
-        return self._binding is not None
-
-    @property
-    def binding(self) -> Binding:
-        """The model's binding to the sender's layout. :meth:`bind` must have been called."""
-        assert self._binding is not None
-        return self._binding
-
     def bind(self, layout: Layout) -> None:
         """Bind the model to the sender's layout. Raises as :func:`~aiosync.weights.module_binding.bind`."""
-        self._binding = self.make_binding(layout)
+        self.binding, self.layout = self.make_binding(layout), layout
 
     def rebind(
         self, binding: Binding, model: WeightTarget | None, own: dict[str, Tensor], *, may_view: bool
@@ -84,7 +76,7 @@ class ServedModel:
             own: the tensors that it has them in.
             may_view: whether later versions may be viewed by it.
         """
-        self._binding, self.model, self.may_view, self.weights = binding, model, may_view, own
+        self.binding, self.model, self.may_view, self.weights = binding, model, may_view, own
         self.viewing, self.leftover = False, True
 
     def names_of(self, update: Update) -> Collection[str] | None:
@@ -96,8 +88,8 @@ class ServedModel:
         aliases = self.binding.layout.aliases
         return names.union(alias for alias, name in aliases.items() if name in names)
 
-    def commit(self, pending: PendingUpdate, *, views_sender: bool) -> None:
-        """Put a staged update in service. Runs while no reader uses the model, in any thread.
+    def commit(self, pending: PendingUpdate, views_sender: bool) -> None:
+        """Put a staged update in service. Runs in any thread, while no reader uses the model.
 
         Args:
             pending: the update.
@@ -109,7 +101,7 @@ class ServedModel:
         self._set_in_service(pending, pending.staged, views_sender, started)
 
     @contextmanager
-    def committing(self, pending: PendingUpdate, *, views_sender: bool) -> Iterator[None]:
+    def committing(self, pending: PendingUpdate, views_sender: bool) -> Iterator[None]:
         """:meth:`commit` for the length of the body. It is undone if the body raises."""
         assert pending.staged is not None
         started = time.perf_counter()

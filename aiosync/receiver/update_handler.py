@@ -17,7 +17,7 @@ from aiosync.protocol.frames import Update
 from aiosync.protocol.nack import nack_of
 from aiosync.receiver.connection import SenderConnection
 from aiosync.receiver.joint_commit import give_up
-from aiosync.receiver.reporter import ReceiverReporter
+from aiosync.receiver.listeners import ReceiverReporter
 from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate
 from aiosync.transfer.stream_inbound import BaseLostError
 from aiosync.weights.binding import StaleConversion

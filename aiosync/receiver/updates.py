@@ -67,14 +67,16 @@ class Applier(ABC):
         close()
 
     Attributes:
-        version: the version in service, -1 before the first.
-        worker: this worker's index.
-        inbound: the transfer by which updates arrive, once there is a connection.
+        may_fetch: whether the next update may be fetched now.
     """
 
+    may_fetch = True
+
     def __init__(self, worker: int) -> None:
+        # The version in service, -1 before the first.
         self.version = -1
         self.worker = worker
+        # The transfer by which updates arrive, once there is a connection.
         self.inbound: InboundTransfer | None = None
 
     # -- the connection --------------------------------------------------------------------------
@@ -141,11 +143,6 @@ class Applier(ABC):
         return
 
     # -- one update ------------------------------------------------------------------------------
-
-    @property
-    def may_fetch(self) -> bool:
-        """Whether the next update may be fetched now."""
-        return True
 
     async def make_room(self) -> None:
         """Wait until :attr:`may_fetch` is true."""

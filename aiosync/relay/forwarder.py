@@ -20,15 +20,14 @@ from aiosync.protocol.frames import Chunk, End, Update, Welcome
 from aiosync.protocol.nack import DownstreamError
 from aiosync.receiver.updates import Applier, PendingUpdate, check_same_layout
 from aiosync.schemes.tcp import RelayParts
-from aiosync.sender.away_workers import AwayWorkers
-from aiosync.sender.pending_acks import PendingAcks
-from aiosync.sender.progress_watch import LATE_AFTER
+from aiosync.sender.lost_workers import AwayWorkers
+from aiosync.sender.pending_acks import PendingAcks, first_failure
 from aiosync.sender.publisher import Publication, Publisher
 from aiosync.sender.registry import WorkerRegistry
-from aiosync.sender.send_reports import first_failure
 from aiosync.sender.slot_write import SlotWrite
 from aiosync.sender.worker_group import WorkerGroup
 from aiosync.sender.worker_plan import CPU
+from aiosync.transfer.base import LATE_AFTER
 from aiosync.transfer.slots import JointParts, SlotPool
 from aiosync.transfer.stream_inbound import StreamInbound
 from aiosync.transports._offload import Offloader
@@ -157,6 +156,7 @@ class RelayForwarder(Applier):
 
     def __init__(self, parts: RelayParts, model_id: str | None) -> None:
         super().__init__(worker=-1)
+        self.may_fetch = False  # until a slot is reserved for the next update
         self._options = parts.options
         self._home = asyncio.get_running_loop()
         self._host = BackgroundTasks("aiosync-relay")
@@ -254,11 +254,6 @@ class RelayForwarder(Applier):
 
     # -- room -----------------------------------------------------------------------------------------
 
-    @property
-    def may_fetch(self) -> bool:
-        """Whether a slot is reserved for the next update."""
-        return self._write is not None
-
     async def make_room(self) -> None:
         """Reserve a slot for the next update."""
         group, landing = self._group, self._landing
@@ -267,7 +262,7 @@ class RelayForwarder(Applier):
         write = await group.begin_fill(set(self.registry.workers), deadline)
         if write.slot is landing.front:
             landing.front = None  # no worker has fetched this version; the next one overwrites it
-        self._write, landing.next = write, write.slot
+        self._write, landing.next, self.may_fetch = write, write.slot, True
 
     @property
     def have(self) -> int:
@@ -281,7 +276,7 @@ class RelayForwarder(Applier):
         write, publisher = self._write, self._publisher
         assert write is not None and publisher is not None
         self._settle()  # the update before, if the link broke just after it had arrived
-        self._write = None
+        self._write, self.may_fetch = None, False
         write.begun, write.copying = True, arriving
         if update.names is not None and update.base == self.version:
             write.names = tuple(update.names)

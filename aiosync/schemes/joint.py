@@ -17,8 +17,8 @@ from aiosync.protocol.frames import Joint
 from aiosync.reports import SendReport
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.sender.endpoint import WeightSender
+from aiosync.sender.pending_acks import first_failure
 from aiosync.sender.publisher import Publication, publish_together
-from aiosync.sender.send_reports import first_failure
 from aiosync.transfer.slots import JointParts
 
 __all__ = ["JointUpdate", "atomic"]

@@ -1,27 +1,36 @@
-"""Authenticates the connections to a sender, and refuses those that are not a worker's."""
+"""The handshake of a new connection: who may connect, which index it gets, and what its Welcome says."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from aiosync._deadline import Deadline
-from aiosync.errors import AiosyncError, SyncTimeoutError, WorkerLostError
+from aiosync.errors import AiosyncError, InvalidArgumentError, SyncTimeoutError, WorkerLostError
 from aiosync.events import logger
-from aiosync.protocol.frames import Hello
+from aiosync.protocol.frames import Hello, Welcome
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.protocol.text import clean
+from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.log_limit import LogLimit
 
-__all__ = ["Admission", "Refusal"]
+_EAGER_LIMIT = 1 << 20
+"""Bytes up to which a worker gets an update without a Notify before it. This saves a round trip. It costs a
+slot if the worker hangs at that moment."""
 
 _LONGEST = 1000
 """Characters of a reason."""
 
 _REMEMBERED = 5
 """Reasons that are kept for an error's text."""
+
+_TICKET_SIZE = 16
+
+_RESERVED = 2.0
+"""Seconds for which an index is kept for a worker whose connection broke."""
 
 
 class Refusal(NamedTuple):
@@ -99,3 +108,153 @@ class Admission:
     def close(self) -> None:
         """Write what has been left out of the log."""
         self._log.flush()
+
+
+class Tickets:
+    """The tickets of the workers that are connected, or whose connection broke a moment ago.
+
+    A peer that knows the scheme's token but not the ticket cannot take such an index.
+    """
+
+    def __init__(self) -> None:
+        # Of each index the tickets that its worker may have: the one that it showed last, and the one
+        # that was issued since. The connection may break before the worker has read its welcome.
+        self._tickets: dict[int, list[bytes]] = {}
+        # Those whose connection broke -> until when their index is reserved, in monotonic seconds.
+        self._until: dict[int, float] = {}
+
+    def issue(self, worker: int) -> bytes:
+        """A new ticket for the worker that has this index from now on."""
+        self._until.pop(worker, None)
+        ticket = os.urandom(_TICKET_SIZE)
+        self._tickets[worker] = [*self._tickets.get(worker, []), ticket]
+        return ticket
+
+    def leave(self, worker: int, *, reserve: bool) -> None:
+        """The worker's connection has ended; ``reserve``: it may come back."""
+        if reserve:
+            self._until[worker] = time.monotonic() + _RESERVED
+        else:
+            self._tickets.pop(worker, None)
+
+    def may_take(self, worker: int, claims: Callable[[bytes], bool]) -> bool:
+        """Whether a peer may take this index: it is free, or ``claims()`` is true for one of its tickets."""
+        self._expire()
+        pending = self._tickets.get(worker)
+        if pending is None:
+            return True
+        shown = [ticket for ticket in pending if claims(ticket)]
+        if shown:
+            self._tickets[worker] = shown
+        return bool(shown)
+
+    def taken(self) -> set[int]:
+        """The indices that need a ticket."""
+        self._expire()
+        return set(self._tickets)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for worker in [worker for worker, until in self._until.items() if until <= now]:
+            del self._until[worker]
+            self._tickets.pop(worker, None)
+
+
+class WorkerIndices:
+    """The indices that a sender gives out.
+
+    Args:
+        elastic: whether a worker may have any index.
+
+    Attributes:
+        groups: the groups that workers are taken into.
+        tickets: proves that an index is a worker's own.
+    """
+
+    def __init__(self, *, elastic: bool) -> None:
+        self.groups: Sequence[WorkerGroup] = ()
+        self.tickets = Tickets()
+        self._elastic = elastic
+        # Workers that a caller is adding, and the group that each will be in.
+        self._expected: dict[int, WorkerGroup] = {}
+
+    def known(self) -> set[int]:
+        """The indices that this sender gives out, also those of workers that were dropped."""
+        return {worker for group in self.groups for worker in group.workers} | self._expected.keys()
+
+    def group_of(self, worker: int) -> WorkerGroup | None:
+        """The group for a worker with this index; None if the index is not given out."""
+        group = next((g for g in self.groups if self._elastic or worker in g.workers), None)
+        return group or self._expected.get(worker)
+
+    def index_for(self, hello: Hello, session: SenderSession) -> int:
+        """The index of a worker: the one that it asks for, or one that is free; -1 if none is free."""
+        if hello.worker >= 0:
+            return hello.worker
+        taken = self.tickets.taken()
+        known = set(range(len(taken) + 1)) if self._elastic else self.known()
+        before = hello.before
+        mine = before >= 0 and self.tickets.may_take(before, session.claims)
+        if mine and (self._elastic or before in known):
+            return before
+        return min(known - taken, default=hello.worker)
+
+    def expect(self, worker: int | None, connected: Collection[int], *, may_be_new: bool) -> int:
+        """Give out an index for a further worker, or again for a worker that was lost or dropped.
+
+        Args:
+            worker: the index; None: the next one.
+            connected: the workers that are connected.
+            may_be_new: whether the index may be a new one.
+
+        Returns:
+            The index. Call :meth:`expect_no_more` once the worker is there, or will not come.
+
+        Raises:
+            InvalidArgumentError: that worker is connected, or a new one would have no weights.
+        """
+        known = self.known()
+        number = max(known, default=-1) + 1 if worker is None else worker
+        if number in connected or number in self._expected:
+            raise InvalidArgumentError(f"worker {number} is connected, or about to be: give another index")
+        if number not in known:
+            if len(self.groups) > 1 or not may_be_new:
+                raise InvalidArgumentError(
+                    f"worker {number} would have no weights of its own: only workers that init_on_sender() "
+                    f"was given can come again: {sorted(known)}"
+                )
+            self._expected[number] = self.groups[0]
+        return number
+
+    def expect_no_more(self, worker: int) -> None:
+        """The worker is there, or will not come."""
+        self._expected.pop(worker, None)
+
+
+def welcome_for(
+    worker: int, group: WorkerGroup, hello: Hello | None, instance: str, ticket: bytes, via: Sequence[str]
+) -> Welcome:
+    """The Welcome frame for a worker.
+
+    Args:
+        worker: its index.
+        group: its group, which has a newest version.
+        hello: its Hello frame.
+        instance: an id of this sender, different from the next sender's at the same address.
+        ticket: the secret with which the worker proves that the index is its own.
+        via: the ids of the senders that an update passes on its way.
+    """
+    layout, newest = group.pool.layout, group.newest
+    assert newest is not None
+    known = hello is not None and hello.signature == layout.identity
+    return Welcome(
+        layout=None if known else layout.to_wire(),
+        signature=layout.identity,
+        version=newest.version,
+        worker=worker,
+        instance=instance,
+        device=str(newest.slot.segment.buffer.device),
+        eager=layout.nbytes <= _EAGER_LIMIT,
+        ticket=ticket,
+        via=list(via),
+    )

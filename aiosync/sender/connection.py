@@ -6,41 +6,28 @@ flight* (the worker got the Update frame and has not answered), and *current* (t
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from aiosync.errors import ProtocolError
 from aiosync.protocol.events import Applied, Fetched, Left, Rejected, SenderEvent, StageDone
-from aiosync.protocol.frames import Frame, Joint, Nack, Update
+from aiosync.protocol.frames import Frame, Joint, Update, Welcome
 from aiosync.protocol.sender_session import SenderSession, SenderState
-from aiosync.sender.introduction import Introduction
-from aiosync.sender.progress_watch import ProgressWatch
 from aiosync.sender.worker_group import WorkerGroup
-from aiosync.transfer.base import MemoryAccess, OutboundTransfer
-from aiosync.transfer.slots import JointParts, Lease, LeaseKind, SlotVersion
+from aiosync.transfer.base import MemoryAccess, OutboundTransfer, ProgressWatch
+from aiosync.transfer.slots import JointParts, Lease, LeaseKind, SlotVersion, release_all
 from aiosync.transports.base import Transport
 from aiosync.transports.process_watch import ProcessWatch
 
-__all__ = ["ConnectionOwner", "WorkerConnection"]
+if TYPE_CHECKING:
+    from aiosync.sender.registry import WorkerRegistry
 
 PATIENCE = 1.0
 """Seconds without a byte moved, after which an update that is being sent may be taken back."""
 
 
-class ConnectionOwner(Protocol):
-    """Gets the three outcomes of a connection: an acknowledgement, a refusal, the end."""
-
-    def acknowledged(self, connection: WorkerConnection, event: Applied, *, first: bool) -> None:
-        """The worker runs on a version; ``first``: its first over this connection."""
-
-    def refused(self, connection: WorkerConnection, nack: Nack) -> None:
-        """The worker refused a version."""
-
-    def lost(self, connection: WorkerConnection, reason: str, *, orderly: bool = False) -> None:
-        """The connection has ended; ``orderly``: the worker said goodbye and released its slots."""
-
-
 class WorkerConnection:
-    """A connected worker.
+    """A connected worker. It reports three outcomes to the registry: acknowledged, refused, lost.
 
     Args:
         worker: its index.
@@ -49,15 +36,8 @@ class WorkerConnection:
         session: its session, after the handshake.
         group: the workers that share its copy of the weights.
         outbound: how versions get there.
-        introduction: what its welcome says of the sender.
-        owner: gets the outcomes.
-
-    Attributes:
-        outbound: the transfer to it.
-        notified: the version that the worker was notified of and has not fetched.
-        staged: whether the worker has staged the version in flight and waits to commit it.
-        unresponsive: the worker has not answered for a while, or missed a deadline.
-        died: its process has ended.
+        welcome: makes its Welcome frame, once its group has a version.
+        registry: gets the outcomes.
     """
 
     def __init__(
@@ -68,34 +48,41 @@ class WorkerConnection:
         session: SenderSession,
         group: WorkerGroup,
         outbound: OutboundTransfer,
-        introduction: Introduction,
-        owner: ConnectionOwner,
+        welcome: Callable[[], Welcome],
+        registry: WorkerRegistry,
     ) -> None:
         self.worker = worker
         self.pid = pid
         self.transport = transport
         self.session = session
         self.group = group
+        self.outbound = outbound
+        self._welcome = welcome
+        self._registry = registry
+        # The version that the worker was notified of and has not fetched.
         self.notified: SlotVersion | None = None
         self._notified_lease: Lease | None = None
         # The version that was notified and whose slot is being overwritten, until the copy has ended.
         self._revoked: SlotVersion | None = None
-        self.staged = self.unresponsive = self.died = False
         # The version that the worker was sent and has not answered for.
         self._in_flight: SlotVersion | None = None
         # The slots that the worker may read for that; empty once it has copied the version.
         self._reading: list[Lease] = []
+        # Whether the worker has staged the version in flight and waits to commit it.
+        self.staged = False
         # The version that the worker acknowledged last; its slot is leased if the worker's model views it.
         self._current: SlotVersion | None = None
         self._current_lease: Lease | None = None
-        self.outbound = outbound
-        self._introduction = introduction
         # The worker's last Fetch: the version whose bytes it has, and whether it can read our memory.
         self._fetched = Fetched()
         # Finds out whether the worker hangs while a version is in flight.
         self._progress = ProgressWatch(outbound, self.mark_unresponsive)
-        self._owner = owner
-        self._detached = False  # set once the worker is gone: nothing is sent or leased any more
+        # The worker has not answered for a while, or missed a deadline.
+        self.unresponsive = False
+        # Its process has ended.
+        self.died = False
+        # The worker is gone: nothing is sent or leased any more.
+        self._detached = False
         self._watch = ProcessWatch(pid, self._process_ended)
         outbound.attach(self)
 
@@ -141,7 +128,7 @@ class WorkerConnection:
 
     def connection_lost(self, reason: str) -> None:
         """Handle the loss of the connection."""
-        self._owner.lost(self, reason)
+        self._registry.lost(self, reason)
 
     def _process_ended(self) -> None:
         self.died = True
@@ -153,7 +140,7 @@ class WorkerConnection:
                 first = self._current is None
                 self._clear_notified()
                 self._answered(accepted=True)
-                self._owner.acknowledged(self, event, first=first)
+                self._registry.acknowledged(self, event, first=first)
             case Fetched():
                 self._fetched = event
                 if self._in_flight is not None:  # the worker gives back what it has not answered for
@@ -171,10 +158,10 @@ class WorkerConnection:
                     self._cancel_joint(self._in_flight)
                 self._clear_notified()
                 self._answered(accepted=below)
-                self._owner.refused(self, nack)
+                self._registry.refused(self, nack)
             case Left(reason=reason, dropped=dropped):
                 # A worker that says that it was dropped has not released what it reads.
-                self._owner.lost(self, reason or "it closed its side", orderly=not dropped)
+                self._registry.lost(self, reason or "it closed its side", orderly=not dropped)
             case _:
                 pass
 
@@ -221,7 +208,7 @@ class WorkerConnection:
                 self._offer(notified)
         elif state is SenderState.WELCOMING and group.offerable(group.newest):
             assert group.newest is not None
-            self.session.welcome(self._introduction.welcome(self.worker, group, self.session.hello))
+            self.session.welcome(self._welcome())
             group.addressed[self.worker] = group.newest.version
             self.notify(group.newest)
             self.transport.flush(self.session)
@@ -244,10 +231,13 @@ class WorkerConnection:
 
     def _start(self, published: SlotVersion, joint: JointParts | None) -> Update:
         pool, outbound = self.group.pool, self.outbound
-        self._reading.append(pool.lease(published.slot, LeaseKind.READING, self))
         self._in_flight = published
-        if self.notified is published:
-            self._release_notified()
+        lease = self._notified_lease
+        if self.notified is published and lease is not None:
+            lease.kind, self._notified_lease, self.notified = LeaseKind.READING, None, None
+        else:
+            lease = pool.lease(published.slot, LeaseKind.READING, self)
+        self._reading.append(lease)
         payload = outbound.payload(published, self._fetched)
         if outbound.carries:
             base = outbound.base_slot()
@@ -283,8 +273,7 @@ class WorkerConnection:
         self._progress.stop()
         if self.outbound.carries:
             self.outbound.answered()
-        for lease in reading:
-            lease.release()
+        release_all(reading)
 
     def _clear_notified(self) -> None:
         """The worker need not fetch the version in flight again."""
@@ -311,16 +300,14 @@ class WorkerConnection:
         if self.outbound.access is MemoryAccess.CHECKED:
             first, *further = self._reading
             self._reading = [first]
-            for lease in further:
-                lease.release()
+            release_all(further)
         else:
             self._copied()
 
     def _copied(self) -> None:
         """The worker has copied the version in flight into memory of its own."""
         reading, self._reading = self._reading, []
-        for lease in reading:
-            lease.release()
+        release_all(reading)
 
     # -- taking back -------------------------------------------------------------------------------
 
@@ -376,8 +363,7 @@ class WorkerConnection:
             for lease in leases:
                 lease.detach()
             return leases
-        for lease in leases:
-            lease.release()
+        release_all(leases)
         return []
 
     def _drop_notified(self, notified: SlotVersion) -> None:

@@ -25,20 +25,17 @@ from aiosync.errors import InvalidArgumentError, NotConnectedError
 from aiosync.events import EventSource, SchemeStats
 from aiosync.reports import SendReport, WorkerState
 from aiosync.sender.extraction import Sources, WeightSource, is_per_worker
+from aiosync.sender.pending_acks import AckWaiter
 from aiosync.sender.publisher import Publication, Publisher, publish_together
 from aiosync.sender.registry import WorkerRegistry
-from aiosync.sender.send_reports import SendReports
 from aiosync.sender.sharded.gather import GatherLeader, ShardGather, leading
 from aiosync.sender.worker_group import WorkerGroup
-from aiosync.sender.worker_start import WorkerStart
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.slots import SlotPool
 from aiosync.transports._offload import Offloader, uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.transports.base import Listener, Transport
 from aiosync.weights.layout import Layout
-
-__all__ = ["WeightSender"]
 
 
 class WeightSender(Endpoint):
@@ -95,8 +92,7 @@ class WeightSender(Endpoint):
         self._offloader = Offloader("aiosync-sender")
         self._groups: list[WorkerGroup] = []
         self.publisher = Publisher(self._groups, self.registry, self._host, spec.first_version)
-        self._reports = SendReports(self.registry, spec, model_id, events)
-        self._start = WorkerStart(self.registry, self._reports)
+        self._acks = AckWaiter(self.registry, spec, model_id, events)
         self._live = False
         self._closed = False
         self._calls = OpenCalls()
@@ -180,9 +176,9 @@ class WeightSender(Endpoint):
     async def _wait_for_start(self, min_workers: int | None, deadline: Deadline) -> None:
         async with self._calls.call():
             if min_workers is not None:
-                await self._start.wait_for_any(min_workers, deadline)
+                await self._acks.wait_for_any(min_workers, deadline)
             else:
-                await self._start.wait_for(self.registry.workers, deadline)
+                await self._acks.wait_for(self.registry.workers, deadline)
         self._events.emit("connected", self.model_id, self.version)
 
     async def await_workers(self, deadline: Deadline) -> None:
@@ -193,7 +189,7 @@ class WeightSender(Endpoint):
             NotConnectedError: this was closed.
         """
         self.check_open()
-        await self._start.wait_for(self.registry.workers, deadline)
+        await self._acks.wait_for(self.registry.workers, deadline)
 
     async def add_worker(
         self, worker: int | None, join: Callable[[int], Awaitable[object]], deadline: Deadline
@@ -212,7 +208,7 @@ class WeightSender(Endpoint):
             Exception: what ``join`` raises.
         """
         self.check_open()
-        return await self._start.add(worker, join, deadline, may_be_new=not self.plan.per_worker)
+        return await self._acks.add(worker, join, deadline, may_be_new=not self.plan.per_worker)
 
     async def _open(
         self,
@@ -316,7 +312,7 @@ class WeightSender(Endpoint):
         report = await self.finish(publication, wait=wait)
         acks = publication.acks
         if not wait or acks is None or acks.troubled or acks.pending:
-            self._reports.raise_failure(report, deadline)
+            self._acks.raise_failure(report, deadline)
         return report
 
     async def finish(self, publication: Publication, *, wait: bool) -> SendReport:
@@ -331,21 +327,21 @@ class WeightSender(Endpoint):
             self.publisher.settle(publication)
         now = time.perf_counter()
         seconds["ack"], seconds["total"] = now - begun, now - publication.started
-        report = self._reports.conclude(
+        report = self._acks.conclude(
             acks, publication.deadline, waited=wait, nbytes=publication.nbytes, seconds=seconds
         )
         stats = self.registry.stats
         stats.updates += 1
         stats.nbytes += report.nbytes
         stats.add_phases(report.seconds)
-        self._reports.emit_sent(report)
+        self._acks.emit_sent(report)
         return report
 
     async def wait_ack(self, worker_ids: int | list[int] | None, deadline: Deadline) -> SendReport:
         """Wait until workers run on the version that was last published to them."""
         self.check_open()
         targets = self.registry.resolve(worker_ids)
-        return await self._start.wait_for_acks(targets, deadline)
+        return await self._acks.wait_for_acks(targets, deadline)
 
     # -- close --------------------------------------------------------------------------------------
 

@@ -1,15 +1,72 @@
-"""Processes that have lost their sender, or were dropped by it, and may still read its memory."""
+"""Workers without a connection: what is remembered of them, and which may still read the sender's memory."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 
+import msgspec
+
+from aiosync._deadline import Deadline
+from aiosync.errors import AiosyncError, WorkerLostError
 from aiosync.protocol.frames import Bye, Frame
-from aiosync.transfer.slots import Lease
+from aiosync.reports import WorkerReport
+from aiosync.transfer.slots import Lease, release_all
 from aiosync.transports.process_watch import ProcessWatch
 
-__all__ = ["DroppedConnection", "LostWorkers"]
+_MOMENT = 2.0
+"""Seconds that a worker whose connection broke has to come back before the trainer learns of its absence."""
+
+
+class WorkerRecord(msgspec.Struct, eq=False):
+    """What a sender remembers of one worker beyond its connections."""
+
+    last_version: int = -1
+    """The version that the worker acknowledged last over an earlier connection; -1: none."""
+    lost: WorkerLostError | None = None
+    """Why the worker is not connected."""
+    unreported: AiosyncError | None = None
+    """A refusal that no call has waited for."""
+
+
+class WorkerRecords(dict[int, WorkerRecord]):
+    """Worker -> its record; a worker without one has nothing to remember."""
+
+    def __missing__(self, worker: int) -> WorkerRecord:
+        record = self[worker] = WorkerRecord()
+        return record
+
+    def disconnected(self, worker: int, version: int, error: WorkerLostError) -> None:
+        """The worker's connection has ended; it acknowledged ``version`` last."""
+        record = self[worker]
+        record.last_version, record.lost = version, error
+
+    def last_version(self, worker: int) -> int:
+        """The version that the worker acknowledged over an earlier connection; -1: none."""
+        return self[worker].last_version if worker in self else -1
+
+    def absence(self, worker: int) -> WorkerReport:
+        """The answer of a worker that is not connected."""
+        lost = self[worker].lost if worker in self else None
+        error = lost or WorkerLostError([worker], "it has not connected yet")
+        return WorkerReport(worker, "lost", self.last_version(worker), error=error)
+
+    def take_unreported(self, worker: int) -> AiosyncError | None:
+        """A refusal that no call has waited for. It is returned once."""
+        record = self.get(worker)
+        if record is None:
+            return None
+        error, record.unreported = record.unreported, None
+        return error
+
+    def take_all_unreported(self, workers: Iterable[int]) -> dict[int, AiosyncError]:
+        """The refusals of these workers that no call has waited for. Each is returned once."""
+        if not self:
+            return {}
+        found = {worker: self.take_unreported(worker) for worker in workers}
+        return {worker: error for worker, error in found.items() if error is not None}
 
 
 class LostWorkers:
@@ -39,8 +96,7 @@ class LostWorkers:
             return leases
         watch = ProcessWatch(pid, lambda: self.release(worker, pid))
         if watch.gone:
-            for lease in leases:
-                lease.release()
+            release_all(leases)
             return []
         if not watch.watching:
             return leases
@@ -52,8 +108,7 @@ class LostWorkers:
     def release(self, worker: int, pid: int) -> None:
         """The process reads nothing any more: it has ended, has said so, or has connected again."""
         self._close_watch(worker, pid)
-        for lease in self._leases.pop((worker, pid), ()):
-            lease.release()
+        release_all(self._leases.pop((worker, pid), ()))
 
     def _close_watch(self, worker: int, pid: int) -> None:
         watch = self._watches.pop((worker, pid), None)
@@ -91,3 +146,46 @@ class DroppedConnection:
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
             on_end(said_so)
+
+
+class AwayWorkers:
+    """Workers that have lost their relay without a goodbye, and may still act on what they have.
+
+    Args:
+        patience: seconds after which a worker that has not come back has given its relay up.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        # Worker -> when its connection broke, in monotonic seconds.
+        self._since: dict[int, float] = {}
+        self._returned = asyncio.Event()
+
+    def add(self, worker: int) -> None:
+        """The connection of this worker broke."""
+        self._since[worker] = time.monotonic()
+
+    def remove(self, worker: int) -> bool:
+        """The worker that had this index is connected again. Return whether it was away."""
+        self._returned.set()
+        return self._since.pop(worker, None) is not None
+
+    def now(self) -> list[int]:
+        """The indices of the workers that are away."""
+        now = time.monotonic()
+        self._since = {w: since for w, since in self._since.items() if since + self._patience > now}
+        return sorted(self._since)
+
+    async def one_returns(self, deadline: Deadline) -> bool:
+        """Wait for a worker that left a moment ago to come back, as most do. Return whether one has."""
+        left = [self._since[worker] + _MOMENT - time.monotonic() for worker in self.now()]
+        seconds = min(max(left, default=0.0), deadline.remaining())
+        if seconds <= 0:
+            return False
+        self._returned.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._returned.wait()
+        except TimeoutError:
+            return False
+        return True

@@ -1,19 +1,29 @@
-"""The answers that calls wait for."""
+"""The answers that a call of the sender waits for, and what the call then returns or raises."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from aiosync._deadline import Deadline, DeadlineTimer
+from aiosync._options import SchemeOptions
 from aiosync.errors import (
+    AiosyncError,
+    JointUpdateError,
     NotConnectedError,
     Phase,
+    SyncTimeoutError,
+    WorkerLostError,
 )
-from aiosync.reports import WorkerReport
+from aiosync.events import EventSource, logger
+from aiosync.reports import SendReport, WorkerReport
 
-__all__ = ["AwaitedAcks", "PendingAcks"]
+if TYPE_CHECKING:
+    from aiosync.sender.registry import WorkerRegistry
 
 
 class PendingAcks:
@@ -142,3 +152,229 @@ class AwaitedAcks:
             for worker in list(acks.pending):
                 error = NotConnectedError(f"{reason} before worker {worker} had answered")
                 acks.settle(WorkerReport(worker, "lost", version_of(worker), error=error))
+
+
+class AckWaiter:
+    """Waits for workers' answers, and makes the report or the one error of a call.
+
+    Args:
+        registry: the workers.
+        options: the scheme's options.
+        model_id: the model's name.
+        events: gets an event for each send.
+    """
+
+    def __init__(
+        self, registry: WorkerRegistry, options: SchemeOptions, model_id: str | None, events: EventSource
+    ) -> None:
+        self._registry = registry
+        self._options = options
+        self._model_id = model_id
+        self._events = events
+
+    # -- waits ------------------------------------------------------------------------------------
+
+    async def wait_for(
+        self,
+        workers: Collection[int],
+        deadline: Deadline,
+        join: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        """Wait until these workers run on some version; ``join`` has them connect.
+
+        Raises:
+            SyncTimeoutError: some workers did not come in time; it names them.
+            RemoteApplyError, LayoutMismatchError, WorkerLostError: a worker refused, or will not come.
+        """
+        registry = self._registry
+        acks = PendingAcks(0, workers, phase="connect")
+        for worker in list(acks.pending):
+            if registry.version_of(worker) >= 0:
+                acks.settle(WorkerReport(worker, "applied", registry.version_of(worker)))
+        with registry.awaited.tracking(acks):
+            if join is not None:
+                await join()
+            await acks.wait(deadline, registry.timer)
+        self.raise_failure(self.conclude(acks, deadline, waited=True), deadline)
+
+    async def add(
+        self,
+        worker: int | None,
+        join: Callable[[int], Awaitable[object]],
+        deadline: Deadline,
+        *,
+        may_be_new: bool,
+    ) -> int:
+        """Have a further worker connect, or a worker in the place of a lost one. Return its index.
+
+        Raises:
+            InvalidArgumentError: that worker is connected, or a new one would have no weights.
+        """
+        indices = self._registry.indices
+        number = indices.expect(worker, self._registry.connections, may_be_new=may_be_new)
+        try:
+            await self.wait_for({number}, deadline, lambda: join(number))
+        finally:
+            indices.expect_no_more(number)
+        return number
+
+    async def wait_for_acks(self, targets: set[int], deadline: Deadline) -> SendReport:
+        """Wait until these workers run on the version that was last published to them."""
+        started = time.perf_counter()
+        acks = self._registry.acks_for_current(targets)
+        with self._registry.awaited.tracking(acks):
+            await acks.wait(deadline, self._registry.timer)
+        seconds = {"total": time.perf_counter() - started}
+        report = self.conclude(acks, deadline, waited=True, seconds=seconds)
+        self.raise_failure(report, deadline)
+        return report
+
+    async def wait_for_any(self, count: int, deadline: Deadline) -> None:
+        """Wait until any ``count`` workers run on some version.
+
+        Raises:
+            SyncTimeoutError: there were fewer when the deadline passed.
+        """
+        joined = self._registry.joined
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                while self._running() < count:
+                    joined.clear()
+                    await joined.wait()
+        except TimeoutError:
+            hint = "; ".join([f"{self._running()} of {count} workers have connected", *self._refusals()])
+            raise deadline.error("connect", version=0, hint=hint) from None
+
+    def _running(self) -> int:
+        connections = self._registry.connections.values()
+        return sum(connection.session.acked_version >= 0 for connection in connections)
+
+    # -- the report -------------------------------------------------------------------------------
+
+    def conclude(
+        self,
+        acks: PendingAcks,
+        deadline: Deadline,
+        *,
+        waited: bool,
+        nbytes: int = 0,
+        seconds: dict[str, float] | None = None,
+    ) -> SendReport:
+        """The report of a call.
+
+        Args:
+            acks: the workers' answers.
+            deadline: the call's.
+            waited: whether the call waited for them: workers that have not answered missed the deadline then.
+            nbytes: bytes of the weights.
+            seconds: phase -> its duration.
+        """
+        registry, reports = self._registry, dict(acks.reports)
+        for worker in acks.pending:
+            version, connection = registry.version_of(worker), registry.connections.get(worker)
+            if not waited:
+                reports[worker] = WorkerReport(worker, "published", version)
+                continue
+            staged = connection is not None and connection.staged
+            error = SyncTimeoutError(
+                "commit" if staged else acks.phase,
+                seconds=deadline.seconds,
+                workers=[worker],
+                version=acks.version,
+                hint="" if connection else "; ".join(self._refusals()),
+            )
+            reports[worker] = WorkerReport(worker, "timeout", version, error=error)
+            if connection is not None:
+                connection.mark_unresponsive()
+        if not waited:  # refusals of updates that no call waited for
+            for worker, refusal in registry.records.take_all_unreported(reports).items():
+                reports[worker] = WorkerReport(worker, "failed", registry.version_of(worker), error=refusal)
+        dropped = self._drop(reports.values()) if self._options.on_failure == "drop" else ()
+        return SendReport(acks.version, nbytes, dict(sorted(reports.items())), seconds or {}, dropped)
+
+    def _refusals(self) -> list[str]:
+        reasons = dict.fromkeys(self._registry.admission.refused)
+        return [f"connections were refused meanwhile: {'; '.join(reasons)}"] if reasons else []
+
+    def _drop(self, reports: Collection[WorkerReport]) -> tuple[int, ...]:
+        late = {r.worker for r in reports if r.status == "timeout"}
+        lost = {r.worker for r in reports if r.status == "lost"}
+        # A lost worker may have come again meanwhile.
+        gone = sorted(late | (lost - self._registry.connections.keys()))
+        for worker in gone:
+            self._registry.drop(worker, "dropped: it was lost or missed a deadline")
+        return tuple(gone)
+
+    def raise_failure(self, report: SendReport, deadline: Deadline) -> None:
+        """Raise the one error for a report's failures, if there are any. The error has the report."""
+        reports = list(report.workers.values())
+        if self._options.on_failure == "drop":
+            reports = [r for r in reports if r.status not in ("lost", "timeout")]
+        error = first_failure(reports, deadline)
+        if error is not None:
+            error.report = report
+            raise error
+
+    def emit_sent(self, report: SendReport) -> None:
+        """Emit the event of a send, and log it."""
+        if self._events.hooks:
+            self._events.emit(
+                "sent", self._model_id, report.version, nbytes=report.nbytes, seconds=report.seconds
+            )
+        if logger.isEnabledFor(logging.INFO):
+            logger.info(
+                "sent version %d of %s: %.3g MB to %d of %d workers in %.3g ms",
+                report.version,
+                self._model_id,
+                report.nbytes / 1e6,
+                len(report.workers) - len(report.failures),
+                len(report.workers),
+                1e3 * report.seconds["total"],
+            )
+
+
+def first_failure(reports: Iterable[WorkerReport], deadline: Deadline) -> AiosyncError | None:
+    """The one error to raise for a send: a refusal before a loss before a deadline.
+
+    Losses are raised as one error that names all lost workers, and so are deadlines. What is not
+    raised itself is added to it as notes.
+    """
+    refused: list[AiosyncError] = []
+    gave_way: list[AiosyncError] = []
+    lost: dict[int, str] = {}
+    late: list[WorkerReport] = []
+    for report in reports:
+        if report.status == "lost" and isinstance(report.error, WorkerLostError):
+            lost[report.worker] = report.error.reason
+        elif report.status == "timeout":
+            late.append(report)
+        elif report.error is not None:
+            # Of a joint update the cause says more than the siblings that gave way to it.
+            (gave_way if isinstance(report.error, JointUpdateError) else refused).append(report.error)
+    found = refused
+    if lost:
+        found.append(WorkerLostError(lost, "; ".join(sorted(set(lost.values())))))
+    if late:
+        found.append(_timeout(late, deadline))
+    found += gave_way
+    if not found:
+        return None
+    for other in found[1:]:
+        found[0].add_note(f"also: {type(other).__name__}: {str(other).splitlines()[0]}")
+    return found[0]
+
+
+def _timeout(late: list[WorkerReport], deadline: Deadline) -> SyncTimeoutError:
+    known = [report.error for report in late if isinstance(report.error, SyncTimeoutError)]
+    order: tuple[Phase, ...] = ("connect", "stage", "commit", "ack")
+    reached: list[Phase] = [error.phase for error in known]
+    phase = min(reached, key=order.index) if reached else "ack"
+    version = known[0].version if known else None
+    hints = dict.fromkeys(error.hint for error in known if error.hint)
+    return SyncTimeoutError(
+        phase,
+        seconds=deadline.seconds,
+        workers={r.worker for r in late},
+        version=version,
+        hint="; ".join(hints),
+    )

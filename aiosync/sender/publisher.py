@@ -30,6 +30,7 @@ from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.slots import JointParts
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
+from aiosync.weights.copying import copy_few
 from aiosync.weights.fit import Fit, fit
 from aiosync.weights.layout import Layout
 
@@ -337,7 +338,8 @@ async def publish_together(publications: Sequence[Publication], *, fallback: boo
     try:
         for publication in publications:
             for write in publication.writes:
-                write.copy_inline()
+                write.begun = True
+                copy_few(write.pairs)
             publication.publisher.check_open()
     except BaseException:
         _discard(publications)

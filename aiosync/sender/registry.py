@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from aiosync._deadline import DeadlineTimer
@@ -16,21 +17,15 @@ from aiosync.protocol.frames import Hello, Joint, Nack
 from aiosync.protocol.nack import remote_error
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.reports import WorkerReport, WorkerState
-from aiosync.sender.admission import Admission, Refusal
-from aiosync.sender.away_workers import AwayWorkers
+from aiosync.sender.admission import Admission, Refusal, WorkerIndices, welcome_for
 from aiosync.sender.connection import WorkerConnection
-from aiosync.sender.indices import WorkerIndices
-from aiosync.sender.introduction import Introduction
-from aiosync.sender.lost_workers import DroppedConnection, LostWorkers
+from aiosync.sender.lost_workers import AwayWorkers, DroppedConnection, LostWorkers, WorkerRecords
 from aiosync.sender.pending_acks import AwaitedAcks, PendingAcks
 from aiosync.sender.worker_group import WorkerGroup
-from aiosync.sender.worker_records import WorkerRecords
 from aiosync.transfer.base import OutboundTransfer
-from aiosync.transfer.slots import Lease
+from aiosync.transfer.slots import Lease, release_all
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.transports.base import Listener, Transport
-
-__all__ = ["Deliver", "WorkerRegistry"]
 
 Deliver: TypeAlias = Callable[[Transport, WorkerGroup], OutboundTransfer]
 """Makes the transfer of a group's versions over a connection."""
@@ -48,19 +43,6 @@ class WorkerRegistry:
         deliver: makes the transfer of a group's versions over a connection.
         events: gets what happens to workers.
         stats: the sender's figures.
-
-    Attributes:
-        workers: the indices that a send without ``worker_ids`` goes to.
-        connections: worker -> its connection.
-        records: worker -> what is remembered of it.
-        awaited: the answers that calls wait for.
-        admission: authenticates new connections.
-        indices: which worker gets which index.
-        timer: ends the calls that wait for answers at their deadlines.
-        stats: the sender's figures.
-        joined: set when a worker runs on a version for the first time.
-        via: the ids of the senders that an update passes before it gets to a worker, this one last.
-        away: of a relay, the workers whose connection broke and that may still act on an older version.
     """
 
     def __init__(
@@ -75,14 +57,19 @@ class WorkerRegistry:
         events: EventSource,
         stats: SchemeStats,
     ) -> None:
+        # The indices that a send without ``worker_ids`` goes to.
         self.workers = set(workers)
         self.connections: dict[int, WorkerConnection] = {}
         self.records = WorkerRecords()
+        # The answers that calls wait for, and what ends those calls at their deadlines.
         self.awaited = AwaitedAcks()
         self.timer = DeadlineTimer()
+        # Set when a worker runs on a version for the first time.
+        self.joined = asyncio.Event()
         self.admission = Admission(token, listener, self._admit)
         self.indices = WorkerIndices(elastic=elastic)
         self.stats = stats
+        # Of a relay: the workers whose connection broke and that may still act on an older version.
         self.away: AwayWorkers | None = None
         self._model_id = model_id
         self._listener = listener
@@ -90,8 +77,8 @@ class WorkerRegistry:
         self._deliver = deliver
         self._events = events
         self._instance = secrets.token_hex(8)
+        # The ids of the senders that an update passes before it gets to a worker, this one last.
         self.via: Sequence[str] = (self._instance,)
-        self.joined = asyncio.Event()
         # Bytes sent over connections that have ended.
         self._wire_nbytes = 0
         self._host: BackgroundTasks | None = None
@@ -113,8 +100,7 @@ class WorkerRegistry:
             self._remove(connection)
             connection.session.close(reason)
             connection.transport.flush(connection.session)
-            for lease in connection.detach():
-                lease.release()
+            release_all(connection.detach())
         leaving = [*(connection.transport for connection in connections), *self._lingering]
         await asyncio.gather(*(transport.aclose() for transport in leaving))
         self._lingering.clear()
@@ -202,7 +188,7 @@ class WorkerRegistry:
     def never_coming(self, worker: int, reason: str) -> None:
         """The channel that this worker would have connected over has broken, or its process has ended."""
         if worker not in self.connections:
-            self.records.record(worker).lost = WorkerLostError([worker], reason)
+            self.records[worker].lost = WorkerLostError([worker], reason)
             self.awaited.settle(self.records.absence(worker))
 
     def _admit(self, hello: Hello, transport: Transport, session: SenderSession) -> Refusal | None:
@@ -223,14 +209,16 @@ class WorkerRegistry:
             self._replace(self.connections[worker])
         elif self._listener.full:
             return Refusal("the sender serves as many connections as its max_connections= allows", retry=True)
-        self.records.connected(worker)
+        if worker in self.records:
+            self.records[worker].lost = None
         self.workers.add(worker)
         group.workers.add(worker)
         outbound = self._deliver(transport, group)
         outbound.accept_codecs(hello.codecs)
         pid = transport.peer_pid or (hello.pid if transport.same_machine else 0)
-        introduction = Introduction(self._instance, indices.tickets.issue(worker), self.via)
-        connection = WorkerConnection(worker, pid, transport, session, group, outbound, introduction, self)
+        ticket = indices.tickets.issue(worker)
+        welcome = partial(welcome_for, worker, group, hello, self._instance, ticket, self.via)
+        connection = WorkerConnection(worker, pid, transport, session, group, outbound, welcome, self)
         self.connections[worker] = group.connections[worker] = connection
         if hello.signature:  # the worker has been connected before
             self._lost_workers.release(worker, pid)
@@ -268,7 +256,7 @@ class WorkerRegistry:
     # -- outcomes of connections --------------------------------------------------------------------
 
     def acknowledged(self, connection: WorkerConnection, event: Applied, *, first: bool) -> None:
-        """See :class:`~aiosync.sender.connection.ConnectionOwner`."""
+        """The worker runs on a version; ``first``: its first over this connection."""
         if first:
             self.joined.set()
         worker = connection.worker
@@ -278,7 +266,7 @@ class WorkerRegistry:
             self._emit(kind, event.version, worker, seconds=event.seconds)
 
     def refused(self, connection: WorkerConnection, nack: Nack) -> None:
-        """See :class:`~aiosync.sender.connection.ConnectionOwner`."""
+        """The worker refused a version."""
         worker, version = connection.worker, connection.session.acked_version
         error = remote_error(worker, nack)
         if version < 0:
@@ -287,11 +275,11 @@ class WorkerRegistry:
         self.joined.set()  # a relay may have the version although it refuses it
         report = WorkerReport(worker, "failed", version, error=error)
         if not self.awaited.answered(report, nack.version):
-            self.records.record(worker).unreported = error
+            self.records[worker].unreported = error
         self._emit("failed", nack.version, worker, message=str(error))
 
     def lost(self, connection: WorkerConnection, reason: str, *, orderly: bool = False) -> None:
-        """See :class:`~aiosync.sender.connection.ConnectionOwner`."""
+        """The connection has ended; ``orderly``: the worker said goodbye and released its slots."""
         worker, version = connection.worker, connection.session.acked_version
         if self.connections.get(worker) is not connection:
             return
@@ -302,8 +290,7 @@ class WorkerRegistry:
         leases = connection.detach()
         if not orderly:
             leases = self._lost_workers.keep(worker, connection.pid, leases)
-        for lease in leases:
-            lease.release()
+        release_all(leases)
         self.stats.lost += 1
         error = WorkerLostError([worker], reason)
         self.records.disconnected(worker, version, error)
@@ -351,8 +338,7 @@ class WorkerRegistry:
         transport = connection.transport
 
         def ended(said_so: bool) -> None:
-            for lease in leases:
-                lease.release()
+            release_all(leases)
             if said_so:
                 self._lost_workers.release(connection.worker, connection.pid)
             if self._lingering.pop(transport, None) is not None and self._host is not None:

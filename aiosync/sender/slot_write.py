@@ -57,16 +57,11 @@ class SlotWrite(msgspec.Struct, eq=False):
 
     async def copy(self, cancelled: Callable[[], bool]) -> bool:
         """Copy. Return whether all was copied: False if ``cancelled()`` became true."""
+        self.begun = True
         if self.group.writes_inline:
-            self.copy_inline()
+            copy_few(self.pairs)
             return True
-        self.begun = True
         return await self.group.offloader.copy(self.pairs, cancelled)
-
-    def copy_inline(self) -> None:
-        """Copy on this thread."""
-        self.begun = True
-        copy_few(self.pairs)
 
     @property
     def overlaps(self) -> bool:

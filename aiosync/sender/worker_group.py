@@ -22,10 +22,9 @@ from aiosync.errors import (
     NotConnectedError,
     SyncTimeoutError,
 )
-from aiosync.sender.change_log import ChangeLog
 from aiosync.sender.slot_write import SlotWrite
 from aiosync.transfer.base import Streams
-from aiosync.transfer.slots import JointParts, Lease, LeaseKind, SlotPool, SlotVersion
+from aiosync.transfer.slots import ChangeLog, JointParts, Lease, LeaseKind, SlotPool, SlotVersion
 from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Slot
 from aiosync.weights.copying import INLINE_LIMIT

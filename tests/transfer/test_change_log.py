@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiosync.sender.change_log import ChangeLog
+from aiosync.transfer.slots import ChangeLog
 
 NAMES = st.none() | st.sets(st.sampled_from("abcd"), min_size=1).map(lambda names: tuple(sorted(names)))
 
