@@ -30,16 +30,11 @@ _REMEMBERED = 5
 _TICKET_SIZE = 16
 
 _RESERVED = 2.0
-"""Seconds for which an index is kept for a worker whose connection broke."""
+"""Seconds for which an index is reserved for a worker whose connection broke."""
 
 
 class Refusal(NamedTuple):
-    """Why a worker is not taken in.
-
-    Attributes:
-        reason: the text that it gets.
-        retry: whether it may be taken in a little later.
-    """
+    """Why a worker is refused; ``retry``: it may be admitted a little later."""
 
     reason: str
     retry: bool = False
@@ -50,11 +45,8 @@ class Admission:
 
     Args:
         token: the secret that workers must know.
-        listener: knows how much time one has for that.
-        admit: takes a worker in, or returns why it does not.
-
-    Attributes:
-        refused: why the last ones were turned away.
+        listener: says how long a handshake may take.
+        admit: admits a worker, or returns why not.
     """
 
     def __init__(
@@ -63,6 +55,7 @@ class Admission:
         listener: Listener,
         admit: Callable[[Hello, Transport, SenderSession], Refusal | None],
     ) -> None:
+        # The reasons of the last refusals.
         self.refused: list[str] = []
         self._token = token
         self._listener = listener
@@ -70,7 +63,7 @@ class Admission:
         self._log = LogLimit(logger)
 
     async def greet(self, transport: Transport) -> None:
-        """Take a connection to the point where it is a worker's, or is closed."""
+        """Authenticate a connection. It ends as an admitted worker's, or is closed."""
         session = SenderSession(self._token, os.getpid() if transport.same_machine else 0)
         admitted = False
         try:
@@ -100,27 +93,28 @@ class Admission:
                 await transport.aclose()
 
     def note(self, transport: Transport, reason: str) -> None:
-        """Say that a connection came to nothing."""
+        """Log and remember why a connection was refused."""
         reason = clean(reason, _LONGEST)
         self._log.warning("a connection was refused (%s): %s", transport.peer_name, reason)
         self.refused = [*self.refused, reason][-_REMEMBERED:]
 
     def close(self) -> None:
-        """Write what has been left out of the log."""
+        """Write the lines that were left out of the log."""
         self._log.flush()
 
 
 class Tickets:
-    """The tickets of the workers that are connected, or whose connection broke a moment ago.
+    """The secrets of the workers that are connected, or whose connection broke a moment ago.
 
-    A peer that knows the scheme's token but not the ticket cannot take such an index.
+    Each Welcome has a new ticket. A peer that knows the scheme's token but not the ticket cannot take the
+    index of such a worker.
     """
 
     def __init__(self) -> None:
         # Of each index the tickets that its worker may have: the one that it showed last, and the one
-        # that was issued since. The connection may break before the worker has read its welcome.
+        # that was issued since. The connection may break before the worker has read its Welcome.
         self._tickets: dict[int, list[bytes]] = {}
-        # Those whose connection broke -> until when their index is reserved, in monotonic seconds.
+        # Worker whose connection broke -> until when its index is reserved, in monotonic seconds.
         self._until: dict[int, float] = {}
 
     def issue(self, worker: int) -> bytes:
@@ -139,43 +133,33 @@ class Tickets:
 
     def may_take(self, worker: int, claims: Callable[[bytes], bool]) -> bool:
         """Whether a peer may take this index: it is free, or ``claims()`` is true for one of its tickets."""
-        self._expire()
-        pending = self._tickets.get(worker)
-        if pending is None:
+        issued = self._tickets.get(worker) if worker in self.taken() else None
+        if issued is None:
             return True
-        shown = [ticket for ticket in pending if claims(ticket)]
+        shown = [ticket for ticket in issued if claims(ticket)]
         if shown:
             self._tickets[worker] = shown
         return bool(shown)
 
     def taken(self) -> set[int]:
         """The indices that need a ticket."""
-        self._expire()
-        return set(self._tickets)
-
-    def _expire(self) -> None:
         now = time.monotonic()
         for worker in [worker for worker, until in self._until.items() if until <= now]:
             del self._until[worker]
             self._tickets.pop(worker, None)
+        return set(self._tickets)
 
 
 class WorkerIndices:
-    """The indices that a sender gives out.
-
-    Args:
-        elastic: whether a worker may have any index.
-
-    Attributes:
-        groups: the groups that workers are taken into.
-        tickets: proves that an index is a worker's own.
-    """
+    """The indices that a sender gives out; ``elastic``: a worker may have any index."""
 
     def __init__(self, *, elastic: bool) -> None:
+        # The groups that workers are admitted to.
         self.groups: Sequence[WorkerGroup] = ()
+        # Prove that an index is a worker's own.
         self.tickets = Tickets()
         self._elastic = elastic
-        # Workers that a caller is adding, and the group that each will be in.
+        # Workers that a caller is adding -> the group that each will be in.
         self._expected: dict[int, WorkerGroup] = {}
 
     def known(self) -> set[int]:
@@ -208,7 +192,7 @@ class WorkerIndices:
             may_be_new: whether the index may be a new one.
 
         Returns:
-            The index. Call :meth:`expect_no_more` once the worker is there, or will not come.
+            The index. Call :meth:`expect_no_more` once the worker is connected, or will not connect.
 
         Raises:
             InvalidArgumentError: that worker is connected, or a new one would have no weights.
@@ -227,7 +211,7 @@ class WorkerIndices:
         return number
 
     def expect_no_more(self, worker: int) -> None:
-        """The worker is there, or will not come."""
+        """The worker is connected, or will not connect."""
         self._expected.pop(worker, None)
 
 

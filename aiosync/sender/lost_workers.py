@@ -73,7 +73,7 @@ class LostWorkers:
     """Keeps the leases of processes that lost their connection but run on.
 
     Such a process may be computing with a slot. Its leases end when the process has ended, when its worker
-    connects again, or when the worker says that it has released the slots.
+    connects again, or when the worker confirms that it has released the slots.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class LostWorkers:
         return []
 
     def release(self, worker: int, pid: int) -> None:
-        """The process reads nothing any more: it has ended, has said so, or has connected again."""
+        """The process reads no slot any more: it has ended, has sent a Bye, or has connected again."""
         self._close_watch(worker, pid)
         release_all(self._leases.pop((worker, pid), ()))
 
@@ -124,10 +124,10 @@ class LostWorkers:
 
 
 class DroppedConnection:
-    """The sink of a dropped worker's connection. Only the worker's goodbye, or its end, counts.
+    """The sink of a dropped worker's connection, which waits for the worker's Bye or for the end.
 
     Args:
-        on_end: called once; with True if the worker said that it reads no slot any more.
+        on_end: called once; with True if the worker's Bye confirms that it reads no slot any more.
     """
 
     def __init__(self, on_end: Callable[[bool], None]) -> None:
@@ -136,23 +136,23 @@ class DroppedConnection:
     def frame_received(self, frame: Frame) -> None:
         """Handle the worker's Bye; ignore all other frames."""
         if isinstance(frame, Bye):
-            self._end(said_so=not frame.dropped)
+            self._end(released=not frame.dropped)
 
     def connection_lost(self, reason: str) -> None:
         """Handle the end of the connection."""
-        self._end(said_so=False)
+        self._end(released=False)
 
-    def _end(self, *, said_so: bool) -> None:
+    def _end(self, *, released: bool) -> None:
         on_end, self._on_end = self._on_end, None
         if on_end is not None:
-            on_end(said_so)
+            on_end(released)
 
 
 class AwayWorkers:
-    """Workers that have lost their relay without a goodbye, and may still act on what they have.
+    """Workers of a relay that were disconnected without a goodbye, and may still act on an older version.
 
     Args:
-        patience: seconds after which a worker that has not come back has given its relay up.
+        patience: seconds after which a worker that has not come back has given up its relay.
     """
 
     def __init__(self, patience: float) -> None:
@@ -162,7 +162,6 @@ class AwayWorkers:
         self._returned = asyncio.Event()
 
     def add(self, worker: int) -> None:
-        """The connection of this worker broke."""
         self._since[worker] = time.monotonic()
 
     def remove(self, worker: int) -> bool:

@@ -34,39 +34,30 @@ from aiosync.weights.copying import copy_few
 from aiosync.weights.fit import Fit, fit
 from aiosync.weights.layout import Layout
 
-__all__ = ["Publication", "Publisher", "publish_together"]
-
 
 class Publication(msgspec.Struct, eq=False):
-    """One version on its way from a call of ``send`` to the workers.
-
-    Attributes:
-        publisher: publishes it.
-        targets: the workers that it is for.
-        joint: the joint update that it is a part of.
-        deadline: when the call ends.
-        writes: its slots, one in each group.
-        nbytes: bytes of the weights.
-        sharded: whether an entry is spread over ranks.
-        round: its number; -1 until it is published.
-        version: its version number; -1 until it is published.
-        acks: the workers' answers; set when it is published.
-        settled: no call waits for answers.
-        seconds: phase -> its duration.
-        started: when it was begun, in seconds of ``time.perf_counter``.
-    """
+    """One version on its way from a call of ``send`` to the workers."""
 
     publisher: Publisher
+    # The workers that it is for.
     targets: set[int]
+    # The joint update that it is a part of.
     joint: JointParts | None
+    # When the call ends.
     deadline: Deadline
+    # Its slots, one in each group.
     writes: list[SlotWrite] = []
+    # Bytes of the weights.
     nbytes: int = 0
+    # Whether an entry is spread over ranks.
     sharded: bool = False
+    # Set when it is published: its number, its version number, and the workers' answers.
     round: int = -1
     version: int = -1
     acks: PendingAcks | None = None
+    # No call waits for answers.
     settled: bool = False
+    # Phase -> its duration, in seconds.
     seconds: dict[str, float] = {}
     started: float = msgspec.field(default_factory=time.perf_counter)
 
@@ -77,14 +68,8 @@ class Publisher:
     Args:
         groups: the copies of the weights; filled by the sender when it opens.
         registry: the workers.
-        host: runs what goes on in the background.
+        host: runs background tasks.
         first_version: the number of the first version.
-
-    Attributes:
-        groups: the copies of the weights.
-        version: the version last published, -1 before the first.
-        lock: held by the one ``send`` that may prepare and publish.
-        stopped: whether nothing more may be published.
     """
 
     def __init__(
@@ -94,6 +79,7 @@ class Publisher:
         host: BackgroundTasks,
         first_version: int = 0,
     ) -> None:
+        # The version last published, -1 before the first.
         self.version = -1
         self._first = first_version
         self.groups = groups
@@ -101,8 +87,11 @@ class Publisher:
         self._host = host
         # The number of the last publication; it is never used twice.
         self._round = -1
+        # Whether nothing more may be published.
         self.stopped = False
+        # Resolved by stop(), to interrupt a gathering of shards.
         self._stopping: asyncio.Future[None] | None = None
+        # Held by the one ``send`` that may prepare and publish.
         self.lock = FairLock()
 
     async def stop(self) -> None:
@@ -178,24 +167,24 @@ class Publisher:
         writes = [write for write in publication.writes if write.sharded]
         if gathering is None and not writes:
             return
+
+        def begin() -> None:
+            for write in writes:
+                write.begun = True
+
         try:
             if gathering is None:
                 raise InvalidArgumentError(
                     "these weights are spread over ranks (DTensors): give init_on_sender() the model, on "
                     "all of those ranks"
                 )
-            wanted = [
-                ShardRequest(
-                    self.groups.index(write.group),
-                    _names_of(write.group.pool.layout, name),
-                    destination,
-                    source,
-                )
-                for write in writes
-                for name, destination, source in write.sharded
+            requests = [
+                ShardRequest(self.groups.index(w.group), _names_of(w.group.pool.layout, name), *tensors)
+                for w in writes
+                for name, *tensors in w.sharded
             ]
             self._stopping = asyncio.get_running_loop().create_future()
-            await gathering.gather(wanted, lambda: _begin(writes), self._stopping)
+            await gathering.gather(requests, begin, self._stopping)
         except BaseException:
             if gathering is not None and gathering.work is not None:
                 for write in writes:
@@ -241,8 +230,7 @@ class Publisher:
     async def announce_and_write(self, publication: Publication, *, fallback: bool) -> PendingAcks:
         """Copy while the first blocks are already being sent.
 
-        From the announcement on the version cannot be taken back, and nothing can fail: all that is left is
-        moving bytes.
+        After the announcement the version cannot be taken back, and nothing can fail: only bytes are moved.
         """
         try:
             for write in publication.writes:
@@ -280,12 +268,12 @@ class Publisher:
     def settle(self, publication: Publication, *, may_withdraw: bool = True) -> None:
         """No call waits for answers any more: release the version that was replaced.
 
-        If every worker refused, that version is the newest again instead. Nothing happens to a publication
-        that was not published, or has been settled.
+        If every worker refused, that version is the newest again instead. Does nothing if the publication was
+        not published, or is settled.
 
         Args:
             publication: the version.
-            may_withdraw: False: others count on this version, although every worker refused it.
+            may_withdraw: False: the version stays, although every worker refused it.
         """
         acks = publication.acks
         if acks is None or publication.settled:
@@ -297,7 +285,7 @@ class Publisher:
             may_withdraw
             and acks.all_refused
             and version == self.version
-            # A worker that joined meanwhile may have it, or be about to. What it was written over is gone.
+            # A worker that joined meanwhile may have it, or be about to. A version that it overwrote is lost.
             and all(c.target_version < version for c in self._registry.connections.values())
             and not any(w.reclaimed or w.overflow or w.replaced_overflow for w in publication.writes)
         )
@@ -314,16 +302,11 @@ def _names_of(layout: Layout, name: str) -> tuple[str, ...]:
     return (name, *(alias for alias, entry in layout.aliases.items() if entry == name))
 
 
-def _begin(writes: Sequence[SlotWrite]) -> None:
-    for write in writes:
-        write.begun = True
-
-
 async def publish_together(publications: Sequence[Publication], *, fallback: bool) -> None:
-    """Copy all, then notify the workers of all, with nothing awaited in between.
+    """Copy all, then notify the workers of all, without an await in between: all are published, or none.
 
-    So either all are published or none. When this raises it is none; unless the caller was cancelled while a
-    version that no worker had fetched was being overwritten.
+    If this raises, none was published; unless the caller was cancelled while a version that no worker had
+    fetched was being overwritten.
 
     Args:
         publications: of different publishers.

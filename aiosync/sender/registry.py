@@ -1,4 +1,4 @@
-"""The workers of a sender: who is connected, and what is known of those that are not."""
+"""The workers of a sender: the connected ones, and what is remembered of the others."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class WorkerRegistry:
         self._wire_nbytes = 0
         self._host: BackgroundTasks | None = None
         self._lost_workers = LostWorkers()
-        # Connections of dropped workers that have not said goodbye yet.
+        # Connections of dropped workers whose Bye has not come yet.
         self._lingering: dict[Transport, DroppedConnection] = {}
 
     async def open(self, host: BackgroundTasks, groups: Sequence[WorkerGroup]) -> None:
@@ -313,12 +313,12 @@ class WorkerRegistry:
         self._emit("lost", worker=worker, message=reason)
 
     def _remove(self, connection: WorkerConnection) -> None:
-        """This worker is not connected any more. If its connection breaks now, that is no loss."""
+        """Remove a connection. If it breaks after this, that is not reported as a loss."""
         del self.connections[connection.worker]
         del connection.group.connections[connection.worker]
 
     def drop(self, worker: int, reason: str) -> None:
-        """Go on without a worker. It gets a Bye, if its connection still works, and may come back."""
+        """Remove a worker. It gets a Bye, if its connection still works, and may connect again."""
         self.workers.discard(worker)
         connection = self.connections.get(worker)
         if connection is not None:
@@ -326,8 +326,8 @@ class WorkerRegistry:
             self._remove(connection)
             connection.session.close(reason, dropped=True)
             connection.transport.flush(connection.session)
-            # The worker may be computing with a slot until it reads the Bye. Its leases end when it says that
-            # it has released the slots, when its process has ended, or else when its connection has.
+            # The worker may be computing with a slot until it reads the Bye. Its leases end when it confirms
+            # that it has released the slots, when its process has ended, or else when its connection has.
             leases = self._lost_workers.keep(worker, connection.pid, connection.detach())
             error = WorkerLostError([worker], reason)
             self.records.disconnected(worker, connection.session.acked_version, error)
@@ -337,9 +337,9 @@ class WorkerRegistry:
     def _linger(self, connection: WorkerConnection, leases: list[Lease]) -> None:
         transport = connection.transport
 
-        def ended(said_so: bool) -> None:
+        def ended(released: bool) -> None:
             release_all(leases)
-            if said_so:
+            if released:
                 self._lost_workers.release(connection.worker, connection.pid)
             if self._lingering.pop(transport, None) is not None and self._host is not None:
                 self._host.spawn(self._hang_up, transport)
@@ -348,8 +348,7 @@ class WorkerRegistry:
         transport.start(self._lingering[transport])
 
     def begin_anew(self, reason: str) -> None:
-        """Versions will count from another beginning: disconnect all workers, so that they connect again and
-        learn of it."""
+        """Disconnect all workers. They connect again, and follow a sender whose versions count anew."""
         self._instance = secrets.token_hex(8)
         for connection in list(self.connections.values()):
             self.lost(connection, reason)

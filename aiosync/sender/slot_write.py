@@ -17,42 +17,36 @@ from aiosync.weights.copying import copy_few
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
 
-__all__ = ["SlotWrite"]
-
 _WORTH_OVERLAPPING = 4 << 20
 """Bytes from which copying and sending are done at the same time."""
 
 
 class SlotWrite(msgspec.Struct, eq=False):
-    """A slot about to be written, and the weights that go in.
-
-    Attributes:
-        lease: keeps the slot for the writer until the version is published or discarded.
-        pairs: (destination, source) tensors.
-        names: the entries that the version is about; None: all.
-        reclaimed: the memory holds a version that was published and that no worker has fetched: from the
-            first byte written there is no way back, so the copy goes on even if its caller is cancelled.
-        overflow: the memory is not a slot that workers can read.
-        sharded: (name, destination, source) where the source is spread over the ranks of the trainer.
-        begun: the memory may have been written.
-        copying: the copy, if it goes on beside the sending.
-        superseded: the version that was the newest before this one.
-        fallback: keeps the slot of that version until all workers have answered.
-        replaced_overflow: an overflow version was given up for this one.
-    """
+    """A slot about to be written, and the weights that go in."""
 
     group: WorkerGroup
     slot: Slot
+    # Keeps the slot for the writer until the version is published or discarded.
     lease: Lease
+    # (destination, source)
     pairs: list[tuple[Tensor, Tensor]]
+    # The entries that the version is about; None: all.
     names: tuple[str, ...] | None
+    # The memory holds a version that was published and that no worker has fetched. Once a byte is written,
+    # that version is lost, so the copy continues even if its caller is cancelled.
     reclaimed: bool
+    # The memory is not a slot that workers can read.
     overflow: bool = False
+    # (name, destination, source) where the source is spread over the ranks of the trainer.
     sharded: Sequence[tuple[str, Tensor, Tensor]] = ()
+    # The memory may have been written.
     begun: bool = False
+    # The copy, if it runs beside the sending.
     copying: Filling | None = None
+    # The version that was the newest before this one, and a lease on it until all workers have answered.
     superseded: SlotVersion | None = None
     fallback: Lease | None = None
+    # This version replaced an overflow version.
     replaced_overflow: bool = False
 
     async def copy(self, cancelled: Callable[[], bool]) -> bool:
@@ -72,7 +66,7 @@ class SlotWrite(msgspec.Struct, eq=False):
         return group.streams != "" and not self.overflow and worth and not mapped
 
     async def begin_copy(self) -> None:
-        """Begin a copy that goes on beside the sending."""
+        """Begin a copy that runs beside the sending."""
         self.begun = True
         buffer, nbytes = self.slot.segment.buffer, self.group.pool.layout.nbytes
         checked = self.group.streams == "checked"

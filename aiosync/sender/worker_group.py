@@ -35,8 +35,6 @@ from aiosync.weights.sharded import is_sharded
 if TYPE_CHECKING:
     from aiosync.sender.connection import WorkerConnection
 
-__all__ = ["WorkerGroup"]
-
 
 class WorkerGroup:
     """Workers that share one copy of the weights.
@@ -47,16 +45,6 @@ class WorkerGroup:
         pool: its slots.
         offloader: the threads that copy.
         streams: whether versions are sent block after block, and with checksums.
-
-    Attributes:
-        connections: worker -> its connection; the registry adds and removes them.
-        newest: the newest version in a slot.
-        overflow: a newer version that waits for a slot.
-        draining: whether a task is copying the overflow version into a slot.
-        addressed: worker -> the newest version that was for it.
-        writes_inline: whether a version is so small that no thread is needed to write it.
-        changes: the entries that each version is about.
-        stopped: whether the sender is being closed.
     """
 
     def __init__(
@@ -69,21 +57,28 @@ class WorkerGroup:
         streams: Streams = "",
     ) -> None:
         self.workers = set(workers)
+        # Worker -> its connection; the registry adds and removes them.
         self.connections: dict[int, WorkerConnection] = {}
         self.device = device
         self.pool = pool
-        self.newest: SlotVersion | None = None
-        self._newest_lease: Lease | None = None
-        self.overflow: SlotVersion | None = None
-        # The workers that the overflow version is for.
-        self._overflow_targets: set[int] = set()
-        self._overflow_slot: Slot | None = None
-        self.draining = False
         self.streams = streams
         self.offloader = offloader
-        self.addressed: dict[int, int] = {}
+        # Whether a version is so small that no thread is needed to write it.
         self.writes_inline = device.type == "cpu" and pool.layout.nbytes <= INLINE_LIMIT
+        # The newest version in a slot.
+        self.newest: SlotVersion | None = None
+        self._newest_lease: Lease | None = None
+        # A newer version that waits for a slot, and the workers that it is for.
+        self.overflow: SlotVersion | None = None
+        self._overflow_targets: set[int] = set()
+        self._overflow_slot: Slot | None = None
+        # Whether a task is copying the overflow version into a slot.
+        self.draining = False
+        # Worker -> the newest version that was for it.
+        self.addressed: dict[int, int] = {}
+        # The entries that each version is about.
         self.changes = ChangeLog()
+        # Whether the sender is being closed.
         self.stopped = False
 
     async def reserve(self, count: int) -> None:
