@@ -43,19 +43,13 @@ class WeightSender(Endpoint):
 
     Args:
         spec: the scheme's options.
-        source: finds the weights to send; its plan says whom to send to.
-        model_id: which model this is about.
+        source: finds the weights to send; has the plan of the workers.
+        model_id: the model's name.
         listener: where workers connect.
         token: the secret that workers must know.
         transfer: how versions get to workers; the sender closes it.
         events: gets what happens.
-        leader: gathers the parts of a model that is spread over ranks; the sender closes it.
-
-    Attributes:
-        home: the event loop that this lives on.
-        registry: the workers.
-        publisher: prepares and publishes versions.
-        transfer: how versions get to workers.
+        leader: gathers the shards of a model that is spread over ranks; the sender closes it.
     """
 
     def __init__(
@@ -123,8 +117,10 @@ class WeightSender(Endpoint):
 
     @property
     def weights_in_use(self) -> Mapping[str, Tensor] | None:
-        """The newest version's tensors, in the memory that workers read; of the first group. They are new
-        tensors: a caller that shares one with another process has torch move that one alone."""
+        """The newest version's tensors in the memory that workers read, of the first group.
+
+        They are new tensors: if a caller shares one with another process, torch moves that one alone.
+        """
         newest = self._groups[0].newest if self._groups else None
         return newest.slot.fresh_views() if newest is not None else None
 
@@ -155,14 +151,14 @@ class WeightSender(Endpoint):
             before: called first, with the weights; returns the weights, which it may have found.
 
         Raises:
-            SyncTimeoutError: some workers did not come in time; it names them. Call again to go on waiting.
+            SyncTimeoutError: some workers did not come in time; it names them. Call again to wait again.
             RemoteApplyError, LayoutMismatchError: a worker refused; it may connect again.
             NotConnectedError: this sender was closed meanwhile.
         """
         self.home.enter()
         if self._live:
             if before is not None:
-                await before({}, deadline)  # those that have given up meanwhile are asked again
+                await before({}, deadline)  # workers that have stopped trying are asked to connect again
             await self._wait_for_start(min_workers, deadline)
             return
         async with leading(self._leader, "connect", deadline) as gathering:
@@ -182,7 +178,7 @@ class WeightSender(Endpoint):
         self._events.emit("connected", self.model_id, self.version)
 
     async def await_workers(self, deadline: Deadline) -> None:
-        """Wait until every worker is there, also those that were lost.
+        """Wait until every worker is connected, also the ones that were lost.
 
         Raises:
             SyncTimeoutError: some did not come in time; it names them.
@@ -194,16 +190,15 @@ class WeightSender(Endpoint):
     async def add_worker(
         self, worker: int | None, join: Callable[[int], Awaitable[object]], deadline: Deadline
     ) -> int:
-        """Let a further worker in, or one in the place of a lost one, and wait until it runs on the newest
-        version.
+        """Add a worker, or one in the place of a lost one, and wait until it runs on the newest version.
 
         Args:
             worker: its index; None: the next.
             join: has it connect; given its index.
 
         Raises:
-            InvalidArgumentError: it is there already.
-            SyncTimeoutError: it did not come in time.
+            InvalidArgumentError: it is connected already.
+            SyncTimeoutError: it did not connect in time.
             RemoteApplyError, LayoutMismatchError: it refused.
             Exception: what ``join`` raises.
         """
@@ -346,8 +341,7 @@ class WeightSender(Endpoint):
     # -- close --------------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
-        """Say goodbye to the workers and let go of everything; idempotent. Workers keep the version
-        that they have."""
+        """Disconnect the workers and release everything; idempotent. Workers keep their version."""
         if self._closed:
             return
         if self.home.closed:
@@ -358,7 +352,7 @@ class WeightSender(Endpoint):
         await uninterrupted(lambda _: self._close())
 
     def _abandon_loop(self) -> None:
-        """Release what can be released without the loop that this endpoint lived on."""
+        """Release what can be released after the event loop has been closed."""
         with ExitStack() as last:
             self._release_memory(last)
             with suppress(RuntimeError):  # parts of it lived on that loop

@@ -9,14 +9,12 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from aiosync.errors import InvalidArgumentError
-from aiosync.sender.worker_plan import SenderPlan
+from aiosync.sender.worker_plan import GroupPlan, SenderPlan
 from aiosync.transports._offload import Offloader
 from aiosync.weights.flatten import named_tensors, optional_names
 from aiosync.weights.index import known_tensors, module_tensors
 from aiosync.weights.sharded import reshard
 from aiosync.weights.strategy import WeightStrategy, to_tensordict
-
-__all__ = ["Sources", "WeightSource", "extract_groups", "is_per_worker"]
 
 Sources: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 """Number of the group -> entry name -> tensor."""
@@ -32,8 +30,8 @@ class WeightSource:
     """Finds the weights that a call of ``send`` is to send.
 
     Args:
-        plan: the workers, and what to send by default.
-        resolve: takes what a call was given (weights, a dotted path, or None) and returns the weights.
+        plan: the workers, and the weights to send by default.
+        resolve: takes the argument of a call (weights, a dotted path, or None) and returns the weights.
         strategy: returns the scheme's strategy, which the user may set at any time.
     """
 
@@ -52,71 +50,53 @@ class WeightSource:
             targets: the workers.
 
         Raises:
-            InvalidArgumentError: there is nothing to send, or weights per worker where workers share a copy.
+            InvalidArgumentError: there is nothing to send, a worker has no weights, or weights are given per
+                worker and workers share a copy.
             UnsupportedTensorError: a weight that cannot be sent.
         """
         plan, given, strategy = self.plan, weights, self._strategy()
         if isinstance(weights, str) or (weights is None and not plan.has_weights):
             given = self._resolve(weights)
         if plan.plain and isinstance(given, nn.Module) and type(strategy) is WeightStrategy:
-            tensors = known_tensors(given)
-            if tensors is not None:
-                return {0: tensors}  # as almost always
-        return await extract_groups(plan, given, targets, strategy)
+            unchanged = known_tensors(given)
+            if unchanged is not None:
+                return {0: unchanged}  # as almost always
+        custom = strategy if type(strategy).extract_weights is not WeightStrategy.extract_weights else None
+        cache: dict[int, Mapping[str, Tensor]] = {}
+        sources: dict[int, Mapping[str, Tensor]] = {}
+        for number, group in enumerate(plan.groups):
+            known = group.workers if len(plan.groups) > 1 else ()  # a later worker shares the only copy
+            if targets and known and not targets & set(known):
+                continue
+            source = self._source_for(given, group)
+            if id(source) not in cache:
+                cache[id(source)] = await _extract(source, custom)
+            tensors = cache[id(source)]
+            if plan.device_map_fn is not None:
+                (worker,) = group.workers
+                tensors = named_tensors(plan.device_map_fn(worker, to_tensordict(dict(tensors))))
+            sources[number] = tensors
+        return sources
+
+    def _source_for(self, given: Any, group: GroupPlan) -> Any:
+        if is_per_worker(given):
+            worker = group.workers[0]
+            if not self.plan.per_worker:
+                raise InvalidArgumentError(
+                    "weights per worker need per_worker_weights=True: here workers share one copy"
+                )
+            if worker not in given:
+                raise InvalidArgumentError(f"there are no weights for worker {worker}, only {list(given)}")
+            return given[worker]
+        if given is not None:
+            return given
+        return group.weights if group.weights is not None else self.plan.weights
 
     def optional(self, weights: Any) -> frozenset[str]:
         """Names that the models have and that are not sent (non-persistent buffers, say)."""
         plan = self.plan
         known = [m for m in (weights, plan.weights, *(g.weights for g in plan.groups)) if m is not None]
         return frozenset().union(*(optional_names(model) for model in known or [self._resolve(None)]))
-
-
-async def extract_groups(
-    plan: SenderPlan, given: Any, targets: set[int], strategy: WeightStrategy
-) -> dict[int, Mapping[str, Tensor]]:
-    """Number of the group -> entry name -> tensor, for every group that a target is in; without
-    targets, for every group.
-
-    Args:
-        plan: whom to send to, and what by default.
-        given: a source for all, a dict of worker -> source, or None for the plan's own.
-        targets: the workers addressed.
-        strategy: asked to extract if it is of the user's own making.
-
-    Raises:
-        InvalidArgumentError: weights per worker where workers share a copy, or a worker without any.
-        UnsupportedTensorError: a weight that cannot be sent.
-    """
-    own = strategy if type(strategy).extract_weights is not WeightStrategy.extract_weights else None
-    cache: dict[int, Mapping[str, Tensor]] = {}
-    sources: dict[int, Mapping[str, Tensor]] = {}
-    for number, group in enumerate(plan.groups):
-        known = group.workers if len(plan.groups) > 1 else ()  # who comes later shares the only copy
-        if targets and known and not targets & set(known):
-            continue
-        source = _source_for(plan, given, group.workers, group.weights)
-        if id(source) not in cache:
-            cache[id(source)] = await _extract(source, own)
-        tensors = cache[id(source)]
-        if plan.device_map_fn is not None:
-            (worker,) = group.workers
-            tensors = named_tensors(plan.device_map_fn(worker, to_tensordict(dict(tensors))))
-        sources[number] = tensors
-    return sources
-
-
-def _source_for(plan: SenderPlan, given: Any, workers: tuple[int, ...], own: Any) -> Any:
-    if is_per_worker(given):
-        if not plan.per_worker:
-            raise InvalidArgumentError(
-                "weights per worker need per_worker_weights=True: here workers share one copy"
-            )
-        if workers[0] not in given:
-            raise InvalidArgumentError(f"there are no weights for worker {workers[0]}, only {list(given)}")
-        return given[workers[0]]
-    if given is not None:
-        return given
-    return own if own is not None else plan.weights
 
 
 async def _extract(source: Any, strategy: WeightStrategy | None) -> Mapping[str, Tensor]:

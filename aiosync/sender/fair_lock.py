@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from aiosync._deadline import Deadline
-
-__all__ = ["FairLock"]
 
 
 class FairLock:
@@ -16,25 +15,22 @@ class FairLock:
 
     :meth:`release` hands the lock to the call that has waited longest. The lock is not free in between, so a
     later call cannot overtake an earlier one.
-
-    Attributes:
-        locked: whether a call holds the lock.
     """
 
     def __init__(self) -> None:
+        # Whether a call holds the lock.
         self.locked = False
         self._waiters: deque[asyncio.Future[None]] = deque()
 
-    def hold(self, deadline: Deadline | None = None) -> AbstractAsyncContextManager[None]:
-        """Hold the lock for the length of the body: ``async with lock.hold(deadline)``.
-
-        Args:
-            deadline: as in :meth:`acquire`.
-
-        Raises:
-            SyncTimeoutError: other calls held the lock until the deadline.
-        """
-        return _Hold(self, deadline)
+    @asynccontextmanager
+    async def hold(self, deadline: Deadline | None = None) -> AsyncIterator[None]:
+        """Hold the lock for the length of the body. Raises as :meth:`acquire`."""
+        if not self.acquire_nowait():
+            await self.acquire(deadline)
+        try:
+            yield
+        finally:
+            self.release()
 
     def acquire_nowait(self) -> bool:
         """Acquire the lock if it is free. Return whether it was acquired."""
@@ -74,20 +70,3 @@ class FairLock:
                 waiter.set_result(None)
                 return
         self.locked = False
-
-
-class _Hold(AbstractAsyncContextManager[None]):
-    """What :meth:`FairLock.hold` returns. A class, because a generator takes longer to make."""
-
-    __slots__ = ("_deadline", "_lock")
-
-    def __init__(self, lock: FairLock, deadline: Deadline | None) -> None:
-        self._lock = lock
-        self._deadline = deadline
-
-    async def __aenter__(self) -> None:
-        if not self._lock.acquire_nowait():
-            await self._lock.acquire(self._deadline)
-
-    async def __aexit__(self, *raised: object) -> None:
-        self._lock.release()

@@ -98,11 +98,9 @@ class Transfer(ABC):
 
     def renew(self) -> None:
         """On the sender: all workers are connected again."""
-        return
 
     def close(self) -> None:
         """On the sender, which has closed: release what the transfers share."""
-        return
 
 
 class TransferConnection(Protocol):
@@ -163,7 +161,6 @@ class OutboundTransfer(ABC):
 
     def attach(self, connection: TransferConnection) -> None:
         """Called once, with the worker's connection."""
-        return
 
     def can_start(self, published: SlotVersion) -> bool:
         """Whether the version can be sent now. If not, this is asked again when that may have changed."""
@@ -180,11 +177,9 @@ class OutboundTransfer(ABC):
             published: the version.
             on_sent: called on the event loop once the slot is not read any more.
         """
-        return
 
     def accept_codecs(self, codecs: Sequence[str]) -> None:
         """Note the encodings that the worker can decode."""
-        return
 
     def base_slot(self) -> Slot | None:
         """A second slot that is read while the version is being sent; None: there is none."""
@@ -196,11 +191,9 @@ class OutboundTransfer(ABC):
 
     def answered(self) -> None:
         """The worker acknowledged or refused its last update."""
-        return
 
     def detach(self) -> None:
         """The worker is gone."""
-        return
 
     @property
     def progress(self) -> int:
@@ -302,11 +295,9 @@ class InboundTransfer(ABC):
 
     def prepare(self) -> None:
         """Allocate what the first update needs. Blocking."""
-        return
 
     def attach(self, transport: Transport) -> None:
         """Updates arrive over this connection from now on."""
-        return
 
     def expect(self, update: Update) -> None:
         """Note an update that has arrived, also if it will not be applied.
@@ -314,7 +305,6 @@ class InboundTransfer(ABC):
         Raises:
             ProtocolError: a field is missing in the frame, or has a wrong value.
         """
-        return
 
     def is_here(self, update: Update) -> bool:
         """Whether :meth:`find` can be called without :meth:`arrive`."""
@@ -326,7 +316,6 @@ class InboundTransfer(ABC):
         Raises:
             WorkerLostError: the connection was lost before.
         """
-        return
 
     @property
     def can_read_sender(self) -> bool:
@@ -335,7 +324,6 @@ class InboundTransfer(ABC):
 
     def reserve(self) -> None:
         """Allocate what all later updates need. Blocking."""
-        return
 
     @abstractmethod
     def is_quick(self, update: Update) -> bool:
@@ -346,12 +334,11 @@ class InboundTransfer(ABC):
         """The buffer of an update that has arrived, and every name's view of it. Blocking.
 
         Raises:
-            ProtocolError: it does not say where it lies, cannot be mapped, or arrived damaged.
+            ProtocolError: the update does not name its place, cannot be mapped, or arrived damaged.
         """
 
     def forget(self) -> None:
         """The update that arrived last will not be committed."""
-        return
 
     def is_lent(self, address: int) -> bool:
         """Whether later updates will be written into the memory at this address."""
@@ -360,22 +347,20 @@ class InboundTransfer(ABC):
     written: Callable[[Collection[str]], Collection[str]] | None = None
 
     def make_room(self, names: Collection[str]) -> Collection[str]:
-        """Have memory for the update after the one that was found last, which is not about all entries.
-        Blocking.
+        """Allocate memory for the update after a partial one, which was found last. Blocking.
 
         Args:
-            names: the entries that the last one is about.
+            names: the entries of the partial update.
 
         Returns:
-            Entries that the last one is not about, and whose tensors have to get memory of their own when it
-            is committed, so that the slots which they view can be used again.
+            Other entries, whose tensors must get their own memory when it is committed: then the slots that
+            they view can be used again.
         """
         return ()
 
     def committed(self, names: Collection[str] | None) -> None:
-        """What was found last is in service now, for these entries; None: for all."""
-        return
+        """The update found last is in service now, for these entries; None: for all."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything; tensors in service stay valid."""
+        """Release everything. Tensors in service stay valid."""

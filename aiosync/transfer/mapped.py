@@ -23,8 +23,6 @@ from aiosync.weights.segment import Segment
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
 
-__all__ = ["MappedInbound", "MappedOutbound", "MappedTransfer", "PrivatelyMappedTransfer"]
-
 
 class MappedTransfer(Transfer):
     """Workers map the sender's slots.

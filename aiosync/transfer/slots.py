@@ -51,22 +51,13 @@ class SlotReader(Protocol):
         """Whether the worker is not expected to release its leases soon."""
 
 
-class Lease:
-    """One reason for which a slot must not be written.
+class Lease(msgspec.Struct, eq=False):
+    """One reason for which a slot must not be written; ``reader``: the worker's, for NOTIFIED and READING."""
 
-    Attributes:
-        slot: the slot.
-        kind: the reason.
-        reader: the worker's connection, for NOTIFIED and READING.
-    """
-
-    __slots__ = ("_pool", "kind", "reader", "slot")
-
-    def __init__(self, pool: SlotPool, slot: Slot, kind: LeaseKind, reader: SlotReader | None) -> None:
-        self.slot = slot
-        self.kind = kind
-        self.reader = reader
-        self._pool = pool
+    pool: SlotPool
+    slot: Slot
+    kind: LeaseKind
+    reader: SlotReader | None = None
 
     @property
     def stalled(self) -> bool:
@@ -84,7 +75,7 @@ class Lease:
         leases = self.slot.leases
         if self in leases:
             leases.remove(self)
-            self._pool.changed()
+            self.pool.changed()
 
 
 def release_all(leases: Iterable[Lease]) -> None:
@@ -172,9 +163,8 @@ class SlotPool(Arena):
 class JointParts:
     """State that the parts of one joint update share on the sender.
 
-    Every version published in the joint update refers to this object for as long as the version can be
-    fetched, also after the call has returned: a worker that fetches one part late still commits it with the
-    others.
+    Every version of the joint update refers to this object as long as it can be fetched, also after the call
+    has returned: a worker that fetches one part late still commits it with the others.
 
     Args:
         mark: goes to the workers with each part.
@@ -197,22 +187,18 @@ class JointParts:
 
 
 class SlotVersion(msgspec.Struct, eq=False):
-    """One version in its slot.
-
-    Attributes:
-        slot: where it lies.
-        round: the number of its publication, never used twice by one sender.
-        version: its version number, which is used again when every worker refused the version.
-        joint: the joint update that it is a part of.
-        copying: set if it may not have been copied to its end yet.
-        offered: the frame that a worker was last offered it with.
-    """
+    """One version in its slot."""
 
     slot: Slot
+    # The number of its publication, never used twice by one sender.
     round: int
+    # Its version number, which is used again when every worker refused the version.
     version: int
+    # The joint update that it is a part of.
     joint: JointParts | None = None
+    # Set if it may not have been copied to its end yet.
     copying: Filling | None = None
+    # The frame that a worker was last offered it with.
     offered: Update | None = None
 
 
