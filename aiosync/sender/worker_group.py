@@ -103,7 +103,11 @@ class WorkerGroup:
         """
         if not given.whole:
             self._check_base(targets)
-        write = await self._lease_slot(targets, deadline, may_overflow=may_overflow)
+        slot = self.pool.free_slot()
+        if slot is not None and not self.stopped:
+            write = self._write_of(slot)
+        else:
+            write = await self._lease_slot(targets, deadline, may_overflow=may_overflow)
         views, dense = write.slot.views, given.pairs
         if given.sharded:
             dense = [(name, tensor) for name, tensor in given.pairs if not is_sharded(tensor)]
@@ -273,14 +277,17 @@ class WorkerGroup:
         self.reconcile()
 
     def _replace_newest(self, write: SlotWrite, newest: SlotVersion, *, fallback: bool) -> None:
-        write.superseded = before = self.newest
-        if fallback and before is not None and before.slot is not write.slot:
-            write.fallback = self.pool.lease(before.slot, LeaseKind.FALLBACK)
+        write.superseded, lease = self.newest, self._newest_lease
+        # The writer's lease becomes the newest version's, and the former newest version's the fallback's.
+        write.lease.kind = LeaseKind.NEWEST
+        self.newest, self._newest_lease = newest, write.lease
         self.overflow = None
         if self._overflow_targets:
             self._overflow_targets = set()
-        self._make_newest(newest)
-        write.lease.release()
+        if lease is not None and fallback and lease.slot is not write.slot:
+            lease.kind, write.fallback = LeaseKind.FALLBACK, lease
+        elif lease is not None:
+            lease.release()
 
     def discard(self, write: SlotWrite) -> None:
         """Release a slot whose version was not published."""
@@ -346,7 +353,7 @@ class WorkerGroup:
         self._make_newest(None)
 
     def _members(self) -> tuple[WorkerConnection, ...]:
-        """The connections, for a loop that may lose one of them: whatever writes to a connection may."""
+        """The connections, for a loop whose body may lose one of them: every write to a connection may."""
         return tuple(self.connections.values())
 
     def _make_newest(self, newest: SlotVersion | None) -> None:

@@ -217,10 +217,11 @@ class ChangeLog:
 
     def add(self, version: int, names: tuple[str, ...] | None) -> None:
         """Record that ``version`` changes these entries; None: all."""
-        self._undo.append((version, self._whole, {name: self._last.get(name, -1) for name in names or ()}))
         if names is None:
+            self._undo.append((version, self._whole, {}))
             self._whole = version
         else:
+            self._undo.append((version, self._whole, {name: self._last.get(name, -1) for name in names}))
             self._last.update(dict.fromkeys(names, version))
 
     def withdraw(self, version: int) -> None:
@@ -231,7 +232,8 @@ class ChangeLog:
 
     def keep(self, version: int) -> None:
         """Forget how to withdraw this version and the ones before it."""
-        self._undo = [each for each in self._undo if each[0] > version]
+        while self._undo and self._undo[0][0] <= version:
+            del self._undo[0]
 
     def since(self, have: int) -> list[str] | None:
         """Return the entries that have changed since the version ``have``; None: all, or unknown."""
