@@ -34,11 +34,6 @@ class PendingAcks:
         workers: their indices.
         phase: the phase that an error names for a worker that has not answered and has not staged.
         versions: the version that a worker has to reach, where that differs.
-
-    Attributes:
-        reports: worker -> its answer.
-        pending: the workers that have not answered.
-        troubled: whether a worker has answered anything but that it has the version.
     """
 
     def __init__(
@@ -51,8 +46,10 @@ class PendingAcks:
     ) -> None:
         self.version = version
         self.phase: Phase = phase
+        # Worker -> its answer; and the workers that have not answered.
         self.reports: dict[int, WorkerReport] = {}
         self.pending = set(workers)
+        # Whether a worker has answered anything but that it has the version.
         self.troubled = False
         self._versions = versions or {}
         self._refused = 0
@@ -101,11 +98,7 @@ class PendingAcks:
 
 
 class AwaitedAcks:
-    """The answers that calls wait for at the moment.
-
-    Attributes:
-        tracked: one for each call.
-    """
+    """The answers that calls wait for at the moment, one :class:`PendingAcks` for each call."""
 
     def __init__(self) -> None:
         self.tracked: list[PendingAcks] = []
@@ -155,14 +148,7 @@ class AwaitedAcks:
 
 
 class AckWaiter:
-    """Waits for workers' answers, and makes the report or the one error of a call.
-
-    Args:
-        registry: the workers.
-        options: the scheme's options.
-        model_id: the model's name.
-        events: gets an event for each send.
-    """
+    """Waits for the workers' answers, and makes the report or the one error of a call."""
 
     def __init__(
         self, registry: WorkerRegistry, options: SchemeOptions, model_id: str | None, events: EventSource
@@ -260,15 +246,7 @@ class AckWaiter:
         nbytes: int = 0,
         seconds: dict[str, float] | None = None,
     ) -> SendReport:
-        """The report of a call.
-
-        Args:
-            acks: the workers' answers.
-            deadline: the call's.
-            waited: whether the call waited for them: workers that have not answered missed the deadline then.
-            nbytes: bytes of the weights.
-            seconds: phase -> its duration.
-        """
+        """The report of a call. If it ``waited``, workers that have not answered missed its deadline."""
         registry, reports = self._registry, dict(acks.reports)
         for worker in acks.pending:
             version, connection = registry.version_of(worker), registry.connections.get(worker)

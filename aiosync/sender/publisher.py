@@ -125,12 +125,12 @@ class Publisher:
         deadline: Deadline,
         may_overflow: bool = False,
     ) -> Publication:
-        """Check the sources and lease slots. The caller publishes or discards what this returns.
+        """Check the sources and lease slots. The caller publishes or discards the publication.
 
         Args:
             sources: the weights.
             targets: the workers that they are for.
-            strict: whether every entry has to be there.
+            strict: whether every entry must be given.
             joint: the joint update that this is a part of.
             deadline: when to stop waiting for a slot.
             may_overflow: no call waits for the answers, so the version may wait for a free slot.
@@ -202,9 +202,8 @@ class Publisher:
     def announce(self, publication: Publication, *, fallback: bool) -> PendingAcks:
         """Make a written version the next one, and notify the workers. Nothing is awaited.
 
-        Args:
-            publication: the version.
-            fallback: keep the version that it replaces until :meth:`settle`: all workers may refuse this one.
+        With ``fallback`` the version that it replaces is kept until :meth:`settle`, since all workers may
+        refuse the new one.
         """
         self.version = self._first if self.version < 0 else self.version + 1
         self._round += 1
@@ -269,11 +268,7 @@ class Publisher:
         """No call waits for answers any more: release the version that was replaced.
 
         If every worker refused, that version is the newest again instead. Does nothing if the publication was
-        not published, or is settled.
-
-        Args:
-            publication: the version.
-            may_withdraw: False: the version stays, although every worker refused it.
+        not published, or is settled. Without ``may_withdraw`` the version stays in any case.
         """
         acks = publication.acks
         if acks is None or publication.settled:
@@ -306,11 +301,8 @@ async def publish_together(publications: Sequence[Publication], *, fallback: boo
     """Copy all, then notify the workers of all, without an await in between: all are published, or none.
 
     If this raises, none was published; unless the caller was cancelled while a version that no worker had
-    fetched was being overwritten.
-
-    Args:
-        publications: of different publishers.
-        fallback: keep the versions that are replaced until they are settled, in case all workers refuse.
+    fetched was being overwritten. With ``fallback`` the versions that are replaced are kept until they are
+    settled, in case all workers refuse.
     """
     for publication in publications:
         for write in publication.writes:

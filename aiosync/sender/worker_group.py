@@ -246,13 +246,8 @@ class WorkerGroup:
     ) -> None:
         """Make a written version the newest, and notify the connected workers among ``targets``.
 
-        Args:
-            write: its slot.
-            round_: the number of the publication.
-            version: its version number.
-            targets: the workers that it is for.
-            fallback: keep the version that it replaces until :meth:`settle`.
-            joint: the joint update that it is a part of.
+        With ``fallback`` the version that it replaces is kept until :meth:`settle`. The other arguments are
+        those of :class:`Publication`.
         """
         slot, overflow = write.slot, self.overflow
         slot.version = version
@@ -329,11 +324,7 @@ class WorkerGroup:
     def settle(self, write: SlotWrite, round_: int, version: int, *, withdrawn: bool) -> None:
         """All workers have answered, or no call waits for their answers.
 
-        Args:
-            write: the version's slot.
-            round_: the number of its publication.
-            version: its version number.
-            withdrawn: no worker took the version, so the version that it replaced is the newest again.
+        ``withdrawn``: every worker refused the version, so the version that it replaced is the newest again.
         """
         if withdrawn:
             self.changes.withdraw(version)

@@ -82,19 +82,20 @@ class MappedOutbound(OutboundTransfer):
     def __init__(self, group: WorkerGroup, access: MemoryAccess) -> None:
         self.access = access
         self._group = group
-        # The indices of the slots that the worker knows.
+        # The indices of the slots that the worker knows, and the pool's revision that they are of.
         self._announced: list[int] = []
+        self._revision = -1
 
     def can_start(self, published: SlotVersion) -> bool:
         """Whether the version is whole."""
         return published.copying is None or published.copying.whole
 
     def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
-        slots, before = self._group.pool.slots, self._announced
-        now = [slot.index for slot in slots]
-        if now == before:
+        pool, before = self._group.pool, self._announced
+        if pool.revision == self._revision:
             return {"slot": published.slot.index}  # what encode() makes of it, in a fifth of the time
-        self._announced = now
+        self._revision, slots = pool.revision, list(pool.slots)
+        now = self._announced = [slot.index for slot in slots]
         new = [(slot.index, slot.segment.handle or {}) for slot in slots if slot.index not in before]
         gone = [index for index in before if index not in now]
         return encode(MappedPayload(published.slot.index, new, gone))

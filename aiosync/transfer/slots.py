@@ -97,7 +97,18 @@ class SlotPool(Arena):
         super().__init__(layout, allocate, max_slots)
         # Slots being added that have no lease yet: meanwhile no surplus slot is released.
         self.growing = 0
+        # Changes whenever a slot is added or removed.
+        self.revision = 0
         self._freed = asyncio.Event()
+
+    def grow(self) -> Slot:
+        slot = super().grow()
+        self.revision += 1
+        return slot
+
+    def remove(self, slot: Slot) -> None:
+        super().remove(slot)
+        self.revision += 1
 
     def lease(self, slot: Slot, kind: LeaseKind, reader: SlotReader | None = None) -> Lease:
         """Keep a slot from being written until the lease is released."""
