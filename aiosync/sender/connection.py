@@ -138,7 +138,8 @@ class WorkerConnection:
         match event:
             case Applied():
                 first = self._current is None
-                self._clear_notified()
+                if self.notified is not None:
+                    self._clear_notified()
                 self._answered(accepted=True)
                 self._registry.acknowledged(self, event, first=first)
             case Fetched():

@@ -65,20 +65,26 @@ class PendingAcks:
         if worker not in self.reports:
             self.pending.add(worker)
 
-    def expects(self, worker: int, version: int) -> bool:
-        """Whether a worker's answer for this version is what the call waits for."""
-        return worker in self.pending and version >= self._versions.get(worker, self.version)
+    def settle(self, report: WorkerReport, version: int | None = None) -> bool:
+        """Note a worker's first answer. Return whether the call waited for it.
 
-    def settle(self, report: WorkerReport) -> None:
-        """Take a worker's answer; only its first counts."""
-        if report.worker in self.pending:
-            self.pending.discard(report.worker)
-            self.reports[report.worker] = report
-            if report.status != "applied":
-                self.troubled = True
-                self._refused += report.status == "failed"
-            if not self.pending:
-                self.give_up()
+        Args:
+            report: the answer.
+            version: the version that it is for, if that matters: an answer for an older version does not count.
+        """
+        worker = report.worker
+        if worker not in self.pending:
+            return False
+        if version is not None and version < self._versions.get(worker, self.version):
+            return False
+        self.pending.discard(worker)
+        self.reports[worker] = report
+        if report.status != "applied":
+            self.troubled = True
+            self._refused += report.status == "failed"
+        if not self.pending:
+            self.give_up()
+        return True
 
     def give_up(self) -> None:
         """End a :meth:`wait` although workers are pending."""
@@ -129,9 +135,7 @@ class AwaitedAcks:
         """A worker's answer for a version. Return whether a call waited for it."""
         awaited = False
         for acks in self.tracked:
-            if acks.expects(report.worker, version):
-                acks.settle(report)
-                awaited = True
+            awaited |= acks.settle(report, version)
         return awaited
 
     def include(self, worker: int) -> None:
