@@ -70,7 +70,7 @@ class PendingAcks:
 
         Args:
             report: the answer.
-            version: the version that it is for, if that matters: an answer for an older version does not count.
+            version: the version that it is for; an answer for an older version does not count. None: any.
         """
         worker = report.worker
         if worker not in self.pending:
