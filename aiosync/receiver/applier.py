@@ -326,7 +326,7 @@ class WeightApplier(Applier):
                 if isinstance(job, CommitJob):
                     job.withdraw()
                 elif joint is not None:
-                    leave(joint, self.worker, job)
+                    leave(job)
                 if pending.committed:
                     self._committed(pending)
                 raise

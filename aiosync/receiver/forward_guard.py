@@ -6,6 +6,7 @@ import copyreg
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,70 +15,56 @@ from torch._C import _dynamo
 
 from aiosync.receiver.commit_gate import CommitGate
 
-__all__ = ["ForwardGuard"]
 
-
+@dataclass(eq=False)
 class ForwardGuard:
     """Makes each call of a module a reader of the module's gate.
 
-    The module gets a class of its own, made for it: a subclass of the class that it had, whose ``__call__``
-    enters the gate. Its ``forward`` and its ``__dict__`` stay as they are, so ``torch.compile``,
-    ``torch.jit.script`` and ``torch.export`` see the user's own code. Copies of the module, pickled ones
-    too, have the original class; replicas of ``DataParallel`` and forked children are not guarded.
+    The module gets a class that is made for it: a subclass of its class, whose ``__call__`` enters the gate.
+    Its ``forward`` and its ``__dict__`` stay as they are, so ``torch.compile``, ``torch.jit.script`` and
+    ``torch.export`` see the user's own code. Copies of the module, also pickled ones, have the original
+    class. Replicas of ``DataParallel`` and forked children are not guarded.
 
-    A forward hook would not do: an interrupt (Ctrl-C) leaves a forward pass without calling its hooks, and
-    the commit would wait for ever for a reader that has gone.
+    A forward hook would not do: an interrupt (Ctrl-C) ends a forward pass without calling its hooks, and the
+    commit would wait for ever for a reader that no longer exists.
 
-    Not seen are calls of ``module.forward(...)`` itself, of other methods, of submodules by themselves, and
-    of the module inside of another one that is compiled: put ``with scheme.pinned():`` around those.
-
-    Args:
-        gate: the gate.
-        module: the module.
-        patience: seconds that a forward pass waits for a commit that other readers hold up. It then goes
-            ahead: a commit that comes later is better than a forward pass that never does.
-        on_pass: called at the beginning of each pass, when no commit can come any more.
-
-    Attributes:
-        module: the module.
+    Not guarded are calls of ``module.forward(...)`` itself, of other methods, of submodules, and of the
+    module inside of another one that is compiled: put ``with scheme.pinned():`` around those.
     """
 
-    def __init__(
-        self, gate: CommitGate, module: nn.Module, patience: float, on_pass: Callable[[], None]
-    ) -> None:
-        self._gate = gate
-        self._on_pass = on_pass
-        self.module = module
-        self._patience = patience
+    gate: CommitGate
+    module: nn.Module
+    # Seconds that a forward pass waits for a commit that other readers delay. Then it starts: a commit that
+    # runs later is better than a forward pass that never runs.
+    patience: float
+    on_pass: Callable[[], None]  # called at the beginning of each pass, when no commit can run any more
+
+    def __post_init__(self) -> None:
         self._pid = os.getpid()
-        self._original = type(module)
+        self._original = type(self.module)
         self._guarded = _guarded_class(self._original, self)
         # Not by the module's own __setattr__, which TorchScript's modules have.
-        object.__setattr__(module, "__class__", self._guarded)
+        object.__setattr__(self.module, "__class__", self._guarded)
 
     def enter(self, ticket: object) -> None:
         """Become a reader."""
         if self._pid != os.getpid():
-            return  # in a forked child nothing is committed
-        gate, reader = self._gate, threading.get_ident()
+            return  # a forked child commits nothing
+        gate, reader = self.gate, threading.get_ident()
         if not gate.try_enter(ticket, reader):
-            gate.enter_blocking(ticket, reader, self._patience, force=True)
-        self._on_pass()
-
-    def leave(self, ticket: object) -> None:
-        """Stop being a reader; twice does no harm."""
-        self._gate.leave(ticket)
+            gate.enter_blocking(ticket, reader, self.patience, force=True)
+        self.on_pass()
 
     def remove(self) -> None:
-        """Give the module its class back; idempotent. A pass that runs leaves the gate all the same."""
+        """Restore the module's class; idempotent. A running pass still leaves the gate."""
         if type(self.module) is self._guarded:
             object.__setattr__(self.module, "__class__", self._original)
 
 
 class _Unannounced:
-    """Comes before the user's class, whose ``__init_subclass__`` is then not called for the guarded class.
+    """A base before the user's class, whose ``__init_subclass__`` is then not called for the guarded class.
 
-    It may need arguments, or enter each subclass into a table by its name. This class has no ``__slots__``:
+    That method may need arguments, or register each subclass by its name. This class has no ``__slots__``:
     the instances of the guarded class must have the same layout in memory as those of the user's class.
     """
 
@@ -98,9 +85,9 @@ def _guarded_class(original: type[nn.Module], guard: ForwardGuard) -> type[nn.Mo
                 _untraced(guard.enter, ticket)
                 return plain(*args, **kwargs)
             finally:
-                _untraced(guard.leave, ticket)
+                _untraced(guard.gate.leave, ticket)
         finally:
-            _untraced(guard.leave, ticket)  # again, in case an interrupt came in the way of the first
+            _untraced(guard.gate.leave, ticket)  # again, in case an interrupt ended the first call
 
     def reduce(module: nn.Module, protocol: int) -> Any:
         found = super(guarded, module).__reduce_ex__(protocol)
@@ -114,24 +101,23 @@ def _guarded_class(original: type[nn.Module], guard: ForwardGuard) -> type[nn.Mo
         return (original if make is guarded else make, arguments, *rest)
 
     _skip(call)
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
-    body = {**names, "__doc__": original.__doc__, "__slots__": (), "__call__": call, "__reduce_ex__": reduce}
+    body = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    body |= {"__slots__": (), "__call__": call, "__reduce_ex__": reduce}
     # By type.__new__, because the metaclass may register its classes too.
     new: Any = type.__new__
-    bases = _Unannounced, original
-    guarded: Any = new(type(original), original.__name__, bases, body, unannounced=True)
+    guarded: Any = new(type(original), original.__name__, (_Unannounced, original), body, unannounced=True)
     return cast("type[nn.Module]", guarded)
 
 
 def _skip(function: Any) -> None:
-    """Have the compiler run this function's frame as it is, and go on compiling what it calls."""
+    """Make the compiler run this function's frame as it is, but compile the functions that it calls."""
     frames = _dynamo.eval_frame
     as_it_is = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
     frames.set_code_exec_strategy(function.__code__, as_it_is)
 
 
 def _untraced(function: Callable[[object], None], ticket: object) -> None:
-    """Call it without the compiler looking on: under ``fullgraph=True`` a lock would be an error."""
+    """Call a function that the compiler does not trace: under ``fullgraph=True`` a lock would be an error."""
     before = _dynamo.eval_frame.set_eval_frame(None)
     try:
         function(ticket)

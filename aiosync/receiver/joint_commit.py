@@ -1,11 +1,11 @@
 """Joint updates on the receiving side: several models of one process commit together, or none does.
 
-Each model has its own connection, and its part arrives when it arrives. The parts of one joint update
-meet here, in a table of the process. The last to be staged submits one commit for all, which needs the
-gates of all models at once and runs their commits one inside the other: whichever raises takes back
-those around it. A part that fails before takes the others with it.
+Each model has its own connection, so the parts of one joint update are staged at different times. A table of
+the process collects them. The last part to be staged submits one commit for all. It needs the gates of all
+models at once and runs their commits one inside the other: if one raises, the commits around it are undone.
+If a part fails before, all parts fail.
 
-The commit gates' lock protects the table: the thread that runs a commit holds that lock already.
+The commit gates' lock protects the table: the thread that runs a commit has that lock already.
 """
 
 from __future__ import annotations
@@ -21,96 +21,93 @@ from aiosync.errors import JointUpdateError
 from aiosync.protocol.frames import Joint
 from aiosync.receiver.commit_gate import LOCK, CommitGate, CommitJob, submit
 
-__all__ = ["JointKey", "JointPart", "give_up", "join", "leave"]
-
 JointKey: TypeAlias = tuple[str, int]
 """A joint update's id, and the worker: several workers may live in one process."""
-
-Committing = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(eq=False)
 class JointPart:
-    """One model's part.
+    """One model's part of a joint update."""
 
-    Attributes:
-        done: resolves when all parts have been committed; raises if none was.
-    """
-
+    key: JointKey
     gate: CommitGate
-    committing: Committing
+    committing: Callable[[], AbstractContextManager[None]]
+    # Resolves when all parts have been committed; raises if none was.
     done: Future[None] = field(default_factory=Future)
 
 
 @dataclass(eq=False)
-class _Meeting:
+class _Joint:
+    """The staged parts of one joint update. The commit is submitted once all have been staged."""
+
     size: int
     parts: list[JointPart] = field(default_factory=list)
     job: CommitJob | None = None
 
+    def withdraw(self) -> bool:
+        """Take the commit back, so that it can be submitted again; false if it has run already."""
+        if self.job is not None and not self.job.withdraw():
+            return False
+        self.job = None
+        return True
 
-_meetings: dict[JointKey, _Meeting] = {}
-# A part may be given up before it is staged; that has to be known when it comes to join.
+
+_joints: dict[JointKey, _Joint] = {}
+# The joint updates that were given up last: a part may be staged after that.
 _given_up: deque[JointKey] = deque(maxlen=1024)
 
 
-def join(joint: Joint, worker: int, gate: CommitGate, committing: Committing) -> JointPart:
-    """Add a staged part; the last one makes the commit happen as soon as the gates are free.
+def join(
+    joint: Joint, worker: int, gate: CommitGate, committing: Callable[[], AbstractContextManager[None]]
+) -> JointPart:
+    """Add a staged part. The last part submits the commit, which runs as soon as the gates are free.
 
     Raises:
-        JointUpdateError: it has been given up already.
+        JointUpdateError: the joint update was given up.
     """
-    part = JointPart(gate, committing)
-    key = (joint.id, worker)
+    part = JointPart((joint.id, worker), gate, committing)
     with LOCK:
-        if key in _given_up:
-            raise JointUpdateError("this joint update was called off before it could be committed")
-        meeting = _meetings.setdefault(key, _Meeting(joint.size))
-        meeting.parts.append(part)
-        if len(meeting.parts) < meeting.size:
-            return part
-        gates = list(dict.fromkeys(p.gate for p in meeting.parts))
-        meeting.job = submit(gates, lambda: _commit(meeting.parts))
-        meeting.job.done.add_done_callback(lambda job: _concluded(key, job))
+        if part.key in _given_up:
+            raise JointUpdateError("this joint update was cancelled before it could be committed")
+        found = _joints.setdefault(part.key, _Joint(joint.size))
+        found.parts.append(part)
+        if len(found.parts) == found.size:
+            gates = list(dict.fromkeys(p.gate for p in found.parts))
+            found.job = submit(gates, lambda: _commit(found.parts))
+            found.job.done.add_done_callback(lambda job: _concluded(part.key, job))
     return part
 
 
-def leave(joint: Joint, worker: int, part: JointPart) -> None:
-    """Take a part back that will be joined again; nothing happens if it has been committed."""
+def leave(part: JointPart) -> None:
+    """Remove a part that will join again. Nothing happens if it has been committed."""
     with LOCK:
-        meeting = _meetings.get((joint.id, worker))
-        if meeting is None or (meeting.job is not None and not meeting.job.withdraw()):
-            return
-        meeting.job = None
-        meeting.parts.remove(part)
+        found = _joints.get(part.key)
+        if found is not None and found.withdraw():
+            found.parts.remove(part)
 
 
 def drop_out(part: JointPart) -> None:
-    """This part's model goes on without the joint update, unless it has been committed: its ``done`` is
-    cancelled, and the other parts fail."""
+    """Remove a part whose model skips the joint update, unless it has been committed.
+
+    Its ``done`` is cancelled, and the other parts fail.
+    """
     with LOCK:
-        for (joint_id, worker), meeting in _meetings.items():
-            if part in meeting.parts:
-                if meeting.job is not None and not meeting.job.withdraw():
-                    return
-                part.done.cancel()
-                give_up(joint_id, worker, "one of its models has gone on to a newer version")
-                return
+        found = _joints.get(part.key)
+        if found is not None and part in found.parts and found.withdraw():
+            part.done.cancel()
+            give_up(*part.key, "one of its models has skipped to a newer version")
 
 
 def give_up(joint_id: str, worker: int, reason: str) -> None:
-    """Fail every part that has not been committed; nothing happens if all have."""
+    """Fail all parts, also those that are staged later. Nothing happens if all have been committed."""
     key = (joint_id, worker)
     with LOCK:
-        meeting = _meetings.get(key)
-        if meeting is None:
-            _given_up.append(key)
+        found = _joints.get(key)
+        if found is not None and not found.withdraw():
             return
-        if meeting.job is not None and not meeting.job.withdraw():
-            return
-        del _meetings[key]
+        _joints.pop(key, None)
         _given_up.append(key)
-        for part in meeting.parts:
+        for part in found.parts if found else ():
             if not part.done.done():
                 part.done.set_exception(JointUpdateError(reason))
 
@@ -123,11 +120,11 @@ def _commit(parts: list[JointPart]) -> None:
 
 def _concluded(key: JointKey, job: Future[None]) -> None:
     if job.cancelled():
-        return  # given up; the caller that gave it up has cancelled the parts
+        return  # it was withdrawn
     with LOCK:
-        meeting = _meetings.pop(key, None)
+        found = _joints.pop(key, None)
     error = job.exception()
-    for part in meeting.parts if meeting else ():
+    for part in found.parts if found else ():
         if error is None:
             part.done.set_result(None)
         else:

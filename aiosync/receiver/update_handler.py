@@ -19,7 +19,7 @@ from aiosync.receiver.connection import SenderConnection
 from aiosync.receiver.joint_commit import give_up
 from aiosync.receiver.listeners import ReceiverReporter
 from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate
-from aiosync.transfer.stream_inbound import BaseLostError
+from aiosync.transfer.stream import BaseLostError
 from aiosync.weights.binding import StaleConversion
 
 __all__ = ["UpdateHandler"]

@@ -29,7 +29,7 @@ from aiosync.sender.worker_group import WorkerGroup
 from aiosync.sender.worker_plan import CPU
 from aiosync.transfer.base import LATE_AFTER
 from aiosync.transfer.slots import JointParts, SlotPool
-from aiosync.transfer.stream_inbound import StreamInbound
+from aiosync.transfer.stream import StreamInbound
 from aiosync.transports._offload import Offloader
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.transports.base import Transport

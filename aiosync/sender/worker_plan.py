@@ -13,45 +13,29 @@ from torch import nn
 from aiosync.errors import InvalidArgumentError
 from aiosync.weights.resolve import resolve_model
 
-__all__ = ["GroupPlan", "SenderArguments", "SenderPlan", "make_plan", "model_of"]
-
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Workers that read one copy of the weights.
+    """Workers that read one copy of the weights."""
 
-    Attributes:
-        workers: their indices; empty in an elastic plan.
-        device: the copy's device.
-        weights: this group's weights for version 0; None: the plan's.
-    """
-
-    workers: tuple[int, ...]
-    device: torch.device
-    weights: Any = None
+    workers: tuple[int, ...]  # their indices; empty in an elastic plan
+    device: torch.device  # the copy's device
+    weights: Any = None  # this group's weights for version 0; None: the plan's
 
 
 @dataclass(frozen=True)
 class SenderPlan:
-    """The workers of a sender, and the weights to send by default.
+    """The workers of a sender, and the weights to send by default."""
 
-    Attributes:
-        groups: disjoint; together they have every worker.
-        weights: the weights to send if a call gives none; None: the context's or the groups'.
-        device_map_fn: takes (worker, weights as a TensorDict) and returns that worker's weights.
-        per_worker: whether each worker has a separate group and may be sent different weights.
-        elastic: whether workers are accepted at any time.
-        made_here: whether the weights come from a policy that the workers' factory has made here.
-    """
-
-    groups: tuple[GroupPlan, ...]
-    weights: Any = None
+    groups: tuple[GroupPlan, ...]  # disjoint; together they have every worker
+    weights: Any = None  # the weights to send if a call gives none; None: the context's or the groups'
+    # Takes (worker, weights as a TensorDict) and returns that worker's weights.
     device_map_fn: Callable[[int, Any], Any] | None = None
-    per_worker: bool = False
-    elastic: bool = False
-    made_here: bool = False
+    per_worker: bool = False  # each worker has a separate group and may be sent different weights
+    elastic: bool = False  # workers are accepted at any time
+    made_here: bool = False  # the weights come from a policy that the context's policy_factory has made here
 
     @cached_property
     def has_weights(self) -> bool:
@@ -86,16 +70,14 @@ class SenderArguments:
     @property
     def elastic(self) -> bool:
         """Whether the number of workers is not given and the scheme does not need it."""
-        told = (self.params_map, self.devices, self.device_map_fn, self.num_workers)
-        return self.may_be_elastic and all(argument is None for argument in told)
+        given = (self.params_map, self.devices, self.device_map_fn, self.num_workers)
+        return self.may_be_elastic and all(argument is None for argument in given)
 
-    def clash(self, chosen: str, *forbidden: str) -> None:
+    def forbid(self, chosen: str, *forbidden: str) -> None:
         """Raise if a forbidden argument was given together with ``chosen``."""
         given = [name for name in forbidden if self.__dict__[name] is not None]
         if given:
-            raise InvalidArgumentError(
-                f"{chosen} says all there is to say: it cannot be combined with {', '.join(given)}"
-            )
+            raise InvalidArgumentError(f"{chosen} cannot be combined with {', '.join(given)}")
 
 
 def make_plan(args: SenderArguments, *, per_worker: bool) -> SenderPlan:
@@ -106,13 +88,13 @@ def make_plan(args: SenderArguments, *, per_worker: bool) -> SenderPlan:
         AttributeError: ``context`` has nothing at ``model_id``.
     """
     if args.params_map is not None:
-        args.clash("params_map", "context", "model", "weights", "devices", "device_map_fn", "num_workers")
+        args.forbid("params_map", "context", "model", "weights", "devices", "device_map_fn", "num_workers")
         return _from_params_map(args.params_map)
     if args.context is not None:
-        args.clash("context", "model", "weights", "devices", "device_map_fn")
+        args.forbid("context", "model", "weights", "devices", "device_map_fn")
         return _from_context(args, per_worker)
     if args.model is not None:
-        args.clash("model", "weights")
+        args.forbid("model", "weights")
         if not isinstance(args.model, nn.Module):
             raise InvalidArgumentError(
                 f"model: expected an nn.Module, got {type(args.model).__name__} (give tensors as weights=)"
@@ -126,11 +108,14 @@ def make_plan(args: SenderArguments, *, per_worker: bool) -> SenderPlan:
     if args.elastic:
         return _elastic(source, per_worker)
     if args.device_map_fn is not None:
-        args.clash("device_map_fn", "devices")
+        args.forbid("device_map_fn", "devices")
         count = _count("num_workers (needed with device_map_fn)", args.num_workers)
-        groups = tuple(GroupPlan((w,), CPU) for w in range(count))
-        return SenderPlan(groups, source, args.device_map_fn, per_worker=True)
-    return SenderPlan(_by_device(_devices(args), per_worker), source, per_worker=per_worker)
+        return SenderPlan(_groups([CPU] * count, True), source, args.device_map_fn, per_worker=True)
+    if args.devices is not None:
+        devices = _as_devices(list(args.devices), args.num_workers)
+    else:
+        devices = [CPU] * _count("devices= or num_workers=", args.num_workers)
+    return SenderPlan(_groups(devices, per_worker), source, per_worker=per_worker)
 
 
 def _elastic(source: Any, per_worker: bool) -> SenderPlan:
@@ -169,24 +154,19 @@ def _from_context(args: SenderArguments, per_worker: bool) -> SenderPlan:
     count = getattr(context, "num_workers", None)
     if count is None and devices is None and args.elastic:
         return _elastic(None, per_worker)
-    if isinstance(devices, list | tuple):
-        if count is not None and count != len(devices):
-            raise InvalidArgumentError(
-                f"the context has num_workers={count} and {len(devices)} policy devices"
-            )
-        count = len(devices)
-    else:
-        count = _count("the context's num_workers", count if count is not None else args.num_workers)
-        devices = [devices] * count
-    if args.num_workers is not None and args.num_workers != count:
-        raise InvalidArgumentError(f"num_workers={args.num_workers}, but the context has {count} workers")
-    targets = [_as_device(device) for device in devices]
+    if not isinstance(devices, list | tuple):
+        count = args.num_workers if count is None else count
+        devices = [devices] * _count("the context's num_workers", count)
+    targets = _as_devices(devices, count)
+    if args.num_workers not in (None, len(targets)):
+        raise InvalidArgumentError(
+            f"num_workers={args.num_workers}, but the context has {len(targets)} workers"
+        )
     if args.model_id == "policy" and _lacks_policy(context):
         return _from_factories(context, targets, per_worker)
-    model = model_of(context, args.model_id)
-    if model is None:
+    if model_of(context, args.model_id) is None:
         raise InvalidArgumentError(f"the context's {args.model_id!r} is None: there is nothing to send")
-    return SenderPlan(_by_device(targets, per_worker), per_worker=per_worker)
+    return SenderPlan(_groups(targets, per_worker), per_worker=per_worker)
 
 
 def _lacks_policy(context: Any) -> bool:
@@ -207,32 +187,28 @@ def _from_factories(context: Any, devices: list[torch.device], per_worker: bool)
     if not factories or any(f is None for f in factories):
         raise InvalidArgumentError("the context has neither a policy nor a policy_factory for each worker")
     if all(f is factories[0] for f in factories):
-        made, groups = factories[0](), _by_device(devices, per_worker)
-        return SenderPlan(groups, made, per_worker=per_worker, made_here=True)
+        return SenderPlan(_groups(devices, per_worker), factories[0](), per_worker=per_worker, made_here=True)
     groups = tuple(GroupPlan((w,), devices[w], make()) for w, make in enumerate(factories))
     return SenderPlan(groups, per_worker=True, made_here=True)
 
 
-def _devices(args: SenderArguments) -> list[torch.device]:
-    if args.devices is None:
-        return [CPU] * _count("devices= or num_workers=", args.num_workers)
-    devices = [_as_device(device) for device in args.devices]
-    if args.num_workers is not None and args.num_workers != len(devices):
-        raise InvalidArgumentError(
-            f"num_workers={args.num_workers} and {len(devices)} devices: give one device per worker"
-        )
-    if not devices:
-        raise InvalidArgumentError("devices is empty: give one device per worker")
-    return devices
-
-
-def _by_device(devices: Sequence[torch.device], per_worker: bool) -> tuple[GroupPlan, ...]:
+def _groups(devices: Sequence[torch.device], per_worker: bool) -> tuple[GroupPlan, ...]:
+    """One group per worker, or per device. ``devices`` has one device per worker."""
     if per_worker:
         return tuple(GroupPlan((w,), device) for w, device in enumerate(devices))
     groups: dict[torch.device, list[int]] = {}
     for worker, device in enumerate(devices):
         groups.setdefault(device, []).append(worker)
     return tuple(GroupPlan(tuple(workers), device) for device, workers in groups.items())
+
+
+def _as_devices(devices: Sequence[Any], num_workers: int | None) -> list[torch.device]:
+    """Each worker's device. The list has one for each, and ``num_workers`` may be given in addition."""
+    if not devices or num_workers not in (None, len(devices)):
+        raise InvalidArgumentError(
+            f"num_workers={num_workers} and {len(devices)} devices: give one device per worker"
+        )
+    return [_as_device(device) for device in devices]
 
 
 def _as_device(device: Any) -> torch.device:
@@ -246,10 +222,8 @@ def _as_device(device: Any) -> torch.device:
 
 def _device_of(weights: Any) -> torch.device:
     values = weights.parameters() if isinstance(weights, nn.Module) else weights.values()
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            return _as_device(value.device)
-    return CPU
+    tensor = next((value for value in values if isinstance(value, torch.Tensor)), None)
+    return CPU if tensor is None else _as_device(tensor.device)
 
 
 def _count(what: str, count: int | None) -> int:

@@ -1,4 +1,4 @@
-"""Two slots of the worker's own that take turns."""
+"""Two slots of the worker's own memory: one in service, one that the next update is written into."""
 
 from __future__ import annotations
 
@@ -14,34 +14,28 @@ from aiosync.weights.arena import Arena, Slot
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
-__all__ = ["DoubleBuffer"]
-
-
 _CPU = torch.device("cpu")
 
-_MOST_SLOTS = 4
-"""Slots that a worker takes at the most, for updates of some entries."""
+_MAX_SLOTS = 4
+"""Most slots of a worker that receives partial updates."""
 
 
 class DoubleBuffer(InboundTransfer):
-    """Slots of this process: one in service, one that the next update comes into.
+    """Slots of this process: one in service, one that the next update is written into.
 
-    An update of some entries leaves the others in the slot that they view, which is kept for them, so that a
-    third slot takes its turn; and a fourth where such updates are about different entries.
-
-    Args:
-        layout: what a slot holds.
-        device: where they are.
+    After a partial update, the model still views the other entries in their slot. That slot is kept for them,
+    so a third slot is used, and a fourth if such updates have different entries.
     """
 
     def __init__(self, layout: Layout, device: torch.device = _CPU) -> None:
         self._layout = layout
         self._entries = [entry.name for entry in layout]
         self._arena = Arena(layout, lambda nbytes: Segment.private(nbytes, device), max_slots=2)
+        # The slot of the update that arrived last.
         self._slot: Slot | None = None
-        # The slot whose bytes are the newest version's, as they came.
+        # The slot that has the bytes of the version in service, as they arrived.
         self._newest: Slot | None = None
-        # Where the model's tensor of each entry is, if it is not in the newest slot.
+        # Entry -> the slot in which the model views it, if that is not the newest slot.
         self._elsewhere: dict[str, Slot] = {}
         # Indices of the slots that the model views: they must not be written.
         self._viewed: set[int] = set()
@@ -50,33 +44,28 @@ class DoubleBuffer(InboundTransfer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
         return self._arena.nbytes
 
     def prepare(self) -> None:
-        """Take the first slot."""
+        """Allocate the first slot."""
         if not self._arena.slots:
             self._arena.grow()
 
     def reserve(self) -> None:
-        """Take the second."""
+        """Allocate the second slot."""
         while len(self._arena.slots) < 2:
             self._arena.grow()
-
-    def take_slot(self) -> Slot:
-        """A slot that the model does not view, for the next update.
-
-        Raises:
-            ProtocolError: there is none, so the update was not asked for.
-        """
-        self._slot = self.free_slot()
-        if self._slot is None:
-            raise ProtocolError("an update came that was not asked for")
-        return self._slot
 
     def free_slot(self) -> Slot | None:
         """A slot that the model does not view; None: there is none."""
         return next((slot for slot in self._arena.slots if slot.index not in self._viewed), None)
+
+    def take_buffer(self) -> Tensor:
+        """The buffer for the next update. Raises ProtocolError if the worker has not requested an update."""
+        self._slot = self.free_slot()
+        if self._slot is None:
+            raise ProtocolError("an update arrived that was not requested")
+        return self._slot.segment.buffer[: self._layout.nbytes]
 
     def is_quick(self, update: Update) -> bool:
         return True
@@ -92,16 +81,18 @@ class DoubleBuffer(InboundTransfer):
         elsewhere = self._elsewhere_after(names)
         viewed = {slot.index for slot in elsewhere.values()}
         leaving: set[str] = set()
-        if len(viewed) >= _MOST_SLOTS - 1:
-            oldest = min(viewed, key=lambda index: sum(s.index == index for s in elsewhere.values()))
-            leaving = {name for name, slot in elsewhere.items() if slot.index == oldest}
-            viewed.discard(oldest)
+        if len(viewed) >= _MAX_SLOTS - 1:
+            # Free the slot with the fewest entries.
+            fewest = min(viewed, key=lambda index: sum(s.index == index for s in elsewhere.values()))
+            leaving = {name for name, slot in elsewhere.items() if slot.index == fewest}
+            viewed.discard(fewest)
         while len(self._arena.slots) < len(viewed) + 2:
             self._arena.grow()
         self._leaving = leaving
         return leaving
 
     def _elsewhere_after(self, names: Collection[str]) -> dict[str, Slot]:
+        """Entry -> its slot, for the entries that a partial update of ``names`` does not have."""
         kept = {} if self._newest is None else dict.fromkeys(self._entries, self._newest)
         return {name: slot for name, slot in (kept | self._elsewhere).items() if name not in names}
 
@@ -112,8 +103,8 @@ class DoubleBuffer(InboundTransfer):
         viewed = {slot.index for slot in self._elsewhere.values()}
         if self._newest is not None:
             viewed.add(self._newest.index)
-        self._viewed = viewed  # at once: the connection's thread looks for a free slot meanwhile
+        self._viewed = viewed  # one assignment: the connection's thread looks for a free slot meanwhile
 
     def close(self) -> None:
-        """Let go of the slots; tensors in service keep theirs."""
+        """Release the slots. Tensors in service keep their memory."""
         self._arena.close()

@@ -1,12 +1,13 @@
-"""Versions that lie in Ray's object store; :mod:`aiosync.transports.ray.object_store` puts them there."""
+"""Versions in Ray's object store; :mod:`aiosync.transports.ray.object_store` puts them there."""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,17 +17,11 @@ from aiosync.errors import ProtocolError
 from aiosync.protocol.events import Fetched
 from aiosync.protocol.frames import Update
 from aiosync.protocol.payloads import InlinePayload, ObjectPayload, decode_either, encode
-from aiosync.transfer.base import (
-    InboundTransfer,
-    MemoryAccess,
-    OutboundTransfer,
-    Transfer,
-    TransferConnection,
-)
+from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Transfer
 from aiosync.transfer.mapped import MappedInbound, MappedOutbound
-from aiosync.transfer.process_group import allocate_near
+from aiosync.transfer.process_group import BackgroundInbound, InlineOutbound, allocate_near
 from aiosync.transfer.slots import SlotVersion
-from aiosync.transports._offload import DetachedThread, call_when_done
+from aiosync.transports._offload import DetachedThread
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.ray.object_store import fetch, notify_keeper, put, warn_if_tight
 from aiosync.transports.tcp.connection import TCPTransport
@@ -35,42 +30,36 @@ from aiosync.weights.segment import Segment
 
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
+    from aiosync.transfer.base import TransferConnection
 
-__all__ = ["ObjectStoreInbound", "ObjectStoreOutbound", "ObjectStorePublisher", "ObjectStoreTransfer"]
 
-
+@dataclass(eq=False)
 class ObjectStoreTransfer(Transfer):
-    """Ray's object store holds the versions. Workers that can map the slots view them instead.
+    """Ray's object store holds the versions. Workers that can map the slots view them instead."""
 
-    Args:
-        keeper: the actor that keeps the references; None: this process has none yet.
-        tensor_transport: how Ray moves objects.
-        listener: on the sender: where workers connect.
-        inline: bytes up to which an update carries the weights itself: putting an object takes longer.
-    """
-
-    def __init__(self, keeper: Any, tensor_transport: str, listener: Listener | None, inline: int) -> None:
-        self._keeper = keeper
-        self._tensor_transport = tensor_transport
-        self._listener = listener
-        self._inline = inline
-        self._publishers: dict[WorkerGroup, ObjectStorePublisher] = {}
+    keeper: Any  # the actor that keeps the references; None: this process has none yet
+    tensor_transport: str  # how Ray moves objects
+    listener: Listener | None  # on the sender: where workers connect
+    inline: int  # bytes up to which an Update frame has the weights: putting an object takes longer
+    _publishers: dict[WorkerGroup, ObjectStorePublisher] = field(default_factory=dict, init=False)
 
     def allocate(self, nbytes: int, device: torch.device) -> Segment:
-        return allocate_near(self._listener, nbytes, torch.device("cpu"))
+        return allocate_near(self.listener, nbytes, torch.device("cpu"))
 
     def outbound(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
         if transport.maps:
             return MappedOutbound(group, MemoryAccess.VIEWED)
         assert isinstance(transport, TCPTransport)
+        if group.pool.layout.nbytes <= self.inline:
+            return InlineOutbound(group)
         if group not in self._publishers:
-            self._publishers[group] = ObjectStorePublisher(group, self._keeper, self._tensor_transport)
-        return ObjectStoreOutbound(transport, self._publishers[group], self._inline)
+            self._publishers[group] = ObjectStorePublisher(group, self.keeper, self.tensor_transport)
+        return ObjectStoreOutbound(transport, self._publishers[group])
 
     def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
         if transport.maps:
             return MappedInbound(layout, MemoryAccess.VIEWED)
-        return ObjectStoreInbound(layout, self._keeper)
+        return ObjectStoreInbound(layout, self.keeper)
 
     def close(self) -> None:
         publishers, self._publishers = self._publishers, {}
@@ -78,109 +67,81 @@ class ObjectStoreTransfer(Transfer):
             publisher.close()
 
 
+@dataclass(eq=False)
 class ObjectStorePublisher:
     """Puts a group's newest version into the object store, and keeps older ones that a worker still reads.
 
     At most one older version per worker is kept.
-
-    Args:
-        group: the group.
-        keeper: the actor that keeps the references.
-        tensor_transport: how Ray moves objects.
-
-    Attributes:
-        name: the name by which the keeper keeps the references.
-        number: the number of the newest object; -1: the newest version is not there.
     """
 
-    def __init__(self, group: WorkerGroup, keeper: Any, tensor_transport: str) -> None:
-        self.name = secrets.token_hex(8)
-        self._group = group
-        self._keeper = keeper
-        self._tensor_transport = tensor_transport
-        self._thread = DetachedThread("aiosync-ray")
-        self.number = -1
-        self._puts = 0
-        self._round = -1
-        self._storing = False
-        self._closed = False
-        self._last: SlotVersion | None = None
-        self._served: set[ObjectStoreOutbound] = set()
-        self._waiting: set[ObjectStoreOutbound] = set()
-        self._readers: dict[ObjectStoreOutbound, int] = {}
+    group: WorkerGroup
+    keeper: Any  # the actor that keeps the references
+    tensor_transport: str
+    name: str = field(default_factory=partial(secrets.token_hex, 8), init=False)  # of the keeper's references
+    number: int = field(default=-1, init=False)  # the newest object; -1: it was dropped, or there is none
+    _round: int = field(default=-1, init=False)  # of that object's version
+    _puts: int = field(default=0, init=False)
+    _putting: bool = field(default=False, init=False)
+    _closed: bool = field(default=False, init=False)
+    # Workers that wait for the running put; and worker -> the number of the object that it reads.
+    _waiting: set[ObjectStoreOutbound] = field(default_factory=set, init=False)
+    _readers: dict[ObjectStoreOutbound, int] = field(default_factory=dict, init=False)
+    _thread: DetachedThread = field(default_factory=partial(DetachedThread, "aiosync-ray"), init=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one version."""
-        return self._group.pool.layout.nbytes
+    def has(self, published: SlotVersion, reader: ObjectStoreOutbound) -> bool:
+        """Whether a version is in the store. If so, the worker is sent it at once.
 
-    def offers(self, published: SlotVersion, reader: ObjectStoreOutbound) -> bool:
-        """Whether a version is there for a reader. If it is, the reader begins at once.
-
-        If not, it is put, and the reader is offered it again when it is there. Only one version is put at a
-        time, so that this leases no more than one slot: a put cannot be cancelled.
+        If not, it is put, and the worker is offered it after that. Only one version is put at a time, so at
+        most one slot has a lease for this: a put cannot be cancelled.
         """
-        if self._storing:
-            self._waiting.add(reader)
-            return False
-        if (self.number >= 0 and self._round == published.round) or self.substitute(
-            published, reader
-        ) is not published:
-            return True
-        if published.copying is None or published.copying.whole:
-            self._waiting.add(reader)
-            self._store(published)
+        if not self._putting:
+            if self.number >= 0 and self._round == published.round:
+                return True
+            if published.copying is not None and not published.copying.whole:
+                return False  # asked again once the version is whole
+            self._put(published)
+        self._waiting.add(reader)
         return False
 
-    def substitute(self, due: SlotVersion, reader: ObjectStoreOutbound) -> SlotVersion:
-        """The version that a reader gets: the one that it has waited for, although there is a newer one.
-
-        Otherwise a sender that publishes faster than objects are put would never get a version across.
-        """
-        waited = self._last if reader in self._served else None
-        return due if waited is None or due.joint is not None or waited.joint is not None else waited
-
-    def _store(self, published: SlotVersion) -> None:
-        slot = published.slot
-        buffer, number = slot.segment.buffer[: self.nbytes], self._puts
+    def _put(self, published: SlotVersion) -> None:
+        nbytes, number = self.group.pool.layout.nbytes, self._puts
+        buffer = published.slot.segment.buffer[:nbytes]
         self._puts += 1
-        self._storing = True
+        self._putting = True
 
         def store() -> None:
             if number == 0:
-                warn_if_tight(self.nbytes)
-            # A worker that asks for the object waits at the keeper until this call has arrived there.
-            self._keeper.keep.remote(self.name, number, [put(buffer, self._tensor_transport)])
+                warn_if_tight(nbytes)
+            # A worker's request for this object waits at the keeper until this call has arrived there.
+            self.keeper.keep.remote(self.name, number, [put(buffer, self.tensor_transport)])
 
         def stored(future: Future[Any]) -> None:
-            self._storing = False
+            self._putting = False
             if self._closed:
                 return
             error = future.exception()
             before, self.number = self.number, number if error is None else -1
             self._round = published.round
             self._drop_if_unread(before)
-            self._served, self._waiting = self._waiting, set()
-            self._last = published if error is None else None
-            for reader in list(self._served):
-                reader.stored(error)
-            self._served, self._last = set(), None
+            waiting, self._waiting = self._waiting, set()
+            for reader in waiting:
+                reader.stored(published, error)
             self._drop_if_unread(number)
 
-        self._group.pool.keep_until(self._thread.submit(store), slot, stored)
+        self.group.pool.keep_until(self._thread.submit(store), published.slot, stored)
 
-    def reads(self, reader: ObjectStoreOutbound) -> None:
-        """The reader has been sent the newest version."""
+    def start_reading(self, reader: ObjectStoreOutbound) -> None:
+        """A worker was sent the newest version."""
         self._readers[reader] = self.number
 
-    def done(self, reader: ObjectStoreOutbound) -> None:
-        """The reader needs its version no more. The last reader's object is dropped."""
+    def stop_reading(self, reader: ObjectStoreOutbound) -> None:
+        """A worker no longer needs its version. Drop the object if no other worker reads it."""
         self._waiting.discard(reader)
         self._drop_if_unread(self._readers.pop(reader, -1))
 
     def _drop_if_unread(self, number: int) -> None:
         if number >= 0 and number not in self._readers.values():
-            notify_keeper(self._keeper, "drop", self.name, number)
+            notify_keeper(self.keeper, "drop", self.name, number)
             if number == self.number:
                 self.number = -1
 
@@ -190,120 +151,100 @@ class ObjectStorePublisher:
         self._waiting.clear()
         self._readers.clear()
         self.number = -1
-        self._thread.submit(lambda: notify_keeper(self._keeper, "forget", self.name))
+        self._thread.submit(lambda: notify_keeper(self.keeper, "forget", self.name))
         self._thread.close()
 
 
+@dataclass(eq=False)
 class ObjectStoreOutbound(OutboundTransfer):
-    """The sender's side: a worker is sent a version once the object store has it.
+    """The sender's side: a worker is sent a version once the object store has it."""
 
-    Args:
-        transport: the worker's connection.
-        publisher: puts the versions of the worker's group.
-        inline: bytes up to which an update carries the weights itself.
-    """
-
-    def __init__(self, transport: TCPTransport, publisher: ObjectStorePublisher, inline: int) -> None:
-        self._transport = transport
-        self._publisher = publisher
-        self._inline = publisher.nbytes <= inline
-        self._connection: TransferConnection | None = None
+    transport: TCPTransport
+    publisher: ObjectStorePublisher
+    _connection: TransferConnection | None = field(default=None, init=False)
+    # The version that the worker has waited for, while it is offered.
+    _stored: SlotVersion | None = field(default=None, init=False)
 
     def attach(self, connection: TransferConnection) -> None:
         self._connection = connection
 
     def can_start(self, published: SlotVersion) -> bool:
-        """Whether the version is in the store. If not, it will be put there."""
-        return self._inline or self._publisher.offers(published, self)
+        return self.substitute(published) is not published or self.publisher.has(published, self)
 
-    def substitute(self, due: SlotVersion) -> SlotVersion:
-        return due if self._inline else self._publisher.substitute(due, self)
+    def substitute(self, notified: SlotVersion) -> SlotVersion:
+        """The version that the worker has waited for, even if there is a newer one.
 
-    def stored(self, error: BaseException | None) -> None:
-        """Called when a version was put that this worker waits for, or when that failed."""
+        Otherwise a sender that publishes faster than objects are put would never get a version across.
+        """
+        stored = self._stored
+        if stored is None or stored.joint is not None or notified.joint is not None:
+            return notified
+        return stored
+
+    def stored(self, published: SlotVersion, error: BaseException | None) -> None:
+        """Called when the version was put that this worker waits for, or when that failed."""
         if self._connection is None:
             return
-        if error is None:
-            self._connection.offer_next()
-        else:
-            self._transport.give_up(f"Ray's object store did not take a version: {error}")
+        if error is not None:
+            self.transport.give_up(f"Ray's object store did not take a version: {error}")
+            return
+        self._stored = published
+        self._connection.offer_next()
+        self._stored = None
 
     def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
-        if self._inline:
-            buffer = published.slot.segment.buffer[: self._publisher.nbytes]
-            return encode(InlinePayload(buffer.numpy().tobytes()))
-        return encode(ObjectPayload(self._publisher.name, self._publisher.number))
+        return encode(ObjectPayload(self.publisher.name, self.publisher.number))
 
     def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
-        if not self._inline:
-            self._publisher.reads(self)
+        self.publisher.start_reading(self)
         on_sent()
 
     def answered(self) -> None:
-        self._publisher.done(self)
+        self.publisher.stop_reading(self)
 
     def detach(self) -> None:
         self._connection = None
-        self._publisher.done(self)
+        self.publisher.stop_reading(self)
 
 
-class ObjectStoreInbound(InboundTransfer):
-    """The worker's side. An object is never written again, so that parameters may view it.
+@dataclass(eq=False)
+class ObjectStoreInbound(BackgroundInbound):
+    """The worker's side. An object is never written again, so parameters may view it."""
 
-    Args:
-        layout: what an object holds.
-        keeper: the actor that keeps the references.
-    """
+    layout: Layout
+    keeper: Any  # the actor that keeps the references
+    # The last objects: (first address, bytes).
+    _objects: deque[tuple[int, int]] = field(default_factory=partial(deque, maxlen=64), init=False)
+    _thread: DetachedThread = field(default_factory=partial(DetachedThread, "aiosync-ray"), init=False)
 
     access = MemoryAccess.IMMUTABLE
 
-    def __init__(self, layout: Layout, keeper: Any) -> None:
-        self._layout = layout
-        self._keeper = keeper
-        self._thread = DetachedThread("aiosync-ray")
-        self._transport: Transport | None = None
-        self._arriving: tuple[Update, Future[Tensor]] | None = None
-        # Where the last objects lie: (first address, bytes).
-        self._places: deque[tuple[int, int]] = deque(maxlen=64)
-
-    def attach(self, transport: Transport) -> None:
-        self._transport = transport
-
     def expect(self, update: Update) -> None:
-        """Begin to get the object: it is here, or on its way from another node."""
+        """Start to get the object, which may have to come from another node."""
         payload = decode_either(update.payload, ObjectPayload, InlinePayload)
         if isinstance(payload, InlinePayload):
             future = Future[Tensor]()
             future.set_result(torch.frombuffer(bytearray(payload.data), dtype=torch.uint8))
         else:
-            future = self._thread.submit(lambda: fetch(self._keeper, payload.object, payload.number))
+            future = self._thread.submit(lambda: fetch(self.keeper, payload.object, payload.number))
         self._arriving = update, future
-
-    def is_here(self, update: Update) -> bool:
-        return self._arriving is not None and self._arriving[0] is update and self._arriving[1].done()
-
-    async def arrive(self, update: Update) -> None:
-        assert self._arriving is not None and self._arriving[0] is update
-        ended = asyncio.Event()
-        call_when_done(self._arriving[1], lambda _: ended.set())
-        await ended.wait()
 
     def is_quick(self, update: Update) -> bool:
         return True
 
     def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
         assert self._arriving is not None
-        buffer = self._arriving[1].result()
-        if buffer.numel() < self._layout.nbytes:
+        buffer: Tensor = self._arriving[1].result()
+        if buffer.numel() < self.layout.nbytes:
             raise ProtocolError(
-                f"an object has {buffer.numel()} bytes, the layout needs {self._layout.nbytes}"
+                f"an object has {buffer.numel()} bytes, the layout needs {self.layout.nbytes}"
             )
-        self._places.append((buffer.data_ptr(), buffer.numel()))
-        return buffer, self._layout.views(buffer)
+        self._objects.append((buffer.data_ptr(), buffer.numel()))
+        return buffer, self.layout.views(buffer)
 
     def is_lent(self, address: int) -> bool:
-        """Whether the address lies in an object: the store frees these when the connection ends."""
-        return any(0 <= address - start < nbytes for start, nbytes in self._places)
+        """Whether the address is in an object: the store frees objects when the connection ends."""
+        return any(0 <= address - start < nbytes for start, nbytes in self._objects)
 
     def forget(self) -> None:
         self._arriving = None

@@ -1,4 +1,9 @@
-"""A version as blocks over a socket: the transfer, and the sender's side of it."""
+"""Versions that the connection carries, in blocks with checksums.
+
+The worker has two slots: one in service, and the back slot, which the next update is written into. It sends a
+Fetch when it has answered the last update, so one slot is free then. From the Fetch until the event loop gets
+the update, only the connection's thread uses the back slot. It writes each block and verifies its checksum.
+"""
 
 from __future__ import annotations
 
@@ -6,85 +11,98 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from aiosync.errors import ArenaAllocationError
+from aiosync.errors import ArenaAllocationError, ProtocolError
+from aiosync.protocol import framing, payloads
 from aiosync.protocol.events import Fetched
-from aiosync.protocol.frames import Chunk, End
-from aiosync.protocol.framing import encode
+from aiosync.protocol.frames import Chunk, End, Update
 from aiosync.protocol.payloads import StreamPayload
-from aiosync.protocol.payloads import encode as encode_payload
-from aiosync.protocol.stream import BLOCK
-from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Streams, Transfer
+from aiosync.protocol.stream import BLOCK, block_count
+from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Transfer
+from aiosync.transfer.double_buffer import DoubleBuffer
 from aiosync.transfer.slots import SlotVersion
-from aiosync.transfer.stream_inbound import StreamInbound, block_of, memory_of
 from aiosync.transports.base import Transport
 from aiosync.transports.tcp.connection import TCPTransport
 from aiosync.transports.tcp.send_queue import NotYet
+from aiosync.weights import codec as block_codec
 from aiosync.weights.arena import Slot
 from aiosync.weights.checksum import checksum_of, digest_of
 from aiosync.weights.codec import Codec
-from aiosync.weights.codec import encode as encode_block
+from aiosync.weights.copying import ProcessorYielder, read_at
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
 
-__all__ = ["EncodedVersion", "Encoding", "StreamOutbound", "StreamTransfer"]
-
-
 _NOTHING = memoryview(b"")
+
+
+@dataclass(eq=False)
+class StreamTransfer(Transfer):
+    """The connection carries the weights, in blocks."""
+
+    codec: Codec = "full"
+    readable: bool = field(default=False, kw_only=True)  # workers on this machine may read the slots
+    # What each group's workers are sent, in each encoding. Only of the newest version.
+    _encoded: dict[WorkerGroup, EncodedVersions] = field(default_factory=dict, init=False)
+
+    streams = "checked"
+
+    def allocate(self, nbytes: int, device: torch.device) -> Segment:
+        if self.readable and nbytes > BLOCK and "memfd_create" in dir(os):
+            with suppress(ArenaAllocationError):  # shared memory may be limited; private memory will do
+                return Segment.shared(nbytes)
+        return Segment.private(nbytes)
+
+    def outbound(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
+        assert isinstance(transport, TCPTransport)
+        return StreamOutbound(transport, group, self.codec, self._encoded.setdefault(group, {}))
+
+    def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
+        return StreamInbound(layout)
+
+    def close(self) -> None:
+        self._encoded.clear()
+
+
+# -- the sender's side -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """In which form a version is sent.
-
-    Attributes:
-        codec: how blocks are encoded.
-        base: the version that they are encoded against; -1: none.
-        shared: blocks that would go as they are stay where they are.
-    """
+    """How a version's blocks are encoded."""
 
     codec: Codec
-    base: int
-    shared: bool = False
+    base: int  # the version that they are encoded against; -1: none
+    shared: bool = False  # the worker reads raw blocks in the slot instead of getting them
 
 
 class EncodedVersion:
-    """A version as chunks, in one form. Each is made when the first worker gets to it, and kept for the rest.
+    """A version as a :class:`Body`, in one encoding. The first worker that needs a chunk makes it.
 
-    A worker may be served by the connections' thread or, if there is little to send, by the event loop's.
-
-    Args:
-        published: the version.
-        layout: its layout.
-        variant: the form.
-        base: the slot of the version that it is encoded against, if it is against one.
+    Called in the connections' thread or, if there is little to send, on the event loop. ``base`` is the slot
+    of the version that the blocks are encoded against.
     """
 
-    def __init__(self, published: SlotVersion, layout: Layout, variant: Encoding, base: Slot | None) -> None:
+    def __init__(self, published: SlotVersion, layout: Layout, encoding: Encoding, base: Slot | None) -> None:
         self.nbytes = layout.nbytes
         self._copying = published.copying
-        self._memory = memory_of(published.slot, layout.nbytes)
-        self._base = memory_of(base, layout.nbytes) if base is not None else None
-        self._codec = variant.codec
-        self._shared = variant.shared
+        self._memory = _memory_of(published.slot, layout.nbytes)
+        self._base = _memory_of(base, layout.nbytes) if base is not None else None
+        self._encoding = encoding
         self._widths = _widths(layout)
         self._chunks: list[tuple[bytes, memoryview]] = []
+        # The checksums of the blocks that have been encoded.
         self._sums: list[int] = []
         self._lock = threading.Lock()
 
     def chunk(self, index: int) -> tuple[bytes, memoryview] | None:
-        """A chunk's frame and its raw bytes; None if there are no more.
-
-        Raises:
-            NotYet: it is still to be copied, or to arrive.
-        """
         with self._lock:
             while index == len(self._chunks) and len(self._sums) < len(self._widths):
                 self._encode_next()
@@ -92,29 +110,32 @@ class EncodedVersion:
 
     def _encode_next(self) -> None:
         block = len(self._sums)
-        copying, data = self._copying, block_of(self._memory, block)
+        copying, data = self._copying, _block_of(self._memory, block)
         if copying is not None and not copying.ready(block):
             raise NotYet
         checksum = checksum_of(data) if copying is None else copying.checksum(block)
-        base = block_of(self._base, block) if self._base is not None else None
-        encoded = encode_block(self._codec, data, base, self._widths[block])
+        base = _block_of(self._base, block) if self._base is not None else None
+        encoded = block_codec.encode(self._encoding.codec, data, base, self._widths[block])
         self._sums.append(checksum)
         if encoded is not None:
-            encoding, raw = ("shared", _NOTHING) if self._shared else encoded
-            head = Chunk(block=block, size=len(raw), checksum=checksum, encoding=encoding)
-            self._chunks.append((encode(head), raw))
+            name, raw = ("shared", _NOTHING) if self._encoding.shared else encoded
+            head = Chunk(block=block, size=len(raw), checksum=checksum, encoding=name)
+            self._chunks.append((framing.encode(head), raw))
 
     def on_more(self, callback: Callable[[], None]) -> None:
         assert self._copying is not None
         self._copying.on_more(callback)
 
     def end(self) -> bytes:
-        """The frame that is sent after the last chunk."""
-        return encode(End(digest=digest_of(self._sums)))
+        return framing.encode(End(digest=digest_of(self._sums)))
+
+
+EncodedVersions = dict[tuple[int, Encoding], EncodedVersion]
+"""(round, encoding) -> the version in that encoding."""
 
 
 def _widths(layout: Layout) -> list[int]:
-    """Block by block, the bytes of an element of the entry that the block begins in."""
+    """For each block: the bytes of an element of the entry in which the block begins."""
     widths = []
     entries = iter(layout.entries)
     width, until = 1, 0
@@ -128,107 +149,217 @@ def _widths(layout: Layout) -> list[int]:
     return widths
 
 
-class StreamTransfer(Transfer):
-    """The connection carries the weights, in blocks.
-
-    Args:
-        codec: how blocks are encoded.
-        readable: whether slots are made so that a worker on this machine can read blocks in them.
-    """
-
-    streams: Streams = "checked"
-
-    def __init__(self, codec: Codec = "full", *, readable: bool = False) -> None:
-        self._codec: Codec = codec
-        self._readable = readable
-        # What each group's workers are being sent, in each form; of the newest version only.
-        self._encoded: dict[WorkerGroup, dict[tuple[int, Encoding], EncodedVersion]] = {}
-
-    def allocate(self, nbytes: int, device: torch.device) -> Segment:
-        if self._readable and nbytes > BLOCK and "memfd_create" in dir(os):
-            with suppress(ArenaAllocationError):  # shared memory may be limited; it is not needed
-                return Segment.shared(nbytes)
-        return Segment.private(nbytes)
-
-    def outbound(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
-        assert isinstance(transport, TCPTransport)
-        return StreamOutbound(transport, group, self._codec, self._encoded.setdefault(group, {}))
-
-    def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
-        return StreamInbound(layout)
-
-    def close(self) -> None:
-        self._encoded.clear()
-
-
+@dataclass(eq=False)
 class StreamOutbound(OutboundTransfer):
-    """The sender's side.
+    """The sender's side."""
 
-    Args:
-        transport: the worker's connection.
-        group: the worker's group.
-        codec: how blocks are encoded, if the worker can decode that.
-        ready: the group's newest version in each form that a worker is being sent.
-    """
-
-    def __init__(
-        self,
-        transport: TCPTransport,
-        group: WorkerGroup,
-        codec: Codec,
-        ready: dict[tuple[int, Encoding], EncodedVersion],
-    ) -> None:
-        self._transport = transport
-        self._group = group
-        self._codec: Codec = codec
-        self._ready = ready
-        self._variant = Encoding("full", -1)
+    transport: TCPTransport
+    group: WorkerGroup
+    codec: Codec  # "full" if the worker cannot decode the scheme's codec
+    encoded: EncodedVersions  # of the group's newest version; shared by all workers of the group
+    _encoding: Encoding = field(default=Encoding("full", -1), init=False)
 
     def accept_codecs(self, codecs: Sequence[str]) -> None:
-        if self._codec not in codecs:
-            self._codec = "full"
+        if self.codec not in codecs:
+            self.codec = "full"
 
     def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
         have = fetched.have
-        same = have == published.version
-        partial = self._group.changes.since(have) is not None
-        of_use = self._codec == "delta" or same or partial
-        based = of_use and have >= 0 and self._group.slot_of(have) is not None
-        base = have if based else -1
-        handle = published.slot.segment.handle  # only of slots that were made to be read by others
-        if not fetched.maps or self._codec != "full" or handle is None or handle["kind"] != "memfd":
-            self._variant = Encoding(self._codec, base)
-            return encode_payload(StreamPayload(base))
-        self._variant = Encoding(self._codec, base, shared=True)
-        return encode_payload(StreamPayload(base, (handle["fd"], handle["inode"])))
+        partial = self.group.changes.since(have) is not None
+        saves_bytes = self.codec == "delta" or have == published.version or partial
+        base = have if saves_bytes and have >= 0 and self.group.slot_of(have) is not None else -1
+        memory = None
+        handle = published.slot.segment.handle
+        if fetched.maps and self.codec == "full" and handle is not None and handle["kind"] == "memfd":
+            memory = handle["fd"], handle["inode"]
+        self._encoding = Encoding(self.codec, base, shared=memory is not None)
+        return payloads.encode(StreamPayload(base, memory))
 
     def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
-        variant = self._variant
-        key = (published.round, variant)
-        outgoing = self._ready.get(key)
-        if outgoing is None:
-            base = self._group.slot_of(variant.base)
-            outgoing = EncodedVersion(published, self._group.pool.layout, variant, base)
-            for other in [k for k in self._ready if k[0] != published.round]:
-                del self._ready[other]
-            self._ready[key] = outgoing
-        self._transport.stream(outgoing, on_sent)
+        key = (published.round, self._encoding)
+        version = self.encoded.get(key)
+        if version is None:
+            version = EncodedVersion(published, self.group.pool.layout, self._encoding, self.base_slot())
+            for older in [k for k in self.encoded if k[0] != published.round]:
+                del self.encoded[older]
+            self.encoded[key] = version
+        self.transport.stream(version, on_sent)
 
     @property
     def access(self) -> MemoryAccess:  # type: ignore[override]
         """CHECKED if the worker reads blocks in the slot, else PRIVATE."""
-        return MemoryAccess.CHECKED if self._variant.shared else MemoryAccess.PRIVATE
+        return MemoryAccess.CHECKED if self._encoding.shared else MemoryAccess.PRIVATE
 
     def base_slot(self) -> Slot | None:
-        return self._group.slot_of(self._variant.base)
+        return self.group.slot_of(self._encoding.base)
 
     def cancel(self) -> bool:
-        return self._transport.cut()
+        return self.transport.cut()
 
     @property
     def progress(self) -> int:
-        return self._transport.progress
+        return self.transport.progress
 
     @property
     def moved(self) -> Hashable:
-        return self._transport.progress, self._transport.unread
+        return self.transport.progress, self.transport.unread
+
+
+# -- the worker's side -------------------------------------------------------------------------------
+
+
+class BaseLostError(ProtocolError):
+    """The update cannot be applied as it was sent. The sender must send all entries over the connection."""
+
+
+class StreamInbound(DoubleBuffer):
+    """The worker's side. The connection's thread writes the blocks into the back slot."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self._blocks = block_count(layout.nbytes)
+        # The process id of the sender, if this process can read its memory; else 0.
+        self._sender = 0
+        # A descriptor of the sender's memory that has the update's blocks; -1: they arrive in chunks.
+        self._source = -1
+        self._shared = False
+        self._yield_processor = ProcessorYielder()
+        # The back slot, and the slot whose blocks the update leaves out.
+        self._memory = _NOTHING
+        self._base: memoryview | None = None
+        # The bytes of a chunk that has to be decoded.
+        self._encoded = _NOTHING
+        # Block -> the checksum of what is in the back slot.
+        self._sums: dict[int, int] = {}
+        # All blocks before this one are in the back slot.
+        self._filled = 0
+        # Why the update cannot be used.
+        self._damage: ProtocolError | None = None
+
+    # -- on the event loop ----------------------------------------------------------------------------
+
+    def attach(self, transport: Transport) -> None:
+        assert isinstance(transport, TCPTransport)
+        self._sender = transport.shares_with
+        transport.land(self)
+
+    @property
+    def can_read_sender(self) -> bool:
+        return self._sender != 0
+
+    def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
+        if self._damage is not None:
+            raise self._damage
+        return super().find(update)
+
+    def close(self) -> None:
+        super().close()
+        self._sender = 0
+
+    # -- in the connection's thread -------------------------------------------------------------------
+
+    def begin(self, update: Update) -> None:
+        """Prepare the back slot: the blocks of an update follow."""
+        slot, front = self._slots()
+        if slot is None:
+            raise ProtocolError("an update arrived that was not requested")
+        payload = payloads.decode(update.payload, StreamPayload)
+        based = payload.base != -1
+        self._base = _memory_of(front, self._layout.nbytes) if front is not None and based else None
+        self._slot = slot
+        self._memory = _memory_of(slot, self._layout.nbytes)
+        self._sums = {}
+        self._filled = 0
+        self._damage = None
+        self._shared = payload.memory is not None
+        if payload.memory is None:
+            return
+        if not self._sender:
+            raise ProtocolError(f"an update lies in memory that this process cannot read: {payload.memory}")
+        try:
+            self._source = Segment.open(self._sender, *payload.memory, self._layout.nbytes)
+        except (OSError, ProtocolError) as exc:
+            self._fail(f"the sender's memory cannot be read: {exc}")
+
+    def _slots(self) -> tuple[Slot | None, Slot | None]:
+        """The slot for the next update, and the slot of the version in service."""
+        return self.free_slot(), self._newest
+
+    def place(self, chunk: Chunk) -> memoryview:
+        """The buffer that a chunk's bytes are read into."""
+        if not 0 <= chunk.block < self._blocks or chunk.block in self._sums:
+            raise ProtocolError(f"block {chunk.block} arrived twice, or is not one of {self._blocks}")
+        place = _block_of(self._memory, chunk.block)
+        if chunk.encoding == "raw":
+            return place
+        if chunk.encoding == "shared" and self._shared:
+            return _NOTHING
+        if not 0 < chunk.size < len(place):
+            raise ProtocolError(f"an encoded block of {chunk.size} bytes, expected less than {len(place)}")
+        self._encoded = memoryview(bytearray(chunk.size))
+        return self._encoded
+
+    def placed(self, chunk: Chunk) -> None:
+        """The chunk's bytes have been read: decode the block and verify its checksum."""
+        place = _block_of(self._memory, chunk.block)
+        if chunk.encoding == "shared":
+            if self._source >= 0:
+                read_at(self._source, place, chunk.block * BLOCK)  # a short read fails the checksum
+                self._yield_processor()
+        elif chunk.encoding != "raw":
+            base = None if self._base is None else _block_of(self._base, chunk.block)
+            try:
+                block_codec.decode(chunk.encoding, self._encoded, place, base)
+            except ProtocolError as exc:
+                self._fail(str(exc))
+        # The digest is computed from the checksums of the slot's bytes, not from those that the sender sent.
+        self._sums[chunk.block] = found = checksum_of(place)
+        if found != chunk.checksum:
+            self._fail(f"block {chunk.block} arrived damaged (its checksum differs)")
+
+    def finish(self, end: End) -> None:
+        """All chunks have arrived: copy the other blocks from the base, and verify the digest."""
+        self._fill_up_to(self._blocks)
+        if digest_of([self._sums[block] for block in range(self._blocks)]) != end.digest:
+            self._fail("an update arrived damaged (its digest differs)")
+        self._base = None
+        self._close_source()
+
+    def _fill_up_to(self, end: int) -> None:
+        """Copy blocks before ``end`` that have not arrived from the base."""
+        for block in range(self._filled, end):
+            if block not in self._sums:
+                if self._base is None:
+                    raise ProtocolError(f"block {block} of {self._blocks} did not arrive")
+                place = _block_of(self._memory, block)
+                place[:] = _block_of(self._base, block)
+                # Compute it again: the model may have written into the version in service.
+                self._sums[block] = checksum_of(place)
+        self._filled = max(self._filled, end)
+
+    def _fail(self, reason: str) -> None:
+        """The update cannot be used. :meth:`find` raises the first reason."""
+        if self._damage is None:
+            again = self._base is not None or self._shared
+            self._damage = BaseLostError(reason) if again else ProtocolError(reason)
+        if self._shared:
+            self._sender = 0  # the slot may have been overwritten: later blocks come over the connection
+
+    def abandon(self) -> None:
+        """The update will not be completed."""
+        self._slot = self._base = None
+        self._close_source()
+
+    def _close_source(self) -> None:
+        source, self._source = self._source, -1
+        if source >= 0:
+            os.close(source)
+
+
+def _memory_of(slot: Slot, nbytes: int) -> memoryview:
+    """A slot's first ``nbytes`` bytes."""
+    return slot.segment.buffer.numpy().data[:nbytes]
+
+
+def _block_of(memory: memoryview, block: int) -> memoryview:
+    return memory[block * BLOCK : (block + 1) * BLOCK]

@@ -128,7 +128,7 @@ async def test_a_rank_that_is_out_of_step() -> None:
     ((leading, _), (other, version)), _ = await trainer(trainers.out_of_step)
     assert [kind for kind, _ in leading] == ["GatherError", "SyncTimeoutError"]
     assert [kind for kind, _ in other] == ["SyncTimeoutError", "GatherError"]
-    assert "not every rank of the trainer came" in other[0][1]
+    assert "not every rank of the trainer made the call" in other[0][1]
     assert "a rank has given up its send()" in leading[0][1]
     assert "rank 0 has given up" in other[1][1]
     assert version in (3, 4)  # whether the cancelled one was still published

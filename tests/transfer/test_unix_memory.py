@@ -21,8 +21,8 @@ from aiosync import SyncTimeoutError, TCPWeightSyncScheme, WeightSyncScheme, ato
 from aiosync.errors import ProtocolError
 from aiosync.protocol import frames as f
 from aiosync.sender.connection import PATIENCE as STUCK_AFTER
-from aiosync.transfer import stream_inbound as landing
-from aiosync.transfer.stream_inbound import StreamInbound
+from aiosync.transfer import stream as landing
+from aiosync.transfer.stream import StreamInbound
 from aiosync.transports import socket_options as sockets
 from aiosync.transports.tcp.connection import DialledTransport
 from aiosync.weights.copying import read_at

@@ -24,7 +24,7 @@ from aiosync.protocol import frames as f
 from aiosync.protocol.receiver_session import ReceiverSession, ReceiverState
 from aiosync.relay import forwarder as relay_intake
 from aiosync.sender.connection import PATIENCE as STUCK_AFTER
-from aiosync.transfer import stream_inbound as landing
+from aiosync.weights import codec
 from aiosync.weights.block_copy import BlockCopy
 from tests.kit.certificates import certificates
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
@@ -226,7 +226,7 @@ async def test_a_failure_in_the_connections_thread_ends_the_connection(
             raise MemoryError("none left")
 
         with monkeypatch.context() as patch:
-            patch.setattr(landing, "decode", decode)
+            patch.setattr(codec, "decode", decode)
             with torch.no_grad():
                 model.weight.zero_()
             with pytest.raises(WorkerLostError):

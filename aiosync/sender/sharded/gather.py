@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,107 +25,79 @@ from aiosync.sender.extraction import WeightSource, is_per_worker
 from aiosync.sender.sharded.ranks import ShardOffer, ShardRequest, Shards
 from aiosync.transports._offload import call_when_done
 
-__all__ = ["GatherLeader", "ShardContributor", "ShardGather", "leading"]
 
-
+@dataclass(eq=False)
 class ShardGather:
-    """One call on rank 0.
+    """One call on rank 0."""
 
-    Args:
-        shards: the connection to the other ranks.
-        call: the method that they must have called: "connect" or "send".
-        deadline: of the call.
-
-    Attributes:
-        work: the gathering in the thread, once it was submitted.
-        concluded: whether a version was published.
-    """
-
-    def __init__(self, shards: Shards, call: str, deadline: Deadline) -> None:
-        self.work: Future[None] | None = None
-        self.concluded = False
-        self._shards = shards
-        self._call = call
-        self._deadline = deadline
-        self._given_up = ""
+    shards: Shards
+    call: str  # the method that the other ranks must have called: "connect" or "send"
+    deadline: Deadline
+    work: Future[None] | None = field(default=None, init=False)  # runs in the thread, once submitted
+    concluded: bool = field(default=False, init=False)  # a version was published
+    _given_up: str = field(default="", init=False)
 
     async def gather(
         self, wanted: Sequence[ShardRequest], begin: Callable[[], object], stopped: asyncio.Future[None]
     ) -> None:
-        """Gather the entries. With no entries, the other ranks take part all the same.
+        """Gather the entries. Without entries, the other ranks still have to make the call.
 
-        Args:
-            wanted: the entries.
-            begin: called in another thread before the first byte is written.
-            stopped: done when the sender is being closed.
+        ``begin`` is called in another thread before the first byte is written. ``stopped`` is done when the
+        sender is being closed.
 
         Raises:
             GatherError: a rank has failed, has given up or is gone.
             SyncTimeoutError: not all ranks made the call in time.
             NotConnectedError: the sender was closed.
         """
-        work = partial(self._shards.gather, self._call, wanted, lambda: self._given_up, begin)
-        self.work = self._shards.thread.submit(work)
-        await _until_done(self.work, self._deadline, stopped)
+        self.work = self.shards.submit(self.shards.gather, self.call, wanted, lambda: self._given_up, begin)
+        await _until_done(self.work, self.deadline, stopped)
 
     def published(self, version: int) -> None:
         """Notify the other ranks of the version. Does not wait for them."""
         self.concluded = True
-        if self.work is not None:
-            self._shards.thread.submit(partial(self._conclude, self.work, version, ""))
+        self.shards.submit(self.shards.conclude, self.call, self.work, version, "")
 
-    def call_off(self, error: BaseException) -> None:
+    def cancel(self, error: BaseException) -> None:
         """Notify the other ranks that nothing was published. Does not wait for them."""
         reason = str(error) or type(error).__name__
         self._given_up = f"rank 0 has given up: {reason}"
-        thread = self._shards.thread
-        if self.work is None:
-            thread.submit(partial(self._shards.call_off, self._call, reason))
-        else:
-            thread.submit(partial(self._conclude, self.work, -1, reason))
-
-    def _conclude(self, work: Future[None], version: int, reason: str) -> None:
-        if work.exception() is None:  # else the gathering has notified them
-            self._shards.conclude(version, reason)
+        self.shards.submit(self.shards.conclude, self.call, self.work, -1, reason)
 
 
+@dataclass(eq=False)
 class GatherLeader:
-    """Runs rank 0's calls one at a time, in order, as the other ranks do.
+    """Runs rank 0's calls one at a time, in order, as the other ranks do."""
 
-    Args:
-        shards: the connection to the other ranks.
-    """
-
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
-        self._last: asyncio.Future[None] | None = None
+    shards: Shards
+    _last: asyncio.Future[None] | None = field(default=None, init=False)  # done when the last call has ended
 
     def close(self) -> None:
         """Disconnect from the other ranks."""
-        self._shards.close()
+        self.shards.close()
 
     @asynccontextmanager
     async def calling(self, call: str, deadline: Deadline) -> AsyncIterator[ShardGather]:
         """Run one call in the body. The other ranks are notified of its result, also if it fails.
 
         Raises:
-            SyncTimeoutError: an earlier call was not over in time.
+            SyncTimeoutError: an earlier call had not ended in time.
         """
-        gathering = ShardGather(self._shards, call, deadline)
+        gather = ShardGather(self.shards, call, deadline)
         before, over = self._last, asyncio.get_running_loop().create_future()
         self._last = over
         try:
             if before is not None:
                 await asyncio.wait([before], timeout=deadline.remaining())
                 if not before.done():
-                    raise deadline.error("stage", hint="an earlier call was not over")
-            yield gathering
+                    raise deadline.error("stage", hint="an earlier call had not ended")
+            yield gather
         except BaseException as exc:
-            if not gathering.concluded:
-                _in_turn(before, partial(gathering.call_off, exc))
+            if not gather.concluded:
+                _in_turn(before, partial(gather.cancel, exc))
             raise
         finally:
-            _in_turn(before, partial(_follow, over, gathering.work))
+            _in_turn(before, partial(_follow, over, gather.work))
 
 
 def _follow(over: asyncio.Future[None], work: Future[None] | None) -> None:
@@ -136,7 +109,7 @@ def _follow(over: asyncio.Future[None], work: Future[None] | None) -> None:
 
 
 def _in_turn(before: asyncio.Future[None] | None, action: Callable[[], object]) -> None:
-    """Run ``action`` when the call before is over."""
+    """Run ``action`` when the call before has ended."""
     if before is None or before.done():
         action()
     else:
@@ -150,18 +123,13 @@ def leading(
     return nullcontext() if leader is None else leader.calling(call, deadline)
 
 
+@dataclass(eq=False)
 class ShardContributor(Endpoint):
-    """The endpoint of the other ranks: it contributes this rank's shards to rank 0, which sends.
+    """The endpoint of the other ranks: it contributes this rank's shards to rank 0, which sends."""
 
-    Args:
-        shards: the connection to rank 0.
-        source: finds this rank's shards.
-    """
-
-    def __init__(self, shards: Shards, source: WeightSource) -> None:
-        self._version = -1
-        self._shards = shards
-        self._source = source
+    shards: Shards
+    source: WeightSource  # finds this rank's shards
+    _version: int = field(default=-1, init=False)
 
     @property
     def version(self) -> int:
@@ -169,33 +137,26 @@ class ShardContributor(Endpoint):
         return self._version
 
     async def connect(self, weights: Any, deadline: Deadline) -> None:
-        """Contribute to version 0. Raises as :meth:`take_part`."""
+        """Contribute to version 0. Raises as :meth:`_contribute`."""
         if self._version < 0:
-            await self.take_part("connect", lambda: self._source.extract(weights, set()), deadline)
+            await self._contribute("connect", self.source.extract(weights, set()), deadline)
 
     async def send(
         self, weights: Any, worker_ids: Any, *, wait: bool, strict: bool, deadline: Deadline
     ) -> SendReport:
-        """Contribute to the next version. The report lists no workers.
-
-        Raises as :meth:`take_part`.
-        """
+        """Contribute to the next version. The report lists no workers. Raises as :meth:`_contribute`."""
         targets = set(weights) if is_per_worker(weights) else set[int]()
-        return await self.take_part("send", lambda: self._source.extract(weights, targets), deadline)
+        return await self._contribute("send", self.source.extract(weights, targets), deadline)
 
     async def wait_ack(self, worker_ids: Any, deadline: Deadline) -> SendReport:
         """Return the report of the last version."""
-        return self.report()
+        return SendReport(self._version, 0, {}, {}, ())
 
     async def aclose(self) -> None:
-        """Disconnect from the other ranks."""
-        self._shards.close()
+        self.shards.close()
 
-    async def take_part(
-        self,
-        call: str,
-        sources: Callable[[], Awaitable[Mapping[int, Mapping[str, Tensor]]]],
-        deadline: Deadline,
+    async def _contribute(
+        self, call: str, sources: Awaitable[Mapping[int, Mapping[str, Tensor]]], deadline: Deadline
     ) -> SendReport:
         """Contribute this rank's shards to one call.
 
@@ -204,16 +165,16 @@ class ShardContributor(Endpoint):
             SyncTimeoutError: the other ranks did not make the call in time.
             Exception: what ``sources`` raises.
         """
-        lending, failure = ShardOffer(call, {}), None
+        offer, failure = ShardOffer(call, {}), None
         try:
-            lending.sources = await sources()
+            offer.sources = await sources
         except Exception as exc:  # noqa: BLE001 - raised after the other ranks were notified
-            failure, lending.failed = exc, str(exc) or repr(exc)
+            failure, offer.failed = exc, str(exc) or repr(exc)
         except BaseException:
-            lending.failed = f"its {call}() was cancelled"
-            self._shards.thread.submit(partial(self._lend, lending))
+            offer.failed = f"its {call}() was cancelled"
+            self.shards.submit(self._contribute_now, offer)
             raise
-        work = self._shards.thread.submit(partial(self._lend, lending))
+        work = self.shards.submit(self._contribute_now, offer)
         try:
             await _until_done(work, deadline)
         except GatherError:
@@ -221,17 +182,13 @@ class ShardContributor(Endpoint):
                 raise failure from None
             raise
         except BaseException:
-            lending.given_up = f"a rank has given up its {call}()"
+            offer.given_up = f"a rank has given up its {call}()"
             raise
-        return self.report(work.result())
+        return SendReport(work.result(), 0, {}, {}, ())
 
-    def _lend(self, lending: ShardOffer) -> int:
-        self._version = self._shards.lend(lending)
+    def _contribute_now(self, offer: ShardOffer) -> int:
+        self._version = self.shards.contribute(offer)
         return self._version
-
-    def report(self, version: int | None = None) -> SendReport:
-        """Return the report of a version; None: the last one."""
-        return SendReport(self._version if version is None else version, 0, {}, {}, ())
 
 
 async def _until_done(
@@ -242,7 +199,7 @@ async def _until_done(
     awaited = [done] if stopped is None else [done, stopped]
     await asyncio.wait(awaited, timeout=deadline.remaining(), return_when=asyncio.FIRST_COMPLETED)
     if stopped is not None and stopped.done() and not done.done():
-        raise NotConnectedError("the sender was closed before the ranks of the trainer had come together")
+        raise NotConnectedError("the sender was closed before all ranks of the trainer had made the call")
     if not done.done():
-        raise deadline.error("stage", hint="not every rank of the trainer came to it")
+        raise deadline.error("stage", hint="not every rank of the trainer made the call")
     done.result()
