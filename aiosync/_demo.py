@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["DemoReport", "LoopTicker", "joined", "member_of", "ray_cluster"]
-
 RECENT_EPISODES = 20
 _RPC_ADDRESS = "AIOSYNC_DEMO_RPC"
 

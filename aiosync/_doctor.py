@@ -20,8 +20,6 @@ from torch import nn
 
 import aiosync
 
-__all__ = ["examine", "self_check"]
-
 SELF_CHECK_SECONDS = 60.0
 _PACKAGES = ("torch", "tensordict", "anyio", "msgspec", "uvloop", "torchrl", "gymnasium")
 _LOW_FILE_LIMIT = 1024

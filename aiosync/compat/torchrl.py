@@ -27,8 +27,6 @@ from aiosync.errors import InvalidArgumentError
 from aiosync.receiver.listeners import ContextUpdater, UpdateListener, weakly
 from aiosync.transports.torch_rpc.calls import agent_here, is_member
 
-__all__ = ["first_worker", "is_enlisted", "last_words", "listener_for", "processes"]
-
 
 def listener_for(context: Any, model_id: str) -> UpdateListener | None:
     """Return the listener for a torchrl context; None: updates call ``update_policy_weights_``, as with any

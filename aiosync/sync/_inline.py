@@ -1,4 +1,4 @@
-"""How the blocking twins of the updaters run: in the caller's thread; what has to wait, on the portal."""
+"""The blocking twins of the updaters run in the caller's thread; what they await runs on the portal."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from aiosync.errors import BlockingCallError
 from aiosync.sync._portal import portal
 from aiosync.updaters.base import bounded
 
-__all__ = ["InlineHooks", "run_inline"]
-
 T = TypeVar("T")
 
 
 def run_inline(steps: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine of an updater here and now; it waits for nothing but through ``_settle``.
+    """Run a coroutine of an updater in this thread. Only ``_settle`` may wait.
 
     Raises:
-        BlockingCallError: it does, in what a subclass has added.
+        BlockingCallError: another await in it, of a subclass, would have to wait.
     """
     try:
         steps.send(None)
@@ -33,7 +31,7 @@ def run_inline(steps: Coroutine[Any, Any, T]) -> T:
 
 
 class InlineHooks:
-    """Calls hooks in the caller's thread; what they return to be awaited is awaited on the portal."""
+    """Calls hooks in the caller's thread. An awaitable that a hook returns is awaited on the portal."""
 
     async def _settle(self, result: Any) -> Any:
         return portal().call(bounded, result) if inspect.isawaitable(result) else result

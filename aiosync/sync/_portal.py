@@ -28,8 +28,6 @@ except ImportError:  # it is not made for every system
 else:
     _new_event_loop = uvloop.new_event_loop
 
-__all__ = ["Portal", "portal"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
