@@ -24,11 +24,7 @@ _DEFAULT_TIMEOUT = 120.0
 
 
 def default_timeout() -> float:
-    """Return the seconds of the environment variable ``AIOSYNC_TIMEOUT``, else :data:`_DEFAULT_TIMEOUT`.
-
-    Raises:
-        InvalidArgumentError: ``AIOSYNC_TIMEOUT`` is not a positive number.
-    """
+    """Return the seconds of the environment variable ``AIOSYNC_TIMEOUT``, else :data:`_DEFAULT_TIMEOUT`."""
     text = os.environ.get("AIOSYNC_TIMEOUT")
     if text is None:
         return _DEFAULT_TIMEOUT

@@ -61,13 +61,9 @@ def member_of(scheme: WeightSyncScheme, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ray_cluster(store: int = 256 << 20) -> Iterator[None]:
-    """Start Ray on this machine. Its actors can import the modules that this process can import.
+    """Start Ray on this machine, with an object store of this size in bytes.
 
-    Args:
-        store: size of the object store in bytes.
-
-    Raises:
-        NotInitializedError: Ray is not installed.
+    Its actors can import the modules that this process can import.
     """
     try:
         ray: Any = importlib.import_module("ray")
@@ -87,14 +83,7 @@ def ray_cluster(store: int = 256 << 20) -> Iterator[None]:
 
 
 def joined(make: Callable[[], Any], scheme: WeightSyncScheme, worker: int) -> Any:
-    """Make a worker's environment in a process that is a member as in :func:`member_of`, until the
-    environment closes.
-
-    Args:
-        make: makes the environment.
-        scheme: the worker's scheme.
-        worker: the worker's index.
-    """
+    """Call :func:`member_of`, then make a worker's environment. When it closes, the membership ends."""
     membership = contextlib.ExitStack()
     membership.enter_context(member_of(scheme, 1 + worker))
     env = make()

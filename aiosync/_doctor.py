@@ -122,12 +122,7 @@ def _cuda() -> Iterator[tuple[str, str]]:
 
 
 async def self_check() -> dict[str, float]:
-    """Send a new version to a spawned worker; returns the seconds of ``connect`` and of ``send``.
-
-    Raises:
-        SyncTimeoutError: the worker did not answer in time.
-        WorkerLostError: the worker died.
-    """
+    """Send a new version to a spawned worker; return the seconds of ``connect`` and of ``send``."""
     ctx = multiprocessing.get_context("spawn")
     model = nn.Linear(512, 512, bias=False)  # 1 MB of fp32
     scheme = aiosync.SharedMemWeightSyncScheme(timeout=SELF_CHECK_SECONDS)

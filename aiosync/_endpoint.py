@@ -75,24 +75,17 @@ class Endpoint:
         return {}
 
     def check_alive(self) -> None:
-        """Check that the endpoint can be closed here.
-
-        Raises:
-            WrongEventLoopError: it lives on another event loop, which is not closed.
-        """
+        """Raise WrongEventLoopError if the endpoint lives on another event loop, which is not closed."""
 
     async def aclose(self) -> None:
         """Release everything; idempotent."""
 
 
 class HomeLoop:
-    """The event loop that an endpoint was connected on.
-
-    Args:
-        what: the endpoint, for the error message.
-    """
+    """The event loop that an endpoint was connected on."""
 
     def __init__(self, what: str) -> None:
+        # The endpoint, for the error message.
         self._what = what
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -103,11 +96,7 @@ class HomeLoop:
         self.check()
 
     def check(self) -> None:
-        """Check that the endpoint is used on its own loop.
-
-        Raises:
-            WrongEventLoopError: another loop runs here.
-        """
+        """Raise WrongEventLoopError if another loop runs here."""
         if self._loop is None or self._loop is asyncio.get_running_loop():
             return
         state = "is closed" if self._loop.is_closed() else "is not the one that runs here"
@@ -142,12 +131,7 @@ class OpenCalls:
 
     @asynccontextmanager
     async def call(self, seconds: float | None = None) -> AsyncIterator[None]:
-        """Run the body for ``seconds`` at most, and until :meth:`stop`.
-
-        Raises:
-            NotConnectedError: the endpoint was closed.
-            TimeoutError: the seconds passed.
-        """
+        """Run the body for ``seconds`` (TimeoutError) at most, and until :meth:`stop` (NotConnectedError)."""
         scope = asyncio.timeout(0 if self._stopped else seconds)
         self._scopes.add(scope)
         try:

@@ -35,6 +35,7 @@ the :class:`~aiosync.SendReport` of that send as its ``report``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
@@ -280,6 +281,7 @@ class WorkerLostError(WorkerError):
         return self.workers[0] if self.workers else None
 
 
+@dataclass(eq=False, repr=False)
 class RemoteApplyError(WorkerError):
     """A worker could not apply an update. It keeps its previous version unchanged.
 
@@ -291,23 +293,19 @@ class RemoteApplyError(WorkerError):
         remote_traceback: the traceback at the worker, as text.
     """
 
-    def __init__(
-        self,
-        worker: int,
-        version: int,
-        remote_type: str,
-        remote_message: str,
-        remote_traceback: str,
-    ) -> None:
-        self.worker = worker
-        self.version = version
-        self.remote_type = remote_type
-        self.remote_message = remote_message
-        self.remote_traceback = remote_traceback
+    worker: int
+    version: int
+    remote_type: str
+    remote_message: str
+    remote_traceback: str
+
+    def __post_init__(self) -> None:
+        version = self.version
         what = "could not do what it was asked" if version < 0 else f"could not apply version {version}"
+        trace = self.remote_traceback
         super().__init__(
-            f"worker {worker} {what}: {remote_type}: {remote_message}"
-            + (f"\n--- traceback at worker {worker} ---\n{remote_traceback}" if remote_traceback else "")
+            f"worker {self.worker} {what}: {self.remote_type}: {self.remote_message}"
+            + (f"\n--- traceback at worker {self.worker} ---\n{trace}" if trace else "")
         )
 
 

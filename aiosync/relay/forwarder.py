@@ -79,17 +79,14 @@ class _Arriving(Filling):
 
 
 class _RelayLanding(StreamInbound):
-    """Receives updates into slots of the downstream side. Called in the connection's thread.
-
-    Args:
-        layout: the layout of a slot.
-        owner: notified, on the event loop, when an update begins and when it is cancelled.
-    """
+    """Receives updates into slots of the downstream side. Called in the connection's thread."""
 
     def __init__(self, layout: Layout, owner: RelayForwarder) -> None:
         super().__init__(layout)
+        # Notified, on the event loop, when an update begins and when it is cancelled.
         self._owner = owner
         self._arriving = _Arriving({})
+        # The slots of the next update, and of the one before it.
         self.next: Slot | None = None
         self.front: Slot | None = None
 
@@ -133,15 +130,7 @@ class _RelayLanding(StreamInbound):
 
 
 class RelayForwarder(Applier):
-    """The upstream side's applier: forwards updates instead of applying them to a model.
-
-    Args:
-        parts: the parts of the downstream side.
-        model_id: the model's name.
-
-    Attributes:
-        registry: the relay's workers.
-    """
+    """The upstream side's applier: forwards updates to the relay's workers (:attr:`registry`)."""
 
     def __init__(self, parts: RelayParts, model_id: str | None) -> None:
         super().__init__(worker=-1)
@@ -312,8 +301,7 @@ class RelayForwarder(Applier):
     async def commit(self, pending: PendingUpdate, on_wait: Callable[[], None]) -> None:
         """Wait until the workers have answered.
 
-        Raises:
-            DownstreamError: workers refused, were lost or did not answer; the others have the version.
+        If workers refused, were lost or did not answer, DownstreamError; the others have the version.
         """
         publication = self._publication
         if publication is None or publication.acks is None or self._landing is None:

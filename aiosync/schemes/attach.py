@@ -41,18 +41,10 @@ async def all_joined(calls: Iterable[Awaitable[object]]) -> None:
 
 
 def enlist(target: Any, scheme: EnlistingScheme, model_id: str | None, worker_idx: int) -> None:
-    """Start a receiver for an object, on an event loop in a new thread.
+    """Start a receiver for an object, on an event loop in a new thread. ``scheme``: for this worker only.
 
     Returns before the receiver has connected. Does nothing while the worker's receiver is running.
-
-    Args:
-        target: the object that has the model, as a context of ``init_on_receiver`` does.
-        scheme: the recipe, used by this worker only.
-        model_id: the model's name.
-        worker_idx: the worker's index.
-
-    Raises:
-        AttributeError: ``target`` has no such model.
+    AttributeError: the object, a context of ``init_on_receiver``, has no such model.
     """
     again = partial(enlist, target, scheme, model_id, worker_idx)
     seat = take_seat(target, scheme, model_id, worker_idx, again)

@@ -19,11 +19,7 @@ from aiosync.transports.base import Listener, Transport
 
 
 class NullEndpoint(Endpoint):
-    """A sender and a receiver in one: every call succeeds at once. A send counts a version.
-
-    Args:
-        version: the number that counting begins with.
-    """
+    """A sender and a receiver in one: every call succeeds at once. A send counts a version."""
 
     def __init__(self, version: int) -> None:
         self._version = version

@@ -194,12 +194,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
             raise
 
     async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
-        """Enlist the actors as workers.
-
-        Raises:
-            RemoteApplyError: an actor cannot be a worker: it has no model of this name, say.
-            WorkerLostError: an actor is gone.
-        """
         await all_joined(self._enlist(worker, deadline).answer() for worker in self._actors)
         return weights
 

@@ -175,7 +175,6 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             self._plan = replace(self._plan, weights=None)
 
     async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
-        """Enlist the actors as workers. Fetch the weights of version 0 if none were given."""
         if weights is None and self._begins_empty:
             sender = self.create_sender()
             assert isinstance(sender, RayModuleTransformSender)

@@ -100,9 +100,8 @@ class SchemeRecipe(SchemeState, ABC):
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
         """Return the fields to copy that this class adds, among them the sender's address.
 
-        Args:
-            inherit: whether the copy stays in this process or goes to a child that is being started, and so
-                may have objects that can only be inherited.
+        With ``inherit`` the copy stays in this process or goes to a child that is being started, and may have
+        objects that can only be inherited.
         """
         return {name: getattr(self, f"_{name}") for name in self._fields}
 
@@ -358,12 +357,7 @@ class SchemeRecipe(SchemeState, ABC):
         return WeightSource(plan, self._resolve, partial(getattr, self, "_strategy"))
 
     def _resolve(self, weights: Any) -> Any:
-        """Return ``weights``, the object at that dotted path on the context, or the default for None.
-
-        Raises:
-            InvalidArgumentError: there are no weights.
-            AttributeError: the context has nothing at that path.
-        """
+        """Return ``weights``, the object at that dotted path on the context, or the default for None."""
         if isinstance(weights, str):
             if self.context is None:
                 raise InvalidArgumentError(f"weights={weights!r} is a path, and there is no context")

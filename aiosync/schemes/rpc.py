@@ -115,11 +115,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         )
 
     async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
-        """Enlist the remote objects as workers.
-
-        Raises:
-            RemoteApplyError: an object cannot be a worker: it has no model of this name, say.
-        """
         await all_joined(
             remote.apply(enlist, self, self._model_id, remote.worker_idx, timeout=deadline.remaining())
             for remote in self._remote

@@ -14,11 +14,7 @@ T = TypeVar("T")
 
 
 def run_inline(steps: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine of an updater in this thread. Only ``_settle`` may wait.
-
-    Raises:
-        BlockingCallError: another await in it, of a subclass, would have to wait.
-    """
+    """Run a coroutine of an updater in this thread. Only ``_settle`` may wait, else BlockingCallError."""
     try:
         steps.send(None)
     except StopIteration as end:
