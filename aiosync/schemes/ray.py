@@ -91,8 +91,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
         **options: Any,
     ) -> None:
         super().__init__(sync=sync, **options)
-        check_process_groups(backend, collective, share_memory)
         _check_planes(tensor_transport, data_plane, backend)
+        check_process_groups(backend, collective, share_memory)
         self._backend = backend
         self._collective: Collective = collective
         self._share_memory = share_memory
