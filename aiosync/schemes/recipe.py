@@ -309,13 +309,13 @@ class SchemeRecipe(SchemeState, ABC):
         if not isinstance(self._endpoint, WeightReceiver):
             served = ServedModel(self._model, self._follower, may_view=self._may_view, bind=self._bind)
             applier = WeightApplier(served, self._strategy, self._model_id, asked, self._make_transfer())
-            self._endpoint = self._make_receiver(applier)
+            self._endpoint = self._make_receiver(applier, self._model_id)
         return self._endpoint
 
-    def _make_receiver(self, applier: Applier) -> WeightReceiver:
+    def _make_receiver(self, applier: Applier, model_id: str | None) -> WeightReceiver:
         return self._receiver_type(
             applier,
-            self._model_id,
+            model_id,
             applier.worker,
             partial(self.create_transport, worker_idx=applier.worker),
             self._token,

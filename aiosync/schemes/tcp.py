@@ -181,8 +181,7 @@ def upstream_deadline(scheme: TCPWeightSyncScheme, timeout: float | None) -> Dea
 
 def upstream_receiver(scheme: TCPWeightSyncScheme, applier: Applier, model_id: str | None) -> WeightReceiver:
     """Create the upstream side of a relay: a receiver, not connected yet."""
-    scheme.model_id = model_id
-    return scheme._make_receiver(applier)
+    return scheme._make_receiver(applier, model_id)
 
 
 def _key_of(token: str | bytes | None) -> bytes:
