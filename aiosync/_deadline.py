@@ -13,27 +13,21 @@ import msgspec
 
 from aiosync.errors import InvalidArgumentError, Phase, SyncTimeoutError
 
-__all__ = ["DEFAULT_TIMEOUT", "Deadline", "DeadlineTimer", "default_timeout", "pauses"]
-
 _FIRST_PAUSE = 0.05
 """Seconds before the first retry."""
 
 _LONGEST_PAUSE = 2.0
 """Most seconds between two retries, before randomisation."""
 
-DEFAULT_TIMEOUT = 120.0
+_DEFAULT_TIMEOUT = 120.0
 """Seconds that a call may take if the call, the scheme and the environment give no timeout."""
 
 
 def default_timeout() -> float:
-    """Return the seconds of the environment variable ``AIOSYNC_TIMEOUT``, else :data:`DEFAULT_TIMEOUT`.
-
-    Raises:
-        InvalidArgumentError: ``AIOSYNC_TIMEOUT`` is not a positive number.
-    """
+    """Return the seconds of the environment variable ``AIOSYNC_TIMEOUT``, else :data:`_DEFAULT_TIMEOUT`."""
     text = os.environ.get("AIOSYNC_TIMEOUT")
     if text is None:
-        return DEFAULT_TIMEOUT
+        return _DEFAULT_TIMEOUT
     try:
         seconds = float(text)
     except ValueError:
@@ -70,11 +64,6 @@ class Deadline(msgspec.Struct, frozen=True):
     def remaining(self) -> float:
         """Return the seconds left, never below zero."""
         return max(0.0, self.at - time.monotonic())
-
-    @property
-    def expired(self) -> bool:
-        """Whether the deadline has passed."""
-        return time.monotonic() >= self.at
 
     def error(self, phase: Phase, *, version: int | None = None, hint: str = "") -> SyncTimeoutError:
         """Return the error for a deadline that passed in ``phase``."""
@@ -143,7 +132,7 @@ class DeadlineTimer:
 def pauses(deadline: Deadline) -> Iterator[float]:
     """Yield increasing pauses between retries, in seconds, until the deadline."""
     pause = _FIRST_PAUSE
-    while not deadline.expired:
+    while deadline.remaining():
         # Randomised, so that workers that lost the same peer at the same time do not all retry at once.
         yield min(pause * random.uniform(0.5, 1.5), deadline.remaining())
         pause = min(2 * pause, _LONGEST_PAUSE)

@@ -14,12 +14,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from tensordict import TensorDictBase
 from torch.distributed import rpc
@@ -28,10 +27,7 @@ from aiosync import RayWeightSyncScheme, RPCWeightSyncScheme, WeightSyncScheme
 from aiosync.errors import AiosyncError, NotInitializedError
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = ["DemoReport", "LoopTicker", "joined", "member_of", "ray_cluster"]
 
 RECENT_EPISODES = 20
 _RPC_ADDRESS = "AIOSYNC_DEMO_RPC"
@@ -46,12 +42,10 @@ def member_of(scheme: WeightSyncScheme, rank: int) -> Iterator[None]:
 
     Rank 0 starts the cluster. A process of a Ray actor is connected to Ray already.
     """
-    if isinstance(scheme, RayWeightSyncScheme) and rank == 0:
-        with ray_cluster():
-            yield
-        return
     if not isinstance(scheme, RPCWeightSyncScheme):
-        yield
+        starts = isinstance(scheme, RayWeightSyncScheme) and rank == 0
+        with ray_cluster() if starts else contextlib.nullcontext():
+            yield
         return
     if rank == 0:
         with socket.socket() as probe:
@@ -67,13 +61,9 @@ def member_of(scheme: WeightSyncScheme, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ray_cluster(store: int = 256 << 20) -> Iterator[None]:
-    """Start Ray on this machine. Its actors can import the modules that this process can import.
+    """Start Ray on this machine, with an object store of this size in bytes.
 
-    Args:
-        store: size of the object store in bytes.
-
-    Raises:
-        NotInitializedError: Ray is not installed.
+    Its actors can import the modules that this process can import.
     """
     try:
         ray: Any = importlib.import_module("ray")
@@ -93,24 +83,12 @@ def ray_cluster(store: int = 256 << 20) -> Iterator[None]:
 
 
 def joined(make: Callable[[], Any], scheme: WeightSyncScheme, worker: int) -> Any:
-    """Make a worker's environment in a process that is a member as in :func:`member_of`, until the
-    environment closes.
-
-    Args:
-        make: makes the environment.
-        scheme: the worker's scheme.
-        worker: the worker's index.
-    """
-    membership = member_of(scheme, 1 + worker)
-    membership.__enter__()
+    """Call :func:`member_of`, then make a worker's environment. When it closes, the membership ends."""
+    membership = contextlib.ExitStack()
+    membership.enter_context(member_of(scheme, 1 + worker))
     env = make()
-    close = env.close
-
-    def close_and_leave() -> None:
-        close()
-        membership.__exit__(None, None, None)
-
-    env.close = close_and_leave
+    membership.callback(env.close)
+    env.close = membership.close
     return env
 
 
@@ -118,12 +96,15 @@ def joined(make: Callable[[], Any], scheme: WeightSyncScheme, worker: int) -> An
 
 
 class LoopTicker:
-    """Schedules a call on the running loop every ``interval`` seconds, and records its delay."""
+    """Schedules a call on the running loop every ``interval`` seconds, and records its delay.
+
+    Attributes:
+        late: the delay of each call in seconds.
+    """
 
     def __init__(self, interval: float = 0.005) -> None:
         self.interval = interval
         self.late: list[float] = []
-        """Delay of each call in seconds."""
         self._due = 0.0
         self._handle: asyncio.TimerHandle | None = None
 
@@ -170,8 +151,8 @@ class DemoReport:
     def __init__(self, title: str, workers: int, max_updates: int, max_seconds: float, out: Path) -> None:
         self.title = title
         self.out = out
+        # Mean return of the newest evaluation.
         self.evaluated = 0.0
-        """Mean return of the newest evaluation."""
         # Imported here and not at the top, because workers import this module and draw nothing. Not at the
         # end, so that a missing matplotlib is reported before the training.
         self._figure: type[Figure] = importlib.import_module("matplotlib.figure").Figure
@@ -188,15 +169,15 @@ class DemoReport:
             TimeElapsedColumn(),
             console=self._console,
         )
-        self._bar: TaskID | None = None
+        self._bar = self._progress.add_task("starting workers", total=None, ret=0.0, version=0, lag=0.0)
         self._ticker = LoopTicker()
         self._began: float | None = None
         self._seconds = 0.0
         self._steps = 0
         self._sends: list[float] = []
         self._lags: list[float] = []
+        # Trajectory -> its return so far.
         self._scores: dict[int, float] = {}
-        """Trajectory -> its return so far."""
         self._recent: deque[float] = deque(maxlen=RECENT_EPISODES)
         self._training, self._evaluations, self._trainer = _Series(), _Series(), _Series()
         self._version = [_Series() for _ in range(workers)]
@@ -204,15 +185,9 @@ class DemoReport:
 
     def __enter__(self) -> DemoReport:
         self._progress.start()
-        self._bar = self._progress.add_task("starting workers", total=None, ret=0.0, version=0, lag=0.0)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
         self._progress.stop()
         if self._sends:
             self._console.print(self._table())
@@ -231,8 +206,7 @@ class DemoReport:
         """Time the training and watch its event loop. Enter when the workers are connected."""
         self._began = time.monotonic()
         self._console.print(f"{len(self._lag)} workers connected; training.")
-        if self._bar is not None:
-            self._progress.update(self._bar, description=self.title, total=self._max_updates)
+        self._progress.update(self._bar, description=self.title, total=self._max_updates)
         with self._ticker:
             try:
                 yield
@@ -252,9 +226,8 @@ class DemoReport:
         ids, live = batch["collector", "traj_ids"], batch["collector", "mask"]
         acted = batch["policy_version"]
         lag = float((version - acted).float().mean())
-        worker = int(ids[0, 0]) % len(
-            self._lag
-        )  # worker i numbers its trajectories i, i + workers, i + 2 * workers, ...
+        # Worker i numbers its trajectories i, i + workers, i + 2 * workers, ...
+        worker = int(ids[0, 0]) % len(self._lag)
         self._steps += int(live.sum())
         self._lags.append(lag)
         self._lag[worker].add(now, lag)
@@ -271,14 +244,13 @@ class DemoReport:
         """Record an update that all workers have applied, and the duration of its ``send`` in seconds."""
         self._sends.append(send_seconds)
         self._trainer.add(self._now(), float(version))
-        if self._bar is not None:
-            self._progress.update(
-                self._bar,
-                completed=len(self._sends),
-                ret=self._training.value[-1] if self._training.value else 0.0,
-                version=version,
-                lag=float(np.mean(self._lags[-2 * len(self._lag) :])),
-            )
+        self._progress.update(
+            self._bar,
+            completed=len(self._sends),
+            ret=self._training.value[-1] if self._training.value else 0.0,
+            version=version,
+            lag=float(np.mean(self._lags[-2 * len(self._lag) :])),
+        )
 
     def evaluation(self, mean_return: float) -> None:
         """Record an evaluation."""
@@ -291,22 +263,31 @@ class DemoReport:
         table = Table(title=self.title, show_header=False)
         table.add_column(style="bold")
         table.add_column(justify="right")
-        table.add_row("updates", f"{len(self._sends)}")
-        table.add_row("environment steps", f"{self._steps:,}")
-        table.add_row("training time", f"{self._seconds:.1f} s")
         evaluated = f"{self.evaluated:.1f}" if self._evaluations.value else "none yet"
-        table.add_row("mean return, last evaluation", evaluated)
-        table.add_row("send, p50", f"{send_p50:.2f} ms")
-        table.add_row("send, p99", f"{send_p99:.2f} ms")
-        table.add_row("lag, mean", f"{np.mean(self._lags):.2f} versions")
-        table.add_row("event loop stall, p99", f"{np.percentile(late, 99):.2f} ms")
-        table.add_row("event loop stall, longest", f"{late.max():.2f} ms")
+        rows = {
+            "updates": f"{len(self._sends)}",
+            "environment steps": f"{self._steps:,}",
+            "training time": f"{self._seconds:.1f} s",
+            "mean return, last evaluation": evaluated,
+            "send, p50": f"{send_p50:.2f} ms",
+            "send, p99": f"{send_p99:.2f} ms",
+            "lag, mean": f"{np.mean(self._lags):.2f} versions",
+            "event loop stall, p99": f"{np.percentile(late, 99):.2f} ms",
+            "event loop stall, longest": f"{late.max():.2f} ms",
+        }
+        for name, value in rows.items():
+            table.add_row(name, value)
         return table
 
     def _picture(self) -> Figure:
         figure = self._figure(figsize=(9, 9), layout="constrained")
         learning, versions, lag = figure.subplots(3, 1, sharex=True)
-        self._draw_learning(learning)
+        training, tests = self._training, self._evaluations
+        learning.plot(training.at, training.value, label=f"training, last {RECENT_EPISODES} episodes")
+        learning.plot(tests.at, tests.value, "o-", color="C2", label="evaluation")
+        learning.axhline(475, color="0.4", ls="--", lw=0.9, label="solved (475)")
+        learning.set(title="Learning curve", ylabel="return")
+        learning.set_ylim(0, 520)
         for worker, series in enumerate(self._version):
             versions.step(series.at, series.value, where="post", label=f"worker {worker}")
         trainer = self._trainer
@@ -326,11 +307,3 @@ class DemoReport:
             axes.legend(frameon=False, loc="best")
         figure.suptitle(self.title, fontsize="x-large")
         return figure
-
-    def _draw_learning(self, axes: Axes) -> None:
-        training, tests = self._training, self._evaluations
-        axes.plot(training.at, training.value, label=f"training, last {RECENT_EPISODES} episodes")
-        axes.plot(tests.at, tests.value, "o-", color="C2", label="evaluation")
-        axes.axhline(475, color="0.4", ls="--", lw=0.9, label="solved (475)")
-        axes.set(title="Learning curve", ylabel="return")
-        axes.set_ylim(0, 520)

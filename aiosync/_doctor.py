@@ -20,8 +20,6 @@ from torch import nn
 
 import aiosync
 
-__all__ = ["examine", "self_check"]
-
 SELF_CHECK_SECONDS = 60.0
 _PACKAGES = ("torch", "tensordict", "anyio", "msgspec", "uvloop", "torchrl", "gymnasium")
 _LOW_FILE_LIMIT = 1024
@@ -78,10 +76,8 @@ def _processes() -> Iterator[tuple[str, str]]:
 
 
 def _memory() -> Iterator[tuple[str, str]]:
-    if "memfd_create" in dir(os):
-        yield "memfd", "yes"
-    else:
-        yield "memfd", "no: shared weights go to a file in the temporary folder"
+    has_memfd = hasattr(os, "memfd_create")
+    yield "memfd", "yes" if has_memfd else "no: shared weights go to a file in the temporary folder"
     if (available := _available_memory()) is not None:
         yield "memory for weights", f"{available / _GIB:.1f} GiB available"
     if Path("/dev/shm").is_dir():
@@ -92,8 +88,7 @@ def _memory() -> Iterator[tuple[str, str]]:
 
 
 def _available_memory() -> int | None:
-    """Return the available memory in bytes, of the system or of this cgroup, the smaller one; None:
-    unknown."""
+    """Return the bytes available in the system or in this cgroup, whichever is less; None: unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -115,10 +110,9 @@ def _cuda() -> Iterator[tuple[str, str]]:
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     yield "CUDA", f"{torch.version.cuda}: {', '.join(names)}"
     # CUDA IPC works only on Linux, and not with the caching allocator's expandable segments.
-    expandable = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if sys.platform != "linux":
         yield "CUDA IPC", "no: only on Linux"
-    elif expandable:
+    elif "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         yield "CUDA IPC", "unsure: PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True"
     else:
         yield "CUDA IPC", "yes"
@@ -127,19 +121,10 @@ def _cuda() -> Iterator[tuple[str, str]]:
 # ---- the self-check ------------------------------------------------------------------------------
 
 
-def _model() -> nn.Module:
-    return nn.Linear(512, 512, bias=False)  # 1 MB of fp32
-
-
 async def self_check() -> dict[str, float]:
-    """Send a new version to a spawned worker; returns the seconds of ``connect`` and of ``send``.
-
-    Raises:
-        SyncTimeoutError: the worker did not answer in time.
-        WorkerLostError: the worker died.
-    """
+    """Send a new version to a spawned worker; return the seconds of ``connect`` and of ``send``."""
     ctx = multiprocessing.get_context("spawn")
-    model = _model()
+    model = nn.Linear(512, 512, bias=False)  # 1 MB of fp32
     scheme = aiosync.SharedMemWeightSyncScheme(timeout=SELF_CHECK_SECONDS)
     scheme.init_on_sender(model_id="doctor", model=model, num_workers=1, ctx=ctx)
     process = ctx.Process(target=_worker, args=(scheme,), daemon=True)
@@ -148,9 +133,7 @@ async def self_check() -> dict[str, float]:
         started = time.perf_counter()
         async with scheme:
             connected = time.perf_counter()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(1.0)
+            model.weight.data.add_(1.0)
             await scheme.send(model)
             sent = time.perf_counter()
     finally:
@@ -165,6 +148,6 @@ def _worker(scheme: aiosync.SharedMemWeightSyncScheme) -> None:
 
 
 async def _receive(scheme: aiosync.SharedMemWeightSyncScheme) -> None:
-    scheme.init_on_receiver(model_id="doctor", model=_model(), worker_idx=0)
+    scheme.init_on_receiver(model_id="doctor", model=nn.Linear(512, 512, bias=False), worker_idx=0)
     async with scheme, scheme.receiving():
         await scheme.wait_closed()

@@ -1,38 +1,62 @@
-"""The live half of a scheme, as far as every role has it."""
+"""What live objects have in common: how they open and close, and the event loop that they belong to."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
 
+from aiosync.errors import AiosyncError, NotConnectedError, WrongEventLoopError
 from aiosync.events import SchemeStats
 from aiosync.reports import WorkerState
 
 if TYPE_CHECKING:
     from aiosync.transports.base import Transport
 
-__all__ = ["Endpoint"]
+
+class AsyncResource(ABC):
+    """An object that lives from :meth:`connect` to :meth:`aclose`. ``async with`` calls both.
+
+    If :meth:`connect` raises, the object has released all that it took.
+    """
+
+    @abstractmethod
+    async def connect(self) -> object:
+        """Open the object."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Release everything. Idempotent."""
+
+    async def __aenter__(self) -> Self:
+        await self.connect()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
 
 
 class Endpoint:
     """The live half of a scheme in this process. A role overrides what it has.
 
     Attributes:
-        ended: on a receiver, why nothing more will come; None as long as the sender is there.
+        ended: on a receiver, why no more updates will come; None while there is a sender.
     """
 
     ended: str | None = None
 
     @property
     def version(self) -> int:
-        """The version last published (sender) or in service (receiver); -1 before the first."""
+        """The version last published (sender) or current (receiver); -1 before the first."""
         return -1
 
     @property
     def stats(self) -> SchemeStats:
-        """Figures so far."""
+        """Counters and timings so far."""
         return SchemeStats()
 
     @property
@@ -42,7 +66,7 @@ class Endpoint:
 
     @property
     def weights_in_use(self) -> Mapping[str, Tensor] | None:
-        """The tensors in service (receiver) or last published (sender), by name; None: there are none."""
+        """The current tensors (receiver) or those last published (sender), by name; None: there are none."""
         return None
 
     @property
@@ -51,11 +75,85 @@ class Endpoint:
         return {}
 
     def check_alive(self) -> None:
-        """Check that the endpoint can be closed here.
-
-        Raises:
-            WrongEventLoopError: it lives on another event loop, which is not closed.
-        """
+        """Raise WrongEventLoopError if the endpoint lives on another event loop, which is not closed."""
 
     async def aclose(self) -> None:
         """Release everything; idempotent."""
+
+
+class HomeLoop:
+    """The event loop that an endpoint was connected on."""
+
+    def __init__(self, what: str) -> None:
+        # The endpoint, for the error message.
+        self._what = what
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def enter(self) -> None:
+        """Record the running loop at the first call; later calls raise as :meth:`check` does."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        self.check()
+
+    def check(self) -> None:
+        """Raise WrongEventLoopError if another loop runs here."""
+        if self._loop is None or self._loop is asyncio.get_running_loop():
+            return
+        state = "is closed" if self._loop.is_closed() else "is not the one that runs here"
+        raise WrongEventLoopError(
+            f"{self._what} was connected on an event loop that {state}: call connect(), everything after it "
+            "and aclose() within one asyncio.run(), or use the blocking classes of aiosync.sync, which have "
+            "a loop of their own"
+        )
+
+    def check_alive(self) -> None:
+        """Raise as :meth:`check` does, unless the endpoint's loop is closed: it can only be abandoned."""
+        if not self.closed:
+            self.check()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the loop has been closed, so that nothing on it can end in order."""
+        return self._loop is not None and self._loop.is_closed()
+
+
+class OpenCalls:
+    """The calls of one endpoint that ``aclose``, from another task, ends before it closes anything.
+
+    Without this a running ``connect`` would continue with a closed endpoint: open further connections,
+    and wait for answers that do not come.
+    """
+
+    def __init__(self) -> None:
+        self._stopped = False
+        self._scopes: set[asyncio.Timeout] = set()
+        self._none_left = asyncio.Event()
+
+    @asynccontextmanager
+    async def call(self, seconds: float | None = None) -> AsyncIterator[None]:
+        """Run the body for ``seconds`` (TimeoutError) at most, and until :meth:`stop` (NotConnectedError)."""
+        scope = asyncio.timeout(0 if self._stopped else seconds)
+        self._scopes.add(scope)
+        try:
+            async with scope:
+                yield
+        except (TimeoutError, AiosyncError):
+            if not self._stopped:
+                raise
+        finally:
+            self._scopes.discard(scope)
+            if not self._scopes:
+                self._none_left.set()
+        if self._stopped:
+            raise NotConnectedError("this endpoint was closed while it connected")
+
+    async def stop(self) -> None:
+        """Cancel the bodies, wait until they have ended, and let no other begin."""
+        self._stopped = True
+        now = asyncio.get_running_loop().time()
+        for scope in self._scopes:
+            if not scope.expired():  # else its body is ending already
+                scope.reschedule(now)
+        if self._scopes:
+            self._none_left.clear()
+            await self._none_left.wait()

@@ -1,4 +1,4 @@
-"""The command ``aiosync``: ``demo`` learns, ``bench`` measures, ``relay`` serves, ``doctor`` examines."""
+"""The command ``aiosync`` and its subcommands ``demo``, ``bench``, ``relay`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-# What a module that is not there belongs to: a bare traceback would not say what to install.
+# Optional package -> the extra that installs it. The command line prints it instead of a bare traceback.
 _EXTRA_OF = {
     "gymnasium": "rl",
     "matplotlib": "cli",
@@ -62,11 +62,7 @@ def _bundled(folder: str) -> Path:
 
 
 def _load(search: Path, module: str) -> Any:
-    """Import a bundled ``module``.
-
-    Its folder goes on ``sys.path``, and not only into a loader, because spawned workers import the
-    functions that they run by name, with the search path of the process that started them.
-    """
+    """Import a bundled module. Spawned workers import it too, by name: so its folder goes on ``sys.path``."""
     sys.path.insert(0, str(search))
     return importlib.import_module(module)
 
@@ -119,7 +115,7 @@ def _options_of(options: type[_Options]) -> Callable[[Callable[[_Options], None]
 
 @dataclass(frozen=True, kw_only=True)
 class _RelayOptions:
-    """What the command line of ``aiosync relay`` says."""
+    """The options of ``aiosync relay``."""
 
     upstream: Annotated[str, typer.Option(help="The trainer's address, or that of the relay above.")]
     listen: Annotated[str, typer.Option(help="tcp://host:port or unix:///path for workers here.")]

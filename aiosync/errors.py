@@ -6,22 +6,23 @@
     ├── InvalidArgumentError (ValueError)        an argument, or a combination of arguments, is invalid
     │   ├── UnknownWorkerError                   the scheme does not serve this worker id
     │   ├── WeightSourceError (TypeError)        the given object has no weights
-    │   └── InsecureTransportError               others can reach the address, and nothing authenticates
-    workers ├── UnsupportedTensorError (TypeError)       a weight has no dense bytes to send ├──
-    LayoutMismatchError (KeyError)           names, shapes or dtypes of the two sides differ ├──
-    ArenaAllocationError (MemoryError)       memory for the weights could not be allocated ├──
-    NotInitializedError (RuntimeError)       init_on_sender / init_on_receiver was not called ├──
-    NotConnectedError (RuntimeError)         connect was not called, or the endpoint is closed │   ├──
-    ForkedEndpointError                  a connected endpoint was used in a forked child │   └──
-    WrongEventLoopError                  a connected endpoint was used from another event loop ├──
-    AlreadyConnectedError (RuntimeError)     the scheme has a connected endpoint already ├── BlockingCallError
-    (RuntimeError)         a blocking twin was called from the loop that serves it ├── GatherError
-    (RuntimeError)               the ranks of a sharded trainer could not gather the weights ├──
-    SyncTimeoutError (TimeoutError)          a deadline passed; names worker, phase and version ├──
-    WorkerError (RuntimeError)               an error at the other end │   ├── WorkerLostError
-    its process or its connection is gone │   ├── RemoteApplyError                     it refused the update;
-    has its traceback │   └── JointUpdateError                     it dropped an update because another
-    model's part failed └── ProtocolError (RuntimeError)             the peer broke the protocol
+    │   └── InsecureTransportError               others can reach the address; nothing authenticates workers
+    ├── UnsupportedTensorError (TypeError)       a weight has no dense bytes to send
+    ├── LayoutMismatchError (KeyError)           names, shapes or dtypes of the two sides differ
+    ├── ArenaAllocationError (MemoryError)       memory for the weights could not be allocated
+    ├── NotInitializedError (RuntimeError)       init_on_sender / init_on_receiver was not called
+    ├── NotConnectedError (RuntimeError)         connect was not called, or the endpoint is closed
+    │   ├── ForkedEndpointError                  a connected endpoint was used in a forked child
+    │   └── WrongEventLoopError                  a connected endpoint was used from another event loop
+    ├── AlreadyConnectedError (RuntimeError)     the scheme has a connected endpoint already
+    ├── BlockingCallError (RuntimeError)         a blocking twin was called from the loop that serves it
+    ├── GatherError (RuntimeError)               the ranks of a sharded trainer could not gather the weights
+    ├── SyncTimeoutError (TimeoutError)          a deadline passed; names worker, phase and version
+    ├── WorkerError (RuntimeError)               an error at the other end
+    │   ├── WorkerLostError                      its process or its connection is gone
+    │   ├── RemoteApplyError                     it refused the update; has its traceback
+    │   └── JointUpdateError                     it dropped an update: another model's part failed
+    └── ProtocolError (RuntimeError)             the peer broke the protocol
         ├── FrameError                           a frame is truncated, corrupted or too large
         └── HandshakeError                       one side refused the other
             ├── SenderFullError                  the sender has no room for the worker at present
@@ -34,6 +35,7 @@ the :class:`~aiosync.SendReport` of that send as its ``report``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
@@ -79,6 +81,17 @@ class AiosyncError(Exception):
     """
 
     report: SendReport | None = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The subclasses' __init__ takes other arguments than the message.
+        return _unpickled, (type(self), self.args, self.__dict__)
+
+
+def _unpickled(cls: type[AiosyncError], args: tuple[object, ...], state: dict[str, object]) -> AiosyncError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class InvalidArgumentError(AiosyncError, ValueError):
@@ -149,44 +162,22 @@ class LayoutMismatchError(AiosyncError, KeyError):
         super().__init__(self._describe())
 
     def _describe(self) -> str:
-        where = (
-            "the weights do not fit the layout"
-            if self.worker is None
-            else (f"worker {self.worker}: the weights do not fit its model")
-        )
-        parts = [
-            f"{label}: {_shortened(names)}"
-            for label, names in (("missing", self.missing), ("unexpected", self.unexpected))
-            if names
-        ]
+        who = "" if self.worker is None else f"worker {self.worker}: "
+        parts = [f"{who}the weights do not fit {'its model' if who else 'the layout'}"]
+        if self.missing:
+            parts.append(f"missing: {_shortened(self.missing)}")
+        if self.unexpected:
+            parts.append(f"unexpected: {_shortened(self.unexpected)}")
         if self.differing:
             rows = [f"{n} expected {want}, got {got}" for n, (want, got) in self.differing.items()]
             parts.append(f"differing: {_shortened(rows)}")
         if self.omitted:
             parts.append(f"and {self.omitted} further entries, which the worker did not list")
-        return f"{where}; " + "; ".join(parts)
+        return "; ".join(parts)
 
     # KeyError shows the repr of its argument, which would quote the sentence.
     def __str__(self) -> str:
         return str(self.args[0])
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (
-            _rebuild_layout_mismatch,
-            (self.missing, self.unexpected, self.differing, self.worker, self.omitted),
-        )
-
-
-def _rebuild_layout_mismatch(
-    missing: Sequence[str],
-    unexpected: Sequence[str],
-    differing: Mapping[str, tuple[str, str]],
-    worker: int | None,
-    omitted: int,
-) -> LayoutMismatchError:
-    return LayoutMismatchError(
-        missing=missing, unexpected=unexpected, differing=differing, worker=worker, omitted=omitted
-    )
 
 
 def _shortened(names: Sequence[str], limit: int = 8) -> str:
@@ -194,7 +185,7 @@ def _shortened(names: Sequence[str], limit: int = 8) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-class ArenaAllocationError(AiosyncError, MemoryError):
+class ArenaAllocationError(MemoryError, AiosyncError):  # MemoryError first: unpickling calls its __new__
     """Memory for the weights could not be allocated.
 
     Attributes:
@@ -290,6 +281,7 @@ class WorkerLostError(WorkerError):
         return self.workers[0] if self.workers else None
 
 
+@dataclass(eq=False, repr=False)
 class RemoteApplyError(WorkerError):
     """A worker could not apply an update. It keeps its previous version unchanged.
 
@@ -301,23 +293,19 @@ class RemoteApplyError(WorkerError):
         remote_traceback: the traceback at the worker, as text.
     """
 
-    def __init__(
-        self,
-        worker: int,
-        version: int,
-        remote_type: str,
-        remote_message: str,
-        remote_traceback: str,
-    ) -> None:
-        self.worker = worker
-        self.version = version
-        self.remote_type = remote_type
-        self.remote_message = remote_message
-        self.remote_traceback = remote_traceback
+    worker: int
+    version: int
+    remote_type: str
+    remote_message: str
+    remote_traceback: str
+
+    def __post_init__(self) -> None:
+        version = self.version
         what = "could not do what it was asked" if version < 0 else f"could not apply version {version}"
+        trace = self.remote_traceback
         super().__init__(
-            f"worker {worker} {what}: {remote_type}: {remote_message}"
-            + (f"\n--- traceback at worker {worker} ---\n{remote_traceback}" if remote_traceback else "")
+            f"worker {self.worker} {what}: {self.remote_type}: {self.remote_message}"
+            + (f"\n--- traceback at worker {self.worker} ---\n{trace}" if trace else "")
         )
 
 

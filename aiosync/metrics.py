@@ -22,6 +22,7 @@ Each has the labels ``model`` and ``worker``, which is empty for events that are
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 from aiosync.events import SyncEvent
@@ -56,8 +57,7 @@ def to_prometheus(scheme: WeightSyncScheme, registry: CollectorRegistry | None =
     """
     from prometheus_client import REGISTRY
 
-    into = REGISTRY if registry is None else registry
-    metrics = _prometheus_metrics(into)
+    metrics = _prometheus_metrics(REGISTRY if registry is None else registry)
 
     def count(event: SyncEvent) -> None:
         labels = _labels(event)
@@ -72,34 +72,29 @@ def to_prometheus(scheme: WeightSyncScheme, registry: CollectorRegistry | None =
     return scheme.on_event(count)
 
 
+@cache
+def _prometheus_metrics(registry: CollectorRegistry) -> _PrometheusMetrics:
+    # A metric's name can be registered once per registry, and several schemes may use one registry.
+    return _PrometheusMetrics(registry)
+
+
 class _PrometheusMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         from prometheus_client import Counter, Gauge, Histogram
 
-        who = ["model", "worker"]
+        labels = ["model", "worker"]
         self.events = Counter(
-            "aiosync_events", "Events of weight synchronisation", ["kind", *who], registry=registry
+            "aiosync_events", "Events of weight synchronisation", ["kind", *labels], registry=registry
         )
-        self.nbytes = Counter("aiosync_bytes", "Bytes of weights copied", who, registry=registry)
-        self.version = Gauge("aiosync_version", "Version of the weights", who, registry=registry)
+        self.nbytes = Counter("aiosync_bytes", "Bytes of weights copied", labels, registry=registry)
+        self.version = Gauge("aiosync_version", "Version of the weights", labels, registry=registry)
         self.seconds = Histogram(
             "aiosync_phase_seconds",
             "Seconds per phase",
-            ["phase", *who],
+            ["phase", *labels],
             registry=registry,
             buckets=SECONDS,
         )
-
-
-_by_registry: dict[int, tuple[CollectorRegistry, _PrometheusMetrics]] = {}
-
-
-def _prometheus_metrics(registry: CollectorRegistry) -> _PrometheusMetrics:
-    # A metric's name can be registered once per registry, and several schemes may use one registry.
-    known = _by_registry.get(id(registry))
-    if known is None:
-        known = _by_registry[id(registry)] = (registry, _PrometheusMetrics(registry))
-    return known[1]
 
 
 def to_opentelemetry(scheme: WeightSyncScheme, meter: Meter | None = None) -> Callable[[], None]:

@@ -10,7 +10,7 @@ from aiosync._deadline import Deadline, default_timeout
 from aiosync.errors import NotConnectedError
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.schemes.attach import keep, serve, take_seat
-from aiosync.schemes.ranked import RankedWeightSyncScheme
+from aiosync.schemes.ray import RayWeightSyncScheme
 
 __all__ = ["WeightActorMixin"]
 
@@ -35,12 +35,12 @@ class WeightActorMixin:
     """
 
     async def _receive_weights_from(
-        self, scheme: RankedWeightSyncScheme, model_id: str | None, worker_idx: int
+        self, scheme: RayWeightSyncScheme, model_id: str | None, worker_idx: int
     ) -> None:
         """Called by the sender, of its actors that have it."""
         self._join(scheme, model_id, worker_idx)
 
-    def _join(self, scheme: RankedWeightSyncScheme, model_id: str | None, worker_idx: int) -> None:
+    def _join(self, scheme: RayWeightSyncScheme, model_id: str | None, worker_idx: int) -> None:
         again = partial(self._join, scheme, model_id, worker_idx)
         seat = take_seat(self, scheme, model_id, worker_idx, again)
         if seat is None:

@@ -17,15 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "aiosync"
 
 # A module may import from its own layer and from the layers before it, wherever in its code it does so.
 LAYERS = (
-    {
-        "_deadline",
-        "_home_loop",
-        "_open_calls",
-        "_resource",
-        "errors",
-        "events",
-        "reports",
-    },
+    {"_deadline", "errors", "events", "reports"},
     {"weights"},
     {"_options", "protocol"},
     {"transports"},
@@ -45,7 +37,7 @@ PUBLIC = RANK["collectors"]  # what aiosync/__init__.py may re-export
 COMPAT = "aiosync.compat.torchrl"
 ALLOWED = {
     ("schemes/contexts.py", COMPAT): "adapts torchrl's contexts; imported for such a context only",
-    ("sync/_torchrl.py", COMPAT): "registers the twins with torchrl; imported after torchrl only",
+    ("sync/_twin.py", COMPAT): "registers the twins with torchrl; imported after torchrl only",
 }
 """(module, import through importlib) -> why it may point upwards: each imports torchrl, which is optional."""
 

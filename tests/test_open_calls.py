@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from aiosync import NotConnectedError, WorkerLostError
-from aiosync._open_calls import OpenCalls
+from aiosync._endpoint import OpenCalls
 from tests.kit.clock import BRIEF, PATIENCE, within
 
 

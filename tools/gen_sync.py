@@ -27,18 +27,19 @@ from aiosync import collectors, updaters
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "aiosync" / "sync"
 
-TWINS: list[tuple[type[Any], str]] = [
-    (aiosync.WeightSyncScheme, "BlockingTwin"),
-    (aiosync.SharedMemWeightSyncScheme, "WeightSyncScheme"),
-    (aiosync.MultiProcessWeightSyncScheme, "WeightSyncScheme"),
-    (aiosync.TCPWeightSyncScheme, "WeightSyncScheme"),
-    (aiosync.DistributedWeightSyncScheme, "WeightSyncScheme"),
-    (aiosync.RPCWeightSyncScheme, "WeightSyncScheme"),
-    (aiosync.RayWeightSyncScheme, "WeightSyncScheme"),
-    (aiosync.RayModuleTransformScheme, "WeightSyncScheme"),
-    (aiosync.NoWeightSyncScheme, "WeightSyncScheme"),
-    (aiosync.MemoryWeightSyncScheme, "WeightSyncScheme"),
+TWINS: list[type[Any]] = [
+    aiosync.WeightSyncScheme,
+    aiosync.SharedMemWeightSyncScheme,
+    aiosync.MultiProcessWeightSyncScheme,
+    aiosync.TCPWeightSyncScheme,
+    aiosync.DistributedWeightSyncScheme,
+    aiosync.RPCWeightSyncScheme,
+    aiosync.RayWeightSyncScheme,
+    aiosync.RayModuleTransformScheme,
+    aiosync.NoWeightSyncScheme,
+    aiosync.MemoryWeightSyncScheme,
 ]
+"""Each after its base class. The twins inherit from each other as the asyncio classes do."""
 
 UPDATER_TWINS: list[type[Any]] = [
     updaters.WeightUpdaterBase,
@@ -99,9 +100,11 @@ def blocking_words(text: str) -> str:
     return text.replace("aclose()", "close()").replace(":meth:`aclose`", ":meth:`close`")
 
 
-def docstring(thing: object, indent: str) -> str:
-    """The docstring as source."""
-    text = blocking_words(inspect.getdoc(thing) or "")
+def docstring(function: FunctionType, indent: str) -> str:
+    """The function's docstring as source; nothing for an override that inherits it."""
+    if not function.__doc__:
+        return ""
+    text = blocking_words(inspect.getdoc(function) or "")
     body = textwrap.indent(text, indent).strip()
     end = f"\n{indent}" if "\n" in body else ""
     return f'{indent}"""{body}{end}"""\n'
@@ -150,8 +153,10 @@ def method(name: str, raw: object) -> str:
 def constructor(cls: type[Any]) -> str:
     """``__init__`` with the asyncio class's signature."""
     node = definition(cls.__init__)
+    # A subclass may inherit the base class's constructor, so that one creates the subclass's asyncio object.
+    made = "self._make_async" if cls is aiosync.WeightSyncScheme else f"aiosync.{cls.__name__}"
     head = f"    def __init__({ast.unparse(node.args)}) -> None:\n"
-    return head + f"        self._async = aiosync.{cls.__name__}({handed_on(node.args)})\n"
+    return head + f"        self._async = {made}({handed_on(node.args)})\n"
 
 
 def accessor(name: str, prop: property) -> str:
@@ -174,33 +179,31 @@ def accessor(name: str, prop: property) -> str:
     return text
 
 
-def members(cls: type[Any], *, whole: bool) -> dict[str, object]:
-    """The public members to write: all of them for the base class, else what it does not say already."""
-    found: dict[str, object] = {}
-    said = () if whole else aiosync.WeightSyncScheme.__mro__
-    for owner in reversed(cls.__mro__[:-1]):
-        if owner.__module__.startswith("aiosync.") and owner not in said:
-            found.update(vars(owner))
+def members(owners: list[type[Any]]) -> dict[str, object]:
+    """The public members that these classes define themselves."""
     return {
         name: member
-        for name, member in found.items()
+        for owner in reversed(owners)
+        if owner.__module__.startswith("aiosync.")
+        for name, member in vars(owner).items()
         if (not name.startswith("_") or name in OTHERS_CALL)
         and name not in LEFT_OUT
         and isinstance(member, FunctionType | classmethod | property)
     }
 
 
-def twin(cls: type[Any], base: str) -> str:
-    """One class."""
+def twin(cls: type[Any]) -> str:
+    """One scheme. It defines what its asyncio class defines, and inherits the rest."""
+    first = cls is aiosync.WeightSyncScheme
+    base = "BlockingTwin" if first else cls.__bases__[0].__name__
     doc = f"The blocking twin of :class:`aiosync.{cls.__name__}`.\n\n{inspect.getdoc(cls)}"
     text = f"class {cls.__name__}({base}):\n"
     text += f'    """{textwrap.indent(blocking_words(doc), "    ").strip()}\n    """\n\n'
-    if not inspect.isabstract(cls):
+    if not first:
         text += f"    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.{cls.__name__}\n"
     text += f"    _async: aiosync.{cls.__name__}\n"
-    whole = base == "BlockingTwin"
-    parts = [abstract_constructor(cls) if inspect.isabstract(cls) else constructor(cls)]
-    for name, member in members(cls, whole=whole).items():
+    parts = [constructor(cls)] if first or "__init__" in vars(cls) else []
+    for name, member in members(list(cls.__mro__) if first else [cls]).items():
         if isinstance(member, property):
             parts.append(accessor(name, member))
         elif isinstance(member, FunctionType) and member.__name__ != name:
@@ -208,13 +211,6 @@ def twin(cls: type[Any], base: str) -> str:
         else:
             parts.append(method(name, member))
     return text + "\n" + "\n".join(parts)
-
-
-def abstract_constructor(cls: type[Any]) -> str:
-    """The base class is never made; it says what its children take."""
-    node = definition(cls.__init__)
-    head = f"    def __init__({ast.unparse(node.args)}) -> None:\n"
-    return head + f"        self._async = self._make_async({handed_on(node.args)})\n"
 
 
 def updater_twin(cls: type[Any]) -> str:
@@ -253,7 +249,7 @@ def collector_twin(cls: type[Any]) -> str:
     text += f"        self._async = self._async_class({handed_on(node.args)})\n"
     if base == "MultiCollector":
         return text
-    for key, member in members(cls, whole=True).items():
+    for key, member in members(list(cls.__mro__)).items():
         text += "\n" + (accessor(key, member) if isinstance(member, property) else method(key, member))
     return text
 
@@ -310,15 +306,9 @@ def import_block(text: str, twins: list[type[Any]]) -> str:
 def whole_file(kind: str, twins: list[type[Any]], write_twin: Callable[[type[Any]], str]) -> str:
     """The file of one kind of classes, formatted."""
     classes = "\n\n".join(map(write_twin, twins))
-    exported = sorted(cls.__name__ for cls in twins)
     head = f'"""The blocking twins of the {kind}. Generated by tools/gen_sync.py: do not edit."""'
-    parts = [
-        head,
-        f"from __future__ import annotations\n{import_block(classes, twins)}",
-        f"__all__ = {exported}",
-        classes,
-    ]
-    return formatted("\n\n".join(parts))
+    imports = f"from __future__ import annotations\n{import_block(classes, twins)}"
+    return formatted("\n\n".join((head, imports, classes)))
 
 
 def formatted(text: str) -> str:
@@ -332,9 +322,8 @@ def formatted(text: str) -> str:
 
 def generated() -> dict[str, str]:
     """The generated files: name -> text."""
-    bases = dict(TWINS)
     return {
-        "_generated_schemes.py": whole_file("schemes", list(bases), lambda cls: twin(cls, bases[cls])),
+        "_generated_schemes.py": whole_file("schemes", TWINS, twin),
         "_generated_updaters.py": whole_file("updaters", UPDATER_TWINS, updater_twin),
         "_generated_collectors.py": whole_file("collectors", COLLECTOR_TWINS, collector_twin),
     }

@@ -13,7 +13,7 @@ import cloudpickle
 import torch
 
 from aiosync._deadline import Deadline
-from aiosync._resource import AsyncResource
+from aiosync._endpoint import AsyncResource
 from aiosync.collectors.batch_iterator import BatchIterator
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.host import MakeHost, ProcessHost, context_of

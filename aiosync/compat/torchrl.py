@@ -27,16 +27,9 @@ from aiosync.errors import InvalidArgumentError
 from aiosync.receiver.listeners import ContextUpdater, UpdateListener, weakly
 from aiosync.transports.torch_rpc.calls import agent_here, is_member
 
-__all__ = ["first_worker", "is_enlisted", "last_words", "listener_for", "processes"]
-
 
 def listener_for(context: Any, model_id: str) -> UpdateListener | None:
-    """Return the listener for a torchrl context; None: updates call ``update_policy_weights_``, as with any
-    other context.
-
-    Raises:
-        InvalidArgumentError: ``context`` is an inference server that replays CUDA graphs.
-    """
+    """Return the listener for a torchrl context; None: the default one, as for any other context."""
     from torchrl.collectors import BaseCollector
     from torchrl.modules.inference_server import InferenceServer
 
@@ -55,16 +48,15 @@ def listener_for(context: Any, model_id: str) -> UpdateListener | None:
 
 
 def first_worker(context: Any) -> int:
-    """Return the index of a context's first worker: torchrl's DistributedCollector uses ranks, which begin at
-    1."""
+    """Return the index of a context's first worker: DistributedCollector uses ranks, which begin at 1."""
     from torchrl.collectors.distributed import DistributedCollector
 
     return 1 if isinstance(context, DistributedCollector) else 0
 
 
 def is_enlisted(context: Any) -> bool:
-    """Return whether ``context`` is a node of torchrl's RPCCollector, which passes schemes to its nodes
-    before it calls ``init_on_sender``."""
+    """Return whether the sender will enlist this worker: a node of torchrl's RPCCollector, which passes
+    schemes to its nodes before it calls ``init_on_sender``."""
     from torchrl.collectors import BaseCollector
 
     if not isinstance(context, BaseCollector) or not is_member():
@@ -73,14 +65,13 @@ def is_enlisted(context: Any) -> bool:
 
 
 def processes(context: Any) -> dict[int, int]:
-    """Return worker index -> process id, of a torchrl collector that has started processes."""
+    """Return worker index -> process id, of the processes that a collector has started."""
     started = getattr(context, "procs", None) or ()
     return {index: process.pid for index, process in enumerate(started) if process.pid is not None}
 
 
 def last_words(context: Any, worker: int) -> str:
-    """Return the error that a torchrl worker sent before it ended; torchrl itself would not read that
-    message."""
+    """Return the error that a worker sent before it ended, or ""; torchrl itself would not read it."""
     pipe = context.pipes[worker]
     with suppress(EOFError, OSError):
         while pipe.poll():
@@ -104,11 +95,8 @@ class _Parent(ContextUpdater):
         self.writes = not all(isinstance(scheme, sync.WeightSyncScheme) for scheme in schemes)
 
     def updating(self, model_id: str, weights: Any) -> Any:
-        """Send the update to the collector's own workers before the commit.
-
-        A worker that is not started yet begins with the model as it is at its start. A worker that is being
-        started gets this update once it is connected.
-        """
+        # Before the commit here, the collector's own workers get the update. A worker that is not started
+        # yet begins with the model as it is at its start; one that is starting gets it once it is connected.
         scheme = (getattr(self._collector(), "_weight_sync_schemes", None) or {}).get(model_id)
         if scheme is None or not scheme.initialized_on_sender:
             return None
@@ -123,13 +111,12 @@ class _Parent(ContextUpdater):
 
 
 class _Counting(UpdateListener):
-    """Adds the difference of two consecutive versions to a counter. A new sender begins at 0 again."""
+    """Counts the versions since the last call of :meth:`more`. A new sender begins at 0 again."""
 
     def __init__(self) -> None:
         self._counted = 0
 
     def more(self, version: int) -> int:
-        """Return how many versions have come since the last call."""
         before, self._counted = self._counted, version
         return max(0, version - before)
 
@@ -188,15 +175,11 @@ class _Server(_Counting):
             server._mark_weight_update(server.policy_version + more)
 
 
-def _register() -> None:
-    """Make the changes to torchrl that the module's docstring lists."""
-    weight_update.WeightSyncScheme.register(sync.WeightSyncScheme)
-    # torchrl's InferenceServer checks for this class to know whether updates arrive without a call.
-    weight_update.SharedMemWeightSyncScheme.register(sync.WeightSyncScheme)
-    by_name = getattr(weight_sync_schemes, "register_weight_sync_backend", None)
-    if by_name is not None:
-        for backend, twin in sync.WeightSyncScheme.twins_by_backend().items():
-            by_name(f"aiosync.{backend}")(twin)
-
-
-_register()
+# The changes to torchrl that the module's docstring lists.
+weight_update.WeightSyncScheme.register(sync.WeightSyncScheme)
+# torchrl's InferenceServer checks for this class to know whether updates arrive without a call.
+weight_update.SharedMemWeightSyncScheme.register(sync.WeightSyncScheme)
+_by_name = getattr(weight_sync_schemes, "register_weight_sync_backend", None)
+if _by_name is not None:
+    for _backend, _twin in sync.WeightSyncScheme.twins_by_backend().items():
+        _by_name(f"aiosync.{_backend}")(_twin)

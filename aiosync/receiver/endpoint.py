@@ -16,9 +16,7 @@ from logging import INFO, WARNING
 from torch import Tensor
 
 from aiosync._deadline import Deadline
-from aiosync._endpoint import Endpoint
-from aiosync._home_loop import HomeLoop
-from aiosync._open_calls import OpenCalls
+from aiosync._endpoint import Endpoint, HomeLoop, OpenCalls
 from aiosync._options import OnSenderClose
 from aiosync.errors import NotConnectedError, ProtocolError, WorkerLostError
 from aiosync.events import EventSource, SchemeStats

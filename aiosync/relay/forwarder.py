@@ -39,17 +39,12 @@ from aiosync.weights.block_copy import Filling
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
-__all__ = ["RelayForwarder"]
-
 
 class _Arriving(Filling):
-    """The progress of an arriving update.
-
-    Args:
-        checksums: of the blocks that have arrived.
-    """
+    """The progress of an arriving update."""
 
     def __init__(self, checksums: Mapping[int, int]) -> None:
+        # Of the blocks that have arrived; verified.
         self._checksums = checksums
         self._count = 0
         self._over = False
@@ -57,20 +52,16 @@ class _Arriving(Filling):
         self._lock = threading.Lock()
 
     def ready(self, block: int) -> bool:
-        """Whether the block has arrived."""
         return block < self._count
 
     @property
     def whole(self) -> bool:
-        """Whether all blocks have arrived."""
         return self._over
 
     def checksum(self, block: int) -> int:
-        """Return the block's checksum, which has been verified."""
         return self._checksums[block]
 
     def on_more(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when more blocks have arrived."""
         with self._lock:
             if not self._over:
                 self._waiting.append(callback)
@@ -87,25 +78,21 @@ class _Arriving(Filling):
 
 
 class _RelayLanding(StreamInbound):
-    """Receives updates into slots of the downstream side. Called in the connection's thread.
-
-    Args:
-        layout: the layout of a slot.
-        owner: notified, on the event loop, when an update begins and when it is cancelled.
-    """
+    """Receives updates into slots of the downstream side. Called in the connection's thread."""
 
     def __init__(self, layout: Layout, owner: RelayForwarder) -> None:
         super().__init__(layout)
+        # Notified, on the event loop, when an update begins and when it is cancelled.
         self._owner = owner
         self._arriving = _Arriving({})
+        # The slots of the next update, and of the one before it.
         self.next: Slot | None = None
         self.front: Slot | None = None
 
     def prepare(self) -> None:
-        """Do nothing: the downstream side allocates the slots."""
+        return  # the downstream side allocates the slots
 
-    def reserve(self) -> None:
-        """Do nothing, as in :meth:`prepare`."""
+    reserve = prepare
 
     def _slots(self) -> tuple[Slot | None, Slot | None]:
         return self.next, self.front
@@ -135,24 +122,14 @@ class _RelayLanding(StreamInbound):
         self._owner.post(self._owner.aborted)
 
     def make_room(self, names: Collection[str]) -> Collection[str]:
-        """Do nothing: the downstream side has reserved a slot."""
-        return ()
+        return ()  # the downstream side has reserved a slot
 
     def committed(self, names: Collection[str] | None) -> None:
-        """Make the committed slot the base of the next update."""
-        self.front = self._slot
+        self.front = self._slot  # the base of the next update
 
 
 class RelayForwarder(Applier):
-    """The upstream side's applier: forwards updates instead of applying them to a model.
-
-    Args:
-        parts: the parts of the downstream side.
-        model_id: the model's name.
-
-    Attributes:
-        registry: the relay's workers.
-    """
+    """The upstream side's applier: forwards updates to the relay's workers (:attr:`registry`)."""
 
     def __init__(self, parts: RelayParts, model_id: str | None) -> None:
         super().__init__(worker=-1)
@@ -198,9 +175,9 @@ class RelayForwarder(Applier):
         self.registry.via = (*via, self._id)
 
     def follow_another(self) -> None:
-        """Follow another trainer. Its version numbers start again, so the workers are notified."""
         super().follow_another()
         self.aborted()
+        # The new sender's version numbers start again, so the workers are notified.
         self.registry.begin_anew("the relay follows another sender")
         # A worker that reconnects waits for the new sender's first version and must not get an older one.
         if self._group is not None and self._landing is not None:
@@ -255,7 +232,6 @@ class RelayForwarder(Applier):
     # -- room -----------------------------------------------------------------------------------------
 
     async def make_room(self) -> None:
-        """Reserve a slot for the next update."""
         group, landing = self._group, self._landing
         assert group is not None and landing is not None
         deadline = Deadline.after(self._options.seconds(None))
@@ -266,7 +242,6 @@ class RelayForwarder(Applier):
 
     @property
     def have(self) -> int:
-        """The version that the next update may be encoded against; -1: none."""
         return self.version if self._landing is not None and self._landing.front is not None else -1
 
     # -- arriving: posted by the connection's thread ----------------------------------------------------
@@ -288,15 +263,14 @@ class RelayForwarder(Applier):
         publisher.announce(self._publication, fallback=True)
 
     def forget(self) -> None:
-        """Discard an update that the relay has already, and that was sent again."""
         super().forget()
-        self._settle()
+        self._settle()  # an update that the relay has already, and that was sent again
 
     def _settle(self) -> None:
         """End the publication, so that the slot of the version before can be written."""
         publication, self._publication = self._publication, None
         if publication is not None:
-            # The trainer has been told that the relay has this version, so it cannot be withdrawn.
+            # The trainer has the acknowledgement of this version, so it cannot be withdrawn.
             publication.publisher.settle(publication, may_withdraw=False)
 
     def aborted(self) -> None:
@@ -312,10 +286,9 @@ class RelayForwarder(Applier):
     # -- whole ----------------------------------------------------------------------------------------
 
     async def stage(self, pending: PendingUpdate) -> None:
-        """Check the update. Its blocks are in the slot already."""
         if self._landing is None:
             raise NotConnectedError("this relay was closed before an update was whole")
-        _, views = self._landing.find(pending.update)
+        _, views = self._landing.find(pending.update)  # its blocks are in the slot already
         pending.staged = Staged(views, frozenset(), frozenset())
 
     def has_staged(self, pending: PendingUpdate) -> bool:
@@ -324,8 +297,7 @@ class RelayForwarder(Applier):
     async def commit(self, pending: PendingUpdate, on_wait: Callable[[], None]) -> None:
         """Wait until the workers have answered.
 
-        Raises:
-            DownstreamError: workers refused, were lost or did not answer; the others have the version.
+        If workers refused, were lost or did not answer, DownstreamError; the others have the version.
         """
         publication = self._publication
         if publication is None or publication.acks is None or self._landing is None:
@@ -353,19 +325,16 @@ class RelayForwarder(Applier):
         pending.committed = True
 
     def overtake(self) -> None:
-        """Stop waiting for silent workers after as long as a sender would wait: a newer update is due."""
-        self._hurry()
+        """Stop waiting for silent workers after as long as a sender would wait.
 
-    def disconnected(self) -> None:
-        """Stop waiting for silent workers, so that the relay can connect again."""
-        self._hurry()
-
-    def _hurry(self) -> None:
+        Either a newer update is due, or the connection is lost and the relay is to connect again.
+        """
         if self._acks is not None:
             self._home.call_at(self._since + LATE_AFTER, self._acks.give_up)
 
+    disconnected = overtake
+
     async def close(self) -> None:
-        """Close the downstream side."""
         self._listener.stop()
         if self._publisher is not None:
             await self._publisher.stop()

@@ -2,25 +2,20 @@
 
 Upstream the relay is a worker, downstream a sender. It receives an update into a slot of the downstream side
 and notifies its workers at the first block. They fetch from that slot, block by block, while the rest is
-still arriving. The relay acknowledges the update when all of them have.
+still arriving. The relay acknowledges the update when all of its workers have.
 """
 
 from __future__ import annotations
 
-import logging
-
-from aiosync._resource import AsyncResource
+from aiosync._endpoint import AsyncResource
 from aiosync.errors import AiosyncError, NotConnectedError
+from aiosync.events import logger
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.relay.forwarder import RelayForwarder
 from aiosync.reports import WorkerState
 from aiosync.schemes.tcp import TCPWeightSyncScheme, relay_parts, upstream_deadline, upstream_receiver
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
-
-__all__ = ["WeightRelay"]
-
-logger = logging.getLogger("aiosync")
 
 
 class WeightRelay(AsyncResource):

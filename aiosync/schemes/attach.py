@@ -9,50 +9,42 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiosync.errors import AiosyncError
 from aiosync.events import logger
-from aiosync.schemes.ranked import RankedWeightSyncScheme
 from aiosync.transports._offload import LoopThread, start_thread
 
-__all__ = ["enlist", "keep", "serve", "take_seat"]
+if TYPE_CHECKING:
+    from aiosync.schemes.ray import RayWeightSyncScheme
+    from aiosync.schemes.rpc import RPCWeightSyncScheme
+
+    EnlistingScheme: TypeAlias = RayWeightSyncScheme | RPCWeightSyncScheme
 
 _Key: TypeAlias = tuple[bytes, int, int]
+"""The sender's token, the worker's index and the sender's port."""
 
+_seats: dict[_Key, Callable[[], object] | None] = {}
+"""Each running receiver -> creates it again; set when the sender enlists the same worker a second time."""
 
-@dataclass
-class _Seat:
-    """One running receiver.
-
-    Attributes:
-        again: creates the receiver again. Set when the sender enlists the same worker a second time.
-    """
-
-    again: Callable[[], object] | None = None
-
-
-_seats: dict[_Key, _Seat] = {}
 _tasks: set[asyncio.Task[None]] = set()
 _lock = threading.Lock()
 
 
-def enlist(target: Any, scheme: RankedWeightSyncScheme, model_id: str | None, worker_idx: int) -> None:
-    """Start a receiver for an object, on an event loop in a new thread.
+async def all_joined(calls: Iterable[Awaitable[object]]) -> None:
+    """Wait for the calls that enlist workers, then raise the first error, if there is one."""
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+
+
+def enlist(target: Any, scheme: EnlistingScheme, model_id: str | None, worker_idx: int) -> None:
+    """Start a receiver for an object, on an event loop in a new thread. ``scheme``: for this worker only.
 
     Returns before the receiver has connected. Does nothing while the worker's receiver is running.
-
-    Args:
-        target: the object that has the model, as a context of ``init_on_receiver`` does.
-        scheme: the recipe, used by this worker only.
-        model_id: the model's name.
-        worker_idx: the worker's index.
-
-    Raises:
-        AttributeError: ``target`` has no such model.
+    AttributeError: the object, a context of ``init_on_receiver``, has no such model.
     """
     again = partial(enlist, target, scheme, model_id, worker_idx)
     seat = take_seat(target, scheme, model_id, worker_idx, again)
@@ -60,12 +52,12 @@ def enlist(target: Any, scheme: RankedWeightSyncScheme, model_id: str | None, wo
         # Guard before the first commit, so that no commit happens during a forward pass.
         scheme.create_receiver().model_applier.guard_forwards(scheme.timeout)
         thread = LoopThread("aiosync-enlisted")
-        thread.call(_begin, thread, scheme, seat)
+        thread.call(lambda: keep(thread.loop.create_task(_in_thread(thread, scheme, seat))))
 
 
 def take_seat(
     target: Any,
-    scheme: RankedWeightSyncScheme,
+    scheme: EnlistingScheme,
     model_id: str | None,
     worker_idx: int,
     again: Callable[[], object],
@@ -76,11 +68,10 @@ def take_seat(
     """
     key = bytes(scheme._token), worker_idx, scheme.port_of_sender
     with _lock:
-        seat = _seats.get(key)
-        if seat is not None:
-            seat.again = again
+        if key in _seats:
+            _seats[key] = again
             return None
-        _seats[key] = _Seat()
+        _seats[key] = None
     try:
         scheme.init_on_receiver(model_id=model_id, context=target, worker_idx=worker_idx)
     except BaseException:
@@ -96,19 +87,14 @@ def keep(task: asyncio.Task[None]) -> None:
     task.add_done_callback(_tasks.discard)
 
 
-def _begin(thread: LoopThread, scheme: RankedWeightSyncScheme, key: _Key) -> None:
-    """Start the receiver's task. Called in its thread."""
-    keep(thread.loop.create_task(_in_thread(thread, scheme, key)))
-
-
-async def _in_thread(thread: LoopThread, scheme: RankedWeightSyncScheme, key: _Key) -> None:
+async def _in_thread(thread: LoopThread, scheme: EnlistingScheme, key: _Key) -> None:
     try:
         await serve(scheme, key)
     finally:
         start_thread(thread.close, "aiosync-enlisted")
 
 
-async def serve(scheme: RankedWeightSyncScheme, key: _Key) -> None:
+async def serve(scheme: EnlistingScheme, key: _Key) -> None:
     """Connect and receive until the sender has gone, then release the seat."""
     receiver = scheme.create_receiver()
     try:
@@ -120,11 +106,11 @@ async def serve(scheme: RankedWeightSyncScheme, key: _Key) -> None:
     except Exception:  # noqa: BLE001 - what the model, or its owner's methods, raise
         logger.exception("worker %d has ended", key[1])
     finally:
-        goodbye = receiver.ended is not None and not receiver.lost
+        closed_in_order = receiver.ended is not None and not receiver.lost
         try:
             await scheme.aclose()
         finally:
             with _lock:
-                seat = _seats.pop(key)
-            if seat.again is not None and not goodbye:
-                seat.again()
+                again = _seats.pop(key)
+            if again is not None and not closed_in_order:
+                again()

@@ -5,45 +5,33 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from aiosync._deadline import Deadline
-from aiosync._endpoint import Endpoint
-from aiosync._resource import AsyncResource
+from aiosync._endpoint import AsyncResource, Endpoint
 from aiosync.errors import (
     AlreadyConnectedError,
     ForkedEndpointError,
     InvalidArgumentError,
+    NotConnectedError,
     NotInitializedError,
 )
+from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.receiver.listeners import in_format, weakly
 from aiosync.reports import SendReport
 from aiosync.schemes.contexts import listener_for, watching_start
-from aiosync.schemes.endpoints import SchemeEndpoints
+from aiosync.schemes.recipe import SchemeRecipe
 from aiosync.sender.endpoint import WeightSender
 from aiosync.sender.sharded.gather import ShardContributor
-from aiosync.sender.worker_plan import SenderPlan, model_of
-from aiosync.weights.strategy import WeightStrategy
+from aiosync.sender.worker_plan import SenderPlan
 
-__all__ = ["WeightSyncBackend", "WeightSyncScheme"]
+if TYPE_CHECKING:
+    from aiosync.schemes.none import NullEndpoint
 
-WeightSyncBackend = Literal[
-    "none",
-    "direct",
-    "shared",
-    "thread",
-    "process",
-    "multiprocessing",
-    "tcp",
-    "distributed",
-    "rpc",
-    "ray",
-    "ray_module",
-    "memory",
-]
+_SENDING = (WeightSender, ShardContributor)
 
 
-class WeightSyncScheme(SchemeEndpoints, AsyncResource):
+class WeightSyncScheme(SchemeRecipe, AsyncResource):
     """Synchronises ONE model's weights from a trainer to its workers.
 
     A scheme is a recipe: it can be pickled, and each process creates one endpoint from it. In the trainer
@@ -88,14 +76,60 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
         Raises:
             InvalidArgumentError: there is no such backend.
         """
-        try:
-            found = cls._registry[backend]
-        except KeyError:
+        found = cls._registry.get(backend)
+        if found is None:
             raise InvalidArgumentError(
                 f"unknown backend {backend!r}: expected one of {', '.join(sorted(cls._registry))}"
-            ) from None
+            )
         assert issubclass(found, WeightSyncScheme)
         return found(**kwargs)
+
+    # -- endpoints -----------------------------------------------------------------------------------
+
+    def get_sender(self) -> WeightSender:
+        """Return the connected sending endpoint.
+
+        Raises:
+            NotConnectedError: this process has none.
+        """
+        endpoint = self._sending()
+        if not isinstance(endpoint, WeightSender):
+            raise NotConnectedError("this scheme has no sender here: rank 0 sends, or nothing is sent")
+        return endpoint
+
+    def get_receiver(self) -> WeightReceiver:
+        """Return the connected receiving endpoint.
+
+        Raises:
+            NotConnectedError: this process has none.
+        """
+        endpoint = self._receiving()
+        if not isinstance(endpoint, WeightReceiver):
+            raise NotConnectedError("this scheme has no receiver: nothing is sent")
+        return endpoint
+
+    def _sending(self) -> WeightSender | ShardContributor | NullEndpoint:
+        """Return the connected endpoint of the sender's side. The endpoint checks its event loop itself."""
+        endpoint = self._endpoint
+        if self._pid != os.getpid() or not self._synchronized or not isinstance(endpoint, _SENDING):
+            raise self._not_connected("sender")
+        return endpoint
+
+    def _receiving(self) -> WeightReceiver | NullEndpoint:
+        """Return the connected endpoint of a worker's side. The endpoint checks its event loop itself."""
+        endpoint = self._endpoint
+        if self._pid != os.getpid() or not self._synchronized or not isinstance(endpoint, WeightReceiver):
+            raise self._not_connected("receiver")
+        return endpoint
+
+    def _not_connected(self, side: str) -> NotConnectedError:
+        if self._pid != os.getpid():
+            return ForkedEndpointError(
+                "this endpoint was connected in another process and does not survive a fork: "
+                "call init_on_receiver() and connect() here"
+            )
+        what = "connect()" if self._role == side else f"init_on_{side}() and connect()"
+        return NotConnectedError(f"this scheme is not a connected {side}: call {what} first")
 
     # -- connect -------------------------------------------------------------------------------------
 
@@ -216,32 +250,6 @@ class WeightSyncScheme(SchemeEndpoints, AsyncResource):
         Raises as :meth:`send` does, also for updates that workers have refused since the last call.
         """
         return await self._sending().wait_ack(worker_ids, self._deadline(timeout))
-
-    def prepare_weights(
-        self,
-        weights: Any = None,
-        model_id: str | None = None,
-        strategy: WeightStrategy | None = None,
-        context: Any = None,
-    ) -> Any:
-        """Return the weights that :meth:`send` would send, in the strategy's form, not copied.
-
-        Args:
-            weights: as for :meth:`send`.
-            model_id: the model to use if no weights are given; None: the scheme's.
-            strategy: how to extract the weights; None: the scheme's.
-            context: the object to look models up on; None: the scheme's.
-
-        Raises:
-            InvalidArgumentError: there is nothing to send.
-            AttributeError: the context has no such model.
-        """
-        if context is not None and (weights is None or isinstance(weights, str)):
-            name = weights or model_id or self._model_id
-            if name is None:
-                raise InvalidArgumentError("context= needs model_id=, the name of the model on it")
-            weights = model_of(context, name)
-        return (strategy or self._strategy).extract_weights(self._resolve(weights))
 
     # -- receiving -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import anyio
 
@@ -21,20 +21,13 @@ from aiosync.sender.pending_acks import first_failure
 from aiosync.sender.publisher import Publication, publish_together
 from aiosync.transfer.slots import JointParts
 
-__all__ = ["JointUpdate", "atomic"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    weights: Any = None
-    strict: bool = True
+_Senders: TypeAlias = dict[WeightSyncScheme, WeightSender]
 
 
 @dataclass(slots=True)
-class _UnderWay:
-    scheme: WeightSyncScheme
-    sender: WeightSender
-    publication: Publication
+class _Part:
+    weights: Any = None
+    strict: bool = True
 
 
 class JointUpdate:
@@ -96,71 +89,73 @@ class JointUpdate:
         return self
 
     async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
             await self._send_all()
 
     async def _send_all(self) -> None:
-        timeouts = [scheme.get_sender().spec.seconds(self._timeout) for scheme in self._parts]
-        deadline = Deadline.after(max(timeouts))
-        senders = [scheme.get_sender() for scheme in self._parts]
+        senders = {scheme: scheme.get_sender() for scheme in self._parts}
+        deadline = Deadline.after(max(sender.spec.seconds(self._timeout) for sender in senders.values()))
         mark = Joint(id=secrets.token_hex(8), size=len(senders))
 
         def abort(worker: int) -> None:
-            for sender in senders:
+            for sender in senders.values():
                 sender.registry.abort(mark, worker)
 
         async with AsyncExitStack() as pending:
             # Always in the same order, so that two joint updates of the same schemes cannot deadlock.
-            for scheme in sorted(self._parts, key=id):
-                await pending.enter_async_context(scheme.get_sender().publisher.lock.hold(deadline))
-            under_way = await self._prepare_all(JointParts(mark, abort), deadline)
-            await publish_together([item.publication for item in under_way], fallback=True)
-        await self._finish_all(under_way)
-        reports = [(worker, report) for r in self.reports.values() for worker, report in r.workers.items()]
-        failure = first_failure((report for _, report in reports), deadline)
+            for scheme in sorted(senders, key=id):
+                await pending.enter_async_context(senders[scheme].publisher.lock.hold(deadline))
+            publications = await self._prepare_all(senders, JointParts(mark, abort), deadline)
+            await publish_together(list(publications.values()), fallback=True)
+        self.reports = await _finish_all(senders, publications)
+        results = [result for report in self.reports.values() for result in report.workers.values()]
+        failure = first_failure(results, deadline)
         if failure is not None:
             failure.report = next(r for r in self.reports.values() if not r.ok)
             raise failure
 
-    async def _prepare_all(self, joint: JointParts, deadline: Deadline) -> list[_UnderWay]:
-        senders = [scheme.get_sender() for scheme in self._parts]
-        targets = set.intersection(*(sender.registry.workers for sender in senders))
-        under_way: list[_UnderWay] = []
+    async def _prepare_all(
+        self, senders: _Senders, joint: JointParts, deadline: Deadline
+    ) -> dict[WeightSyncScheme, Publication]:
+        targets = set.intersection(*(sender.registry.workers for sender in senders.values()))
+        prepared: dict[WeightSyncScheme, Publication] = {}
         try:
             for scheme, part in self._parts.items():
-                sender = scheme.get_sender()
+                sender = senders[scheme]
                 sender.check_open()
                 sources = await sender.source.extract(part.weights, targets)
                 publication = await sender.publisher.prepare(
                     sources, set(targets), strict=part.strict, joint=joint, deadline=deadline
                 )
                 await sender.publisher.fill(publication, None)
-                under_way.append(_UnderWay(scheme, sender, publication))
+                prepared[scheme] = publication
         except BaseException:
-            for item in under_way:
-                item.sender.publisher.discard(item.publication)
+            for scheme, publication in prepared.items():
+                senders[scheme].publisher.discard(publication)
             raise
-        return under_way
+        return prepared
 
-    async def _finish_all(self, under_way: list[_UnderWay]) -> None:
-        reports: dict[WeightSyncScheme, SendReport] = {}
 
-        async def finish(item: _UnderWay) -> None:
-            reports[item.scheme] = await item.sender.finish(item.publication, wait=True)
+async def _finish_all(
+    senders: _Senders, publications: dict[WeightSyncScheme, Publication]
+) -> dict[WeightSyncScheme, SendReport]:
+    """Wait for the answers to all parts."""
+    reports: dict[WeightSyncScheme, SendReport] = {}
 
-        try:
-            async with anyio.create_task_group() as tasks:
-                for item in under_way:
-                    tasks.start_soon(finish, item)
-        finally:
-            for item in under_way:  # if the group was cancelled at once, a task may not have started
-                item.sender.publisher.settle(item.publication)
-        self.reports = reports
+    async def finish(scheme: WeightSyncScheme) -> None:
+        reports[scheme] = await senders[scheme].finish(publications[scheme], wait=True)
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            for scheme in publications:
+                tasks.start_soon(finish, scheme)
+    finally:
+        for scheme, publication in publications.items():
+            # If the group was cancelled at once, a task may not have started.
+            senders[scheme].publisher.settle(publication)
+    return reports
 
 
 def atomic(*schemes: WeightSyncScheme, timeout: float | None = None) -> JointUpdate:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any
 
 from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.recipe import UNKNOWN_SENDER
 from aiosync.transfer.base import MemoryAccess, Transfer
 from aiosync.transfer.mapped import MappedTransfer
 from aiosync.transports.base import Listener
 from aiosync.transports.memory import Fault, MemoryListener, MemoryTransport
 from aiosync.weights.segment import Segment
-
-__all__ = ["MemoryWeightSyncScheme"]
 
 
 class MemoryWeightSyncScheme(WeightSyncScheme):
@@ -28,11 +27,12 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
     """
 
     backends = ("memory",)
+    _fields = ("address", "faults")
+    _address: str | None = None
 
     def __init__(self, *, faults: Sequence[Fault] = (), **options: Any) -> None:
         super().__init__(**options)
         self._faults = tuple(faults)
-        self._address: str | None = None
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
         listener = MemoryListener(self._faults)
@@ -40,22 +40,9 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
         return listener
 
     def create_transport(self, *, worker_idx: int) -> MemoryTransport:
-        """Create a worker's connection, not open yet.
-
-        Raises:
-            NotInitializedError: the scheme was copied before ``init_on_sender`` gave it an address.
-        """
         if self._address is None:
-            raise NotInitializedError(
-                "this scheme does not know its sender: call init_on_sender() before copying it"
-            )
+            raise NotInitializedError(UNKNOWN_SENDER)
         return MemoryTransport(self._address, worker_idx)
 
     def _make_transfer(self) -> Transfer:
         return MappedTransfer(MemoryAccess.READ_ONCE, Segment.local)
-
-    def _recipe(self, *, inherit: bool) -> dict[str, Any]:
-        return {"address": self._address, "faults": self._faults}
-
-    def _restore(self, recipe: Mapping[str, Any]) -> None:
-        self._address, self._faults = recipe["address"], recipe["faults"]

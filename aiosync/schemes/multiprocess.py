@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -18,8 +19,6 @@ from aiosync.transports.base import Listener, Transport
 from aiosync.transports.mp.base import MPTransport
 from aiosync.transports.mp.pipes import ConnectionPipe, PipeListener, UnexpectedMessage
 from aiosync.transports.mp.queues import QueueListener, QueuePair, QueuePipe
-
-__all__ = ["MultiProcessWeightSyncScheme"]
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
@@ -72,9 +71,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         """See :meth:`WeightSyncScheme.init_on_sender`; also takes ``pipes``, one end per worker."""
         context = arguments.get("context")
         given = pipes if pipes is not None else self._pipes
-        if (
-            given is None and adapter_for(context) is None
-        ):  # the pipes of torchrl's collectors carry its commands
+        if given is None and adapter_for(context) is None:
+            # (The pipes of torchrl's collectors carry its commands.)
             given = getattr(context, "pipes", None)
         self._pipes = given
         super().init_on_sender(**arguments)
@@ -95,7 +93,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             raise InvalidArgumentError(
                 f"pipes: expected one per worker, {len(workers)}, got {len(self._pipes)}"
             )
-        return PipeListener(self._pipes, lambda worker, message: self._other(worker, message))
+        return PipeListener(self._pipes, self._other)
 
     def _make_transfer(self) -> Transfer:
         return PrivatelyMappedTransfer()
@@ -109,13 +107,8 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         self.on_other_message(worker, message)
 
     def create_transport(self, *, worker_idx: int) -> Transport:
-        """Create a worker's connection over its queues or its pipe, not open yet.
-
-        Raises:
-            NotInitializedError: the scheme was not passed to this process when it was started.
-        """
         if self._pipe is not None:
-            return MPTransport(ConnectionPipe(self._pipe, lambda message: self._other(worker_idx, message)))
+            return MPTransport(ConnectionPipe(self._pipe, partial(self._other, worker_idx)))
         pair = self._pairs.pop(worker_idx, None)
         # Close the other workers' queues: an end that stays open here would hide their death.
         self._release()

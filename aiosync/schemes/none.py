@@ -2,19 +2,65 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from aiosync._deadline import Deadline
 from aiosync._endpoint import Endpoint
 from aiosync.errors import NotConnectedError
+from aiosync.reports import SendReport
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.null_endpoint import NullEndpoint
 from aiosync.transfer.base import Transfer
 from aiosync.transports.base import Listener, Transport
 
-__all__ = ["NoWeightSyncScheme"]
+
+class NullEndpoint(Endpoint):
+    """A sender and a receiver in one: every call succeeds at once. A send counts a version."""
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+        self._closed = asyncio.Event()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def send(
+        self, weights: Any, worker_ids: Any, *, wait: bool, strict: bool, deadline: Deadline
+    ) -> SendReport:
+        """Count one version."""
+        self._version += 1
+        return await self.wait_ack(worker_ids, deadline)
+
+    async def wait_ack(self, worker_ids: Any, deadline: Deadline) -> SendReport:
+        """Return a report without workers."""
+        return SendReport(self._version, 0, {}, {"total": 0.0})
+
+    async def receive(self, deadline: Deadline) -> None:
+        """Return None at once: no update ever comes."""
+
+    def receiving(self) -> AbstractAsyncContextManager[None]:
+        """Run nothing beside the body."""
+        return nullcontext()
+
+    @asynccontextmanager
+    async def pinned(self, deadline: Deadline) -> AsyncIterator[int]:
+        """Yield the version, which does not change on a receiver."""
+        yield self._version
+
+    async def rebind(self, model: Any, listener: Any, *, may_view: bool) -> None:
+        """Accept another model."""
+
+    async def wait_closed(self) -> None:
+        """Wait until this endpoint is closed."""
+        await self._closed.wait()
+
+    async def aclose(self) -> None:
+        self._closed.set()
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
@@ -30,10 +76,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     def init_on_sender(self, *, model_id: str | None = None, **arguments: Any) -> None:
         """Accept the arguments of every other scheme."""
-        self._forget_runtime()
-        self._model_id = model_id
-        self._model = arguments.get("model")
-        self.context = arguments.get("context")
+        self.init_on_receiver(
+            model_id=model_id, model=arguments.get("model"), context=arguments.get("context")
+        )
         self._role = "sender"
 
     def init_on_receiver(
@@ -72,11 +117,12 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply nothing."""
 
-    def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
-        raise NotConnectedError("there is nothing to connect to in NoWeightSyncScheme")
+    def _sending(self) -> NullEndpoint:
+        if self._pid != os.getpid() or not isinstance(self._endpoint, NullEndpoint):
+            raise self._not_connected("sender")
+        return self._endpoint
 
-    def _make_transfer(self) -> Transfer:
-        raise NotConnectedError("there is nothing to connect to in NoWeightSyncScheme")
+    _receiving = _sending
 
     def create_transport(self, *, worker_idx: int) -> Transport:
         """Raise: this scheme has no connections.
@@ -85,3 +131,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
             NotConnectedError: always.
         """
         raise NotConnectedError("there is nothing to connect to in NoWeightSyncScheme")
+
+    def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
+        raise NotImplementedError  # init_on_sender() makes no listener
+
+    def _make_transfer(self) -> Transfer:
+        raise NotImplementedError  # nor does connect() make a transfer

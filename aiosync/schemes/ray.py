@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.context import BaseContext
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from aiosync._deadline import Deadline
+from aiosync._options import check_choice, check_count
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.events import logger
-from aiosync.schemes.attach import enlist
-from aiosync.schemes.ranked import RankedWeightSyncScheme
-from aiosync.schemes.values import checked_index
+from aiosync.schemes.attach import all_joined, enlist
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.process_groups import check_process_groups, may_share, resume_broadcasts
+from aiosync.schemes.recipe import UNKNOWN_SENDER
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.object_store import ObjectStoreTransfer
-from aiosync.transfer.process_group import Collective
+from aiosync.transfer.process_group import Collective, ProcessGroupTransfer
 from aiosync.transfer.stream import StreamTransfer
 from aiosync.transports.base import Listener
 from aiosync.transports.ray.calls import ActorCall, handle_of, in_actor
 from aiosync.transports.ray.rendezvous import RayListener, RayWorkerTransport, SenderInfo
-
-__all__ = ["RayWeightSyncScheme"]
+from aiosync.weights.copying import INLINE_LIMIT
 
 DataPlane: TypeAlias = Literal["object_store", "tcp", "distributed"]
 TensorTransport: TypeAlias = Literal["object_store", "nixl"]
 
 
-class RayWeightSyncScheme(RankedWeightSyncScheme):
+class RayWeightSyncScheme(WeightSyncScheme):
     """Sends weights to Ray actors, anywhere in the cluster.
 
     Each version is copied into a slot. Actors on the driver's node view the slot. For all other actors the
@@ -65,6 +65,18 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
     """
 
     backends = ("ray",)
+    _fields: ClassVar[tuple[str, ...]] = (
+        "backend",
+        "collective",
+        "share_memory",
+        "reconnect_for",
+        "tensor_transport",
+        "data_plane",
+        "known",
+    )
+    # Weights up to this size in bytes are sent in the update message.
+    _inline: ClassVar[int] = INLINE_LIMIT
+    _known: SenderInfo | None = None
 
     def __init__(
         self,
@@ -78,30 +90,19 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         reconnect_for: float = 60.0,
         **options: Any,
     ) -> None:
-        if backend != "gloo" and data_plane != "distributed":
-            raise InvalidArgumentError(
-                f"backend={backend!r} is of torch.distributed: it needs data_plane='distributed'"
-            )
-        super().__init__(backend, sync, collective, share_memory, reconnect_for, **options)
-        if tensor_transport not in ("object_store", "nixl"):
-            raise InvalidArgumentError(
-                f"tensor_transport={tensor_transport!r}: expected 'object_store' or 'nixl'"
-            )
-        if data_plane not in ("object_store", "tcp", "distributed"):
-            raise InvalidArgumentError(
-                f"data_plane={data_plane!r}: expected 'object_store', 'tcp' or 'distributed'"
-            )
-        if tensor_transport == "nixl" and data_plane != "object_store":
-            raise InvalidArgumentError(
-                f"tensor_transport='nixl' moves Ray's objects, and data_plane={data_plane!r} makes none"
-            )
-        if tensor_transport == "nixl" and importlib.util.find_spec("nixl") is None:
-            raise InvalidArgumentError(
-                "tensor_transport='nixl' needs NVIDIA's nixl, which is not installed: pip install nixl"
-            )
-        self._tensor_transport = tensor_transport
-        self._data_plane = data_plane
-        self._known: SenderInfo | None = None
+        super().__init__(sync=sync, **options)
+        _check_planes(tensor_transport, data_plane, backend)
+        check_process_groups(backend, collective, share_memory)
+        self._backend = backend
+        self._collective: Collective = collective
+        self._share_memory = share_memory
+        self._reconnect_for = reconnect_for
+        self._tensor_transport: TensorTransport = tensor_transport
+        self._data_plane: DataPlane = data_plane
+
+    def _forget_runtime(self) -> None:
+        super()._forget_runtime()
+        # Worker -> the handle of its actor.
         self._actors: dict[int, Any] = {}
 
     def init_on_sender(
@@ -178,7 +179,8 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         """
         deadline = self._deadline(timeout)
         sender = self.get_sender()
-        worker_idx = None if worker_idx is None else checked_index(worker_idx)
+        if worker_idx is not None:
+            check_count("worker_idx", worker_idx)
 
         async def join(worker: int) -> None:
             self._actors[worker] = handle_of(actor)
@@ -192,17 +194,7 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
             raise
 
     async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
-        """Enlist the actors as workers.
-
-        Raises:
-            RemoteApplyError: an actor cannot be a worker: it has no model of this name, say.
-            WorkerLostError: an actor is gone.
-        """
-        calls = [self._enlist(worker, deadline) for worker in self._actors]
-        joined = await asyncio.gather(*(call.answer() for call in calls), return_exceptions=True)
-        for result in joined:
-            if isinstance(result, BaseException):
-                raise result
+        await all_joined(self._enlist(worker, deadline).answer() for worker in self._actors)
         return weights
 
     def _enlist(self, worker: int, deadline: Deadline) -> ActorCall:
@@ -224,6 +216,20 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         except Exception as exc:  # noqa: BLE001 - Ray itself may be shutting down
             logger.warning("the actor of worker %d does not come back: %s", worker, exc)
 
+    async def reconnect(self, *, timeout: float | None = None) -> None:
+        """See :meth:`aiosync.DistributedWeightSyncScheme.reconnect`."""
+        await resume_broadcasts(self._sending(), self._deadline(timeout))
+
+    @property
+    def port_of_sender(self) -> int:
+        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
+        return self._known.place.port if self._known is not None else 0
+
+    @property
+    def _shares(self) -> bool:
+        """Whether actors on the sender's machine view its slots."""
+        return may_share(self._backend, self._share_memory) and self._data_plane != "tcp"
+
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
         stores = self._data_plane == "object_store"
         listener = RayListener(self._token, self._bring_back, share_memory=self._shares, stores=stores)
@@ -231,44 +237,37 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
         return listener
 
     def create_transport(self, *, worker_idx: int) -> RayWorkerTransport:
-        """Create a worker's connection, not open yet.
-
-        Raises:
-            NotInitializedError: the scheme was copied before ``init_on_sender`` was called.
-        """
         if self._known is None:
-            raise NotInitializedError(
-                "this scheme does not know its sender: call init_on_sender() before handing it to workers"
-            )
+            raise NotInitializedError(UNKNOWN_SENDER)
         return RayWorkerTransport(self._known, share_memory=self._shares, carries=self._data_plane == "tcp")
 
-    @property
-    def _shares(self) -> bool:
-        """Whether actors on the sender's machine view its slots."""
-        return super()._shares and self._data_plane != "tcp"
-
     def _make_transfer(self) -> Transfer:
-        if self._data_plane == "distributed":
-            return super()._make_transfer()
         if self._data_plane == "tcp":
             return StreamTransfer()
+        if self._data_plane == "distributed":
+            return ProcessGroupTransfer(
+                self._backend, self._collective, self.timeout, self._listener, self._inline
+            )
         office = None if self._known is None else self._known.office
         return ObjectStoreTransfer(office, self._tensor_transport, self._listener, self._inline)
 
     def _release(self) -> None:
         self._actors = {}
 
-    def _recipe(self, *, inherit: bool) -> dict[str, Any]:
-        return {
-            **super()._recipe(inherit=inherit),
-            "tensor_transport": self._tensor_transport,
-            "data_plane": self._data_plane,
-            "known": self._known,
-        }
 
-    def _restore(self, recipe: Mapping[str, Any]) -> None:
-        super()._restore(recipe)
-        self._tensor_transport = recipe["tensor_transport"]
-        self._data_plane = recipe["data_plane"]
-        self._known = recipe["known"]
-        self._actors = {}
+def _check_planes(tensor_transport: object, data_plane: object, backend: str) -> None:
+    """Raise InvalidArgumentError for values that do not exist, are not installed or cannot be combined."""
+    if backend != "gloo" and data_plane != "distributed":
+        raise InvalidArgumentError(
+            f"backend={backend!r} is of torch.distributed: it needs data_plane='distributed'"
+        )
+    check_choice("tensor_transport", tensor_transport, get_args(TensorTransport))
+    check_choice("data_plane", data_plane, get_args(DataPlane))
+    if tensor_transport == "nixl" and data_plane != "object_store":
+        raise InvalidArgumentError(
+            f"tensor_transport='nixl' moves Ray's objects, and data_plane={data_plane!r} makes none"
+        )
+    if tensor_transport == "nixl" and importlib.util.find_spec("nixl") is None:
+        raise InvalidArgumentError(
+            "tensor_transport='nixl' needs NVIDIA's nixl, which is not installed: pip install nixl"
+        )

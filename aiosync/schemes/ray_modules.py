@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import nn
 
 from aiosync._deadline import Deadline
+from aiosync._options import check_choice
 from aiosync.errors import InvalidArgumentError
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.schemes.ray import RayWeightSyncScheme, TensorTransport
@@ -23,8 +24,6 @@ from aiosync.weights.binding import Binding
 from aiosync.weights.layout import Layout
 from aiosync.weights.method_binding import MethodBinding
 from aiosync.weights.target import receiver_tensors
-
-__all__ = ["RayModuleTransformReceiver", "RayModuleTransformScheme", "RayModuleTransformSender"]
 
 
 class RayModuleTransformSender(WeightSender):
@@ -55,7 +54,7 @@ class RayModuleTransformReceiver(WeightReceiver):
 
     @staticmethod
     def method_of(actor: Any, update_method: UpdateMethod) -> Any:
-        """Return the actor's update method.
+        """Return a function that calls the actor's update method with the weights.
 
         Args:
             actor: the actor object, not its handle.
@@ -102,8 +101,11 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     """
 
     backends = ("ray_module",)
+    _fields = (*RayWeightSyncScheme._fields, "update_method")
     _sender_type: ClassVar[type[WeightSender]] = RayModuleTransformSender
     _receiver_type: ClassVar[type[WeightReceiver]] = RayModuleTransformReceiver
+    # The transform to update, if torchrl's RayModuleTransform has set it.
+    _transform: Any = None
 
     def __init__(
         self,
@@ -112,10 +114,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         sync: bool = True,
         **options: Any,
     ) -> None:
-        if update_method not in ("tensordict", "state_dict"):
-            raise InvalidArgumentError(
-                f"update_method={update_method!r}: expected 'tensordict' or 'state_dict'"
-            )
+        check_choice("update_method", update_method, get_args(UpdateMethod))
         if options.get("commit", "flip") != "flip":
             raise InvalidArgumentError(
                 f"commit={options['commit']!r}: how weights get into the model is up to the actor's method; "
@@ -123,7 +122,6 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             )
         super().__init__(tensor_transport, sync, **{"strategy": update_method, **options})
         self._update_method: UpdateMethod = update_method
-        self._transform: Any = None
 
     def _forget_runtime(self) -> None:
         super()._forget_runtime()
@@ -173,12 +171,10 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         self._begins_empty = model is None and weights is None
         if self._begins_empty:
             assert self._plan is not None
-            self._plan = replace(
-                self._plan, weights=None
-            )  # a send without weights raises an error that says so
+            # A send without weights then raises an error that says so.
+            self._plan = replace(self._plan, weights=None)
 
     async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
-        """Enlist the actors as workers. Fetch the weights of version 0 if none were given."""
         if weights is None and self._begins_empty:
             sender = self.create_sender()
             assert isinstance(sender, RayModuleTransformSender)
@@ -219,14 +215,6 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             super()._bind(layout)  # checks that it fits
         nested = self._update_method == "tensordict"
         return MethodBinding(self._update, model, layout, self._strategy, nested=nested)
-
-    def _recipe(self, *, inherit: bool) -> dict[str, Any]:
-        return {**super()._recipe(inherit=inherit), "update_method": self._update_method}
-
-    def _restore(self, recipe: Mapping[str, Any]) -> None:
-        super()._restore(recipe)
-        self._update_method = recipe["update_method"]
-        self._transform = None
 
 
 def _weights_of(actor: Any) -> tuple[object, Any]:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, ClassVar
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError
-from aiosync.schemes.attach import enlist
+from aiosync.schemes.attach import all_joined, enlist
+from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.contexts import adapter_for
-from aiosync.schemes.ranked import RankedWeightSyncScheme
-from aiosync.transfer.process_group import Collective
+from aiosync.schemes.process_groups import check_process_groups, may_share, resume_broadcasts
+from aiosync.transfer.base import Transfer
+from aiosync.transfer.process_group import Collective, ProcessGroupTransfer
 from aiosync.transports.base import Listener
 from aiosync.transports.torch_rpc.calls import rank_here
 from aiosync.transports.torch_rpc.rendezvous import RPCListener, RPCWorkerTransport, SenderInfo
 from aiosync.transports.torch_rpc.transport import RPCTransport
+from aiosync.weights.copying import INLINE_LIMIT
 
-__all__ = ["RPCWeightSyncScheme"]
 
-
-class RPCWeightSyncScheme(RankedWeightSyncScheme):
+class RPCWeightSyncScheme(WeightSyncScheme):
     """Sends weights to workers that torch RPC connects, from rank to rank as
     :class:`~aiosync.DistributedWeightSyncScheme` does.
 
@@ -51,6 +51,10 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
     """
 
     backends = ("rpc",)
+    _fields = ("backend", "collective", "share_memory", "reconnect_for", "sender_name", "known")
+    # Weights up to this size in bytes are sent in the update message.
+    _inline: ClassVar[int] = INLINE_LIMIT
+    _known: SenderInfo | None = None
 
     def __init__(
         self,
@@ -63,10 +67,27 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
         reconnect_for: float = 60.0,
         **options: Any,
     ) -> None:
-        super().__init__(backend, sync, collective, share_memory, reconnect_for, **options)
+        super().__init__(sync=sync, **options)
+        check_process_groups(backend, collective, share_memory)
+        self._backend = backend
+        self._collective: Collective = collective
+        self._share_memory = share_memory
+        self._reconnect_for = reconnect_for
         self._sender_name = sender
-        self._known: SenderInfo | None = None
+
+    def _forget_runtime(self) -> None:
+        super()._forget_runtime()
+        # The remote objects that connect() enlists as workers.
         self._remote: tuple[RPCTransport, ...] = ()
+
+    async def reconnect(self, *, timeout: float | None = None) -> None:
+        """See :meth:`aiosync.DistributedWeightSyncScheme.reconnect`."""
+        await resume_broadcasts(self._sending(), self._deadline(timeout))
+
+    @property
+    def port_of_sender(self) -> int:
+        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
+        return self._known.place.port if self._known is not None else 0
 
     def init_on_sender(self, **arguments: Any) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`; a ``context`` may have remote objects.
@@ -94,26 +115,14 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
         )
 
     async def _before_connect(self, weights: Any, deadline: Deadline) -> Any:
-        """Enlist the remote objects as workers.
-
-        Raises:
-            RemoteApplyError: an object cannot be a worker: it has no model of this name, say.
-        """
-        joined = await asyncio.gather(
-            *(
-                remote.apply(enlist, self, self._model_id, remote.worker_idx, timeout=deadline.remaining())
-                for remote in self._remote
-            ),
-            return_exceptions=True,
+        await all_joined(
+            remote.apply(enlist, self, self._model_id, remote.worker_idx, timeout=deadline.remaining())
+            for remote in self._remote
         )
-        for result in joined:
-            if isinstance(result, BaseException):
-                raise result
         return weights
 
     @property
     def sender_enlists(self) -> bool:
-        """Whether the sender will enlist this worker, so that it need not connect itself."""
         peer = adapter_for(self.context)
         return self._known is None and peer is not None and peer.is_enlisted(self.context)
 
@@ -122,23 +131,19 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
         return rank - 1 if rank > 0 else None
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
-        listener = RPCListener(self._model_id, self._token, share_memory=self._shares)
+        shares = may_share(self._backend, self._share_memory)
+        listener = RPCListener(self._model_id, self._token, share_memory=shares)
         self._known = listener.known
         return listener
 
     def create_transport(self, *, worker_idx: int) -> RPCWorkerTransport:
-        """Create a worker's connection, not open yet."""
-        return RPCWorkerTransport(self._model_id, self._sender_name, self._known, share_memory=self._shares)
+        shares = may_share(self._backend, self._share_memory)
+        return RPCWorkerTransport(self._model_id, self._sender_name, self._known, share_memory=shares)
+
+    def _make_transfer(self) -> Transfer:
+        return ProcessGroupTransfer(
+            self._backend, self._collective, self.timeout, self._listener, self._inline
+        )
 
     def _release(self) -> None:
-        self._remote = ()
-
-    def _recipe(self, *, inherit: bool) -> dict[str, Any]:
-        recipe = super()._recipe(inherit=inherit)
-        return {**recipe, "sender_name": self._sender_name, "known": self._known}
-
-    def _restore(self, recipe: Mapping[str, Any]) -> None:
-        super()._restore(recipe)
-        self._sender_name = recipe["sender_name"]
-        self._known = recipe["known"]
         self._remote = ()

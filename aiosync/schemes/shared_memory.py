@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from multiprocessing.context import BaseContext
-from typing import Any
 
 from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.recipe import UNKNOWN_SENDER
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.mapped import MappedTransfer
 from aiosync.transports.base import Listener
 from aiosync.transports.unix_socket import SharedMemTransport, UnixListener
-
-__all__ = ["SharedMemWeightSyncScheme"]
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):
@@ -41,7 +39,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     """
 
     backends = ("shared", "thread")
-
+    _fields = ("address",)
     _address: str | None = None
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
@@ -50,22 +48,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         return listener
 
     def create_transport(self, *, worker_idx: int) -> SharedMemTransport:
-        """Create a worker's connection, not open yet.
-
-        Raises:
-            NotInitializedError: the scheme was copied before ``init_on_sender`` gave it an address.
-        """
         if self._address is None:
-            raise NotInitializedError(
-                "this scheme does not know its sender: call init_on_sender() before handing it to workers"
-            )
+            raise NotInitializedError(UNKNOWN_SENDER)
         return SharedMemTransport(self._address)
 
     def _make_transfer(self) -> Transfer:
         return MappedTransfer()
-
-    def _recipe(self, *, inherit: bool) -> dict[str, Any]:
-        return {"address": self._address}
-
-    def _restore(self, recipe: Mapping[str, Any]) -> None:
-        self._address = recipe["address"]

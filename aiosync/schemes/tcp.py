@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.context import BaseContext
-from typing import Any, NamedTuple
+from typing import Any
 
 from aiosync._deadline import Deadline
-from aiosync._options import OnSenderClose, SchemeOptions, check_reconnecting
+from aiosync._options import OnSenderClose, SchemeOptions, check_bool, check_count, check_reconnecting
 from aiosync.errors import InsecureTransportError, InvalidArgumentError
 from aiosync.events import EventSource
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.receiver.updates import Applier
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.values import Secret
+from aiosync.schemes.state import Secret
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.stream import StreamTransfer
 from aiosync.transports.base import Listener
@@ -25,8 +26,6 @@ from aiosync.transports.tcp.listener import TCPListener
 from aiosync.transports.tcp.tls import TLSConfig
 from aiosync.weights.checksum import check_available
 from aiosync.weights.codec import Codec, check_codec
-
-__all__ = ["RelayParts", "TCPWeightSyncScheme", "relay_parts", "upstream_deadline", "upstream_receiver"]
 
 _SHORTEST_TOKEN = 16
 _FEWEST_CHARACTERS = 8
@@ -80,6 +79,16 @@ class TCPWeightSyncScheme(WeightSyncScheme):
 
     backends = ("tcp",)
     _elastic = True
+    _fields = (
+        "address",
+        "secured",
+        "tls",
+        "codec",
+        "reconnect_for",
+        "on_sender_close",
+        "insecure",
+        "max_connections",
+    )
 
     def __init__(
         self,
@@ -102,10 +111,8 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         if tls is not None and not isinstance(tls, TLSConfig):
             raise InvalidArgumentError(f"tls: expected a TLSConfig, got {type(tls).__name__}")
         check_reconnecting(reconnect_for, on_sender_close)
-        if not isinstance(max_connections, int) or isinstance(max_connections, bool) or max_connections < 1:
-            raise InvalidArgumentError(f"max_connections: expected an integer >= 1, got {max_connections!r}")
-        if not isinstance(insecure, bool):
-            raise InvalidArgumentError(f"insecure: expected True or False, got {insecure!r}")
+        check_count("max_connections", max_connections, least=1)
+        check_bool("insecure", insecure)
         self._reconnect_for = reconnect_for
         self._on_sender_close: OnSenderClose = on_sender_close
         self._insecure = insecure
@@ -132,11 +139,6 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         return listener
 
     def create_transport(self, *, worker_idx: int) -> TCPTransport:
-        """Create a worker's connection, not open yet.
-
-        Raises:
-            InvalidArgumentError: the address has no port yet.
-        """
         if not self._address.path and not self._address.port:
             raise InvalidArgumentError(
                 f"{self._address} has no port yet: give the worker the sender's scheme.address"
@@ -149,30 +151,9 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         readable = bool(self._address.path) and self._tls is None and self._codec == "full"
         return StreamTransfer(self._codec, readable=readable)
 
-    def _recipe(self, *, inherit: bool) -> dict[str, Any]:
-        return {
-            "address": self._address,
-            "secured": self._secured,
-            "tls": self._tls,
-            "codec": self._codec,
-            "reconnect_for": self._reconnect_for,
-            "on_sender_close": self._on_sender_close,
-            "insecure": self._insecure,
-            "max_connections": self._max_connections,
-        }
 
-    def _restore(self, recipe: Mapping[str, Any]) -> None:
-        self._address = recipe["address"]
-        self._secured = recipe["secured"]
-        self._tls = recipe["tls"]
-        self._codec = recipe["codec"]
-        self._reconnect_for = recipe["reconnect_for"]
-        self._on_sender_close = recipe["on_sender_close"]
-        self._insecure = recipe["insecure"]
-        self._max_connections = recipe["max_connections"]
-
-
-class RelayParts(NamedTuple):
+@dataclass(frozen=True)
+class RelayParts:
     """The parts of a scheme that the downstream side of a relay is built from."""
 
     options: SchemeOptions
@@ -184,12 +165,7 @@ class RelayParts(NamedTuple):
 
 
 def relay_parts(scheme: TCPWeightSyncScheme, model_id: str | None) -> RelayParts:
-    """Make ``scheme`` the downstream side of a :class:`~aiosync.WeightRelay`, and start listening.
-
-    Raises:
-        AlreadyConnectedError: the scheme has a live endpoint.
-        OSError, InsecureTransportError: as ``init_on_sender``.
-    """
+    """Make ``scheme`` the downstream side of a relay, and start listening. Raises as ``init_on_sender``."""
     scheme._check_no_endpoint()
     scheme._forget_runtime()
     scheme._model_id = model_id
@@ -199,26 +175,13 @@ def relay_parts(scheme: TCPWeightSyncScheme, model_id: str | None) -> RelayParts
 
 
 def upstream_deadline(scheme: TCPWeightSyncScheme, timeout: float | None) -> Deadline:
-    """The deadline of a relay's call.
-
-    Raises:
-        InvalidArgumentError: a timeout that is negative or not finite.
-    """
+    """Return the deadline of a relay's call. Raises InvalidArgumentError for an invalid timeout."""
     return scheme._deadline(timeout)
 
 
 def upstream_receiver(scheme: TCPWeightSyncScheme, applier: Applier, model_id: str | None) -> WeightReceiver:
-    """Create the upstream side of a :class:`~aiosync.WeightRelay`: a receiver, not connected yet."""
-    return WeightReceiver(
-        applier,
-        model_id,
-        -1,
-        lambda: scheme.create_transport(worker_idx=-1),
-        scheme._token,
-        reconnect_for=scheme._reconnect_for,
-        on_sender_close=scheme._on_sender_close,
-        events=scheme._events,
-    )
+    """Create the upstream side of a relay: a receiver, not connected yet."""
+    return scheme._make_receiver(applier, model_id)
 
 
 def _key_of(token: str | bytes | None) -> bytes:

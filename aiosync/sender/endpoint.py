@@ -17,9 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from aiosync._deadline import Deadline
-from aiosync._endpoint import Endpoint
-from aiosync._home_loop import HomeLoop
-from aiosync._open_calls import OpenCalls
+from aiosync._endpoint import Endpoint, HomeLoop, OpenCalls
 from aiosync._options import SchemeOptions
 from aiosync.errors import InvalidArgumentError, NotConnectedError
 from aiosync.events import EventSource, SchemeStats

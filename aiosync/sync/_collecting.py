@@ -1,16 +1,13 @@
-"""What the generated collectors' twins have in common."""
+"""The base class of the generated collectors' twins."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self
 
 from aiosync.collectors import MultiCollector
 from aiosync.sync._portal import portal
-
-__all__ = ["BlockingCollector"]
 
 
 class BlockingCollector:
@@ -30,18 +27,13 @@ class BlockingCollector:
 
     def _blocking_connect(self, timeout: float | None = None) -> None:
         portal().call(self._async.connect, timeout)
-        portal().adopt(self, self._async.aclose)  # who forgets to close it is not to leave workers behind
+        portal().adopt(self, self._async.aclose)  # ends the workers at exit if close() is not called
 
     def __enter__(self) -> Self:
         self._blocking_connect()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def close(self, timeout: float | None = None) -> None:

@@ -14,8 +14,6 @@ from aiosync.collectors.worker import POLICY
 from aiosync.sync._collecting import BlockingCollector
 from aiosync.sync._portal import portal
 
-__all__ = ["Collector", "MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
-
 
 class MultiCollector(BlockingCollector):
     """The blocking twin of :class:`aiosync.collectors.MultiCollector`.

@@ -33,19 +33,6 @@ from aiosync.weights.binding import CommitMode
 from aiosync.weights.codec import Codec
 from aiosync.weights.strategy import WeightStrategy
 
-__all__ = [
-    "DistributedWeightSyncScheme",
-    "MemoryWeightSyncScheme",
-    "MultiProcessWeightSyncScheme",
-    "NoWeightSyncScheme",
-    "RPCWeightSyncScheme",
-    "RayModuleTransformScheme",
-    "RayWeightSyncScheme",
-    "SharedMemWeightSyncScheme",
-    "TCPWeightSyncScheme",
-    "WeightSyncScheme",
-]
-
 
 class WeightSyncScheme(BlockingTwin):
     """The blocking twin of :class:`aiosync.WeightSyncScheme`.
@@ -141,10 +128,6 @@ class WeightSyncScheme(BlockingTwin):
             worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout
         )
 
-    def on_event(self, hook: EventHook) -> Callable[[], None]:
-        """Call ``hook`` with each :class:`~aiosync.SyncEvent`. Return a function that removes the hook."""
-        return self._async.on_event(hook)
-
     @property
     def timeout(self) -> float:
         """Seconds that a call may take if it has no ``timeout=``."""
@@ -210,8 +193,87 @@ class WeightSyncScheme(BlockingTwin):
         """The strategy's name."""
         return self._async.strategy_str
 
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Whether ``init_on_sender`` was called."""
+        return self._async.initialized_on_sender
+
+    @property
+    def initialized_on_receiver(self) -> bool:
+        """Whether ``init_on_receiver`` was called."""
+        return self._async.initialized_on_receiver
+
+    def on_event(self, hook: EventHook) -> Callable[[], None]:
+        """Call ``hook`` with each :class:`~aiosync.SyncEvent`. Return a function that removes the hook."""
+        return self._async.on_event(hook)
+
+    @property
+    def synchronized_on_sender(self) -> bool:
+        """Whether ``connect`` succeeded, on the sender."""
+        return self._async.synchronized_on_sender
+
+    @property
+    def synchronized_on_receiver(self) -> bool:
+        """Whether ``connect`` succeeded, on a receiver."""
+        return self._async.synchronized_on_receiver
+
+    @property
+    def stats(self) -> SchemeStats:
+        """Counters and timings of the connected endpoint; empty before ``connect``."""
+        return self._async.stats
+
+    @property
+    def version(self) -> int:
+        """The version last published (sender) or current (receiver), also after :meth:`close`; -1 before
+        ``connect``.
+        """
+        return self._async.version
+
+    @property
+    def workers(self) -> dict[int, WorkerState]:
+        """On the sender: worker -> whether it is connected, its version and its lag. Else empty."""
+        return self._async.workers
+
+    @property
+    def ended(self) -> str | None:
+        """On a receiver: why no more updates will come, also after :meth:`close`; None while there is a
+        sender.
+        """
+        return self._async.ended
+
+    @property
+    def worker_versions(self) -> dict[int, int]:
+        """On the sender: worker -> the version that it last acknowledged, or -1. Else empty."""
+        return self._async.worker_versions
+
+    @property
+    def weights(self) -> Any:
+        """The current weights (receiver) or those last published (sender), in the strategy's form; before
+        ``connect`` the model's. Read only.
+        """
+        return self._async.weights
+
+    @property
+    def sender_transports(self) -> dict[int, Transport]:
+        """On the sender: worker -> its connection, for the connected workers."""
+        return self._async.sender_transports
+
+    @property
+    def receiver_transport(self) -> Transport | None:
+        """On a receiver: the connection to the sender."""
+        return self._async.receiver_transport
+
+    @property
+    def shared_transport(self) -> Listener | None:
+        """On the sender: the listener that its workers connect to."""
+        return self._async.shared_transport
+
     def create_transport(self, *, worker_idx: int) -> Transport:
-        """Create a worker's connection to the sender, not open yet."""
+        """Create a worker's connection to the sender, not open yet.
+
+        Raises:
+            NotInitializedError, InvalidArgumentError: this scheme does not know its sender's address.
+        """
         return self._async.create_transport(worker_idx=worker_idx)
 
     @property
@@ -299,6 +361,41 @@ class WeightSyncScheme(BlockingTwin):
 
     init_on_worker = init_on_receiver
 
+    def prepare_weights(
+        self,
+        weights: Any = None,
+        model_id: str | None = None,
+        strategy: WeightStrategy | None = None,
+        context: Any = None,
+    ) -> Any:
+        """Return the weights that :meth:`send` would send, in the strategy's form, not copied.
+
+        Args:
+            weights: as for :meth:`send`.
+            model_id: the model to use if no weights are given; None: the scheme's.
+            strategy: how to extract the weights; None: the scheme's.
+            context: the object to look models up on; None: the scheme's.
+
+        Raises:
+            InvalidArgumentError: there is nothing to send.
+            AttributeError: the context has no such model.
+        """
+        return self._async.prepare_weights(weights, model_id, strategy, context)
+
+    @classmethod
+    def from_backend(cls, backend: str, **kwargs: Any) -> Any:
+        """Create the scheme with this backend name.
+
+        Args:
+            backend: ``none`` or ``direct``, ``shared`` or ``thread``, ``process`` or
+                ``multiprocessing``, ``tcp``, ``distributed``, ``rpc``, ``ray``, ``ray_module``, ``memory``.
+            kwargs: the constructor's arguments.
+
+        Raises:
+            InvalidArgumentError: there is no such backend.
+        """
+        return cls._blocking_from_backend(backend, **kwargs)
+
     def get_sender(self) -> WeightSender:
         """Return the connected sending endpoint.
 
@@ -314,91 +411,6 @@ class WeightSyncScheme(BlockingTwin):
             NotConnectedError: this process has none.
         """
         return self._async.get_receiver()
-
-    @property
-    def stats(self) -> SchemeStats:
-        """Counters and timings of the connected endpoint; empty before ``connect``."""
-        return self._async.stats
-
-    @property
-    def version(self) -> int:
-        """The version last published (sender) or current (receiver), also after :meth:`close`; -1 before
-        ``connect``.
-        """
-        return self._async.version
-
-    @property
-    def workers(self) -> dict[int, WorkerState]:
-        """On the sender: worker -> whether it is connected, its version and its lag. Else empty."""
-        return self._async.workers
-
-    @property
-    def ended(self) -> str | None:
-        """On a receiver: why no more updates will come, also after :meth:`close`; None while there is a
-        sender.
-        """
-        return self._async.ended
-
-    @property
-    def worker_versions(self) -> dict[int, int]:
-        """On the sender: worker -> the version that it last acknowledged, or -1. Else empty."""
-        return self._async.worker_versions
-
-    @property
-    def weights(self) -> Any:
-        """The current weights (receiver) or those last published (sender), in the strategy's form; before
-        ``connect`` the model's. Read only.
-        """
-        return self._async.weights
-
-    @property
-    def sender_transports(self) -> dict[int, Transport]:
-        """On the sender: worker -> its connection, for the connected workers."""
-        return self._async.sender_transports
-
-    @property
-    def receiver_transport(self) -> Transport | None:
-        """On a receiver: the connection to the sender."""
-        return self._async.receiver_transport
-
-    @property
-    def shared_transport(self) -> Listener | None:
-        """On the sender: the listener that its workers connect to."""
-        return self._async.shared_transport
-
-    @property
-    def initialized_on_sender(self) -> bool:
-        """Whether ``init_on_sender`` was called."""
-        return self._async.initialized_on_sender
-
-    @property
-    def initialized_on_receiver(self) -> bool:
-        """Whether ``init_on_receiver`` was called."""
-        return self._async.initialized_on_receiver
-
-    @property
-    def synchronized_on_sender(self) -> bool:
-        """Whether ``connect`` succeeded, on the sender."""
-        return self._async.synchronized_on_sender
-
-    @property
-    def synchronized_on_receiver(self) -> bool:
-        """Whether ``connect`` succeeded, on a receiver."""
-        return self._async.synchronized_on_receiver
-
-    @classmethod
-    def from_backend(cls, backend: str, **kwargs: Any) -> Any:
-        """Create the scheme with this backend name.
-
-        Args:
-            backend: ``none`` or ``direct``, ``shared`` or ``thread``, ``process`` or
-                ``multiprocessing``, ``tcp``, ``distributed``, ``rpc``, ``ray``, ``ray_module``, ``memory``.
-            kwargs: the constructor's arguments.
-
-        Raises:
-            InvalidArgumentError: there is no such backend.
-        """
-        return cls._blocking_from_backend(backend, **kwargs)
 
     def send(
         self,
@@ -443,27 +455,6 @@ class WeightSyncScheme(BlockingTwin):
         Raises as :meth:`send` does, also for updates that workers have refused since the last call.
         """
         return portal().call(self._async.wait_ack, worker_ids, timeout)
-
-    def prepare_weights(
-        self,
-        weights: Any = None,
-        model_id: str | None = None,
-        strategy: WeightStrategy | None = None,
-        context: Any = None,
-    ) -> Any:
-        """Return the weights that :meth:`send` would send, in the strategy's form, not copied.
-
-        Args:
-            weights: as for :meth:`send`.
-            model_id: the model to use if no weights are given; None: the scheme's.
-            strategy: how to extract the weights; None: the scheme's.
-            context: the object to look models up on; None: the scheme's.
-
-        Raises:
-            InvalidArgumentError: there is nothing to send.
-            AttributeError: the context has no such model.
-        """
-        return self._async.prepare_weights(weights, model_id, strategy, context)
 
     def receiving(self) -> AbstractContextManager[None]:
         """Run the receiver task beside the body: ``with scheme.receiving(): ...``.
@@ -562,39 +553,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.SharedMemWeightSyncScheme
     _async: aiosync.SharedMemWeightSyncScheme
 
-    def __init__(
-        self,
-        strategy: StrategyName = "tensordict",
-        sync: bool = True,
-        *,
-        timeout: float | None = None,
-        cast: torch.dtype | None = None,
-        commit: CommitMode = "flip",
-        on_failure: OnFailure = "raise",
-        per_worker_weights: bool = False,
-        max_slots: int = 3,
-        first_version: int = 0,
-        min_workers: int | None = None,
-    ) -> None:
-        self._async = aiosync.SharedMemWeightSyncScheme(
-            strategy,
-            sync,
-            timeout=timeout,
-            cast=cast,
-            commit=commit,
-            on_failure=on_failure,
-            per_worker_weights=per_worker_weights,
-            max_slots=max_slots,
-            first_version=first_version,
-            min_workers=min_workers,
-        )
-
     def create_transport(self, *, worker_idx: int) -> SharedMemTransport:
-        """Create a worker's connection, not open yet.
-
-        Raises:
-            NotInitializedError: the scheme was copied before ``init_on_sender`` gave it an address.
-        """
         return self._async.create_transport(worker_idx=worker_idx)
 
 
@@ -656,11 +615,6 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     init_on_worker = init_on_receiver
 
     def create_transport(self, *, worker_idx: int) -> Transport:
-        """Create a worker's connection over its queues or its pipe, not open yet.
-
-        Raises:
-            NotInitializedError: the scheme was not passed to this process when it was started.
-        """
         return self._async.create_transport(worker_idx=worker_idx)
 
 
@@ -745,11 +699,6 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         return self._async.address
 
     def create_transport(self, *, worker_idx: int) -> TCPTransport:
-        """Create a worker's connection, not open yet.
-
-        Raises:
-            InvalidArgumentError: the address has no port yet.
-        """
         return self._async.create_transport(worker_idx=worker_idx)
 
 
@@ -834,14 +783,13 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         """
         portal().call(self._async.reconnect, timeout=timeout)
 
-    def create_transport(self, *, worker_idx: int) -> DistributedTransport:
-        """Create a worker's connection, not open yet."""
-        return self._async.create_transport(worker_idx=worker_idx)
-
     @property
     def port_of_sender(self) -> int:
-        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
+        """Always 0: the store, not the recipe, has the port on which the sender listens."""
         return self._async.port_of_sender
+
+    def create_transport(self, *, worker_idx: int) -> DistributedTransport:
+        return self._async.create_transport(worker_idx=worker_idx)
 
 
 class RPCWeightSyncScheme(WeightSyncScheme):
@@ -900,20 +848,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         )
 
     def reconnect(self, *, timeout: float | None = None) -> None:
-        """On the sender, after a worker was lost: wait for all workers to connect, then resume broadcasts.
-
-        The broadcasts use a new process group. Until then, the sender sends to each worker through the
-        process group that the two created when the worker connected.
-
-        Raises:
-            NotConnectedError: this is not a connected sender.
-            SyncTimeoutError: workers did not connect in time; the message names them.
-        """
+        """See :meth:`aiosync.DistributedWeightSyncScheme.reconnect`."""
         portal().call(self._async.reconnect, timeout=timeout)
-
-    def create_transport(self, *, worker_idx: int) -> RPCWorkerTransport:
-        """Create a worker's connection, not open yet."""
-        return self._async.create_transport(worker_idx=worker_idx)
 
     @property
     def port_of_sender(self) -> int:
@@ -931,8 +867,10 @@ class RPCWeightSyncScheme(WeightSyncScheme):
 
     @property
     def sender_enlists(self) -> bool:
-        """Whether the sender will enlist this worker, so that it need not connect itself."""
         return self._async.sender_enlists
+
+    def create_transport(self, *, worker_idx: int) -> RPCWorkerTransport:
+        return self._async.create_transport(worker_idx=worker_idx)
 
 
 class RayWeightSyncScheme(WeightSyncScheme):
@@ -999,31 +937,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
             **options,
         )
 
-    def reconnect(self, *, timeout: float | None = None) -> None:
-        """On the sender, after a worker was lost: wait for all workers to connect, then resume broadcasts.
-
-        The broadcasts use a new process group. Until then, the sender sends to each worker through the
-        process group that the two created when the worker connected.
-
-        Raises:
-            NotConnectedError: this is not a connected sender.
-            SyncTimeoutError: workers did not connect in time; the message names them.
-        """
-        portal().call(self._async.reconnect, timeout=timeout)
-
-    def create_transport(self, *, worker_idx: int) -> RayWorkerTransport:
-        """Create a worker's connection, not open yet.
-
-        Raises:
-            NotInitializedError: the scheme was copied before ``init_on_sender`` was called.
-        """
-        return self._async.create_transport(worker_idx=worker_idx)
-
-    @property
-    def port_of_sender(self) -> int:
-        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
-        return self._async.port_of_sender
-
     def init_on_sender(
         self,
         *,
@@ -1067,8 +980,20 @@ class RayWeightSyncScheme(WeightSyncScheme):
         """
         return portal().call(self._async.add_worker, actor, worker_idx, timeout=timeout)
 
+    def reconnect(self, *, timeout: float | None = None) -> None:
+        """See :meth:`aiosync.DistributedWeightSyncScheme.reconnect`."""
+        portal().call(self._async.reconnect, timeout=timeout)
 
-class RayModuleTransformScheme(WeightSyncScheme):
+    @property
+    def port_of_sender(self) -> int:
+        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
+        return self._async.port_of_sender
+
+    def create_transport(self, *, worker_idx: int) -> RayWorkerTransport:
+        return self._async.create_transport(worker_idx=worker_idx)
+
+
+class RayModuleTransformScheme(RayWeightSyncScheme):
     """The blocking twin of :class:`aiosync.RayModuleTransformScheme`.
 
     Sends weights to models inside Ray actors, as in torchrl's ``RayModuleTransform``: actors with
@@ -1107,30 +1032,9 @@ class RayModuleTransformScheme(WeightSyncScheme):
     ) -> None:
         self._async = aiosync.RayModuleTransformScheme(update_method, tensor_transport, sync, **options)
 
-    def reconnect(self, *, timeout: float | None = None) -> None:
-        """On the sender, after a worker was lost: wait for all workers to connect, then resume broadcasts.
-
-        The broadcasts use a new process group. Until then, the sender sends to each worker through the
-        process group that the two created when the worker connected.
-
-        Raises:
-            NotConnectedError: this is not a connected sender.
-            SyncTimeoutError: workers did not connect in time; the message names them.
-        """
-        portal().call(self._async.reconnect, timeout=timeout)
-
-    def create_transport(self, *, worker_idx: int) -> RayWorkerTransport:
-        """Create a worker's connection, not open yet.
-
-        Raises:
-            NotInitializedError: the scheme was copied before ``init_on_sender`` was called.
-        """
-        return self._async.create_transport(worker_idx=worker_idx)
-
-    @property
-    def port_of_sender(self) -> int:
-        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
-        return self._async.port_of_sender
+    def _set_transform(self, ray_transform: Any) -> None:
+        """Set the transform to update. Called by torchrl's ``RayModuleTransform``."""
+        self._async._set_transform(ray_transform)
 
     def init_on_sender(
         self,
@@ -1161,32 +1065,6 @@ class RayModuleTransformScheme(WeightSyncScheme):
         self._async.init_on_sender(
             actors=actors, model_id=model_id, context=context, model=model, weights=weights, **arguments
         )
-
-    def add_worker(self, actor: Any, worker_idx: int | None = None, *, timeout: float | None = None) -> int:
-        """On the connected sender: add an actor as a worker, and wait until it has the newest version.
-
-        The actor may replace a lost one that Ray does not restart.
-
-        Args:
-            actor: the actor's handle.
-            worker_idx: the worker's index; None: the next.
-            timeout: seconds; None: the scheme's.
-
-        Returns:
-            The worker's index.
-
-        Raises:
-            NotConnectedError: the scheme is not connected.
-            InvalidArgumentError: a worker with this index is connected.
-            RemoteApplyError, LayoutMismatchError: the actor has no such model.
-            WorkerLostError: the actor is gone.
-            SyncTimeoutError: the actor did not connect in time.
-        """
-        return portal().call(self._async.add_worker, actor, worker_idx, timeout=timeout)
-
-    def _set_transform(self, ray_transform: Any) -> None:
-        """Set the transform to update. Called by torchrl's ``RayModuleTransform``."""
-        self._async._set_transform(ray_transform)
 
     def init_on_receiver(
         self,
@@ -1225,33 +1103,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.NoWeightSyncScheme
     _async: aiosync.NoWeightSyncScheme
-
-    def __init__(
-        self,
-        strategy: StrategyName = "tensordict",
-        sync: bool = True,
-        *,
-        timeout: float | None = None,
-        cast: torch.dtype | None = None,
-        commit: CommitMode = "flip",
-        on_failure: OnFailure = "raise",
-        per_worker_weights: bool = False,
-        max_slots: int = 3,
-        first_version: int = 0,
-        min_workers: int | None = None,
-    ) -> None:
-        self._async = aiosync.NoWeightSyncScheme(
-            strategy,
-            sync,
-            timeout=timeout,
-            cast=cast,
-            commit=commit,
-            on_failure=on_failure,
-            per_worker_weights=per_worker_weights,
-            max_slots=max_slots,
-            first_version=first_version,
-            min_workers=min_workers,
-        )
 
     def init_on_sender(self, *, model_id: str | None = None, **arguments: Any) -> None:
         """Accept the arguments of every other scheme."""
@@ -1315,9 +1166,4 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
         self._async = aiosync.MemoryWeightSyncScheme(faults=faults, **options)
 
     def create_transport(self, *, worker_idx: int) -> MemoryTransport:
-        """Create a worker's connection, not open yet.
-
-        Raises:
-            NotInitializedError: the scheme was copied before ``init_on_sender`` gave it an address.
-        """
         return self._async.create_transport(worker_idx=worker_idx)

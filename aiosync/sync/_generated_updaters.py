@@ -8,16 +8,6 @@ from aiosync import updaters
 from aiosync.sync._inline import InlineHooks, run_inline
 from aiosync.updaters.base import WorkerIds
 
-__all__ = [
-    "DistributedWeightUpdater",
-    "MultiProcessedWeightUpdater",
-    "RPCWeightUpdater",
-    "RayWeightUpdater",
-    "RemoteModuleWeightUpdater",
-    "VanillaWeightUpdater",
-    "WeightUpdaterBase",
-]
-
 
 class WeightUpdaterBase(InlineHooks, updaters.WeightUpdaterBase):
     """The blocking twin of :class:`aiosync.updaters.WeightUpdaterBase`.
@@ -221,5 +211,4 @@ class DistributedWeightUpdater(WeightUpdaterBase, updaters.DistributedWeightUpda
     """
 
     def close(self) -> None:
-        """Release all resources; idempotent."""
         run_inline(updaters.DistributedWeightUpdater.aclose(self))

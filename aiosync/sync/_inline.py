@@ -1,4 +1,4 @@
-"""How the blocking twins of the updaters run: in the caller's thread; what has to wait, on the portal."""
+"""The blocking twins of the updaters run in the caller's thread; what they await runs on the portal."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ from aiosync.errors import BlockingCallError
 from aiosync.sync._portal import portal
 from aiosync.updaters.base import bounded
 
-__all__ = ["InlineHooks", "run_inline"]
-
 T = TypeVar("T")
 
 
 def run_inline(steps: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine of an updater here and now; it waits for nothing but through ``_settle``.
-
-    Raises:
-        BlockingCallError: it does, in what a subclass has added.
-    """
+    """Run a coroutine of an updater in this thread. Only ``_settle`` may wait, else BlockingCallError."""
     try:
         steps.send(None)
     except StopIteration as end:
@@ -33,7 +27,7 @@ def run_inline(steps: Coroutine[Any, Any, T]) -> T:
 
 
 class InlineHooks:
-    """Calls hooks in the caller's thread; what they return to be awaited is awaited on the portal."""
+    """Calls hooks in the caller's thread. An awaitable that a hook returns is awaited on the portal."""
 
     async def _settle(self, result: Any) -> Any:
         return portal().call(bounded, result) if inspect.isawaitable(result) else result

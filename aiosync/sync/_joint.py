@@ -1,9 +1,8 @@
-"""The blocking twin of joint updates. By hand: it takes twins and hands on what they stand for."""
+"""The blocking twin of joint updates, written by hand: it takes twins and passes on their asyncio schemes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 import aiosync
@@ -11,8 +10,6 @@ from aiosync.errors import InvalidArgumentError
 from aiosync.reports import SendReport
 from aiosync.sync._generated_schemes import WeightSyncScheme
 from aiosync.sync._portal import portal
-
-__all__ = ["JointUpdate", "atomic"]
 
 
 class JointUpdate:
@@ -26,10 +23,9 @@ class JointUpdate:
 
     Args:
         schemes: connected senders, each once.
-        timeout: seconds for all of it; None: the longest of the schemes' own.
+        timeout: seconds for the whole update; None: the longest of the schemes' timeouts.
 
-    Raises:
-        As :class:`aiosync.JointUpdate`.
+    Raises as :class:`aiosync.JointUpdate`.
     """
 
     def __init__(self, schemes: tuple[WeightSyncScheme, ...], timeout: float | None) -> None:
@@ -41,22 +37,20 @@ class JointUpdate:
 
     @property
     def reports(self) -> Mapping[WeightSyncScheme, SendReport]:
-        """Scheme -> its report, when the body has been left."""
+        """Scheme -> its report, set when the body has ended."""
         found = self._async.reports
         return {scheme: found[scheme._async] for scheme in self._schemes if scheme._async in found}
 
     def send(self, scheme: WeightSyncScheme, weights: Any = None, *, strict: bool = True) -> None:
-        """Say what this scheme is to send; nothing is sent before the body is left."""
+        """Set the weights that this scheme sends when the body ends."""
         self._async.send(scheme._async, weights, strict=strict)
 
     def __enter__(self) -> Self:
         portal().call(self._async.__aenter__)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        portal().call(self._async.__aexit__, kind, error, trace)
+    def __exit__(self, *exc: Any) -> None:
+        portal().call(self._async.__aexit__, *exc)
 
 
 def atomic(*schemes: WeightSyncScheme, timeout: float | None = None) -> JointUpdate:

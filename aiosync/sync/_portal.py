@@ -28,8 +28,6 @@ except ImportError:  # it is not made for every system
 else:
     _new_event_loop = uvloop.new_event_loop
 
-__all__ = ["Portal", "portal"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -41,7 +39,7 @@ _EXIT_PRIORITY = 1000
 
 
 class _Call(Generic[T]):
-    """One coroutine on its way through the loop, and the thread that waits for it."""
+    """One coroutine that runs on the loop, and the thread that waits for it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Awaitable[T]]) -> None:
         self._loop = loop
@@ -50,14 +48,14 @@ class _Call(Generic[T]):
         self._task: asyncio.Task[T] | None = None
         self._unwanted = False
         self._over = False
-        # Released once, when all is over. A signal interrupts the wait for it, which takes no polling.
+        # Released once, when the coroutine has ended. A signal interrupts the wait for it, without polling.
         self._ended = threading.Lock()
         self._ended.acquire()
 
     # -- in the loop's thread ---------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start the coroutine, unless the waiting thread has given it up already."""
+        """Start the coroutine, unless the waiting thread has cancelled it already."""
         if not self._unwanted:
             self._task = self._loop.create_task(self._main(), context=self._context)
             self._task.add_done_callback(self._end)
@@ -90,7 +88,7 @@ class _Call(Generic[T]):
             self._ended.acquire()
 
     def result(self) -> T:
-        """What the coroutine returned; raises what it raised."""
+        """Return what the coroutine returned, or raise what it raised."""
         task = self._task
         if task is None or task.cancelled():
             raise NotConnectedError("no blocking calls any more: this process is ending")
@@ -98,13 +96,13 @@ class _Call(Generic[T]):
 
 
 class Portal:
-    """An event loop in a thread of its own, and what has to be closed before it ends."""
+    """An event loop in its own thread, and the endpoints that are closed before it ends."""
 
     def __init__(self) -> None:
         self._loop = _new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._endpoints: dict[object, Callable[[], Awaitable[None]]] = {}
-        # Whatever is posted before _closing is set gets its turn before the loop ends.
+        # A callback that is posted before _closing is set runs before the loop ends.
         self._posting = threading.Lock()
         self._closing = False
         self._over = False
@@ -114,17 +112,8 @@ class Portal:
 
     # -- calls, from other threads ----------------------------------------------------------------
 
-    @property
-    def closing(self) -> bool:
-        """Whether it takes no calls any more."""
-        return self._closing
-
     def check_thread(self) -> None:
-        """Make sure that the calling thread may wait for the loop.
-
-        Raises:
-            BlockingCallError: it is the loop's own thread, which would wait for itself.
-        """
+        """Raise BlockingCallError in the loop's own thread, which would wait for itself."""
         if threading.get_ident() == self._thread.ident:
             raise BlockingCallError(
                 "a blocking call was made on the event loop that has to serve it (in an event hook, or "
@@ -137,13 +126,13 @@ class Portal:
 
         A thread that runs another event loop may call too; that loop is blocked meanwhile.
 
-        An exception that arrives in the waiting thread (KeyboardInterrupt, say) cancels the coroutine,
-        and goes on when the coroutine has ended; another one meanwhile goes on at once.
+        An exception that arrives in the waiting thread (KeyboardInterrupt, say) cancels the coroutine, and
+        propagates when the coroutine has ended; a second one propagates at once.
 
         Raises:
             BlockingCallError: called in the loop's own thread.
             NotConnectedError: the process is ending.
-            Exception: whatever the coroutine raises.
+            Exception: what the coroutine raises.
         """
         self.check_thread()
         call = _Call(self._loop, lambda: function(*args, **kwargs))
@@ -162,7 +151,7 @@ class Portal:
                 self._loop.call_soon_threadsafe(callback)
             return not self._closing
 
-    # -- what lives longer than a call; in the loop's thread --------------------------------------
+    # -- tasks and endpoints that outlive a call; in the loop's thread ----------------------------
 
     def start_task(self, main: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run ``main`` beside the calls until it ends or :meth:`end_task` ends it."""
@@ -173,7 +162,7 @@ class Portal:
 
     async def end_task(self, task: asyncio.Task[None]) -> None:
         """Cancel a task of :meth:`start_task` and wait for its end; idempotent."""
-        if task in self._tasks:  # one that a fork left behind is not
+        if task in self._tasks:  # a parent process's task is not in it
             task.cancel()
             await asyncio.wait([task])
 
@@ -188,16 +177,15 @@ class Portal:
         self._endpoints[endpoint] = close
 
     def release(self, endpoint: object) -> None:
-        """It is closed; idempotent."""
+        """Forget an endpoint that is closed; idempotent."""
         self._endpoints.pop(endpoint, None)
 
     # -- the end ----------------------------------------------------------------------------------
 
     def close(self, patience: float) -> None:
-        """Close what is left, cancel what runs, and end the thread; idempotent. Calls that wait raise.
+        """Close the endpoints, cancel the tasks, and end the thread; idempotent. Waiting calls raise.
 
-        Args:
-            patience: seconds for each of these. What takes longer is left behind, in a daemon thread.
+        Each step may take ``patience`` seconds. Afterwards the daemon thread is left running.
         """
         with self._posting:
             if self._closing:
@@ -229,7 +217,7 @@ class Portal:
 
     def _run(self) -> None:
         while not self._over:
-            # A task that lets one of these out has kept it for its caller too; the others go on.
+            # The task that raised one of these has kept it for its caller too; the other tasks continue.
             with suppress(KeyboardInterrupt, SystemExit):
                 self._loop.run_forever()
         self._loop.close()
@@ -253,8 +241,7 @@ def portal() -> Portal:
 def _forked() -> None:
     """In a forked child: forget the parent's portal, but never free it.
 
-    To free its loop or a connection of it would be to take descriptors out of the epoll that the parent
-    is waiting on.
+    Freeing its loop or a connection would remove descriptors from the epoll that the parent waits on.
     """
     global _portal, _making
     _making = threading.Lock()

@@ -1,40 +1,49 @@
-"""What all blocking twins have in common, written by hand; the generated classes delegate to it."""
+"""The base class of the schemes' blocking twins, written by hand."""
 
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import aiosync
 from aiosync.errors import InvalidArgumentError, SyncTimeoutError
 from aiosync.reports import SendReport
 from aiosync.sync._portal import portal
-from aiosync.sync._torchrl import KnownToTorchrl
 
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["BlockingTwin"]
 
-
-class BlockingTwin(KnownToTorchrl):
-    """Holds the asyncio scheme and runs its coroutines on the process's portal."""
+class BlockingTwin:
+    """Has an asyncio scheme and runs its coroutines on the process's portal."""
 
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]]
-    _twins: ClassVar[dict[type[aiosync.WeightSyncScheme], type[BlockingTwin]]] = {}
+    _twins: ClassVar[dict[str, type[BlockingTwin]]] = {}
 
     _async: aiosync.WeightSyncScheme
     _task: asyncio.Task[None] | None = None
-    _pending: SendReport | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "_async_class" in cls.__dict__:
-            BlockingTwin._twins[cls._async_class] = cls
+            BlockingTwin._twins.update(dict.fromkeys(vars(cls._async_class).get("backends", ()), cls))
+
+    @property  # type: ignore[misc] # object's can be assigned
+    def __class__(self) -> type[Self]:
+        """The twin's class. The first read after torchrl's import registers the twins with torchrl.
+
+        So ``isinstance(twin, torchrl.weight_update.WeightSyncScheme)`` is true, in either order of import:
+        ``isinstance`` of an abstract base class, as torchrl's are, reads the instance's ``__class__`` first.
+        (Importing :mod:`aiosync.sync` registers nothing: an import of aiosync changes no other library.)
+        """
+        if "torchrl.weight_update" in sys.modules:
+            import_module("aiosync.compat.torchrl")
+        return type(self)
 
     def _make_async(self, *args: Any, **options: Any) -> Any:
         return self._async_class(*args, **options)
@@ -53,17 +62,12 @@ class BlockingTwin(KnownToTorchrl):
     def __repr__(self) -> str:
         return repr(self._async).replace("<", "<blocking ", 1)
 
-    # -- what the generated methods call ---------------------------------------------------------------
+    # -- called by the generated methods ---------------------------------------------------------------
 
     @classmethod
     def twins_by_backend(cls) -> dict[str, type[BlockingTwin]]:
-        """Every name that ``from_backend`` knows -> its class."""
-        found = {}
-        for name, asynchronous in sorted(aiosync.WeightSyncScheme._registry.items()):
-            assert issubclass(asynchronous, aiosync.WeightSyncScheme)
-            if asynchronous in BlockingTwin._twins:
-                found[name] = BlockingTwin._twins[asynchronous]
-        return found
+        """Each name that ``from_backend`` knows -> its class."""
+        return {name: BlockingTwin._twins[name] for name in sorted(BlockingTwin._twins)}
 
     @classmethod
     def _blocking_from_backend(cls, backend: str, **kwargs: Any) -> Any:
@@ -88,7 +92,7 @@ class BlockingTwin(KnownToTorchrl):
             return
         receives = scheme.initialized_on_receiver and not isinstance(scheme, aiosync.NoWeightSyncScheme)
         if receives and not scheme.synchronized_on_receiver:
-            # From the first commit on, none may land in a running forward pass of another thread.
+            # From the first commit on, no commit may happen during a forward pass in another thread.
             receiver = scheme.create_receiver(worker_idx=arguments.get("worker_idx"))
             receiver.model_applier.guard_forwards(scheme.timeout)
         await scheme.connect(**arguments)
@@ -118,24 +122,19 @@ class BlockingTwin(KnownToTorchrl):
         finally:
             gate.leave(ticket)
 
-    # -- what the twins have and the asyncio schemes do not --------------------------------------------
+    # -- methods that the asyncio schemes do not have --------------------------------------------------
 
     def send_async(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
         """Publish the next version and return without waiting for the workers.
 
-        Raises:
-            As ``send``, for what was sent before.
+        Raises as ``send``, for updates that were sent before.
         """
         portal().call(self._async.send, weights, worker_ids, wait=False)
 
     def wait_async(
         self, worker_ids: int | list[int] | None = None, timeout: float | None = None
     ) -> SendReport:
-        """Wait until workers run on what :meth:`send_async` published to them.
-
-        Raises:
-            As ``send``.
-        """
+        """Wait until workers have applied what :meth:`send_async` published. Raises as ``send``."""
         return portal().call(self._async.wait_ack, worker_ids, timeout)
 
     def close(self) -> None:
@@ -162,7 +161,5 @@ class BlockingTwin(KnownToTorchrl):
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()

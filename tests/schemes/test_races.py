@@ -555,7 +555,7 @@ async def test_what_a_dropped_process_reads_is_its_own_until_it_has_ended(case: 
         assert _detached(cluster)
         stopped.kill()
         await stopped.ended()
-        await eventually(lambda: not _detached(cluster), "nobody holds what it read")
+        await eventually(lambda: not _detached(cluster), "no process has detached slots")
 
 
 @pytest.mark.parametrize("case", [SHARED, PROCESS, PIPES], ids=lambda case: case.name)
@@ -568,4 +568,4 @@ async def test_what_a_dropped_process_reads_is_its_own_until_it_says_otherwise(c
         assert _detached(cluster)
         late.resume()
         await late.run(scenarios.aclose)
-        await eventually(lambda: not _detached(cluster), "nobody holds what it read")
+        await eventually(lambda: not _detached(cluster), "no process has detached slots")

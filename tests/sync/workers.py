@@ -30,7 +30,7 @@ class Layers(nn.Module):
 
 
 class Fragile(nn.Linear):
-    """Refuses extra state when told to."""
+    """Refuses extra state that is nonzero."""
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """Nonzero: refuse."""
@@ -56,7 +56,7 @@ def hold(scheme: sync.WeightSyncScheme, worker: int, pipe: Connection[Any, Any])
 
 
 def run_forwards(scheme: sync.WeightSyncScheme, worker: int, pipe: Connection[Any, Any]) -> None:
-    """Run forward passes in the main thread until told to stop; report what they saw."""
+    """Run forward passes in the main thread until the pipe says stop; report what they saw."""
     torch.set_num_threads(1)
     model = Layers()
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=worker)

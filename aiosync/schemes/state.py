@@ -1,0 +1,263 @@
+"""What a scheme consists of: its options, what ``init_on_*`` was given, and its endpoint."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from aiosync._endpoint import Endpoint
+from aiosync._options import OnFailure, SchemeOptions, StrategyName, check_count
+from aiosync.errors import AlreadyConnectedError, NotInitializedError
+from aiosync.events import EventHook, EventSource, SchemeStats
+from aiosync.receiver.endpoint import WeightReceiver
+from aiosync.receiver.listeners import UpdateListener, in_format, weakly
+from aiosync.reports import WorkerState
+from aiosync.sender.sharded.gather import GatherLeader
+from aiosync.sender.worker_plan import SenderPlan, model_of
+from aiosync.transports.base import Listener, Transport
+from aiosync.weights.binding import CommitMode
+from aiosync.weights.strategy import WeightStrategy, get_strategy
+
+
+class Secret(bytes):
+    """Bytes with a repr that does not show them."""
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+    __str__ = __repr__
+
+
+class SchemeState:
+    """The fields of a scheme, and the properties that show them."""
+
+    # The index that the sender's context gives its first worker.
+    _first_worker: int = 0
+
+    def __init__(
+        self,
+        strategy: StrategyName = "tensordict",
+        sync: bool = True,
+        *,
+        timeout: float | None = None,
+        cast: torch.dtype | None = None,
+        commit: CommitMode = "flip",
+        on_failure: OnFailure = "raise",
+        per_worker_weights: bool = False,
+        max_slots: int = 3,
+        first_version: int = 0,
+        min_workers: int | None = None,
+    ) -> None:
+        options = SchemeOptions(
+            strategy,
+            sync,
+            timeout,
+            cast,
+            commit,
+            on_failure,
+            per_worker_weights,
+            max_slots,
+            first_version,
+            min_workers,
+        )
+        self._start(options, None, secrets.token_bytes(32), get_strategy(strategy))
+
+    def _start(
+        self, options: SchemeOptions, model_id: str | None, token: bytes, strategy: WeightStrategy
+    ) -> None:
+        self._spec = options
+        self._model_id = model_id
+        self._token = Secret(token)
+        self._strategy = strategy
+        self._events = EventSource()
+        self._forget_runtime()
+
+    def _forget_runtime(self) -> None:
+        """Set the fields that are not pickled to those of a recipe without an endpoint."""
+        self._pid = os.getpid()
+        self._model: Any = None
+        self._context: Callable[[], Any] | None = None
+        self._follower = UpdateListener()
+        self._may_view = True
+        self._worker_idx: int | None = None
+        self._plan: SenderPlan | None = None
+        self._listener: Listener | None = None
+        # Gathers the shards of a sharded model; create_sender() moves it to the sender.
+        self._leader: GatherLeader | None = None
+        self._role: Literal["recipe", "sender", "receiver"] = "recipe"
+        self._endpoint: Endpoint = Endpoint()
+        # Whether connect() has succeeded.
+        self._synchronized = False
+        # The values of version and ended when the endpoint was closed.
+        self._last_version = -1
+        self._last_ended: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._role} model_id={self._model_id!r} version={self.version}>"
+
+    def _index_of(self, given: int) -> int:
+        """Convert the index that a library gives this worker: it may not number its workers from 0."""
+        check_count("worker_idx", given)
+        check_count("worker_idx", given - self._first_worker)
+        return given - self._first_worker
+
+    def _check_not_receiving(self, what: str) -> None:
+        if isinstance(self._endpoint, WeightReceiver) and self._pid == os.getpid():
+            raise AlreadyConnectedError(
+                f"a connected receiver gets another {what} by `await scheme.rebind({what}=...)`"
+            )
+
+    # -- what the user has set ---------------------------------------------------------------------------
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call may take if it has no ``timeout=``."""
+        return self._spec.seconds(None)
+
+    @property
+    def sync(self) -> bool:
+        """Whether ``send`` waits by default."""
+        return self._spec.sync
+
+    @property
+    def model_id(self) -> str | None:
+        """The model's name."""
+        return self._model_id
+
+    @model_id.setter
+    def model_id(self, model_id: str | None) -> None:
+        self._model_id = model_id
+
+    @property
+    def model(self) -> Any:
+        """The given model, or the context's model ``model_id``; None if there is neither."""
+        if self._model is None and self._model_id is not None and self.context is not None:
+            return model_of(self.context, self._model_id)
+        return self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._check_not_receiving("model")
+        self._model = model
+
+    @property
+    def context(self) -> Any:
+        """The context, or None once it has been freed: the scheme refers to it weakly."""
+        return self._context() if self._context is not None else None
+
+    @context.setter
+    def context(self, context: Any) -> None:
+        self._check_not_receiving("context")
+        self._context = None if context is None else weakly(context)
+
+    @property
+    def context_is_gone(self) -> bool:
+        """Whether the scheme's context has been freed."""
+        return self._context is not None and self._context() is None
+
+    @property
+    def worker_idx(self) -> int | None:
+        """This worker's index; None on the sender."""
+        return self._worker_idx
+
+    @worker_idx.setter
+    def worker_idx(self, worker_idx: int | None) -> None:
+        if self._plan is not None and worker_idx is not None:
+            raise NotInitializedError("worker_idx belongs to a receiver; this is the sender")
+        self._worker_idx = None if worker_idx is None else self._index_of(worker_idx)
+
+    @property
+    def strategy(self) -> WeightStrategy:
+        """How weights are extracted and applied. May be set to an instance of a custom class."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, strategy: WeightStrategy) -> None:
+        self._strategy = strategy
+
+    @property
+    def strategy_str(self) -> str:
+        """The strategy's name."""
+        return self._strategy.extract_as
+
+    @property
+    def initialized_on_sender(self) -> bool:
+        """Whether ``init_on_sender`` was called."""
+        return self._role == "sender"
+
+    @property
+    def initialized_on_receiver(self) -> bool:
+        """Whether ``init_on_receiver`` was called."""
+        return self._role == "receiver"
+
+    # -- the endpoint ------------------------------------------------------------------------------------
+
+    def on_event(self, hook: EventHook) -> Callable[[], None]:
+        """Call ``hook`` with each :class:`~aiosync.SyncEvent`. Return a function that removes the hook."""
+        return self._events.register(hook)
+
+    @property
+    def synchronized_on_sender(self) -> bool:
+        """Whether ``connect`` succeeded, on the sender."""
+        return self._synchronized and self._role == "sender"
+
+    @property
+    def synchronized_on_receiver(self) -> bool:
+        """Whether ``connect`` succeeded, on a receiver."""
+        return self._synchronized and self._role == "receiver"
+
+    @property
+    def stats(self) -> SchemeStats:
+        """Counters and timings of the connected endpoint; empty before ``connect``."""
+        return self._endpoint.stats
+
+    @property
+    def version(self) -> int:
+        """The version last published (sender) or current (receiver), also after :meth:`aclose`; -1 before
+        ``connect``."""
+        return self._last_version if type(self._endpoint) is Endpoint else self._endpoint.version
+
+    @property
+    def workers(self) -> dict[int, WorkerState]:
+        """On the sender: worker -> whether it is connected, its version and its lag. Else empty."""
+        return self._endpoint.workers
+
+    @property
+    def ended(self) -> str | None:
+        """On a receiver: why no more updates will come, also after :meth:`aclose`; None while there is a
+        sender."""
+        return self._last_ended if type(self._endpoint) is Endpoint else self._endpoint.ended
+
+    @property
+    def worker_versions(self) -> dict[int, int]:
+        """On the sender: worker -> the version that it last acknowledged, or -1. Else empty."""
+        return {worker: state.version for worker, state in self._endpoint.workers.items()}
+
+    @property
+    def weights(self) -> Any:
+        """The current weights (receiver) or those last published (sender), in the strategy's form; before
+        ``connect`` the model's. Read only."""
+        found = self._endpoint.weights_in_use
+        if found is not None:
+            return in_format(self._strategy, found)
+        model = self.model
+        return None if model is None else self._strategy.extract_weights(model)
+
+    @property
+    def sender_transports(self) -> dict[int, Transport]:
+        """On the sender: worker -> its connection, for the connected workers."""
+        return self._endpoint.transports
+
+    @property
+    def receiver_transport(self) -> Transport | None:
+        """On a receiver: the connection to the sender."""
+        return self._endpoint.transport if isinstance(self._endpoint, WeightReceiver) else None
+
+    @property
+    def shared_transport(self) -> Listener | None:
+        """On the sender: the listener that its workers connect to."""
+        return self._listener
