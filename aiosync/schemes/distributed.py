@@ -83,7 +83,7 @@ class DistributedWeightSyncScheme(RankedWeightSyncScheme):
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
         listener = DistributedListener(self._meeting, self._model_id, self._token, share_memory=self._shares)
-        self._meeting = listener.meeting
+        self._meeting = listener.store_address
         return listener
 
     def create_transport(self, *, worker_idx: int) -> DistributedTransport:

@@ -11,7 +11,7 @@ from aiosync.schemes.base import WeightSyncScheme
 from aiosync.sender.endpoint import WeightSender
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.process_group import Collective, ProcessGroupTransfer
-from aiosync.transports.torch_distributed.connection import RankedTransport
+from aiosync.transports.torch_distributed.connection import TorchDistributedTransport
 from aiosync.transports.torch_distributed.process_group import check_backend
 from aiosync.weights.copying import INLINE_LIMIT
 
@@ -75,13 +75,13 @@ class RankedWeightSyncScheme(WeightSyncScheme):
         sender.transfer.renew()
 
     @abstractmethod
-    def create_transport(self, *, worker_idx: int) -> RankedTransport:
+    def create_transport(self, *, worker_idx: int) -> TorchDistributedTransport:
         """Create a worker's connection, not open yet."""
 
     @property
     def port_of_sender(self) -> int:
         """The port on which this recipe's sender listens; 0: the recipe does not have it."""
-        return self._known.place.port if self._known is not None else 0
+        return self._known.address.port if self._known is not None else 0
 
     @property
     def _shares(self) -> bool:

@@ -227,7 +227,7 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
         stores = self._data_plane == "object_store"
         listener = RayListener(self._token, self._bring_back, share_memory=self._shares, stores=stores)
-        self._known = listener.known
+        self._known = listener.sender_info
         return listener
 
     def create_transport(self, *, worker_idx: int) -> RayWorkerTransport:
@@ -252,7 +252,7 @@ class RayWeightSyncScheme(RankedWeightSyncScheme):
             return super()._make_transfer()
         if self._data_plane == "tcp":
             return StreamTransfer()
-        office = None if self._known is None else self._known.office
+        office = None if self._known is None else self._known.ref_keeper
         return ObjectStoreTransfer(office, self._tensor_transport, self._listener, self._inline)
 
     def _release(self) -> None:

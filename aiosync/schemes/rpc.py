@@ -123,7 +123,7 @@ class RPCWeightSyncScheme(RankedWeightSyncScheme):
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
         listener = RPCListener(self._model_id, self._token, share_memory=self._shares)
-        self._known = listener.known
+        self._known = listener.sender_info
         return listener
 
     def create_transport(self, *, worker_idx: int) -> RPCWorkerTransport:

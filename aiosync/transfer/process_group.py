@@ -31,7 +31,10 @@ from aiosync.transfer.stream_inbound import BaseLostError
 from aiosync.transports._offload import call_when_done
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.tcp.connection import TCPTransport
-from aiosync.transports.torch_distributed.connection import RankedListener, RankedTransport
+from aiosync.transports.torch_distributed.connection import (
+    TorchDistributedListener,
+    TorchDistributedTransport,
+)
 from aiosync.transports.torch_distributed.process_group import ProcessGroupMember, device_of
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
@@ -92,11 +95,11 @@ class ProcessGroupTransfer(Transfer):
 
     def _rank_zero(self, key: str, size: int = 2) -> ProcessGroupMember:
         listener = self._listener
-        assert isinstance(listener, RankedListener)
+        assert isinstance(listener, TorchDistributedListener)
         return ProcessGroupMember(self._backend, listener.connection, key, 0, size, timeout=self._timeout)
 
     def _rank_of_worker(
-        self, transport: RankedTransport, key: str, rank: int, size: int
+        self, transport: TorchDistributedTransport, key: str, rank: int, size: int
     ) -> ProcessGroupMember:
         return ProcessGroupMember(self._backend, transport.connection, key, rank, size, timeout=self._timeout)
 
@@ -110,7 +113,7 @@ class ProcessGroupTransfer(Transfer):
 
 def allocate_near(listener: Listener | None, nbytes: int, device: torch.device) -> Segment:
     """Memory for a slot: shared, if workers on this machine may view it, else private and on ``device``."""
-    if isinstance(listener, RankedListener) and listener.place.near is not None:
+    if isinstance(listener, TorchDistributedListener) and listener.address.local is not None:
         return Segment.shared(nbytes)
     return Segment.private(nbytes, device)
 
@@ -222,16 +225,16 @@ class ProcessGroupInbound(DoubleBuffer):
         self,
         layout: Layout,
         device: torch.device,
-        join: Callable[[RankedTransport, str, int, int], ProcessGroupMember],
+        join: Callable[[TorchDistributedTransport, str, int, int], ProcessGroupMember],
     ) -> None:
         super().__init__(layout, device)
         self._join = join
-        self._transport: RankedTransport | None = None
+        self._transport: TorchDistributedTransport | None = None
         self._groups: dict[int, tuple[str, ProcessGroupMember]] = {}
         self._arriving: tuple[Update, Future[None]] | None = None
 
     def attach(self, transport: Transport) -> None:
-        assert isinstance(transport, RankedTransport)
+        assert isinstance(transport, TorchDistributedTransport)
         self._drop()
         self._transport = transport
 

@@ -24,13 +24,13 @@ class Owner:
         self.frames: list[Frame] = []
         self.ended: str | None = None
 
-    def channel_open(self) -> None:
+    def socket_open(self) -> None:
         self.open = True
 
-    def channel_frames(self, frames: list[Frame]) -> None:
+    def socket_frames(self, frames: list[Frame]) -> None:
         self.frames += frames
 
-    def channel_ended(self, reason: str, error: ProtocolError | None) -> None:
+    def socket_ended(self, reason: str, error: ProtocolError | None) -> None:
         self.ended = reason
 
 

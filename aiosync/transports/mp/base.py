@@ -121,22 +121,22 @@ class MPTransport(Transport):
     """One connection over a message pipe, on the side that opens the connection.
 
     Args:
-        carrier: this process's end of the pipe.
+        pipe: this process's end of the pipe.
 
     Attributes:
         tag: precedes each message of the connection.
     """
 
-    def __init__(self, carrier: MessagePipe) -> None:
+    def __init__(self, pipe: MessagePipe) -> None:
         super().__init__()
         self.tag = os.urandom(_TAG_SIZE)
-        self._pipe = carrier
+        self._pipe = pipe
 
     async def open(self, deadline: Deadline) -> None:
         """Start to read. Does not wait: the pipe exists already."""
-        self._pipe.open(self.take, self._lost)
+        self._pipe.open(self.deliver, self._lost)
 
-    def take(self, message: bytes) -> None:
+    def deliver(self, message: bytes) -> None:
         """Deliver a message from the pipe, if it belongs to this connection."""
         if message[len(_MAGIC) : _HEAD_SIZE] == self.tag and self.check_connection():
             self._feed(message[_HEAD_SIZE:])
@@ -198,7 +198,7 @@ class _WorkerPipe:
                 current.supersede("its worker has opened a new connection")
             self._on_connection(self.current)
             current = self.current
-        current.take(message)
+        current.deliver(message)
 
     def _broken(self, reason: str) -> None:
         if self.current is not None:

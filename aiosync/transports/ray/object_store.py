@@ -51,8 +51,13 @@ def open_keeper() -> Any:
         _keepers.clear()
         # On this node: if another node is removed, the references that its actors keep are lost.
         strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
-        near = strategies.NodeAffinitySchedulingStrategy(here[0], soft=False)
-        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": near}
+        here_only = strategies.NodeAffinitySchedulingStrategy(here[0], soft=False)
+        options = {
+            "num_cpus": 0,
+            "max_restarts": -1,
+            "max_task_retries": -1,
+            "scheduling_strategy": here_only,
+        }
         _keepers[here] = ray.remote(**options)(_keeper_class()).remote()
     return _keepers[here]
 

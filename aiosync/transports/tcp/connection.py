@@ -121,11 +121,11 @@ class TCPTransport(Transport):
 
     # -- called on this loop by the socket's thread ----------------------------------------------------
 
-    def channel_open(self) -> None:
+    def socket_open(self) -> None:
         """Frames can be sent now."""
         self._opened()
 
-    def channel_frames(self, frames: list[Frame]) -> None:
+    def socket_frames(self, frames: list[Frame]) -> None:
         """Deliver frames that have arrived."""
         try:
             for frame in frames:
@@ -135,7 +135,7 @@ class TCPTransport(Transport):
         except ProtocolError as exc:
             self._lost(str(exc), exc)
 
-    def channel_ended(self, reason: str, error: ProtocolError | None) -> None:
+    def socket_ended(self, reason: str, error: ProtocolError | None) -> None:
         """Report the end of the connection. ``error``: the peer broke the protocol."""
         self._lost(reason or "this side has closed the connection", error)
         self._ended(error)

@@ -69,9 +69,9 @@ class AcceptedTransport(TCPTransport):
         """Let ``thread`` read and write ``sock``."""
         self._run(thread, sock, tls, self._listener.patience)
 
-    def channel_frames(self, frames: list[Frame]) -> None:
+    def socket_frames(self, frames: list[Frame]) -> None:
         self.silent = False
-        super().channel_frames(frames)
+        super().socket_frames(frames)
 
     def expel(self) -> None:
         """End this unauthenticated connection in favour of another one. The worker may retry."""

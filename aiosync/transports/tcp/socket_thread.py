@@ -79,13 +79,13 @@ class _State(enum.Enum):
 class Owner(Protocol):
     """The object that owns a :class:`SocketThread`. These methods are called on its event loop."""
 
-    def channel_open(self) -> None:
+    def socket_open(self) -> None:
         """Called when frames can be sent."""
 
-    def channel_frames(self, frames: list[Frame]) -> None:
+    def socket_frames(self, frames: list[Frame]) -> None:
         """Called with the frames that have arrived."""
 
-    def channel_ended(self, reason: str, error: ProtocolError | None) -> None:
+    def socket_ended(self, reason: str, error: ProtocolError | None) -> None:
         """Called once when the connection has ended. ``error``: the peer broke the protocol."""
 
 
@@ -193,7 +193,7 @@ class SocketThread:
             self.writer.wake()
         if done:
             self._stop_timer()
-            self._post(self._owner.channel_open)
+            self._post(self._owner.socket_open)
 
     def _readable(self) -> None:
         try:
@@ -354,7 +354,7 @@ class SocketThread:
         self.decoder.close()
         self._thread.loop.remove_reader(self._fd)
         self._sock.close()
-        self._post(self._owner.channel_ended, reason, error)
+        self._post(self._owner.socket_ended, reason, error)
         self._report_closed()
 
     def _stop_timer(self) -> None:
@@ -376,7 +376,7 @@ class SocketThread:
             return  # the loop is closed
 
     def _deliver(self, frames: list[Frame], cost: int) -> None:
-        self._owner.channel_frames(frames)
+        self._owner.socket_frames(frames)
         with self._lock:
             self._unread -= cost
             resume = self._paused and self._unread <= _MAX_UNREAD // 2

@@ -29,7 +29,7 @@ from aiosync.transports.torch_distributed.store import StoreAddress
 from aiosync.transports.unix_socket import SharedMemTransport, UnixListener
 from aiosync.weights.segment import Segment
 
-__all__ = ["RankedListener", "RankedTransport", "SenderAddress"]
+__all__ = ["SenderAddress", "TorchDistributedListener", "TorchDistributedTransport"]
 
 
 class LocalAddress(msgspec.Struct, frozen=True):
@@ -70,19 +70,20 @@ class SenderAddress(msgspec.Struct, frozen=True):
         host: the sender's IP address.
         port: its TCP port.
         token: the secret that a worker proves to know.
-        near: the address for workers on the sender's machine; None: there is none.
+        local: the address for workers on the sender's machine; None: there is none.
     """
 
     host: str
     port: int
     token: bytes
-    near: LocalAddress | None = None
+    # Its key is "near" in what the sender writes into the store.
+    local: LocalAddress | None = msgspec.field(default=None, name="near")
 
     def __repr__(self) -> str:
         return f"SenderAddress({self.host!r}, {self.port}, <secret>)"
 
 
-class RankedTransport(DialledTransport):
+class TorchDistributedTransport(DialledTransport):
     """A worker's connection to its sender. A subclass finds the sender's address in :meth:`_find`.
 
     Args:
@@ -102,32 +103,32 @@ class RankedTransport(DialledTransport):
             WorkerLostError: the sender or the store is not there.
             SyncTimeoutError: the sender did not appear in time.
         """
-        place = await self._find(deadline)
-        near = place.near if self._share_memory else None
-        if near is not None and near.within_reach():
-            local = SharedMemTransport(near.address)
-            local.secret = place.token
+        address = await self._find(deadline)
+        local = address.local if self._share_memory else None
+        if local is not None and local.within_reach():
+            transport = SharedMemTransport(local.address)
+            transport.secret = address.token
             try:
-                await local.open(deadline)
+                await transport.open(deadline)
             except WorkerLostError:
-                await local.aclose()  # connecting over TCP gives the reason, if the sender is gone
+                await transport.aclose()  # connecting over TCP gives the reason, if the sender is gone
             except BaseException:
-                await local.aclose()
+                await transport.aclose()
                 raise
             else:
-                local.reached = True
-                return local
-        await self._connect_to(place, deadline)
+                transport.reached = True
+                return transport
+        await self._connect_to(address, deadline)
         return self
 
     async def open(self, deadline: Deadline) -> None:
         """Find the sender and connect to it over TCP. Raises as :meth:`reach`."""
         await self._connect_to(await self._find(deadline), deadline)
 
-    async def _connect_to(self, place: SenderAddress, deadline: Deadline) -> None:
+    async def _connect_to(self, address: SenderAddress, deadline: Deadline) -> None:
         self.trouble = ""
-        self.secret = place.token
-        self._address = Address(place.host, place.port)
+        self.secret = address.token
+        self._address = Address(address.host, address.port)
         self.peer_name = f"rank 0 at {self._address}"
         await super().open(deadline)
 
@@ -147,30 +148,30 @@ class RankedTransport(DialledTransport):
             self._socket.decoder.bare = True
 
 
-class RankedListener(Listener):
+class TorchDistributedListener(Listener):
     """Listens for workers over TCP, and over a Unix socket for those on this machine.
 
     A subclass publishes the addresses.
 
     Args:
-        meeting: the store.
+        store_address: the store.
         token: the secret that workers prove to know.
         share_memory: whether workers on this machine may map the sender's memory.
 
     Attributes:
-        meeting: the store, as workers reach it.
-        place: the sender's addresses and token.
+        store_address: the store, as workers reach it.
+        address: the sender's addresses and token.
     """
 
-    def __init__(self, meeting: StoreAddress, token: bytes, *, share_memory: bool) -> None:
-        self.meeting, self._store = meeting.open()
-        host = self.meeting.reachable
-        tcp = TCPListener(Address(self.meeting.bind, 0))
+    def __init__(self, store_address: StoreAddress, token: bytes, *, share_memory: bool) -> None:
+        self.store_address, self._store = store_address.open()
+        host = self.store_address.reachable
+        tcp = TCPListener(Address(self.store_address.bind, 0))
         self._listeners: list[TCPListener | UnixListener] = [tcp]
         self.patience = tcp.patience
         self._sample: Segment | None = None
-        near = self._listen_locally() if share_memory and "memfd_create" in dir(os) else None
-        self.place = SenderAddress(host, tcp.address.port, bytes(bytearray(token)), near)
+        local = self._listen_locally() if share_memory and "memfd_create" in dir(os) else None
+        self.address = SenderAddress(host, tcp.address.port, bytes(bytearray(token)), local)
 
     def _listen_locally(self) -> LocalAddress | None:
         mark = secrets.token_bytes(32)

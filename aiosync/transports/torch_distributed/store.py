@@ -267,12 +267,12 @@ class StoreLookup:
     """Looks for a worker's sender. :meth:`run` blocks in a thread. Another thread calls :meth:`cancel`.
 
     Args:
-        meeting: the store.
+        store_address: the store.
         model_id: the model's name.
     """
 
-    def __init__(self, meeting: StoreAddress, model_id: str | None) -> None:
-        self._meeting = meeting
+    def __init__(self, store_address: StoreAddress, model_id: str | None) -> None:
+        self._store_address = store_address
         self._model_id = model_id
         self._name = secrets.token_hex(8)
         self._other: Any = None
@@ -284,7 +284,7 @@ class StoreLookup:
         Raises:
             WorkerLostError: there is no store, or it is gone.
         """
-        store = self._meeting.connect()
+        store = self._store_address.connect()
         store.set_timeout(_FOR_EVER)
         mine, key = prefixed(store, self._model_id), f"met/{self._name}"
         try:

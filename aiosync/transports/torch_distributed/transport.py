@@ -18,17 +18,21 @@ from aiosync._deadline import Deadline
 from aiosync.transports._offload import DetachedThread, abandonable, start_thread
 from aiosync.transports.base import Transport
 from aiosync.transports.tcp.address import Address
-from aiosync.transports.torch_distributed.connection import RankedListener, RankedTransport, SenderAddress
+from aiosync.transports.torch_distributed.connection import (
+    SenderAddress,
+    TorchDistributedListener,
+    TorchDistributedTransport,
+)
 from aiosync.transports.torch_distributed.store import StoreAddress, StoreLookup, StoreResponder
 
 __all__ = ["DistributedListener", "DistributedTransport"]
 
 
-class DistributedTransport(RankedTransport):
+class DistributedTransport(TorchDistributedTransport):
     """A worker's connection to its sender, which it finds in a store.
 
     Args:
-        meeting: the store.
+        store_address: the store.
         model_id: the model's name.
         rank: the worker's rank.
         share_memory: whether the worker may map the sender's memory, if it can.
@@ -38,27 +42,27 @@ class DistributedTransport(RankedTransport):
     """
 
     def __init__(
-        self, meeting: StoreAddress, model_id: str | None, rank: int, *, share_memory: bool = True
+        self, store_address: StoreAddress, model_id: str | None, rank: int, *, share_memory: bool = True
     ) -> None:
         super().__init__(share_memory=share_memory)
         self.rank = rank
         self.store: Any = None
-        self._meeting = meeting
+        self._store_address = store_address
         self._model_id = model_id
 
     def connection(self) -> Any:
         return self.store.clone()
 
     async def _find(self, deadline: Deadline) -> SenderAddress:
-        meeting = self._meeting
-        lookup = StoreLookup(meeting, self._model_id)
+        store_address = self._store_address
+        lookup = StoreLookup(store_address, self._model_id)
         found = None
         try:
             async with asyncio.timeout(deadline.remaining()):
-                meeting.check_known()
-                if meeting.store is None:
+                store_address.check_known()
+                if store_address.store is None:
                     # torch would wait for the store in a call that cannot be interrupted.
-                    self._address = Address(meeting.host, meeting.port)
+                    self._address = Address(store_address.host, store_address.port)
                     (await self._dial(deadline)).close()
                 self.trouble = "no sender of this model came to the store"
                 found = await abandonable(lookup.run, "aiosync-meet")
@@ -72,22 +76,22 @@ class DistributedTransport(RankedTransport):
         return msgspec.msgpack.decode(answer, type=SenderAddress)
 
 
-class DistributedListener(RankedListener):
+class DistributedListener(TorchDistributedListener):
     """Listens for workers, and publishes its address in a store.
 
     Args:
-        meeting: the store.
+        store_address: the store.
         model_id: the model's name.
         token: the secret that workers prove to know.
         share_memory: whether workers on this machine may map the sender's memory.
     """
 
     def __init__(
-        self, meeting: StoreAddress, model_id: str | None, token: bytes, *, share_memory: bool = True
+        self, store_address: StoreAddress, model_id: str | None, token: bytes, *, share_memory: bool = True
     ) -> None:
-        super().__init__(meeting, token, share_memory=share_memory)
+        super().__init__(store_address, token, share_memory=share_memory)
         self._make_responder: Callable[[], StoreResponder] | None = partial(
-            StoreResponder, self._store, model_id, msgspec.msgpack.encode(self.place)
+            StoreResponder, self._store, model_id, msgspec.msgpack.encode(self.address)
         )
         self._responder: StoreResponder | None = None
         self._thread = DetachedThread("aiosync-store")
