@@ -11,8 +11,8 @@ from aiosync.schemes.base import WeightSyncScheme
 from aiosync.sender.endpoint import WeightSender
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.process_group import Collective, ProcessGroupTransfer
-from aiosync.transports.torch_distributed.connection import TorchDistributedTransport
 from aiosync.transports.torch_distributed.process_group import check_backend
+from aiosync.transports.torch_distributed.transport import TorchDistributedTransport
 from aiosync.weights.copying import INLINE_LIMIT
 
 __all__ = ["Collective", "RankedWeightSyncScheme"]

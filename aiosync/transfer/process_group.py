@@ -31,11 +31,11 @@ from aiosync.transfer.stream_inbound import BaseLostError
 from aiosync.transports._offload import call_when_done
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.tcp.connection import TCPTransport
-from aiosync.transports.torch_distributed.connection import (
+from aiosync.transports.torch_distributed.process_group import ProcessGroupMember, device_of
+from aiosync.transports.torch_distributed.transport import (
     TorchDistributedListener,
     TorchDistributedTransport,
 )
-from aiosync.transports.torch_distributed.process_group import ProcessGroupMember, device_of
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 

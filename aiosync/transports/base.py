@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import ClassVar, NoReturn, Protocol
+from typing import ClassVar, NoReturn, Protocol, TypeAlias
 
 from aiosync._deadline import Deadline
 from aiosync.errors import AlreadyConnectedError, FrameError, ProtocolError, WorkerLostError
@@ -17,6 +17,9 @@ from aiosync.protocol.framing import FrameDecoder, encode
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.transports._offload import uninterrupted
+
+OnConnection: TypeAlias = Callable[["Transport"], None]
+OnLost: TypeAlias = Callable[[int, str], None]
 
 
 class Listener(ABC):
@@ -38,9 +41,7 @@ class Listener(ABC):
         return False
 
     @abstractmethod
-    async def listen(
-        self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
-    ) -> None:
+    async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
         """Start to accept connections.
 
         Args:

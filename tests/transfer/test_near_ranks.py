@@ -26,8 +26,7 @@ from aiosync.sender.slot_write import SlotWrite
 from aiosync.transfer.broadcast import BroadcastGroup
 from aiosync.transfer.double_buffer import DoubleBuffer
 from aiosync.transfer.slots import LeaseKind
-from aiosync.transports.torch_distributed.connection import TorchDistributedListener
-from aiosync.transports.torch_distributed.transport import DistributedTransport
+from aiosync.transports.torch_distributed.transport import DistributedTransport, TorchDistributedListener
 from aiosync.transports.unix_socket import SharedMemTransport
 from aiosync.weights.module_binding import ModuleBinding
 from aiosync.weights.segment import Segment

@@ -22,8 +22,6 @@ from aiosync.transports.ray.calls import ray_here
 from aiosync.weights.copying import copy_pairs
 from aiosync.weights.layout import Layout
 
-__all__ = ["as_tensor", "fetch", "notify_keeper", "open_keeper", "packed", "put", "warn_if_tight"]
-
 logger = logging.getLogger("aiosync")
 
 _keepers: dict[tuple[str, str], Any] = {}
@@ -34,8 +32,8 @@ actor of a cluster that is gone.
 """
 
 
+# Seconds that a reference may arrive after the Update that names it, because they take different ways.
 _PATIENCE = 10.0
-"""Seconds that a reference may arrive after the Update that names it, because they take different ways."""
 
 
 def open_keeper() -> Any:

@@ -11,14 +11,12 @@ from aiosync.protocol.allowed_frames import Inbound
 from aiosync.transports.ray.calls import ray_here
 from aiosync.transports.ray.object_store import open_keeper
 from aiosync.transports.tcp.connection import DialledTransport
-from aiosync.transports.torch_distributed.connection import (
+from aiosync.transports.torch_distributed.store import StoreAddress
+from aiosync.transports.torch_distributed.transport import (
     SenderAddress,
     TorchDistributedListener,
     TorchDistributedTransport,
 )
-from aiosync.transports.torch_distributed.store import StoreAddress
-
-__all__ = ["RayListener", "RayWorkerTransport", "SenderInfo"]
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import nested_tensordict
 from aiosync.weights.target import receiver_tensors
 
-__all__ = ["PutWeights", "RayActorTransport", "RayTransport", "UpdateMethod", "put_weights"]
-
 UpdateMethod: TypeAlias = Literal["tensordict", "state_dict"]
 """The form in which an actor accepts weights."""
 
@@ -153,12 +151,6 @@ class RayTransport(CallingTransport):
 
     def _call_with(self, weights: PutWeights, deadline: Deadline) -> ActorCall:
         return self._start_call(self._method, (weights.ref,), {}, deadline)
-
-    async def _result(self, call: ActorCall, deadline: Deadline | None = None) -> Any:
-        return await call.answer(deadline)
-
-    def _discard(self, call: ActorCall) -> None:
-        call.discard()
 
 
 class RayActorTransport(RayTransport):

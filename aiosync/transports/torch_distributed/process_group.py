@@ -4,10 +4,10 @@ They are independent of the process's other groups, and not registered: ``torch.
 does not change. A group of two serves one worker. So another worker's death does not break it, and a worker
 that connects later gets its own group. A larger group is for broadcasts.
 
-States: NEW → JOINED → CLOSED, or NEW → CLOSED. The group's thread makes the group at the first use, uses it
-    and drops
-it. When a member drops the group, its connections close, and pending calls of the other members raise. So a
-blocked rank is released by another rank, or by the group's timeout.
+States: NEW → JOINED → CLOSED, or NEW → CLOSED.
+The group's thread makes the group at the first use, uses it and drops it. When a member drops the group, its
+connections close, and pending calls of the other members raise. So a blocked rank is released by another
+rank, or by the group's timeout.
 """
 
 from __future__ import annotations
@@ -24,27 +24,18 @@ from torch import Tensor
 
 from aiosync.errors import InvalidArgumentError, WorkerLostError
 from aiosync.transports._offload import DetachedThread
+from aiosync.transports.torch_distributed.store import first_line
 
-__all__ = ["BACKENDS", "BUCKET", "ProcessGroupMember", "check_backend", "device_of"]
-
-BUCKET = 8 << 20
-"""Bytes of one message. Small enough that copying, sending and receiving overlap."""
-
-BACKENDS = ("gloo", "nccl")
-
-_JOIN = 30.0
-"""Most seconds that the other members have to join a group."""
+BUCKET = 8 << 20  # bytes of one message. Small enough that copying, sending and receiving overlap
+_JOIN = 30.0  # most seconds that the other members have to join a group
 
 
 def check_backend(backend: str) -> None:
     """Raise InvalidArgumentError if this build of torch does not have ``backend``."""
-    if backend not in BACKENDS:
+    if backend not in ("gloo", "nccl"):
         raise InvalidArgumentError(f"backend={backend!r}: expected one of 'gloo', 'nccl'")
-    # A build without torch.distributed does not have the functions below.
-    found = dist.is_available() and (
-        dist.is_gloo_available() if backend == "gloo" else dist.is_nccl_available()
-    )
-    if not found:
+    # A build without torch.distributed does not have is_..._available().
+    if not dist.is_available() or not getattr(dist, f"is_{backend}_available")():
         raise InvalidArgumentError(f"backend={backend!r}: this build of torch does not have it")
 
 
@@ -59,7 +50,7 @@ class ProcessGroupMember:
     """One member of a process group. Rank 0 sends, the other ranks receive.
 
     Args:
-        backend: one of :data:`BACKENDS`.
+        backend: "gloo" or "nccl".
         store: makes a connection to the members' common store. Called in the group's thread.
         key: the group's name in the store, the same for all members and unique to the group.
         rank: this member's rank; 0 on the sender.
@@ -130,7 +121,7 @@ class ProcessGroupMember:
         try:
             self._move_all(buffer, tag, ready)
         except RuntimeError as exc:
-            broken = str(exc).splitlines()[0] if str(exc) else repr(exc)
+            broken = first_line(exc)
         if broken:
             # Not within the handler: there the exception refers to frames that hold the group, which would
             # not be destroyed, and the other members would go on waiting. Queued messages must not be moved
@@ -161,9 +152,8 @@ class ProcessGroupMember:
     def _joined(self) -> Any:
         """Return the group. The first call makes it, together with the other members."""
         if self._group is None:
-            rendezvous = dist.PrefixStore(  # type: ignore[attr-defined]
-                f"aiosync/ranks/{self._key}", self._store()
-            )
+            prefix, store = f"aiosync/ranks/{self._key}", self._store()
+            rendezvous = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
             self._group = self._make(rendezvous)
             token = torch.zeros(1, dtype=torch.uint8, device=device_of(self._backend))
             if self._rank == 0:

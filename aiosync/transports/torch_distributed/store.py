@@ -30,8 +30,6 @@ import torch.distributed as dist
 from aiosync.errors import InvalidArgumentError, WorkerLostError
 from aiosync.transports.tcp.address import is_loopback
 
-__all__ = ["StoreAddress", "StoreLookup", "StoreResponder", "first_line"]
-
 logger = logging.getLogger("aiosync")
 
 _c10d: Any = dist  # type checkers do not know the names of its stores
@@ -42,19 +40,12 @@ _BACKLOG = 4096
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """A store object, or the address of a TCPStore.
+    """A store object of this process, or the address of a TCPStore."""
 
-    Attributes:
-        store: a store object of this process; None: use ``host`` and ``port``.
-        host: host of a TCPStore.
-        port: port of a TCPStore; 0: not known yet.
-        serves: whether the sender starts the TCPStore if no process serves it yet.
-    """
-
-    store: Any = None
+    store: Any = None  # None: use host and port
     host: str = "127.0.0.1"
-    port: int = 0
-    serves: bool = True
+    port: int = 0  # 0: not known yet
+    serves: bool = True  # whether the sender starts the TCPStore if no process serves it yet
 
     @classmethod
     def at(cls, store: Any, init_method: str | None) -> StoreAddress:
@@ -125,26 +116,18 @@ class StoreAddress:
             port, descriptor = sock.getsockname()[1], sock.detach()
             inode = _inode(descriptor)
         try:
-            return _c10d.TCPStore(
-                self.host,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=descriptor,
-            )
+            options = {"wait_for_workers": False, "multi_tenant": True, "master_listen_fd": descriptor}
+            return _c10d.TCPStore(self.host, port, is_master=True, **options)
         except RuntimeError:
             if descriptor is not None and _inode(descriptor) == inode:  # unless torch has closed it
                 os.close(descriptor)
             raise
 
     def by_address(self) -> StoreAddress:
-        """Return the address of a given TCPStore, without the object; port 0 if the store is not a
-        TCPStore."""
-        store = self.store
-        if not isinstance(store, _c10d.TCPStore):
+        """Return the address of a given TCPStore, without the object; port 0 if it is another store."""
+        if not isinstance(self.store, _c10d.TCPStore):
             return StoreAddress(serves=False)
-        return StoreAddress(None, store.host, store.port, serves=False)
+        return StoreAddress(None, self.store.host, self.store.port, serves=False)
 
     def check_known(self) -> None:
         """Raise InvalidArgumentError if the store's address was not given."""
@@ -185,13 +168,15 @@ class StoreAddress:
             return str(probe.getsockname()[0])
 
     def _store_address(self) -> str:
-        host = self.host
-        store = self.store
-        while isinstance(store, _c10d.PrefixStore):
-            store = store.underlying_store
-        if isinstance(store, _c10d.TCPStore):
-            host = store.host
-        return socket.gethostbyname(host)
+        store = without_prefix(self.store)
+        return socket.gethostbyname(store.host if isinstance(store, _c10d.TCPStore) else self.host)
+
+
+def without_prefix(store: Any) -> Any:
+    """Return the store that PrefixStores are wrapped around."""
+    while isinstance(store, _c10d.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _inode(descriptor: int) -> int:
@@ -203,8 +188,7 @@ def _inode(descriptor: int) -> int:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Listen at the first IPv4 address of ``host``, which workers look for; without one, at its first
-    address."""
+    """Listen at the first IPv4 address of ``host``, which workers look for; else at its first address."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -218,9 +202,9 @@ def _listening(host: str, port: int) -> socket.socket:
     return sock
 
 
-def prefixed(store: Any, model_id: str | None, *more: str) -> Any:
+def _of_model(store: Any, model_id: str | None) -> Any:
     """Return the part of a store that belongs to one model."""
-    return _c10d.PrefixStore("/".join(("aiosync", model_id or "", *more)), store)
+    return _c10d.PrefixStore(f"aiosync/{model_id or ''}", store)
 
 
 class StoreResponder:
@@ -229,14 +213,14 @@ class StoreResponder:
     Args:
         kept: the store. This object keeps it alive.
         model_id: the model's name.
-        answer: what workers get: the encoded :class:`SenderAddress`.
+        answer: what workers get: the encoded ``SenderAddress``.
     """
 
     def __init__(self, kept: Any, model_id: str | None, answer: bytes) -> None:
         self._kept = kept
         store, other = kept.clone(), kept.clone()
-        self._store = prefixed(store, model_id)
-        self._other = prefixed(other, model_id)
+        self._store = _of_model(store, model_id)
+        self._other = _of_model(other, model_id)
         self._answer = answer
         self._closed = False
         store.set_timeout(_FOR_EVER)
@@ -264,12 +248,7 @@ class StoreResponder:
 
 
 class StoreLookup:
-    """Looks for a worker's sender. :meth:`run` blocks in a thread. Another thread calls :meth:`cancel`.
-
-    Args:
-        store_address: the store.
-        model_id: the model's name.
-    """
+    """Looks for a worker's sender. :meth:`run` blocks in a thread. Another thread calls :meth:`cancel`."""
 
     def __init__(self, store_address: StoreAddress, model_id: str | None) -> None:
         self._store_address = store_address
@@ -286,9 +265,9 @@ class StoreLookup:
         """
         store = self._store_address.connect()
         store.set_timeout(_FOR_EVER)
-        mine, key = prefixed(store, self._model_id), f"met/{self._name}"
+        mine, key = _of_model(store, self._model_id), f"met/{self._name}"
         try:
-            self._other = prefixed(store.clone(), self._model_id)
+            self._other = _of_model(store.clone(), self._model_id)
             if self._cancelled:
                 return None
             mine.queue_push("arrivals", self._name)
@@ -306,6 +285,6 @@ class StoreLookup:
                 self._other.set(f"met/{self._name}", b"")
 
 
-def first_line(exc: Exception) -> str:
-    """Return the first line of an exception's text."""
-    return str(exc).splitlines()[0] if str(exc) else repr(exc)
+def first_line(exc: BaseException) -> str:
+    """Return the first line of an exception's text, or its repr if it has no text."""
+    return next(iter(str(exc).splitlines()), "") or repr(exc)

@@ -21,20 +21,16 @@ from torch.distributed import rpc
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError
 from aiosync.transports._offload import handover
-from aiosync.transports.base import Transport
-from aiosync.transports.torch_distributed.connection import (
+from aiosync.transports.base import OnConnection, OnLost
+from aiosync.transports.torch_distributed.store import StoreAddress
+from aiosync.transports.torch_distributed.transport import (
     SenderAddress,
     TorchDistributedListener,
     TorchDistributedTransport,
 )
-from aiosync.transports.torch_distributed.store import StoreAddress
 from aiosync.transports.torch_rpc.calls import Call, agent_here, is_member, notify, store_here
 
-__all__ = ["RPCListener", "RPCWorkerTransport", "SenderInfo"]
-
-
-_REMEMBERED = 256
-"""Most cancelled lookups that are remembered because their question may still arrive."""
+_REMEMBERED = 256  # most cancelled lookups that are remembered because their question may still arrive
 
 
 def _sender_name(given: str | None) -> str:
@@ -228,9 +224,7 @@ class RPCListener(TorchDistributedListener):
         )
         self._names = (_named(model_id), self.sender_info.key)
 
-    async def listen(
-        self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
-    ) -> None:
+    async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
         await super().listen(on_connection, on_lost)
         _directory.add(self._names, self.address)
 
