@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
@@ -52,8 +51,12 @@ class Offloader:
 
     async def copy(self, pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> bool:
         """Copy in as many threads as torch would use; returns false if ``cancelled()`` ended it early."""
+
+        def run(lane: Lane, gone: Callable[[], bool]) -> bool:
+            return lane(lambda: gone() or cancelled())
+
         lanes = copy_lanes(pairs, min(torch.get_num_threads(), _LANES))
-        return all(await self._run_all([partial(_drive, lane, cancelled) for lane in lanes]))
+        return all(await self._run_all([partial(run, lane) for lane in lanes]))
 
     async def _run_all(self, works: Sequence[Callable[[Callable[[], bool]], T]]) -> list[T]:
         if not works:
@@ -92,10 +95,6 @@ async def offloaded(work: Callable[[], T], name: str) -> T:
         return await offloader.run(lambda _: work())
     finally:
         offloader.close()
-
-
-def _drive(lane: Lane, cancelled: Callable[[], bool], gone: Callable[[], bool]) -> bool:
-    return lane(lambda: gone() or cancelled())
 
 
 async def uninterrupted(work: Callable[[Callable[[], bool]], Coroutine[Any, Any, T]]) -> T:
@@ -149,10 +148,17 @@ def handover() -> tuple[asyncio.Future[T], Callable[[Callable[[], T]], None]]:
             value = work()
         except Exception as exc:  # noqa: BLE001 - raised where it is awaited
             error = exc
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(put, value, error)
+        post(loop, put, value, error)
 
     return future, resolve
+
+
+def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
+    """Call ``callback(*args)`` on ``loop``, from any thread; does nothing if the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        return
 
 
 async def abandonable(work: Callable[[], T], name: str) -> T:
@@ -168,13 +174,7 @@ async def abandonable(work: Callable[[], T], name: str) -> T:
 
 def call_when_done(future: Future[T], callback: Callable[[Future[T]], None]) -> None:
     """Call ``callback(future)`` on the running loop once ``future`` is done, unless the loop is closed."""
-    loop = asyncio.get_running_loop()
-
-    def post(done: Future[T]) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(callback, done)
-
-    future.add_done_callback(post)
+    future.add_done_callback(partial(post, asyncio.get_running_loop(), callback))
 
 
 class LoopThread:

@@ -110,19 +110,15 @@ class Transport(ABC):
     def __init__(self) -> None:
         self._decoder = FrameDecoder()
         self._inbox: deque[Frame] = deque()
-        # What ``receive`` waits on.
-        self._waiter: asyncio.Future[None] | None = None
-        # None before ``start``.
-        self._sink: Sink | None = None
+        self._waiter: asyncio.Future[None] | None = None  # what ``receive`` waits on
+        self._sink: Sink | None = None  # None before ``start``
         self.peer_name = "a local process"
         self.trouble = ""
         self.reached = False
         self.secret: bytes | None = None
         self.greeting: Deadline | None = None
-        # Why the connection was lost; None: it was not.
-        self._end: str | None = None
-        # Set if the connection was lost because the peer broke the protocol.
-        self._breach: ProtocolError | None = None
+        self._end: str | None = None  # why the connection was lost; None: it was not
+        self._breach: ProtocolError | None = None  # set if it was lost because the peer broke the protocol
         self._closed = False
 
     # -- implemented by subclasses --------------------------------------------------------------
@@ -335,9 +331,7 @@ class Transport(ABC):
     def _lost(self, reason: str, breach: ProtocolError | None = None) -> None:
         """Report the connection as lost, once. ``aclose`` still has to be called.
 
-        Args:
-            reason: why, for messages.
-            breach: set if the peer broke the protocol.
+        ``breach`` is set if the peer broke the protocol.
         """
         if self._end is not None or self._closed:
             return

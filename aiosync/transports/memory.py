@@ -15,6 +15,7 @@ from typing import Literal
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, WorkerLostError
 from aiosync.protocol.frames import Frame
+from aiosync.transports._offload import post
 from aiosync.transports.base import Listener, OnConnection, OnLost, Transport
 
 FaultKind = Literal["drop", "corrupt", "truncate", "duplicate", "swap", "close"]
@@ -125,12 +126,8 @@ class MemoryTransport(Transport):
                 return []
 
     def _post(self, data: bytes | None) -> None:
-        loop = self._loop
-        assert loop is not None
-        try:
-            loop.call_soon_threadsafe(self._arrived, data)
-        except RuntimeError:
-            return  # the loop of that end is closed, as if the peer had died
+        assert self._loop is not None
+        post(self._loop, self._arrived, data)  # if that loop is closed, the peer is as good as dead
 
     def _arrived(self, data: bytes | None) -> None:
         if data is None:

@@ -28,8 +28,7 @@ class PendingCall(ABC):
     async def answer(self, deadline: Deadline | None = None) -> Any:
         """Wait for the answer and return it. After a cancellation or a timeout it may be awaited again.
 
-        Args:
-            deadline: replaces the call's own.
+        ``deadline`` replaces the call's own.
 
         Raises:
             RemoteApplyError: the actor's method raised. The error has the exception's type and traceback.

@@ -60,15 +60,12 @@ class SharedMemTransport(Transport):
         self._on_open = on_open
         self._sock: socket.socket | None = None
         self._peer_pid = 0
-        # Writes that the kernel has not taken. It may have taken a part of the first.
-        self._unsent: deque[bytes] = deque()
+        self._unsent: deque[bytes] = deque()  # not taken by the kernel, or the first one in part
         self._drained: asyncio.Future[None] | None = None  # resolved when nothing is unsent; for _close
-        # Whether the peer has closed its reading end. Its last frames may still have to be read.
-        self._mute = False
+        self._mute = False  # the peer has closed its reading end; its last frames may still be unread
 
     @property
     def peer_pid(self) -> int:
-        """The peer's process id, as the kernel reports it."""
         return self._peer_pid
 
     async def open(self, deadline: Deadline) -> None:
@@ -102,8 +99,6 @@ class SharedMemTransport(Transport):
             self._sock.close()
             self._sock = None
 
-    # -- reading --------------------------------------------------------------------------------------
-
     def _readable(self) -> None:
         if self._sock is None:
             return
@@ -127,8 +122,6 @@ class SharedMemTransport(Transport):
         """Close the socket and report the connection as lost. None: the peer has closed it."""
         self._close_socket()
         self._lost(f"its connection closed{f' ({exc})' if exc else ''}")
-
-    # -- writing --------------------------------------------------------------------------------------
 
     def _write(self, data: bytes) -> None:
         if self._sock is None:
@@ -178,8 +171,6 @@ class SharedMemTransport(Transport):
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
-    # -- closing --------------------------------------------------------------------------------------
-
     async def _close(self) -> None:
         if self._sock is not None and self._unsent:
             loop = asyncio.get_running_loop()
@@ -203,18 +194,13 @@ class SharedMemTransport(Transport):
 class UnixListener(Listener):
     """The sender's listening socket. The constructor binds it, so that workers can connect from then on.
 
-    Attributes:
-        address: what workers dial; a string that can be pickled.
+    Workers dial ``address``, a string that can be pickled.
     """
 
     def __init__(self) -> None:
-        self._folder: str | None = None
-        name = f"aiosync-{secrets.token_hex(16)}"
-        if sys.platform == "linux":
-            self.address = f"@{name}"
-        else:
-            self._folder = tempfile.mkdtemp(prefix="aiosync-")
-            self.address = os.path.join(self._folder, "socket")
+        self._folder = None if sys.platform == "linux" else tempfile.mkdtemp(prefix="aiosync-")
+        abstract = f"@aiosync-{secrets.token_hex(16)}"
+        self.address = abstract if self._folder is None else os.path.join(self._folder, "socket")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(_os_address(self.address))
         self._socket.listen(_BACKLOG)

@@ -10,12 +10,12 @@ import sys
 import termios
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.queues import SimpleQueue
-from typing import Any
 
-from aiosync.transports._offload import start_thread
+from aiosync.transports._offload import post, start_thread
 from aiosync.transports.base import Transport
 from aiosync.transports.mp.base import MessagePipe, MessagePipeListener, refuse_if_full, split_messages
 from aiosync.transports.socket_options import ioctl_int
@@ -42,7 +42,7 @@ class _QueueReader:
         self, queue: SimpleQueue[bytes], on_item: Callable[[bytes], None], on_end: Callable[[str], None]
     ) -> None:
         self._queue = queue
-        self._loop = asyncio.get_running_loop()
+        self._post = partial(post, asyncio.get_running_loop())
         self._on_item = on_item
         self._on_end = on_end
         self._wake_read, self._wake_write = os.pipe()
@@ -84,12 +84,6 @@ class _QueueReader:
         finally:
             if buffer:
                 lock.release()
-
-    def _post(self, callback: Callable[[Any], None], value: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback, value)
-        except RuntimeError:
-            return  # the loop is closed
 
 
 class QueuePair:

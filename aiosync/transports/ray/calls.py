@@ -47,13 +47,9 @@ def in_actor(handle: Any, function: Callable[..., Any], *args: Any) -> Any:
 
 
 class ActorCall(PendingCall):
-    """A pending call of an actor.
+    """A pending call of an actor: ``pending`` is Ray's reference to the result.
 
-    Args:
-        worker: the index of the actor's worker, for messages.
-        pending: Ray's reference to the result.
-        deadline: for the result.
-        phase: the phase that a timeout's error names.
+    ``phase`` is the one that a timeout's error names.
     """
 
     def __init__(self, worker: int, pending: Any, deadline: Deadline, phase: Phase = "connect") -> None:

@@ -31,7 +31,6 @@ A restarted cluster has other node ids, but may have the same worker ids. Ray en
 actor of a cluster that is gone.
 """
 
-
 # Seconds that a reference may arrive after the Update that names it, because they take different ways.
 _PATIENCE = 10.0
 
@@ -49,13 +48,8 @@ def open_keeper() -> Any:
         _keepers.clear()
         # On this node: if another node is removed, the references that its actors keep are lost.
         strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
-        here_only = strategies.NodeAffinitySchedulingStrategy(here[0], soft=False)
-        options = {
-            "num_cpus": 0,
-            "max_restarts": -1,
-            "max_task_retries": -1,
-            "scheduling_strategy": here_only,
-        }
+        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+        options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(here[0], soft=False)
         _keepers[here] = ray.remote(**options)(_keeper_class()).remote()
     return _keepers[here]
 
@@ -120,11 +114,9 @@ def notify_keeper(keeper: Any, method: str, *args: Any) -> None:
 
 
 def put(thing: Any, tensor_transport: str) -> Any:
-    """Put an object into the object store; returns the reference. Blocking.
+    """Put a 1-D uint8 tensor, or an object that Ray pickles, into the store; returns the reference. Blocking.
 
-    Args:
-        thing: a 1-D uint8 tensor, or an object that Ray pickles.
-        tensor_transport: Ray's transport of the object's tensors, such as ``"object_store"`` or ``"nixl"``.
+    ``tensor_transport`` is Ray's transport of the tensors, such as ``"object_store"`` or ``"nixl"``.
     """
     ray = ray_here()
     if tensor_transport != "object_store":
@@ -159,12 +151,7 @@ def warn_if_tight(nbytes: int) -> None:
 
 
 def fetch(keeper: Any, name: str, number: int) -> Tensor:
-    """Get a version from a keeper, as a 1-D uint8 tensor in the object store's memory. Blocking.
-
-    Args:
-        keeper: the sender's keeper.
-        name: the publisher's name.
-        number: the version's number.
+    """Get version ``number`` of the publisher ``name``: 1-D uint8, in the object store's memory. Blocking.
 
     Raises:
         ProtocolError: the keeper does not have the version.

@@ -21,18 +21,11 @@ from aiosync.transports.torch_distributed.transport import (
 
 @dataclass(frozen=True)
 class SenderInfo:
-    """What a pickled scheme contains about its sender.
-
-    Attributes:
-        address: the sender's address and token.
-        store: the store through which process groups are made.
-        ref_keeper: handle of the actor that keeps references to versions in the object store; None: it is not
-            used.
-    """
+    """What a pickled scheme contains about its sender."""
 
     address: SenderAddress
-    store: StoreAddress
-    ref_keeper: Any
+    store: StoreAddress  # through which process groups are made
+    ref_keeper: Any  # handle of the actor that keeps references to versions; None: the store is not used
 
 
 class RayWorkerTransport(TorchDistributedTransport):
@@ -45,15 +38,9 @@ class RayWorkerTransport(TorchDistributedTransport):
     """
 
     def __init__(self, sender: SenderInfo, *, share_memory: bool, carries: bool) -> None:
-        super().__init__(share_memory=share_memory)
+        super().__init__(share_memory=share_memory, store_address=sender.store)
         self._sender = sender
         self._carries = carries
-        self._store: Any = None
-
-    def connection(self) -> Any:
-        if self._store is None:
-            self._store = self._sender.store.connect()
-        return self._store.clone()
 
     def trust(self, inbound: Inbound) -> None:
         if self._carries:
@@ -74,20 +61,12 @@ class RayListener(TorchDistributedListener):
         share_memory: whether workers on this machine may map the sender's memory.
         stores: whether versions are put into the object store.
 
-    Attributes:
-        sender_info: what a pickled scheme contains about this sender.
-
     Raises:
         NotInitializedError: this process is not connected to a Ray cluster.
     """
 
     def __init__(
-        self,
-        token: bytes,
-        bring_back: Callable[[int], Awaitable[None]],
-        *,
-        share_memory: bool,
-        stores: bool,
+        self, token: bytes, bring_back: Callable[[int], Awaitable[None]], *, share_memory: bool, stores: bool
     ) -> None:
         node = ray_here().util.get_node_ip_address()
         super().__init__(StoreAddress(None, node), token, share_memory=share_memory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from tensordict import TensorDictBase
@@ -24,18 +25,15 @@ UpdateMethod: TypeAlias = Literal["tensordict", "state_dict"]
 """The form in which an actor accepts weights."""
 
 
+@dataclass(frozen=True, eq=False)
 class PutWeights:
-    """Weights in the object store. They stay there as long as this object exists.
+    """Weights in the object store. They stay there as long as this object exists."""
 
-    Attributes:
-        ref: Ray's reference. An actor's method that is called with it gets a TensorDict or a dict, whose
-            tensors view the store. The method must not write to them.
-        form: ``"tensordict"`` or ``"state_dict"``.
-    """
+    # Ray's reference. An actor's method that is called with it gets a TensorDict or a dict, whose tensors
+    # view the store. The method must not write to them.
+    ref: Any
 
-    def __init__(self, ref: Any, form: UpdateMethod) -> None:
-        self.ref = ref
-        self.form: UpdateMethod = form
+    form: UpdateMethod
 
 
 class _Packed:

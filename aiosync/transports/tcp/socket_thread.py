@@ -25,12 +25,13 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 
 from aiosync.errors import HandshakeError, ProtocolError
 from aiosync.protocol.frames import Bye, Frame, Refused
 from aiosync.protocol.framing import encode, is_frame
 from aiosync.protocol.stream import StreamDecoder
-from aiosync.transports._offload import LoopThread
+from aiosync.transports._offload import LoopThread, post
 from aiosync.transports.forks import close_in_children
 from aiosync.transports.tcp.socket_writer import SocketWriter
 from aiosync.transports.tcp.tls import TLSLayer, error_of_plain_answer, reason_of
@@ -93,6 +94,7 @@ class SocketThread:
         self._on_frames = on_frames
         self._on_end = on_end
         self._home = asyncio.get_running_loop()
+        self._post = partial(post, self._home)
         self._tls = tls
         self._raw = memoryview(bytearray(_RECORD if tls is not None else 0))  # gets encrypted bytes
         self._state = _State.NEW
@@ -104,10 +106,8 @@ class SocketThread:
         self._unread = 0  # cost of the frames that wait for the owner's loop, see _MAX_UNREAD
         self._framed = 0  # value of ``decoder.framed`` at the last delivery
         self._paused = False  # whether reading is suspended until the owner's loop has caught up
-        # Resolved when the connection has ended, if :meth:`aclose` waits for that.
-        self._closed: asyncio.Future[None] | None = None
-        # Limits the handshake, and later the wait after the half-close.
-        self._timer: asyncio.TimerHandle | None = None
+        self._closed: asyncio.Future[None] | None = None  # resolved at the end, if aclose() waits for it
+        self._timer: asyncio.TimerHandle | None = None  # limits the handshake, then the half-closed state
 
     # -- called by the owner --------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class SocketThread:
                 return count
         if count:
             with self._lock:
-                tls.write_incoming(self._raw[:count])
+                tls.incoming.write(self._raw[:count])
             self._decrypt(tls)
         return count
 
@@ -235,7 +235,7 @@ class SocketThread:
         while self._state is _State.OPEN and not self._paused:
             with self._lock:
                 count = tls.decrypt(self.decoder.buffers()[0])
-                if tls.pending:
+                if tls.outgoing.pending:
                     self.writer.wake()
             if not count:
                 return
@@ -333,13 +333,6 @@ class SocketThread:
             self._post(_resolve, self._closed)
 
     # -- on the owner's loop ---------------------------------------------------------------------------
-
-    def _post(self, callback: Callable[..., None], *args: object) -> None:
-        """Call ``callback(*args)`` on the owner's loop, from any thread."""
-        try:
-            self._home.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            return  # the loop is closed
 
     def _deliver(self, frames: list[Frame], cost: int) -> None:
         self._on_frames(frames)

@@ -198,7 +198,7 @@ class SocketWriter:
     def _busy(self) -> bool:
         """Whether bytes could be sent now. A body that waits for its next chunk does not count."""
         tls = self._tls
-        return self._queue.ready or len(self._sealed) > 0 or (tls is not None and tls.pending)
+        return self._queue.ready or len(self._sealed) > 0 or (tls is not None and tls.outgoing.pending > 0)
 
     def _send_or_arm(self) -> None:
         if self._open and not self._closing and not self._armed:
@@ -225,7 +225,7 @@ class SocketWriter:
                 for piece in self._queue.pieces():
                     tls.encrypt(piece)
                     self._queue.sent(len(piece))
-            self._sealed = tls.read_outgoing()
+            self._sealed = memoryview(tls.outgoing.read())
             if not self._sealed:
                 return 0
         sent = self._sock.send(self._sealed, socket.MSG_DONTWAIT)

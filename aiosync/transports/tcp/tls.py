@@ -107,26 +107,14 @@ class TLSLayer:
 
     def __init__(self, context: ssl.SSLContext, server_hostname: str | None = None) -> None:
         self.listens = server_hostname is None
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, self.listens, server_hostname)
-
-    @property
-    def pending(self) -> bool:
-        """Whether there are encrypted bytes to send."""
-        return self._outgoing.pending > 0
-
-    def read_outgoing(self) -> memoryview:
-        """Remove and return the encrypted bytes that the socket has to send."""
-        return memoryview(self._outgoing.read())
-
-    def write_incoming(self, data: memoryview) -> None:
-        """Add encrypted bytes that the socket has received."""
-        self._incoming.write(data)
+        self.incoming = ssl.MemoryBIO()  # encrypted bytes that the socket has received
+        self.outgoing = ssl.MemoryBIO()  # encrypted bytes that the socket has to send
+        self._tls = context.wrap_bio(self.incoming, self.outgoing, self.listens, server_hostname)
 
     def do_handshake(self) -> bool:
         """Continue the handshake with the bytes received so far; returns whether it is done.
 
-        Raises SSLError if the handshake failed. The outgoing bytes then contain the alert for the other side.
+        Raises SSLError if the handshake failed. ``outgoing`` then has the alert for the other side.
         """
         try:
             self._tls.do_handshake()
@@ -135,7 +123,7 @@ class TLSLayer:
         return True
 
     def encrypt(self, data: memoryview) -> None:
-        """Encrypt ``data`` into the outgoing bytes."""
+        """Encrypt ``data`` into ``outgoing``."""
         while data:
             data = data[self._tls.write(data) :]
 

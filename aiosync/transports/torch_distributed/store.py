@@ -51,8 +51,7 @@ class StoreAddress:
     def at(cls, store: Any, init_method: str | None) -> StoreAddress:
         """Read a scheme's arguments; without arguments, read MASTER_ADDR and MASTER_PORT.
 
-        Raises:
-            InvalidArgumentError: the arguments or the variables are invalid.
+        Raises InvalidArgumentError if the arguments or the variables are invalid.
         """
         if store is not None and init_method is not None:
             raise InvalidArgumentError("give store= or init_method=, not both")
@@ -83,8 +82,7 @@ class StoreAddress:
     def open(self) -> tuple[StoreAddress, Any]:
         """Open the store on the sender. Returns its address for workers, and a connection to keep.
 
-        Raises:
-            WorkerLostError: no store is served at the address, and this process must not serve one.
+        Raises WorkerLostError if no store is served at the address, and this process must not serve one.
         """
         if self.store is not None:
             return self, self.store.clone()
@@ -138,11 +136,7 @@ class StoreAddress:
             )
 
     def connect(self) -> Any:
-        """Connect to the store. Blocking.
-
-        Raises:
-            WorkerLostError: there is no store at the address.
-        """
+        """Connect to the store. Blocking. Raises WorkerLostError if there is no store at the address."""
         if self.store is not None:
             return self.store.clone()
         try:
@@ -152,24 +146,15 @@ class StoreAddress:
         except RuntimeError as exc:
             raise WorkerLostError((), f"no store at {self.host}:{self.port}: {first_line(exc)}") from exc
 
-    @property
-    def bind(self) -> str:
-        """The address that the sender has to listen at so that clients of the store can reach it."""
-        return "127.0.0.1" if is_loopback(self._store_address()) else "0.0.0.0"
-
-    @property
-    def reachable(self) -> str:
-        """This machine's address, as clients of the store see it."""
-        address = self._store_address()
+    def hosts(self) -> tuple[str, str]:
+        """Return where the sender has to listen, and this machine's address as clients of the store see it."""
+        store = without_prefix(self.store)
+        address = socket.gethostbyname(store.host if isinstance(store, _c10d.TCPStore) else self.host)
         if is_loopback(address):
-            return "127.0.0.1"
+            return "127.0.0.1", "127.0.0.1"
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, self.port or 1))  # sends nothing
-            return str(probe.getsockname()[0])
-
-    def _store_address(self) -> str:
-        store = without_prefix(self.store)
-        return socket.gethostbyname(store.host if isinstance(store, _c10d.TCPStore) else self.host)
+            return "0.0.0.0", str(probe.getsockname()[0])
 
 
 def without_prefix(store: Any) -> Any:
@@ -208,12 +193,9 @@ def _of_model(store: Any, model_id: str | None) -> Any:
 
 
 class StoreResponder:
-    """Answers workers that look for their sender. :meth:`run` blocks in a thread.
+    """Answers workers that look for their sender with ``answer``. :meth:`run` blocks in a thread.
 
-    Args:
-        kept: the store. This object keeps it alive.
-        model_id: the model's name.
-        answer: what workers get: the encoded ``SenderAddress``.
+    This object keeps the store ``kept`` alive.
     """
 
     def __init__(self, kept: Any, model_id: str | None, answer: bytes) -> None:
@@ -226,8 +208,7 @@ class StoreResponder:
         store.set_timeout(_FOR_EVER)
 
     def run(self) -> str:
-        """Answer until :meth:`close`, or until the store is gone. Returns why it ended; empty after
-        ``close``."""
+        """Answer until :meth:`close`, or until the store is gone. Returns why it ended; empty: by close()."""
         while True:
             try:
                 name = self._store.queue_pop("arrivals")
@@ -251,8 +232,7 @@ class StoreLookup:
     """Looks for a worker's sender. :meth:`run` blocks in a thread. Another thread calls :meth:`cancel`."""
 
     def __init__(self, store_address: StoreAddress, model_id: str | None) -> None:
-        self._store_address = store_address
-        self._model_id = model_id
+        self._store_address, self._model_id = store_address, model_id
         self._name = secrets.token_hex(8)
         self._other: Any = None
         self._cancelled = False
@@ -260,8 +240,7 @@ class StoreLookup:
     def run(self) -> tuple[bytes, Any] | None:
         """Wait for the sender's answer. Returns the answer and the store, or None after :meth:`cancel`.
 
-        Raises:
-            WorkerLostError: there is no store, or it is gone.
+        Raises WorkerLostError if there is no store, or it is gone.
         """
         store = self._store_address.connect()
         store.set_timeout(_FOR_EVER)

@@ -84,11 +84,14 @@ class TorchDistributedTransport(DialledTransport):
 
     Args:
         share_memory: whether the worker may map the sender's memory, if it can.
+        store_address: the store; None: a subclass connects to the store itself.
     """
 
-    def __init__(self, *, share_memory: bool) -> None:
+    def __init__(self, *, share_memory: bool, store_address: StoreAddress | None = None) -> None:
         super().__init__(Address("127.0.0.1", 0))
         self._share_memory = share_memory
+        self._store_address = store_address
+        self._store: Any = None
 
     async def reach(self, deadline: Deadline) -> Transport:
         """Find the sender and connect to it, over a Unix socket if its memory can be mapped; else over TCP.
@@ -132,9 +135,12 @@ class TorchDistributedTransport(DialledTransport):
     async def _find(self, deadline: Deadline) -> SenderAddress:
         """Return the sender's address. Raises as :meth:`reach`."""
 
-    @abstractmethod
     def connection(self) -> Any:
         """Make a connection to the store, for a thread that blocks in the store. Blocking."""
+        if self._store is None:
+            assert self._store_address is not None
+            self._store = self._store_address.connect()
+        return self._store.clone()
 
     def trust(self, inbound: Inbound) -> None:
         super().trust(inbound)
@@ -151,16 +157,13 @@ class TorchDistributedListener(Listener):
         store_address: the store.
         token: the secret that workers prove to know.
         share_memory: whether workers on this machine may map the sender's memory.
-
-    Attributes:
-        store_address: the store, as workers reach it.
-        address: the sender's addresses and token.
     """
 
     def __init__(self, store_address: StoreAddress, token: bytes, *, share_memory: bool) -> None:
+        # The store as workers reach it, and a connection to it.
         self.store_address, self._store = store_address.open()
-        host = self.store_address.reachable
-        tcp = TCPListener(Address(self.store_address.bind, 0))
+        bind, host = self.store_address.hosts()
+        tcp = TCPListener(Address(bind, 0))
         self._listeners: list[TCPListener | UnixListener] = [tcp]
         self.patience = tcp.patience
         self._sample: Segment | None = None
@@ -212,25 +215,18 @@ class DistributedTransport(TorchDistributedTransport):
         model_id: the model's name.
         rank: the worker's rank.
         share_memory: whether the worker may map the sender's memory, if it can.
-
-    Attributes:
-        store: a connection to the store; None until the sender has answered.
     """
 
     def __init__(
         self, store_address: StoreAddress, model_id: str | None, rank: int, *, share_memory: bool = True
     ) -> None:
-        super().__init__(share_memory=share_memory)
+        super().__init__(share_memory=share_memory, store_address=store_address)
         self.rank = rank
-        self.store: Any = None
-        self._store_address = store_address
         self._model_id = model_id
-
-    def connection(self) -> Any:
-        return self.store.clone()
 
     async def _find(self, deadline: Deadline) -> SenderAddress:
         store_address = self._store_address
+        assert store_address is not None
         lookup = StoreLookup(store_address, self._model_id)
         found = None
         try:
@@ -248,7 +244,7 @@ class DistributedTransport(TorchDistributedTransport):
             if found is None:
                 start_thread(lookup.cancel, "aiosync-meet")
         assert found is not None
-        answer, self.store = found
+        answer, self._store = found
         return msgspec.msgpack.decode(answer, type=SenderAddress)
 
 

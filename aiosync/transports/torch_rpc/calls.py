@@ -53,13 +53,9 @@ def rank_here() -> int:
 
 
 class Call(PendingCall):
-    """A pending call of a function in another process.
+    """A pending call of a function in another process, which can import the function's module.
 
-    Args:
-        to: the process's name in torch RPC, or its WorkerInfo.
-        function: a function of a module that the process can import.
-        args: the function's arguments.
-        deadline: for the answer.
+    ``to`` is the process's name in torch RPC, or its WorkerInfo.
 
     Raises:
         NotInitializedError: torch RPC is not initialised in this process.

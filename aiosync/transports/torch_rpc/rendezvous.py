@@ -14,7 +14,6 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch.distributed import rpc
 
@@ -83,8 +82,7 @@ class _Directory:
                     self._addresses.pop(name, None)
 
     def look_up(self, name: str, ticket: str, worker: str) -> SenderAddress | None:
-        """Return the address of the newest sender of this name; None: the answer is sent when there is
-        one."""
+        """Return the address of the newest sender of this name; None: the answer is sent later."""
         with self._lock:
             if name in self._addresses:
                 return self._addresses[name][-1]
@@ -129,18 +127,12 @@ def _receive_answer(ticket: str, address: SenderAddress) -> None:
 
 @dataclass(frozen=True)
 class SenderInfo:
-    """What a pickled scheme contains about its sender.
+    """What a pickled scheme contains about its sender."""
 
-    Attributes:
-        sender: the name of the sender's process in torch RPC.
-        key: the sender's own name in that process's directory.
-        address: the sender's address, for workers that are not members of torch RPC, such as a respawned
-            worker.
-        store: the store, for the same workers.
-    """
+    sender: str  # the name of the sender's process in torch RPC
+    key: str  # the sender's own name in that process's directory
 
-    sender: str
-    key: str
+    # For workers that are not members of torch RPC, such as a respawned worker.
     address: SenderAddress
     store: StoreAddress
 
@@ -151,33 +143,21 @@ class RPCWorkerTransport(TorchDistributedTransport):
     Args:
         model_id: the model's name.
         sender: the name of the sender's process in torch RPC; None: rank 0.
-        sender_info: what the sender has published about itself; None: look the sender up by ``model_id``.
+        info: what the sender has published about itself; None: look the sender up by ``model_id``.
         share_memory: whether the worker may map the sender's memory, if it can.
     """
 
     def __init__(
-        self,
-        model_id: str | None,
-        sender: str | None,
-        sender_info: SenderInfo | None,
-        *,
-        share_memory: bool = True,
+        self, model_id: str | None, sender: str | None, info: SenderInfo | None, *, share_memory: bool = True
     ) -> None:
-        super().__init__(share_memory=share_memory)
-        self._name = _named(model_id) if sender_info is None else sender_info.key
-        self._sender = sender if sender_info is None else sender_info.sender
-        self._sender_info = sender_info
-        self._store: Any = None
-
-    def connection(self) -> Any:
-        if self._store is None:
-            assert self._sender_info is not None
-            self._store = self._sender_info.store.connect()
-        return self._store.clone()
+        super().__init__(share_memory=share_memory, store_address=None if info is None else info.store)
+        self._name = _named(model_id) if info is None else info.key
+        self._sender = sender if info is None else info.sender
+        self._info = info
 
     async def _find(self, deadline: Deadline) -> SenderAddress:
-        if self._sender_info is not None and not is_member():
-            return self._sender_info.address
+        if self._info is not None and not is_member():
+            return self._info.address
         self._store = store_here()
         return await self._ask(_sender_name(self._sender), deadline)
 
@@ -203,15 +183,7 @@ class RPCWorkerTransport(TorchDistributedTransport):
 
 
 class RPCListener(TorchDistributedListener):
-    """Listens for workers. Workers ask for its address by torch RPC.
-
-    Args:
-        model_id: the model's name.
-        token: the secret that workers prove to know.
-        share_memory: whether workers on this machine may map the sender's memory.
-
-    Attributes:
-        sender_info: what a pickled scheme contains about this sender.
+    """Listens for workers of ``model_id``, which ask for its address by torch RPC.
 
     Raises:
         NotInitializedError: torch RPC is not initialised in this process.
