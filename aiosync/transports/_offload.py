@@ -43,10 +43,7 @@ class Offloader:
         self._executor: ThreadPoolExecutor | None = None
 
     async def run(self, work: Callable[[Callable[[], bool]], T]) -> T:
-        """Run ``work(cancelled)`` in a thread, and return its result or raise its exception.
-
-        ``cancelled()`` returns true once the caller of ``run`` was cancelled.
-        """
+        """Run ``work(cancelled)`` in a thread. ``cancelled()`` is true once the caller was cancelled."""
         return (await self._run_all([work]))[0]
 
     async def copy(self, pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> bool:

@@ -41,11 +41,7 @@ class ConnectionPipe(MessagePipe):
 
     Messages of this package are recognised by their first bytes. Other messages are unpickled, as
     ``Connection.recv`` does, and passed to ``on_other_message``. The event loop watches the pipe.
-
-    Args:
-        connection: this process's end.
-        on_other_message: called with each message that aiosync did not write. Raises UnexpectedMessage if
-            there is no handler.
+    ``on_other_message`` raises UnexpectedMessage if there is no handler.
     """
 
     def __init__(self, connection: Connection[Any, Any], on_other_message: Callable[[Any], None]) -> None:
@@ -129,10 +125,7 @@ class PipeListener(MessagePipeListener):
     """Accepts connections over pipes that the caller made.
 
     A broken pipe is not replaced. To respawn a worker, the caller makes a new scheme with a new pipe.
-
-    Args:
-        pipes: one per worker, in the order of the workers' indices.
-        on_other: called with a worker's index and each message that aiosync did not write.
+    ``on_other`` is called with a worker's index and each message that aiosync did not write.
     """
 
     def __init__(self, pipes: Sequence[Connection[Any, Any]], on_other: Callable[[int, Any], None]) -> None:

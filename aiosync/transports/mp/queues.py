@@ -176,8 +176,7 @@ class QueuePipe(MessagePipe):
 class QueueListener(MessagePipeListener):
     """Accepts connections over one pair of queues per worker.
 
-    Attributes:
-        pairs: worker index -> the queues that a worker spawned now has to get.
+    ``pairs`` has, by worker index, the queues that a worker spawned now has to get.
     """
 
     def __init__(self, workers: Iterable[int], ctx: BaseContext) -> None:

@@ -14,11 +14,7 @@ from aiosync.transports.torch_distributed.store import first_line
 
 
 def ray_here() -> Any:
-    """Return the module ``ray``.
-
-    Raises:
-        NotInitializedError: this process is not connected to a Ray cluster.
-    """
+    """Return the module ``ray``. Raises NotInitializedError if this process is not connected to a cluster."""
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         installed = importlib.util.find_spec("ray") is not None
@@ -37,10 +33,7 @@ def in_actor(handle: Any, function: Callable[..., Any], *args: Any) -> Any:
 
     An actor runs such calls one after the other, like its methods; an async actor runs them on its event
     loop. A call may run twice: if the actor's process dies, Ray repeats the call after it has restarted the
-    actor.
-
-    Raises:
-        NotInitializedError: this process is not connected to a Ray cluster.
+    actor. Raises as :func:`ray_here`.
     """
     ray_here()
     return handle.__ray_call__.options(max_task_retries=-1).remote(function, *args)

@@ -36,11 +36,7 @@ _PATIENCE = 10.0
 
 
 def open_keeper() -> Any:
-    """Return the handle of this process's keeper. The first call starts it, without waiting.
-
-    Raises:
-        NotInitializedError: this process is not connected to a Ray cluster.
-    """
+    """Return the handle of this process's keeper. The first call starts it, without waiting."""
     ray = ray_here()
     context = ray.get_runtime_context()
     here = context.get_node_id(), context.get_worker_id()

@@ -100,9 +100,8 @@ class TLSLayer:
     """The TLS of one connection, apart from its socket: bytes in, bytes out.
 
     An ``SSLSocket`` makes a system call for each record of 16 KiB. This class encrypts and decrypts many
-    records between two system calls. Only one thread may use it at a time.
-
-    ``server_hostname`` is the name that the sender's certificate must contain; None on the listening side.
+    records between two system calls. Only one thread may use it at a time. ``server_hostname`` is the name
+    that the sender's certificate must contain; None on the listening side.
     """
 
     def __init__(self, context: ssl.SSLContext, server_hostname: str | None = None) -> None:

@@ -95,8 +95,7 @@ class StoreAddress:
     def _serve(self) -> Any:
         """Serve a TCPStore that listens only at the host's address.
 
-        By default a TCPStore listens at all addresses of the machine, and answers any client (pytorch issue
-        173909).
+        By default it listens at all addresses of the machine, and answers any client (pytorch issue 173909).
         """
         port, descriptor, inode = self.port, None, 0
         try:
@@ -147,7 +146,7 @@ class StoreAddress:
             raise WorkerLostError((), f"no store at {self.host}:{self.port}: {first_line(exc)}") from exc
 
     def hosts(self) -> tuple[str, str]:
-        """Return where the sender has to listen, and this machine's address as clients of the store see it."""
+        """Return where the sender has to listen, and this machine's address as the store's clients see it."""
         store = without_prefix(self.store)
         address = socket.gethostbyname(store.host if isinstance(store, _c10d.TCPStore) else self.host)
         if is_loopback(address):

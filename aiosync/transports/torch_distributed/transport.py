@@ -82,9 +82,7 @@ class SenderAddress(msgspec.Struct, frozen=True):
 class TorchDistributedTransport(DialledTransport):
     """A worker's connection to its sender. A subclass finds the sender's address in :meth:`_find`.
 
-    Args:
-        share_memory: whether the worker may map the sender's memory, if it can.
-        store_address: the store; None: a subclass connects to the store itself.
+    ``store_address`` is None if the subclass connects to the store itself.
     """
 
     def __init__(self, *, share_memory: bool, store_address: StoreAddress | None = None) -> None:
@@ -151,12 +149,8 @@ class TorchDistributedTransport(DialledTransport):
 class TorchDistributedListener(Listener):
     """Listens for workers over TCP, and over a Unix socket for those on this machine.
 
-    A subclass publishes the addresses.
-
-    Args:
-        store_address: the store.
-        token: the secret that workers prove to know.
-        share_memory: whether workers on this machine may map the sender's memory.
+    A subclass publishes the addresses. ``share_memory``: whether workers on this machine may map the sender's
+    memory.
     """
 
     def __init__(self, store_address: StoreAddress, token: bytes, *, share_memory: bool) -> None:

@@ -25,11 +25,7 @@ _SHORTLY = 10.0
 
 
 def agent_here() -> Any:
-    """Return this process's RPC agent.
-
-    Raises:
-        NotInitializedError: torch RPC is not initialised in this process.
-    """
+    """Return this process's RPC agent. Raises NotInitializedError if torch RPC is not initialised."""
     if not is_member():
         raise NotInitializedError(
             "torch RPC is not initialised in this process: call torch.distributed.rpc.init_rpc() first"
@@ -55,10 +51,7 @@ def rank_here() -> int:
 class Call(PendingCall):
     """A pending call of a function in another process, which can import the function's module.
 
-    ``to`` is the process's name in torch RPC, or its WorkerInfo.
-
-    Raises:
-        NotInitializedError: torch RPC is not initialised in this process.
+    ``to`` is the process's name in torch RPC, or its WorkerInfo. Raises as :func:`agent_here`.
     """
 
     def __init__(

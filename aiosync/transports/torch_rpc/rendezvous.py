@@ -33,12 +33,7 @@ _REMEMBERED = 256  # most cancelled lookups that are remembered because their qu
 
 
 def _sender_name(given: str | None) -> str:
-    """Return the name of the sender's process in torch RPC: ``given``, or the name of rank 0.
-
-    Raises:
-        NotInitializedError: torch RPC is not initialised in this process.
-        InvalidArgumentError: no process has rank 0.
-    """
+    """Return the name of the sender's process in torch RPC: ``given``, or the name of rank 0."""
     if given is not None:
         return given
     for info in agent_here().get_worker_infos():
@@ -56,8 +51,7 @@ class _Directory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._addresses: dict[str, list[SenderAddress]] = {}
-        # Sender's name -> ticket of a lookup -> name of the worker's process.
-        self._asked: dict[str, dict[str, str]] = {}
+        self._asked: dict[str, dict[str, str]] = {}  # sender's name -> ticket of a lookup -> worker's process
         # Tickets cancelled before their question arrived: torch RPC runs calls in several threads.
         self._cancelled: dict[str, None] = {}
 
