@@ -110,7 +110,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
         shares = may_share(self._backend, self._share_memory)
         listener = DistributedListener(self._meeting, self._model_id, self._token, share_memory=shares)
-        self._meeting = listener.meeting
+        self._meeting = listener.store_address
         return listener
 
     def create_transport(self, *, worker_idx: int) -> DistributedTransport:

@@ -223,7 +223,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     @property
     def port_of_sender(self) -> int:
         """The port on which this recipe's sender listens; 0: the recipe does not have it."""
-        return self._known.place.port if self._known is not None else 0
+        return self._known.address.port if self._known is not None else 0
 
     @property
     def _shares(self) -> bool:
@@ -233,7 +233,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
         stores = self._data_plane == "object_store"
         listener = RayListener(self._token, self._bring_back, share_memory=self._shares, stores=stores)
-        self._known = listener.known
+        self._known = listener.sender_info
         return listener
 
     def create_transport(self, *, worker_idx: int) -> RayWorkerTransport:
@@ -248,7 +248,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
             return ProcessGroupTransfer(
                 self._backend, self._collective, self.timeout, self._listener, self._inline
             )
-        office = None if self._known is None else self._known.office
+        office = None if self._known is None else self._known.ref_keeper
         return ObjectStoreTransfer(office, self._tensor_transport, self._listener, self._inline)
 
     def _release(self) -> None:

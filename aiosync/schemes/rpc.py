@@ -87,7 +87,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     @property
     def port_of_sender(self) -> int:
         """The port on which this recipe's sender listens; 0: the recipe does not have it."""
-        return self._known.place.port if self._known is not None else 0
+        return self._known.address.port if self._known is not None else 0
 
     def init_on_sender(self, **arguments: Any) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`; a ``context`` may have remote objects.
@@ -133,7 +133,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
         shares = may_share(self._backend, self._share_memory)
         listener = RPCListener(self._model_id, self._token, share_memory=shares)
-        self._known = listener.known
+        self._known = listener.sender_info
         return listener
 
     def create_transport(self, *, worker_idx: int) -> RPCWorkerTransport:

@@ -25,8 +25,11 @@ from aiosync.transfer.stream import BaseLostError
 from aiosync.transports._offload import call_when_done
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.tcp.connection import TCPTransport
-from aiosync.transports.torch_distributed.connection import RankedListener, RankedTransport
 from aiosync.transports.torch_distributed.process_group import ProcessGroupMember, device_of
+from aiosync.transports.torch_distributed.transport import (
+    TorchDistributedListener,
+    TorchDistributedTransport,
+)
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
@@ -77,7 +80,7 @@ class ProcessGroupTransfer(Transfer):
 
     def _join(self, key: str, size: int = 2) -> ProcessGroupMember:
         """Make the sender's member of a process group."""
-        assert isinstance(self.listener, RankedListener)
+        assert isinstance(self.listener, TorchDistributedListener)
         return ProcessGroupMember(self.backend, self.listener.connection, key, 0, size, timeout=self.timeout)
 
     def renew(self) -> None:
@@ -90,7 +93,7 @@ class ProcessGroupTransfer(Transfer):
 
 def allocate_near(listener: Listener | None, nbytes: int, device: torch.device) -> Segment:
     """Memory for a slot: shared, if workers on this machine may view it, else private and on ``device``."""
-    if isinstance(listener, RankedListener) and listener.place.near is not None:
+    if isinstance(listener, TorchDistributedListener) and listener.address.local is not None:
         return Segment.shared(nbytes)
     return Segment.private(nbytes, device)
 
@@ -204,12 +207,12 @@ class ProcessGroupInbound(BackgroundInbound, DoubleBuffer):
         super().__init__(layout, device_of(backend))
         self._backend = backend
         self._timeout = timeout
-        self._transport: RankedTransport | None = None
+        self._transport: TorchDistributedTransport | None = None
         # Whether the process group is for broadcasts -> its key, and this worker's member of it.
         self._members: dict[bool, tuple[str, ProcessGroupMember]] = {}
 
     def attach(self, transport: Transport) -> None:
-        assert isinstance(transport, RankedTransport)
+        assert isinstance(transport, TorchDistributedTransport)
         self._leave_groups()
         self._transport = transport
 

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
@@ -25,26 +24,10 @@ import torch
 
 from aiosync.weights.copying import Lane, Pairs, copy_lanes
 
-__all__ = [
-    "DetachedThread",
-    "LoopThread",
-    "Offloader",
-    "abandonable",
-    "call_when_done",
-    "detached",
-    "handover",
-    "offloaded",
-    "start_thread",
-    "uninterrupted",
-]
-
 T = TypeVar("T")
 
-_LAST_WAIT = 2.0
-"""Seconds that the interpreter's exit waits for detached threads, all together."""
-
-_LANES = 8
-"""Most threads of one offloader. More threads copy no faster: memory bandwidth is the limit."""
+_LAST_WAIT = 2.0  # seconds that the interpreter's exit waits for detached threads, all together
+_LANES = 8  # most threads of one offloader. More threads copy no faster: memory bandwidth is the limit
 
 
 class Offloader:
@@ -53,9 +36,6 @@ class Offloader:
     ``run`` returns or raises only when the work has ended, also if the caller is cancelled: the work may read
     the caller's tensors or write into a slot, and no other code may use that memory at the same time. So long
     work should be divided into pieces and call ``cancelled()`` between two pieces.
-
-    Args:
-        name: prefix of the threads' names.
     """
 
     def __init__(self, name: str) -> None:
@@ -63,25 +43,17 @@ class Offloader:
         self._executor: ThreadPoolExecutor | None = None
 
     async def run(self, work: Callable[[Callable[[], bool]], T]) -> T:
-        """Run ``work(cancelled)`` in a thread and return its result.
-
-        Args:
-            work: ``cancelled()`` returns true once the caller of ``run`` was cancelled.
-
-        Raises:
-            Exception: any exception that ``work`` raises.
-            CancelledError: the caller was cancelled, and ``work`` has ended.
-        """
+        """Run ``work(cancelled)`` in a thread. ``cancelled()`` is true once the caller was cancelled."""
         return (await self._run_all([work]))[0]
 
     async def copy(self, pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> bool:
-        """Run :func:`~aiosync.weights.copying.copy_pairs` in as many threads as torch would use.
+        """Copy in as many threads as torch would use; returns false if ``cancelled()`` ended it early."""
 
-        Returns:
-            False if ``cancelled()`` ended the copy early.
-        """
+        def run(lane: Lane, gone: Callable[[], bool]) -> bool:
+            return lane(lambda: gone() or cancelled())
+
         lanes = copy_lanes(pairs, min(torch.get_num_threads(), _LANES))
-        return all(await self._run_all([partial(_drive, lane, cancelled) for lane in lanes]))
+        return all(await self._run_all([partial(run, lane) for lane in lanes]))
 
     async def _run_all(self, works: Sequence[Callable[[Callable[[], bool]], T]]) -> list[T]:
         if not works:
@@ -122,10 +94,6 @@ async def offloaded(work: Callable[[], T], name: str) -> T:
         offloader.close()
 
 
-def _drive(lane: Lane, cancelled: Callable[[], bool], gone: Callable[[], bool]) -> bool:
-    return lane(lambda: gone() or cancelled())
-
-
 async def uninterrupted(work: Callable[[Callable[[], bool]], Coroutine[Any, Any, T]]) -> T:
     """Await ``work(cancelled)`` until it ends, even if the caller is cancelled.
 
@@ -154,11 +122,10 @@ async def _outlast(future: asyncio.Future[Any]) -> None:
 
 
 def handover() -> tuple[asyncio.Future[T], Callable[[Callable[[], T]], None]]:
-    """Make a future of the running loop that another thread resolves.
+    """Make a future of the running loop, and ``resolve(work)``, by which another thread resolves it.
 
-    Returns:
-        The future, and ``resolve(work)`` for the other thread. ``resolve`` calls ``work()`` and gives its
-        result or exception to the future. If the future is done or the loop is closed, the result is dropped.
+    ``resolve`` calls ``work()`` and gives its result or exception to the future. If the future is done or the
+    loop is closed, the result is dropped.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -178,19 +145,23 @@ def handover() -> tuple[asyncio.Future[T], Callable[[Callable[[], T]], None]]:
             value = work()
         except Exception as exc:  # noqa: BLE001 - raised where it is awaited
             error = exc
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(put, value, error)
+        post(loop, put, value, error)
 
     return future, resolve
+
+
+def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
+    """Call ``callback(*args)`` on ``loop``, from any thread; does nothing if the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        return
 
 
 async def abandonable(work: Callable[[], T], name: str) -> T:
     """Run ``work()`` in a new daemon thread and return its result. A cancelled caller does not wait for it.
 
     Use it for calls that cannot be interrupted, end by themselves and use none of this package's memory.
-
-    Raises:
-        Exception: any exception that ``work`` raises.
     """
     future: asyncio.Future[T]
     future, resolve = handover()
@@ -199,38 +170,23 @@ async def abandonable(work: Callable[[], T], name: str) -> T:
 
 
 def call_when_done(future: Future[T], callback: Callable[[Future[T]], None]) -> None:
-    """Call ``callback(future)`` on the running loop once ``future`` is done, unless the loop is closed
-    then."""
-    loop = asyncio.get_running_loop()
-
-    def post(done: Future[T]) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(callback, done)
-
-    future.add_done_callback(post)
+    """Call ``callback(future)`` on the running loop once ``future`` is done, unless the loop is closed."""
+    future.add_done_callback(partial(post, asyncio.get_running_loop(), callback))
 
 
 class LoopThread:
     """An event loop in its own thread. Its connections move bytes while the caller's loop is busy.
 
-    The endpoint that owns the thread closes it.
-
-    Args:
-        name: the thread's name.
-
-    Attributes:
-        loop: use it only in its own thread.
+    The endpoint that owns the thread closes it. ``loop`` may be used only in the thread.
     """
 
     def __init__(self, name: str) -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self.loop.run_forever, name)
         self._closed = False
 
     def call(self, function: Callable[..., object], *args: object) -> bool:
-        """Call ``function(*args)`` in the thread, after earlier calls; returns false if the thread has
-        ended."""
+        """Call ``function(*args)`` in the thread, after earlier calls; returns false if it has ended."""
         if self._closed:
             return False
         self.loop.call_soon_threadsafe(function, *args)
@@ -250,12 +206,11 @@ class LoopThread:
 
 _detached: weakref.WeakSet[DetachedThread] = weakref.WeakSet()
 
+# Lower than the finalizers that close schemes, which may still send a frame. Higher than
+# multiprocessing's join of its children, which may be waiting for that frame.
 _EXIT_PRIORITY = 500
-"""Lower than the finalizers that close schemes, which may still send a frame. Higher than multiprocessing's
-join of its children, which may be waiting for that frame."""
 
-_watched_exit = 0
-"""Process id for which the exit finalizer is registered; 0: none yet."""
+_watched_exit = 0  # process id for which the exit finalizer is registered; 0: none yet
 
 
 def _watch_exit() -> None:
@@ -282,15 +237,10 @@ class DetachedThread:
     :meth:`close` does not wait: the thread ends when its running call returns. The interpreter's exit does
     wait, up to :data:`_LAST_WAIT` seconds: a thread that returns from such a call into a finalized
     interpreter crashes the process.
-
-    Args:
-        name: the thread's name.
-
-    Attributes:
-        wake: makes the running call return; called at the interpreter's exit. None: there is no way to.
     """
 
     def __init__(self, name: str) -> None:
+        # Makes the running call return; called at the interpreter's exit. None: there is no way to.
         self.wake: Callable[[], object] | None = None
         self._closed = False
         self._name = name
@@ -300,8 +250,7 @@ class DetachedThread:
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Queue ``work()``; returns the future of its result. After :meth:`close` the future has an error."""
         if self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._run, self._name)
             _detached.add(self)
             _watch_exit()
         future: Future[T] = Future()
@@ -335,11 +284,7 @@ class DetachedThread:
 
 
 async def detached(thread: DetachedThread, work: Callable[[], T]) -> T:
-    """Queue ``work()`` in ``thread`` and return its result. A cancelled caller does not wait for it.
-
-    Raises:
-        Exception: any exception that ``work`` raises.
-    """
+    """Queue ``work()`` in ``thread`` and return its result. A cancelled caller does not wait for it."""
     future = asyncio.wrap_future(thread.submit(work))
     future.add_done_callback(_retrieve)
     await asyncio.wait([future])

@@ -15,15 +15,9 @@ from anyio.abc import TaskGroup
 
 from aiosync.transports._offload import uninterrupted
 
-__all__ = ["BackgroundTasks"]
-
 
 class BackgroundTasks:
-    """Owns the background tasks of one endpoint.
-
-    Args:
-        name: of the task that holds the task group.
-    """
+    """Owns the background tasks of one endpoint."""
 
     def __init__(self, name: str) -> None:
         self._name = name

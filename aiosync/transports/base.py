@@ -6,19 +6,20 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import ClassVar, NoReturn, Protocol, TypeAlias
 
 from aiosync._deadline import Deadline
-from aiosync.errors import FrameError, ProtocolError, SyncTimeoutError, WorkerLostError
+from aiosync.errors import AlreadyConnectedError, FrameError, ProtocolError, WorkerLostError
 from aiosync.protocol.allowed_frames import Inbound
 from aiosync.protocol.events import Greeted, Left, Verified, Welcomed
-from aiosync.protocol.frames import Ack, Frame, Nack, Update
+from aiosync.protocol.frames import Frame
 from aiosync.protocol.framing import FrameDecoder, encode
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.transports._offload import uninterrupted
 
-__all__ = ["Listener", "Sink", "Transport"]
+OnConnection: TypeAlias = Callable[["Transport"], None]
+OnLost: TypeAlias = Callable[[int, str], None]
 
 
 class Listener(ABC):
@@ -40,9 +41,7 @@ class Listener(ABC):
         return False
 
     @abstractmethod
-    async def listen(
-        self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
-    ) -> None:
+    async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
         """Start to accept connections.
 
         Args:
@@ -63,8 +62,7 @@ class Listener(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Close this process's copies of the descriptors, in a forked child. The parent's connections go
-        on."""
+        """Close this process's copies of the descriptors, in a forked child. The parent's stay open."""
 
     def stop(self) -> None:
         """Accept no more connections. Open connections can still send a Bye."""
@@ -112,19 +110,15 @@ class Transport(ABC):
     def __init__(self) -> None:
         self._decoder = FrameDecoder()
         self._inbox: deque[Frame] = deque()
-        # What ``receive`` waits on.
-        self._waiter: asyncio.Future[None] | None = None
-        # None before ``start``.
-        self._sink: Sink | None = None
+        self._waiter: asyncio.Future[None] | None = None  # what ``receive`` waits on
+        self._sink: Sink | None = None  # None before ``start``
         self.peer_name = "a local process"
         self.trouble = ""
         self.reached = False
         self.secret: bytes | None = None
         self.greeting: Deadline | None = None
-        # Why the connection was lost; None: it was not.
-        self._end: str | None = None
-        # Set if the connection was lost because the peer broke the protocol.
-        self._breach: ProtocolError | None = None
+        self._end: str | None = None  # why the connection was lost; None: it was not
+        self._breach: ProtocolError | None = None  # set if it was lost because the peer broke the protocol
         self._closed = False
 
     # -- implemented by subclasses --------------------------------------------------------------
@@ -235,52 +229,29 @@ class Transport(ABC):
         """Release what can be released without the event loop, which is closed."""
         self._closed = True
 
-    # -- updates, before start() -------------------------------------------------------------------
+    # -- torchrl's vocabulary: a scheme owns this connection ----------------------------------------
 
-    async def send_weights_async(self, update: Update) -> None:
-        """Send an update without waiting for the answer."""
-        self.write(update)
+    async def send_weights(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise AlreadyConnectedError: a scheme uses this connection. Call ``scheme.send()``."""
+        raise _used_by_scheme("send_weights", "send")
 
-    async def send_weights(self, update: Update, timeout: float) -> Ack | Nack:
-        """Send an update and wait at most ``timeout`` seconds for the answer.
+    async def send_weights_async(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise AlreadyConnectedError: a scheme uses this connection. Call ``scheme.send(wait=False)``."""
+        raise _used_by_scheme("send_weights_async", "send")
 
-        Raises:
-            As :meth:`wait_ack`.
-        """
-        self.write(update)
-        return await self.wait_ack(timeout)
+    async def wait_ack(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise AlreadyConnectedError: a scheme uses this connection. Call ``scheme.wait_ack()``."""
+        raise _used_by_scheme("wait_ack", "wait_ack")
 
-    async def wait_ack(self, timeout: float) -> Ack | Nack:
-        """Wait at most ``timeout`` seconds for the answer to an update.
+    async def receive_weights(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise AlreadyConnectedError: a scheme uses this connection. Call ``scheme.receive()``."""
+        raise _used_by_scheme("receive_weights", "receive")
 
-        Raises:
-            SyncTimeoutError: no frame arrived in time.
-            WorkerLostError: the connection was lost or closed.
-            ProtocolError: another frame arrived.
-        """
-        frame = await self.receive(Deadline.after(timeout))
-        if isinstance(frame, Ack | Nack):
-            return frame
-        raise ProtocolError(f"expected an answer to an update, got {type(frame).__name__}")
+    async def send_ack(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise AlreadyConnectedError: a scheme uses this connection. ``scheme.receive()`` acknowledges."""
+        raise _used_by_scheme("send_ack", "receive")
 
-    async def receive_weights(self, timeout: float) -> Update | None:
-        """Wait at most ``timeout`` seconds for the next update; None: no frame arrived in time.
-
-        Raises:
-            WorkerLostError: the connection was lost or closed.
-            ProtocolError: another frame arrived.
-        """
-        try:
-            frame = await self.receive(Deadline.after(timeout))
-        except SyncTimeoutError:
-            return None
-        if isinstance(frame, Update):
-            return frame
-        raise ProtocolError(f"expected an update, got {type(frame).__name__}")
-
-    async def send_ack(self, answer: Ack | Nack) -> None:
-        """Answer an update."""
-        self.write(answer)
+    # -- the handshake --------------------------------------------------------------------------------
 
     async def setup_connection_and_weights_on_sender(
         self, session: SenderSession, deadline: Deadline
@@ -360,9 +331,7 @@ class Transport(ABC):
     def _lost(self, reason: str, breach: ProtocolError | None = None) -> None:
         """Report the connection as lost, once. ``aclose`` still has to be called.
 
-        Args:
-            reason: why, for messages.
-            breach: set if the peer broke the protocol.
+        ``breach`` is set if the peer broke the protocol.
         """
         if self._end is not None or self._closed:
             return
@@ -381,3 +350,9 @@ class Transport(ABC):
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _used_by_scheme(method: str, instead: str) -> AlreadyConnectedError:
+    return AlreadyConnectedError(
+        f"a scheme uses this connection, and {method}() would break it: call scheme.{instead}() instead"
+    )

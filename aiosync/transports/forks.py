@@ -7,24 +7,18 @@ child has copies of the sockets. While it runs, the peers would not see that its
 from __future__ import annotations
 
 import os
-import socket
 import weakref
 from typing import Protocol
 
-__all__ = ["close_in_children"]
+
+class _HasDescriptor(Protocol):
+    def fileno(self) -> int: ...
 
 
-class HasDescriptor(Protocol):
-    """An object with a file descriptor."""
-
-    def fileno(self) -> int:
-        """Return the descriptor; -1 after the close."""
+_sockets: weakref.WeakSet[_HasDescriptor] = weakref.WeakSet()
 
 
-_sockets: weakref.WeakSet[socket.socket | HasDescriptor] = weakref.WeakSet()
-
-
-def close_in_children(sock: socket.socket | HasDescriptor) -> None:
+def close_in_children(sock: _HasDescriptor) -> None:
     """Close ``sock``, a socket or a locked file, in every process forked while it is open here."""
     _sockets.add(sock)
 

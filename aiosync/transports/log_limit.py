@@ -5,21 +5,12 @@ from __future__ import annotations
 import logging
 import time
 
-__all__ = ["LogLimit"]
-
-_LINES = 5
-"""Most lines that are written per period."""
-
-_PERIOD = 10.0
-"""Length of the period in seconds."""
+_LINES = 5  # most lines that are written per period
+_PERIOD = 10.0  # length of the period in seconds
 
 
 class LogLimit:
-    """Logs warnings, at most :data:`_LINES` per :data:`_PERIOD` seconds, and counts the others.
-
-    Args:
-        logger: where the warnings go.
-    """
+    """Logs warnings, at most :data:`_LINES` per :data:`_PERIOD` seconds, and counts the others."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, WorkerLostError
 from aiosync.protocol.frames import Frame
-from aiosync.transports.base import Listener, Transport
-
-__all__ = ["Fault", "FaultKind", "MemoryListener", "MemoryTransport"]
+from aiosync.transports._offload import post
+from aiosync.transports.base import Listener, OnConnection, OnLost, Transport
 
 FaultKind = Literal["drop", "corrupt", "truncate", "duplicate", "swap", "close"]
 
@@ -60,10 +59,8 @@ class MemoryTransport(Transport):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._faults: Sequence[Fault] = ()
         self._sent = 0
-        # A frame that is sent after the next one: the fault "swap".
-        self._held: bytes | None = None
-        # Frames written before the sender listens.
-        self._early: list[bytes] = []
+        self._swapped: bytes | None = None  # a frame that is sent after the next one: the fault "swap"
+        self._early: list[bytes] = []  # frames written before the sender listens
 
     async def open(self, deadline: Deadline) -> None:
         """Connect to the listener of this address.
@@ -99,11 +96,11 @@ class MemoryTransport(Transport):
             return
         number, self._sent = self._sent, self._sent + 1
         fault = next((x for x in self._faults if self._applies(x, number)), None)
-        held, self._held = self._held, None
+        swapped, self._swapped = self._swapped, None
         for piece in self._apply_fault(data, fault):
             peer._post(piece)
-        if held is not None:
-            peer._post(held)
+        if swapped is not None:
+            peer._post(swapped)
         if fault is not None and fault.kind == "close":
             self._lost("the connection was closed by a scripted fault")
             peer._post(None)
@@ -125,16 +122,12 @@ class MemoryTransport(Transport):
             case "duplicate":
                 return [data, data]
             case "swap":
-                self._held = data
+                self._swapped = data
                 return []
 
     def _post(self, data: bytes | None) -> None:
-        loop = self._loop
-        assert loop is not None
-        try:
-            loop.call_soon_threadsafe(self._arrived, data)
-        except RuntimeError:
-            return  # the loop of that end is closed, as if the peer had died
+        assert self._loop is not None
+        post(self._loop, self._arrived, data)  # if that loop is closed, the peer is as good as dead
 
     def _arrived(self, data: bytes | None) -> None:
         if data is None:
@@ -151,30 +144,20 @@ _listeners: dict[str, MemoryListener] = {}
 
 
 class MemoryListener(Listener):
-    """The sender's end of the in-process rendezvous.
-
-    Args:
-        faults: applied to every connection.
-
-    Attributes:
-        address: what workers dial; valid in this process only.
-    """
+    """The sender's end of the in-process rendezvous. ``faults`` apply to every connection."""
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
         for fault in faults:
             if fault.frame < 0:
                 raise InvalidArgumentError(f"expected a fault's frame number of 0 or more, got {fault.frame}")
-        self.address = f"memory:{secrets.token_hex(8)}"
+        self.address = f"memory:{secrets.token_hex(8)}"  # valid in this process only
         self.faults = tuple(faults)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._on_connection: Callable[[Transport], None] | None = None
+        self._on_connection: OnConnection | None = None
         self._early: list[MemoryTransport] = []
         _listeners[self.address] = self
 
-    async def listen(
-        self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
-    ) -> None:
-        """Call ``on_connection`` on the running loop for every worker that connects."""
+    async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_connection = on_connection
         early, self._early = self._early, []
@@ -198,5 +181,4 @@ class MemoryListener(Listener):
         """Do nothing: there are no descriptors."""
 
     def close(self) -> None:
-        """Stop listening; idempotent."""
         _listeners.pop(self.address, None)

@@ -7,28 +7,19 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["ProcessWatch"]
-
 
 class ProcessWatch:
     """Calls ``on_exit`` once on the running loop when the process ``pid`` ends, by a pidfd of Linux.
 
     A connection closes when its peer dies, unless another process has inherited the peer's end; a queue does
-    not close at all. On a system without pidfds nothing is watched.
-
-    Args:
-        pid: the process to watch; 0 and this process are not watched.
-        on_exit: called without arguments.
-
-    Attributes:
-        gone: whether the process had ended before the watch began.
+    not close at all. On a system without pidfds nothing is watched; nor are the pid 0 and this process.
     """
 
     def __init__(self, pid: int, on_exit: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_exit = on_exit
         self._fd = -1
-        self.gone = False
+        self.gone = False  # whether the process had ended before the watch began
         if pid in (0, os.getpid()) or "pidfd_open" not in dir(os):
             return
         try:

@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from aiosync._deadline import Deadline
 from aiosync.errors import WorkerError
+from aiosync.transports._offload import handover
 
-__all__ = ["CallingTransport"]
+
+class PendingCall(ABC):
+    """A call in another process. No thread blocks until its answer.
+
+    The subclass's constructor starts the call, and has ``_resolve`` called with a function that returns the
+    answer or raises.
+    """
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+        self._answer: asyncio.Future[Any]
+        self._answer, self._resolve = handover()
+
+    @abstractmethod
+    async def answer(self, deadline: Deadline | None = None) -> Any:
+        """Wait for the answer and return it. After a cancellation or a timeout it may be awaited again.
+
+        ``deadline`` replaces the call's own.
+
+        Raises:
+            RemoteApplyError: the actor's method raised. The error has the exception's type and traceback.
+            WorkerLostError: the process is gone, or not a member of torch RPC.
+            SyncTimeoutError: no answer arrived in time.
+        """
+
+    async def _wait(self, deadline: Deadline | None) -> Deadline | None:
+        """Wait for the answer. Returns None, or the deadline that passed."""
+        deadline = deadline or self._deadline
+        await asyncio.wait([self._answer], timeout=deadline.remaining())
+        return None if self._answer.done() else deadline
+
+    def discard(self) -> None:
+        """Drop the answer."""
+        self._answer.cancel()
 
 
 class CallingTransport(ABC):
     """Calls methods of a remote object and awaits their results. No thread blocks meanwhile.
 
-    A subclass implements ``check_connection``, ``_start_call``, ``_start_weights``, ``_result`` and
-    ``_discard``.
+    A subclass implements ``check_connection``, ``_start_call`` and ``_start_weights``.
 
     Args:
         worker_idx: the index of the object's worker, for messages.
@@ -28,7 +62,7 @@ class CallingTransport(ABC):
     def __init__(self, worker_idx: int) -> None:
         self.worker_idx = worker_idx
         # The call of the last ``send_weights_async`` whose result has not been read.
-        self._sent: Any = None
+        self._sent: PendingCall | None = None
         self._closed = False
 
     @abstractmethod
@@ -38,25 +72,16 @@ class CallingTransport(ABC):
     @abstractmethod
     def _start_call(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], deadline: Deadline
-    ) -> Any:
-        """Start a call; returns it."""
+    ) -> PendingCall:
+        """Start a call of a method."""
 
     @abstractmethod
-    async def _start_weights(self, weights: Any, deadline: Deadline) -> Any:
-        """Start the call that passes weights to the object; returns it."""
+    async def _start_weights(self, weights: Any, deadline: Deadline) -> PendingCall:
+        """Start the call that passes weights to the object."""
 
-    @abstractmethod
     async def _result(self, call: Any, deadline: Deadline | None = None) -> Any:
-        """Return the result of ``call``. After a cancellation or a timeout it may be awaited again.
-
-        Args:
-            call: returned by ``_start_call`` or ``_start_weights``.
-            deadline: replaces the call's own.
-        """
-
-    @abstractmethod
-    def _discard(self, call: Any) -> None:
-        """Drop the result of ``call``."""
+        """Return the result of ``call``. After a cancellation or a timeout it may be awaited again."""
+        return await call.answer(deadline)
 
     async def call(self, method: str, *args: Any, timeout: float, **kwargs: Any) -> Any:
         """Call a method of the object and return its result. The remote process awaits a coroutine's result.
@@ -130,8 +155,7 @@ class CallingTransport(ABC):
         return earlier
 
     async def _acknowledged(self, deadline: Deadline | None) -> None:
-        """Wait for the answer to the last weights. After a cancellation or a timeout it may be awaited
-        again."""
+        """Wait for the answer to the last weights. May be called again after a timeout."""
         assert self._sent is not None
         try:
             await self._result(self._sent, deadline)
@@ -145,4 +169,4 @@ class CallingTransport(ABC):
         self._closed = True
         sent, self._sent = self._sent, None
         if sent is not None:
-            self._discard(sent)
+            sent.discard()

@@ -1,17 +1,16 @@
-"""Options of sockets, and what the kernel reports about the peer of a socket."""
+"""Options of sockets, and what the kernel reports about a socket, its peer, or a pipe."""
 
 from __future__ import annotations
 
+import array
+import fcntl
 import ipaddress
 import socket
 import struct
 import sys
 from typing import Any
 
-__all__ = ["credentials", "name_of", "origin_of", "tune"]
-
-_UNIX_BUFFER = 2 << 20
-"""Send buffer of a Unix socket in bytes."""
+_UNIX_BUFFER = 2 << 20  # send buffer of a Unix socket in bytes
 
 
 def credentials(sock: Any) -> tuple[int, int]:
@@ -33,10 +32,7 @@ def name_of(sock: socket.socket) -> str:
 
 
 def origin_of(sock: socket.socket) -> str:
-    """Return a name of the machine of a connected socket's peer; empty if the peer has gone.
-
-    One machine can have many IPv6 addresses. So only the first 64 bits of an IPv6 address count.
-    """
+    """Return a name of the machine of a connected socket's peer; empty if the peer has gone."""
     try:
         peer = sock.getpeername()
     except OSError:
@@ -46,6 +42,7 @@ def origin_of(sock: socket.socket) -> str:
     host = peer[0].partition("%")[0]
     if sock.family != socket.AF_INET6 or host.startswith("::ffff:"):
         return str(host)
+    # One machine can have many IPv6 addresses, with the same first 64 bits.
     return str(ipaddress.ip_network((host, 64), strict=False).network_address)
 
 
@@ -62,3 +59,10 @@ def tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     if "TCP_USER_TIMEOUT" in dir(socket):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+
+
+def ioctl_int(fd: int, request: int) -> int:
+    """Return the int that the ioctl ``request`` reports for the descriptor of a pipe or a socket."""
+    value = array.array("i", [0])
+    fcntl.ioctl(fd, request, value)
+    return value[0]

@@ -7,10 +7,10 @@ temporary folder.
 A connection is a non-blocking socket that the event loop watches. asyncio's streams are not used: a small
 update is little more than one frame in each direction, and streams would add a tenth to its time.
 
-States: NEW (no socket) → OPEN → ENDED; OPEN → CLOSING → ENDED. In CLOSING nothing is read, and what the
-    kernel has
-not taken is still written, for a bounded time. Only the event loop's thread uses the socket. Opening a
-connection awaits nothing. A cancellation does not interrupt ``aclose``.
+States: NEW (no socket) → OPEN → ENDED; OPEN → CLOSING → ENDED.
+In CLOSING nothing is read, and what the kernel has not taken is still written, for a bounded time. Only the
+event loop's thread uses the socket. Opening a connection awaits nothing. A cancellation does not interrupt
+``aclose``.
 """
 
 from __future__ import annotations
@@ -29,29 +29,18 @@ from collections.abc import Callable
 
 from aiosync._deadline import Deadline
 from aiosync.errors import WorkerLostError
-from aiosync.transports.base import Listener, Transport
+from aiosync.transports.base import Listener, OnConnection, OnLost, Transport
 from aiosync.transports.socket_options import credentials
-
-__all__ = ["SharedMemTransport", "UnixListener"]
 
 logger = logging.getLogger("aiosync")
 
 _BACKLOG = 4096
-_AT_ONCE = 64
-"""Most connections that one callback of the event loop accepts."""
-
-_RETRY = 1.0
-"""Seconds without accepting after the system had no descriptor or memory for a connection."""
-
-_READ = 1 << 16
-"""Most bytes that one call reads."""
-
+_AT_ONCE = 64  # most connections that one callback of the event loop accepts
+_RETRY = 1.0  # seconds without accepting after the system had no descriptor or memory for a connection
+_READ = 1 << 16  # most bytes that one call reads
+# Most writes that may wait for a peer that does not read. The protocol never has as many in flight.
 _MAX_UNSENT = 16
-"""Most writes that may wait for a peer that does not read. The protocol never has as many in flight."""
-
-_GRACE = 1.0
-"""Seconds that the peer has to read the last frames when the connection is closed."""
-
+_GRACE = 1.0  # seconds that the peer has to read the last frames when the connection is closed
 _NOT_NOW = BlockingIOError, InterruptedError
 
 
@@ -71,16 +60,12 @@ class SharedMemTransport(Transport):
         self._on_open = on_open
         self._sock: socket.socket | None = None
         self._peer_pid = 0
-        # Writes that the kernel has not taken. It may have taken a part of the first.
-        self._unsent: deque[bytes] = deque()
-        # Resolved when ``_unsent`` is empty; only ``_close`` waits for it.
-        self._drained: asyncio.Future[None] | None = None
-        # Whether the peer has closed its reading end. Its last frames may still have to be read.
-        self._mute = False
+        self._unsent: deque[bytes] = deque()  # not taken by the kernel, or the first one in part
+        self._drained: asyncio.Future[None] | None = None  # resolved when nothing is unsent; for _close
+        self._mute = False  # the peer has closed its reading end; its last frames may still be unread
 
     @property
     def peer_pid(self) -> int:
-        """The peer's process id, as the kernel reports it."""
         return self._peer_pid
 
     async def open(self, deadline: Deadline) -> None:
@@ -114,8 +99,6 @@ class SharedMemTransport(Transport):
             self._sock.close()
             self._sock = None
 
-    # -- reading --------------------------------------------------------------------------------------
-
     def _readable(self) -> None:
         if self._sock is None:
             return
@@ -140,8 +123,6 @@ class SharedMemTransport(Transport):
         self._close_socket()
         self._lost(f"its connection closed{f' ({exc})' if exc else ''}")
 
-    # -- writing --------------------------------------------------------------------------------------
-
     def _write(self, data: bytes) -> None:
         if self._sock is None:
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
@@ -156,8 +137,7 @@ class SharedMemTransport(Transport):
             asyncio.get_running_loop().add_writer(self._sock.fileno(), self._writable)
 
     def _send(self, sock: socket.socket, data: bytes) -> int:
-        """Return how many bytes the kernel took, or all if the peer no longer reads. Raises OSError as
-        :meth:`_write`."""
+        """Return how many bytes the kernel took, or all if the peer no longer reads."""
         if self._mute:
             return len(data)
         try:
@@ -191,8 +171,6 @@ class SharedMemTransport(Transport):
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
-    # -- closing --------------------------------------------------------------------------------------
-
     async def _close(self) -> None:
         if self._sock is not None and self._unsent:
             loop = asyncio.get_running_loop()
@@ -216,29 +194,22 @@ class SharedMemTransport(Transport):
 class UnixListener(Listener):
     """The sender's listening socket. The constructor binds it, so that workers can connect from then on.
 
-    Attributes:
-        address: what workers dial; a string that can be pickled.
+    Workers dial ``address``, a string that can be pickled.
     """
 
     def __init__(self) -> None:
-        self._folder: str | None = None
-        name = f"aiosync-{secrets.token_hex(16)}"
-        if sys.platform == "linux":
-            self.address = f"@{name}"
-        else:
-            self._folder = tempfile.mkdtemp(prefix="aiosync-")
-            self.address = os.path.join(self._folder, "socket")
+        self._folder = None if sys.platform == "linux" else tempfile.mkdtemp(prefix="aiosync-")
+        abstract = f"@aiosync-{secrets.token_hex(16)}"
+        self.address = abstract if self._folder is None else os.path.join(self._folder, "socket")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(_os_address(self.address))
         self._socket.listen(_BACKLOG)
         self._socket.setblocking(False)
         self._home: asyncio.AbstractEventLoop | None = None
-        self._on_connection: Callable[[Transport], None] | None = None
+        self._on_connection: OnConnection | None = None
 
-    async def listen(
-        self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
-    ) -> None:
-        """Call ``on_connection`` on the running loop for every process of this user that connects."""
+    async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
+        """Accept the connections of processes of this user."""
         self._home, self._on_connection = asyncio.get_running_loop(), on_connection
         self._resume()
 
@@ -258,22 +229,19 @@ class UnixListener(Listener):
                     self._home.remove_reader(self._socket.fileno())
                     self._home.call_later(_RETRY, self._resume)
                 return
-            if not _same_user(sock):
-                sock.close()
+            if credentials(sock)[1] not in (-1, os.geteuid()):
+                sock.close()  # another user's process
                 continue
             sock.setblocking(False)
             SharedMemTransport(on_open=self._on_connection)._adopt(sock)
 
     def forget(self) -> None:
-        """Close this process's copy of the socket, in a forked child. The parent goes on listening."""
         self._socket.close()
 
     def stop(self) -> None:
-        """Accept no more connections."""
         self.close()
 
     def close(self) -> None:
-        """Stop listening; idempotent."""
         home, self._home = self._home, None
         if home is not None:
             home.remove_reader(self._socket.fileno())
@@ -285,11 +253,6 @@ class UnixListener(Listener):
 
 def _os_address(address: str) -> str:
     return "\0" + address[1:] if address.startswith("@") else address
-
-
-def _same_user(sock: socket.socket) -> bool:
-    _, uid = credentials(sock)
-    return uid in (-1, os.geteuid())
 
 
 def _why_not_connected(exc: OSError) -> str:

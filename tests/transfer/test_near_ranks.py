@@ -26,8 +26,7 @@ from aiosync.sender.slot_write import SlotWrite
 from aiosync.transfer.broadcast import BroadcastGroup
 from aiosync.transfer.double_buffer import DoubleBuffer
 from aiosync.transfer.slots import LeaseKind
-from aiosync.transports.torch_distributed.connection import RankedListener
-from aiosync.transports.torch_distributed.transport import DistributedTransport
+from aiosync.transports.torch_distributed.transport import DistributedTransport, TorchDistributedListener
 from aiosync.transports.unix_socket import SharedMemTransport
 from aiosync.weights.module_binding import ModuleBinding
 from aiosync.weights.segment import Segment
@@ -120,7 +119,7 @@ async def test_a_worker_that_cannot_come_near(what: str) -> None:
     store, model = a_store(), Uniform()
     scheme, worker = a_sender(store, model), a_worker(store, 0)
     listener = scheme.shared_transport
-    assert isinstance(listener, RankedListener)
+    assert isinstance(listener, TorchDistributedListener)
     if what == "memory":
         assert listener._sample is not None
         listener._sample.buffer.zero_()

@@ -431,7 +431,7 @@ async def test_a_stranger_in_the_middle_of_a_tls_handshake_gives_way_without_non
     peer = await RawWorker.dial(scheme)
     layer = TLSLayer(found.config.for_worker(), "localhost")
     layer.do_handshake()
-    peer.writer.write(bytes(layer.read_outgoing()))
+    peer.writer.write(layer.outgoing.read())
     answer = await within(peer.reader.read(1 << 16))
     listener: Any = scheme.shared_transport
     listener._expel_one()

@@ -31,7 +31,7 @@ from aiosync import (
 from aiosync.schemes import attach as enlisted
 from aiosync.sync import updaters as blocking_updaters
 from aiosync.transports.tcp.connection import TCPTransport
-from aiosync.transports.torch_rpc import rendezvous as rpc_meeting
+from aiosync.transports.torch_rpc import rendezvous as rpc_rendezvous
 from aiosync.transports.torch_rpc.calls import is_member
 from aiosync.transports.unix_socket import SharedMemTransport
 from tests.conformance.test_g07_one_bad_worker import SOON
@@ -369,9 +369,9 @@ async def here() -> AsyncIterator[None]:
     try:
         yield
     finally:
-        assert not rpc_meeting._directory._asked
-        assert not rpc_meeting._directory._places
-        assert not rpc_meeting._pending
+        assert not rpc_rendezvous._directory._asked
+        assert not rpc_rendezvous._directory._addresses
+        assert not rpc_rendezvous._pending
         world.close()
 
 
@@ -385,7 +385,7 @@ async def test_a_worker_without_the_senders_scheme() -> None:
         for sender in (None, rpc.get_worker_info().name):
             worker = worker_of(RPCWeightSyncScheme(sender=sender, timeout=PATIENCE))
             coming = asyncio.ensure_future(worker.connect())
-            await eventually(lambda: bool(rpc_meeting._directory._asked), "it has asked")
+            await eventually(lambda: bool(rpc_rendezvous._directory._asked), "it has asked")
             scheme = RPCWeightSyncScheme(timeout=PATIENCE)
             scheme.init_on_sender(model_id="policy", model=Uniform(7.0), num_workers=1)
             await within(asyncio.gather(scheme.connect(), coming))
@@ -417,7 +417,7 @@ async def test_a_worker_whose_sender_does_not_come() -> None:
         worker = worker_of(RPCWeightSyncScheme(timeout=PATIENCE))
         with pytest.raises(SyncTimeoutError, match=r"'trainer' of torch RPC has no sender of this model"):
             await worker.connect(timeout=BRIEF)
-        await eventually(lambda: not rpc_meeting._directory._asked, "it does not ask any more")
+        await eventually(lambda: not rpc_rendezvous._directory._asked, "it does not ask any more")
         await worker.close()
 
 
@@ -430,7 +430,7 @@ async def test_nobody_has_that_name() -> None:
 
 
 def test_a_lookup_that_arrives_after_its_cancellation() -> None:
-    directory = rpc_meeting._Directory()
+    directory = rpc_rendezvous._Directory()
     directory.cancel("model policy", "ticket")
     assert directory.look_up("model policy", "ticket", "worker") is None
     assert not directory._asked

@@ -24,13 +24,13 @@ class Owner:
         self.frames: list[Frame] = []
         self.ended: str | None = None
 
-    def channel_open(self) -> None:
+    def on_open(self) -> None:
         self.open = True
 
-    def channel_frames(self, frames: list[Frame]) -> None:
+    def on_frames(self, frames: list[Frame]) -> None:
         self.frames += frames
 
-    def channel_ended(self, reason: str, error: ProtocolError | None) -> None:
+    def on_end(self, reason: str, error: ProtocolError | None) -> None:
         self.ended = reason
 
 
@@ -58,7 +58,9 @@ async def test_a_write_that_fails(code: int, lost: bool) -> None:
     sock = Failing(fileno=ours.detach())
     sock.code = code
     thread, owner = LoopThread("test-socket"), Owner()
-    connection = SocketThread(thread, sock, owner)
+    connection = SocketThread(
+        thread, sock, on_open=owner.on_open, on_frames=owner.on_frames, on_end=owner.on_end
+    )
     connection.start(None)
     await eventually(lambda: owner.open, "it is open")
     try:

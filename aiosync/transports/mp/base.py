@@ -20,17 +20,7 @@ from contextlib import suppress
 from functools import partial
 
 from aiosync._deadline import Deadline
-from aiosync.transports.base import Listener, Transport
-
-__all__ = [
-    "MPTransport",
-    "MessagePipe",
-    "MessagePipeListener",
-    "is_ours",
-    "missing",
-    "refuse_if_full",
-    "split_messages",
-]
+from aiosync.transports.base import Listener, OnConnection, OnLost, Transport
 
 _MAGIC = b"aiosync\x01"
 _TAG_SIZE = 8
@@ -57,39 +47,36 @@ def refuse_if_full(room: int, size: int, needed: int) -> None:
         )
 
 
-def missing(buffer: bytearray) -> int:
-    """Return how many bytes the first message in ``buffer`` still lacks, as far as is known; at least 1."""
-    if len(buffer) < 4:
-        return 4 - len(buffer)
-    (length,) = struct.unpack_from("!i", buffer)
-    start = 4
-    if length == -1:
-        start = 12
-        if len(buffer) < start:
-            return start - len(buffer)
-        (length,) = struct.unpack_from("!Q", buffer, 4)
-    return max(1, start + int(length) - len(buffer))
-
-
-def split_messages(buffer: bytearray) -> list[bytes]:
-    """Remove the whole messages from the front of ``buffer``, and return them.
+def _first_message(buffer: bytearray) -> tuple[int, int]:
+    """Return where the first message in ``buffer`` begins and ends; before its length is there, the length.
 
     A message is its length as int32, or -1 and its length as uint64, and then its bytes; all big-endian.
     """
-    messages = []
-    while len(buffer) >= 4:
-        (length,) = struct.unpack_from("!i", buffer)
-        start = 4
-        if length == -1:
-            if len(buffer) < 12:
-                break
-            (length,) = struct.unpack_from("!Q", buffer, 4)
-            start = 12
-        if len(buffer) < start + length:
-            break
-        messages.append(bytes(buffer[start : start + length]))
-        del buffer[: start + length]
-    return messages
+    if len(buffer) < 4:
+        return 4, 4
+    (length,) = struct.unpack_from("!i", buffer)
+    if length != -1:
+        return 4, 4 + length
+    if len(buffer) < 12:
+        return 12, 12
+    (length,) = struct.unpack_from("!Q", buffer, 4)
+    return 12, 12 + length
+
+
+def missing(buffer: bytearray) -> int:
+    """Return how many bytes the first message in ``buffer`` still lacks, as far as is known; at least 1."""
+    return max(1, _first_message(buffer)[1] - len(buffer))
+
+
+def split_messages(buffer: bytearray) -> list[bytes]:
+    """Remove the whole messages from the front of ``buffer``, and return them."""
+    messages: list[bytes] = []
+    while True:
+        start, end = _first_message(buffer)
+        if len(buffer) < end:
+            return messages
+        messages.append(bytes(buffer[start:end]))
+        del buffer[:end]
 
 
 class MessagePipe(ABC):
@@ -99,18 +86,12 @@ class MessagePipe(ABC):
     def open(self, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
         """Start to read on the running loop. After :meth:`close` the pipe may be opened again.
 
-        Args:
-            on_message: called with each message.
-            on_lost: called with the reason if the pipe breaks.
+        ``on_lost`` is called with the reason if the pipe breaks.
         """
 
     @abstractmethod
     def put(self, message: bytes) -> None:
-        """Write a message without blocking.
-
-        Raises:
-            OSError: the pipe is broken or full.
-        """
+        """Write a message without blocking. Raises OSError if the pipe is broken or full."""
 
     @abstractmethod
     def close(self) -> None:
@@ -121,22 +102,22 @@ class MPTransport(Transport):
     """One connection over a message pipe, on the side that opens the connection.
 
     Args:
-        carrier: this process's end of the pipe.
+        pipe: this process's end of the pipe.
 
     Attributes:
         tag: precedes each message of the connection.
     """
 
-    def __init__(self, carrier: MessagePipe) -> None:
+    def __init__(self, pipe: MessagePipe) -> None:
         super().__init__()
         self.tag = os.urandom(_TAG_SIZE)
-        self._pipe = carrier
+        self._pipe = pipe
 
     async def open(self, deadline: Deadline) -> None:
         """Start to read. Does not wait: the pipe exists already."""
-        self._pipe.open(self.take, self._lost)
+        self._pipe.open(self.deliver, self._lost)
 
-    def take(self, message: bytes) -> None:
+    def deliver(self, message: bytes) -> None:
         """Deliver a message from the pipe, if it belongs to this connection."""
         if message[len(_MAGIC) : _HEAD_SIZE] == self.tag and self.check_connection():
             self._feed(message[_HEAD_SIZE:])
@@ -154,8 +135,7 @@ class MPTransport(Transport):
 
 
 class _AcceptedMPTransport(MPTransport):
-    """The sender's end of a connection. The listener reads the pipe, also before and after this
-    connection."""
+    """The sender's end of a connection. The listener reads the pipe, also before and afterwards."""
 
     def __init__(self, pipe: MessagePipe, tag: bytes) -> None:
         super().__init__(pipe)
@@ -165,7 +145,7 @@ class _AcceptedMPTransport(MPTransport):
         """Do nothing: the listener reads the pipe."""
 
     async def _close(self) -> None:
-        return
+        """Do nothing: the worker's next connection uses the same pipe."""
 
     def supersede(self, reason: str) -> None:
         """Report this connection as lost: the worker opened another one, or the pipe broke."""
@@ -176,38 +156,31 @@ class _WorkerPipe:
     """One worker's message pipe, and the connection that uses it now."""
 
     def __init__(
-        self,
-        pipe: MessagePipe,
-        on_connection: Callable[[Transport], None],
-        on_lost: Callable[[str], None],
+        self, pipe: MessagePipe, on_connection: OnConnection, on_lost: Callable[[str], None]
     ) -> None:
         self.pipe = pipe
         self._on_lost = on_lost
         self.current: _AcceptedMPTransport | None = None
-        self._on_connection: Callable[[Transport], None] | None = on_connection
+        self.on_connection: OnConnection | None = on_connection  # None: opens no more connections
         pipe.open(self._message, self._broken)
 
     def _message(self, message: bytes) -> None:
         tag = message[len(_MAGIC) : _HEAD_SIZE]
-        current = self.current
-        if current is None or current.tag != tag:
-            if self._on_connection is None:
+        before = self.current
+        if before is None or before.tag != tag:
+            if self.on_connection is None:
                 return
             self.current = _AcceptedMPTransport(self.pipe, tag)
-            if current is not None:
-                current.supersede("its worker has opened a new connection")
-            self._on_connection(self.current)
-            current = self.current
-        current.take(message)
+            if before is not None:
+                before.supersede("its worker has opened a new connection")
+            self.on_connection(self.current)
+        if self.current is not None:
+            self.current.deliver(message)
 
     def _broken(self, reason: str) -> None:
         if self.current is not None:
             self.current.supersede(reason)
         self._on_lost(reason)
-
-    def stop(self) -> None:
-        """Open no more connections."""
-        self._on_connection = None
 
 
 class MessagePipeListener(Listener):
@@ -215,16 +188,14 @@ class MessagePipeListener(Listener):
 
     def __init__(self) -> None:
         self._workers: dict[int, _WorkerPipe] = {}
-        self._on_connection: Callable[[Transport], None] | None = None
+        self._on_connection: OnConnection | None = None
         self._on_lost: Callable[[int, str], None] | None = None
 
     @abstractmethod
     def pipes(self) -> dict[int, MessagePipe]:
         """Return worker index -> this process's end of the worker's pipe."""
 
-    async def listen(
-        self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
-    ) -> None:
+    async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
         """Start to read all pipes. A worker's connection begins with its first message."""
         self._on_connection, self._on_lost = on_connection, on_lost
         for worker, pipe in self.pipes().items():
@@ -235,8 +206,7 @@ class MessagePipeListener(Listener):
         return _WorkerPipe(pipe, self._on_connection, partial(self._on_lost, worker))
 
     def worker_of(self, transport: Transport) -> int | None:
-        """Return the index of the worker whose current connection is ``transport``; None: it is not
-        current."""
+        """Return the index of the worker whose current connection is ``transport``; None: no worker's."""
         return next((index for index, worker in self._workers.items() if worker.current is transport), None)
 
     def exchange(self, worker: int, pipe: MessagePipe) -> None:
@@ -245,12 +215,10 @@ class MessagePipeListener(Listener):
         self._workers[worker] = self._open(worker, pipe)
 
     def stop(self) -> None:
-        """Accept no more connections. Open connections can still send a Bye."""
         for worker in self._workers.values():
-            worker.stop()
+            worker.on_connection = None
 
     def close(self) -> None:
-        """Stop reading; idempotent."""
         for worker in self._workers.values():
             worker.pipe.close()
         self._workers.clear()

@@ -19,7 +19,6 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from aiosync.errors import InvalidArgumentError
-from aiosync.transports.ioctl import ioctl_int
 from aiosync.transports.mp.base import (
     MessagePipe,
     MessagePipeListener,
@@ -28,11 +27,9 @@ from aiosync.transports.mp.base import (
     refuse_if_full,
     split_messages,
 )
+from aiosync.transports.socket_options import ioctl_int
 
-_GRACE = 1.0
-"""Seconds that ``close`` waits for the rest of a message."""
-
-__all__ = ["ConnectionPipe", "PipeListener", "UnexpectedMessage"]
+_GRACE = 1.0  # seconds that ``close`` waits for the rest of a message
 
 
 class UnexpectedMessage(Exception):
@@ -44,31 +41,23 @@ class ConnectionPipe(MessagePipe):
 
     Messages of this package are recognised by their first bytes. Other messages are unpickled, as
     ``Connection.recv`` does, and passed to ``on_other_message``. The event loop watches the pipe.
-
-    Args:
-        connection: this process's end.
-        on_other_message: called with each message that aiosync did not write. Raises UnexpectedMessage if
-            there is no handler.
+    ``on_other_message`` raises UnexpectedMessage if there is no handler.
     """
 
     def __init__(self, connection: Connection[Any, Any], on_other_message: Callable[[Any], None]) -> None:
         self._connection = connection
         self._on_other = on_other_message
-        # Bytes of a message that has arrived in part.
-        self._buffer = bytearray()
-        # A duplicate of the connection's descriptor; None while closed.
-        self._socket: socket.socket | None = None
+        self._buffer = bytearray()  # bytes of a message that has arrived in part
+        self._socket: socket.socket | None = None  # duplicates the connection's descriptor; None: closed
         self._on_message: Callable[[bytes], None] | None = None
         self._on_lost: Callable[[str], None] | None = None
 
     def open(self, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
-        """Start to watch the pipe."""
         self._on_message, self._on_lost = on_message, on_lost
         self._socket = _as_socket(self._connection)
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._readable)
 
     def put(self, message: bytes) -> None:
-        """Write a message without blocking."""
         sock = self._socket
         if sock is None:
             raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
@@ -136,10 +125,7 @@ class PipeListener(MessagePipeListener):
     """Accepts connections over pipes that the caller made.
 
     A broken pipe is not replaced. To respawn a worker, the caller makes a new scheme with a new pipe.
-
-    Args:
-        pipes: one per worker, in the order of the workers' indices.
-        on_other: called with a worker's index and each message that aiosync did not write.
+    ``on_other`` is called with a worker's index and each message that aiosync did not write.
     """
 
     def __init__(self, pipes: Sequence[Connection[Any, Any]], on_other: Callable[[int, Any], None]) -> None:
@@ -148,7 +134,6 @@ class PipeListener(MessagePipeListener):
         self._on_other = on_other
 
     def pipes(self) -> dict[int, MessagePipe]:
-        """Return worker index -> the sender's end of the worker's pipe."""
         return {
             worker: ConnectionPipe(connection, partial(self._on_other, worker))
             for worker, connection in enumerate(self._connections)
@@ -159,11 +144,7 @@ class PipeListener(MessagePipeListener):
 
 
 def _as_socket(connection: Connection[Any, Any]) -> socket.socket:
-    """Duplicate the descriptor of a duplex pipe, which is a socket on POSIX.
-
-    Raises:
-        InvalidArgumentError: the pipe is closed or not duplex.
-    """
+    """Duplicate the descriptor of a pipe, a socket on POSIX. Raises InvalidArgumentError: closed, one-way."""
     try:
         if connection.readable and connection.writable:
             return socket.socket(fileno=os.dup(connection.fileno()))

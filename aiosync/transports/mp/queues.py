@@ -10,23 +10,80 @@ import sys
 import termios
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.queues import SimpleQueue
 
+from aiosync.transports._offload import post, start_thread
 from aiosync.transports.base import Transport
-from aiosync.transports.ioctl import ioctl_int
 from aiosync.transports.mp.base import MessagePipe, MessagePipeListener, refuse_if_full, split_messages
-from aiosync.transports.mp.queue_reader import QueueReader
-
-__all__ = ["QueueListener", "QueuePair", "QueuePipe"]
+from aiosync.transports.socket_options import ioctl_int
 
 _F_SETPIPE_SZ = 1031
 _F_GETPIPE_SZ = 1032
-_PIPE_SIZE = 1 << 18
-"""Bytes that a queue's pipe holds, if the system allows it."""
+_PIPE_SIZE = 1 << 18  # bytes that a queue's pipe holds, if the system allows it
+_OVERHEAD = 12  # most bytes of the length that precedes a message
 
-_OVERHEAD = 12
-"""Most bytes of the length that precedes a message."""
+
+class _QueueReader:
+    """A thread that reads a multiprocessing queue and passes its messages to the event loop.
+
+    The thread waits on the queue's descriptor and on a pipe, by which :meth:`close` wakes it. It never blocks
+    in the middle of a message, because the writer may have been killed there. While it has part of a message
+    it holds the queue's reading lock. If this process is killed then, the lock stays held, and shows that the
+    queue is unusable.
+
+    ``on_end`` is called once with the reason if the queue breaks before :meth:`close`. No other code of this
+    process may read the queue.
+    """
+
+    def __init__(
+        self, queue: SimpleQueue[bytes], on_item: Callable[[bytes], None], on_end: Callable[[str], None]
+    ) -> None:
+        self._queue = queue
+        self._post = partial(post, asyncio.get_running_loop())
+        self._on_item = on_item
+        self._on_end = on_end
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread = start_thread(self._run, "aiosync-queue")
+
+    def close(self) -> None:
+        """Wake the thread and wait for its end, which comes soon; idempotent."""
+        if self._wake_write < 0:
+            return
+        os.write(self._wake_write, b"x")
+        self._thread.join()
+        os.close(self._wake_write)
+        os.close(self._wake_read)
+        self._wake_write = -1
+
+    def _run(self) -> None:
+        # multiprocessing has no public access to a queue's descriptor and lock.
+        reader, lock = self._queue._reader, self._queue._rlock  # type: ignore[attr-defined]
+        buffer = bytearray()
+        try:
+            while True:
+                ready = wait([reader, self._wake_read])
+                if self._wake_read in ready:
+                    return
+                if not buffer and not lock.acquire(block=False):
+                    self._post(self._on_end, "its queue was left locked by a process that was killed")
+                    return
+                data = os.read(reader.fileno(), 1 << 16)
+                if not data:
+                    self._post(self._on_end, "its queue was closed")
+                    return
+                buffer += data
+                for item in split_messages(buffer):
+                    self._post(self._on_item, item)
+                if not buffer:
+                    lock.release()
+        except OSError as exc:
+            self._post(self._on_end, f"its queue broke: {exc!r}")
+        finally:
+            if buffer:
+                lock.release()
 
 
 class QueuePair:
@@ -34,16 +91,10 @@ class QueuePair:
 
     A worker in the sender's process uses the same object. So users are counted, and the queues close when the
     last user in this process has released the pair.
-
-    Args:
-        ctx: makes the queues.
-
-    Attributes:
-        owner: id of the process that made the pair: the sender's.
     """
 
     def __init__(self, ctx: BaseContext) -> None:
-        self.owner = os.getpid()
+        self.owner = os.getpid()  # the sender
         self._users = _Users()
         self.to_worker: SimpleQueue[bytes] = ctx.SimpleQueue()
         self.to_sender: SimpleQueue[bytes] = ctx.SimpleQueue()
@@ -75,8 +126,7 @@ class QueuePair:
             self.close()
 
     def close(self) -> None:
-        """Close this process's descriptors, now or at the last :meth:`release` in this process;
-        idempotent."""
+        """Close this process's descriptors, now or at the last :meth:`release` here; idempotent."""
         if self._users.here() and self._users.count > 0:
             self._users.closing = True
             return
@@ -97,29 +147,19 @@ class _Users:
 
 
 class QueuePipe(MessagePipe):
-    """A message pipe of two queues.
-
-    Args:
-        pair: both queues.
-        inbound: the queue to read. No other code of this process may read it.
-        outbound: the queue to write. No other code of this process may write it.
-    """
+    """A message pipe of two queues of ``pair``. No other code of this process may use these ends of them."""
 
     def __init__(self, pair: QueuePair, inbound: SimpleQueue[bytes], outbound: SimpleQueue[bytes]) -> None:
         self._pair = pair
         self._inbound = inbound
         self._outbound = outbound
-        self._reader: QueueReader | None = None
+        self._reader: _QueueReader | None = None
 
     def open(self, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
-        """Start the thread that reads the inbound queue."""
         self._pair.acquire()
-        self._reader = QueueReader(
-            self._inbound, asyncio.get_running_loop(), split_messages, on_message, on_lost
-        )
+        self._reader = _QueueReader(self._inbound, on_message, on_lost)
 
     def put(self, message: bytes) -> None:
-        """Write a message without blocking."""
         fd = _writer_fd(self._outbound)
         refuse_if_full(_pipe_room(fd), _pipe_size(fd), len(message) + _OVERHEAD)
         # SimpleQueue.put() would pickle the bytes.
@@ -127,7 +167,6 @@ class QueuePipe(MessagePipe):
             self._outbound._writer.send_bytes(message)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """End the thread that reads; idempotent."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -137,12 +176,7 @@ class QueuePipe(MessagePipe):
 class QueueListener(MessagePipeListener):
     """Accepts connections over one pair of queues per worker.
 
-    Args:
-        workers: the workers' indices.
-        ctx: makes the queues.
-
-    Attributes:
-        pairs: worker index -> the queues that a worker spawned now has to get.
+    ``pairs`` has, by worker index, the queues that a worker spawned now has to get.
     """
 
     def __init__(self, workers: Iterable[int], ctx: BaseContext) -> None:
@@ -151,7 +185,6 @@ class QueueListener(MessagePipeListener):
         self.pairs = {worker: QueuePair(ctx) for worker in workers}
 
     def pipes(self) -> dict[int, MessagePipe]:
-        """Return worker index -> the sender's end of the worker's queues."""
         return {worker: self._pipe(worker) for worker in self.pairs}
 
     def _pipe(self, worker: int) -> MessagePipe:
@@ -172,7 +205,6 @@ class QueueListener(MessagePipeListener):
         self.pairs.clear()
 
     def close(self) -> None:
-        """Close the queues; idempotent."""
         super().close()
         for pair in self.pairs.values():
             pair.close()

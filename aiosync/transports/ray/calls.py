@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from aiosync._deadline import Deadline
-from aiosync.errors import (
-    NotInitializedError,
-    Phase,
-    RemoteApplyError,
-    SyncTimeoutError,
-    WorkerLostError,
-)
-from aiosync.transports._offload import handover
-
-__all__ = ["ActorCall", "handle_of", "in_actor", "ray_here"]
+from aiosync.errors import NotInitializedError, Phase, RemoteApplyError, SyncTimeoutError, WorkerLostError
+from aiosync.transports.remote_calls import PendingCall
+from aiosync.transports.torch_distributed.store import first_line
 
 
 def ray_here() -> Any:
-    """Return the module ``ray``.
-
-    Raises:
-        NotInitializedError: this process is not connected to a Ray cluster.
-    """
+    """Return the module ``ray``. Raises NotInitializedError if this process is not connected to a cluster."""
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         installed = importlib.util.find_spec("ray") is not None
@@ -45,58 +33,34 @@ def in_actor(handle: Any, function: Callable[..., Any], *args: Any) -> Any:
 
     An actor runs such calls one after the other, like its methods; an async actor runs them on its event
     loop. A call may run twice: if the actor's process dies, Ray repeats the call after it has restarted the
-    actor.
-
-    Raises:
-        NotInitializedError: this process is not connected to a Ray cluster.
+    actor. Raises as :func:`ray_here`.
     """
     ray_here()
     return handle.__ray_call__.options(max_task_retries=-1).remote(function, *args)
 
 
-class ActorCall:
-    """A pending call of an actor.
+class ActorCall(PendingCall):
+    """A pending call of an actor: ``pending`` is Ray's reference to the result.
 
-    Args:
-        worker: the index of the actor's worker, for messages.
-        pending: Ray's reference to the result.
-        deadline: for the result.
-        phase: the phase that a timeout's error names.
+    ``phase`` is the one that a timeout's error names.
     """
 
     def __init__(self, worker: int, pending: Any, deadline: Deadline, phase: Phase = "connect") -> None:
+        super().__init__(deadline)
         self._worker = worker
-        self._deadline = deadline
         self._phase: Phase = phase
         self._exceptions = ray_here().exceptions
-        self._answer: asyncio.Future[Any]
-        self._answer, resolve = handover()
-        pending.future().add_done_callback(lambda done: resolve(done.result))
+        pending.future().add_done_callback(lambda done: self._resolve(done.result))
 
     async def answer(self, deadline: Deadline | None = None) -> Any:
-        """Wait for the result and return it. After a cancellation or a timeout it may be awaited again.
-
-        Args:
-            deadline: replaces the call's own.
-
-        Raises:
-            RemoteApplyError: the method raised. The error has the exception's type, message and traceback.
-            WorkerLostError: the actor is gone.
-            SyncTimeoutError: no answer arrived in time.
-        """
-        deadline = deadline or self._deadline
-        await asyncio.wait([self._answer], timeout=deadline.remaining())
-        if not self._answer.done():
+        late = await self._wait(deadline)
+        if late is not None:
             hint = "the actor did not answer a call: it may be busy in one of its methods"
-            raise SyncTimeoutError(self._phase, seconds=deadline.seconds, workers=[self._worker], hint=hint)
+            raise SyncTimeoutError(self._phase, seconds=late.seconds, workers=[self._worker], hint=hint)
         error = self._translate(self._answer.exception())
         if error is not None:
             raise error
         return self._answer.result()
-
-    def discard(self) -> None:
-        """Drop the result."""
-        self._answer.cancel()
 
     def _translate(self, error: BaseException | None) -> BaseException | None:
         if isinstance(error, self._exceptions.RayTaskError):
@@ -104,9 +68,5 @@ class ActorCall:
             kind = f"{type(cause).__module__}.{type(cause).__qualname__}".removeprefix("builtins.")
             return RemoteApplyError(self._worker, -1, kind, str(cause), str(error))
         if isinstance(error, self._exceptions.RayError):
-            return WorkerLostError([self._worker], f"Ray says: {_first_line(error)}")
+            return WorkerLostError([self._worker], f"Ray says: {first_line(error)}")
         return error
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or repr(error)

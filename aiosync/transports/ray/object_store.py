@@ -22,8 +22,6 @@ from aiosync.transports.ray.calls import ray_here
 from aiosync.weights.copying import copy_pairs
 from aiosync.weights.layout import Layout
 
-__all__ = ["as_tensor", "fetch", "notify_keeper", "open_keeper", "packed", "put", "warn_if_tight"]
-
 logger = logging.getLogger("aiosync")
 
 _keepers: dict[tuple[str, str], Any] = {}
@@ -33,17 +31,12 @@ A restarted cluster has other node ids, but may have the same worker ids. Ray en
 actor of a cluster that is gone.
 """
 
-
+# Seconds that a reference may arrive after the Update that names it, because they take different ways.
 _PATIENCE = 10.0
-"""Seconds that a reference may arrive after the Update that names it, because they take different ways."""
 
 
 def open_keeper() -> Any:
-    """Return the handle of this process's keeper. The first call starts it, without waiting.
-
-    Raises:
-        NotInitializedError: this process is not connected to a Ray cluster.
-    """
+    """Return the handle of this process's keeper. The first call starts it, without waiting."""
     ray = ray_here()
     context = ray.get_runtime_context()
     here = context.get_node_id(), context.get_worker_id()
@@ -51,8 +44,8 @@ def open_keeper() -> Any:
         _keepers.clear()
         # On this node: if another node is removed, the references that its actors keep are lost.
         strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
-        near = strategies.NodeAffinitySchedulingStrategy(here[0], soft=False)
-        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": near}
+        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+        options["scheduling_strategy"] = strategies.NodeAffinitySchedulingStrategy(here[0], soft=False)
         _keepers[here] = ray.remote(**options)(_keeper_class()).remote()
     return _keepers[here]
 
@@ -117,11 +110,9 @@ def notify_keeper(keeper: Any, method: str, *args: Any) -> None:
 
 
 def put(thing: Any, tensor_transport: str) -> Any:
-    """Put an object into the object store; returns the reference. Blocking.
+    """Put a 1-D uint8 tensor, or an object that Ray pickles, into the store; returns the reference. Blocking.
 
-    Args:
-        thing: a 1-D uint8 tensor, or an object that Ray pickles.
-        tensor_transport: Ray's transport of the object's tensors, such as ``"object_store"`` or ``"nixl"``.
+    ``tensor_transport`` is Ray's transport of the tensors, such as ``"object_store"`` or ``"nixl"``.
     """
     ray = ray_here()
     if tensor_transport != "object_store":
@@ -156,12 +147,7 @@ def warn_if_tight(nbytes: int) -> None:
 
 
 def fetch(keeper: Any, name: str, number: int) -> Tensor:
-    """Get a version from a keeper, as a 1-D uint8 tensor in the object store's memory. Blocking.
-
-    Args:
-        keeper: the sender's keeper.
-        name: the publisher's name.
-        number: the version's number.
+    """Get version ``number`` of the publisher ``name``: 1-D uint8, in the object store's memory. Blocking.
 
     Raises:
         ProtocolError: the keeper does not have the version.

@@ -11,47 +11,36 @@ from aiosync.protocol.allowed_frames import Inbound
 from aiosync.transports.ray.calls import ray_here
 from aiosync.transports.ray.object_store import open_keeper
 from aiosync.transports.tcp.connection import DialledTransport
-from aiosync.transports.torch_distributed.connection import RankedListener, RankedTransport, SenderAddress
 from aiosync.transports.torch_distributed.store import StoreAddress
-
-__all__ = ["RayListener", "RayWorkerTransport", "SenderInfo"]
+from aiosync.transports.torch_distributed.transport import (
+    SenderAddress,
+    TorchDistributedListener,
+    TorchDistributedTransport,
+)
 
 
 @dataclass(frozen=True)
 class SenderInfo:
-    """What a pickled scheme contains about its sender.
+    """What a pickled scheme contains about its sender."""
 
-    Attributes:
-        place: the sender's address and token.
-        meeting: the store through which process groups are made.
-        office: handle of the actor that keeps references to versions in the object store; None: it is not
-            used.
-    """
-
-    place: SenderAddress
-    meeting: StoreAddress
-    office: Any
+    address: SenderAddress
+    store: StoreAddress  # through which process groups are made
+    ref_keeper: Any  # handle of the actor that keeps references to versions; None: the store is not used
 
 
-class RayWorkerTransport(RankedTransport):
+class RayWorkerTransport(TorchDistributedTransport):
     """A worker's connection to its sender.
 
     Args:
-        known: what the sender has published about itself.
+        sender: what the sender has published about itself.
         share_memory: whether the worker may map the sender's memory, if it can.
         carries: whether the weights are sent over this connection.
     """
 
-    def __init__(self, known: SenderInfo, *, share_memory: bool, carries: bool) -> None:
-        super().__init__(share_memory=share_memory)
-        self._known = known
+    def __init__(self, sender: SenderInfo, *, share_memory: bool, carries: bool) -> None:
+        super().__init__(share_memory=share_memory, store_address=sender.store)
+        self._sender = sender
         self._carries = carries
-        self._store: Any = None
-
-    def connection(self) -> Any:
-        if self._store is None:
-            self._store = self._known.meeting.connect()
-        return self._store.clone()
 
     def trust(self, inbound: Inbound) -> None:
         if self._carries:
@@ -60,10 +49,10 @@ class RayWorkerTransport(RankedTransport):
             super().trust(inbound)
 
     async def _find(self, deadline: Deadline) -> SenderAddress:
-        return self._known.place
+        return self._sender.address
 
 
-class RayListener(RankedListener):
+class RayListener(TorchDistributedListener):
     """Listens for workers at the IP address of this node of the cluster.
 
     Args:
@@ -72,24 +61,16 @@ class RayListener(RankedListener):
         share_memory: whether workers on this machine may map the sender's memory.
         stores: whether versions are put into the object store.
 
-    Attributes:
-        known: what a pickled scheme contains about this sender.
-
     Raises:
         NotInitializedError: this process is not connected to a Ray cluster.
     """
 
     def __init__(
-        self,
-        token: bytes,
-        bring_back: Callable[[int], Awaitable[None]],
-        *,
-        share_memory: bool,
-        stores: bool,
+        self, token: bytes, bring_back: Callable[[int], Awaitable[None]], *, share_memory: bool, stores: bool
     ) -> None:
         node = ray_here().util.get_node_ip_address()
         super().__init__(StoreAddress(None, node), token, share_memory=share_memory)
-        self.known = SenderInfo(self.place, self.meeting, open_keeper() if stores else None)
+        self.sender_info = SenderInfo(self.address, self.store_address, open_keeper() if stores else None)
         self._bring_back = bring_back
 
     async def lost(self, worker: int) -> None:

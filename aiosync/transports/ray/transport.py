@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from tensordict import TensorDictBase
@@ -20,24 +21,19 @@ from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import nested_tensordict
 from aiosync.weights.target import receiver_tensors
 
-__all__ = ["PutWeights", "RayActorTransport", "RayTransport", "UpdateMethod", "put_weights"]
-
 UpdateMethod: TypeAlias = Literal["tensordict", "state_dict"]
 """The form in which an actor accepts weights."""
 
 
+@dataclass(frozen=True, eq=False)
 class PutWeights:
-    """Weights in the object store. They stay there as long as this object exists.
+    """Weights in the object store. They stay there as long as this object exists."""
 
-    Attributes:
-        ref: Ray's reference. An actor's method that is called with it gets a TensorDict or a dict, whose
-            tensors view the store. The method must not write to them.
-        form: ``"tensordict"`` or ``"state_dict"``.
-    """
+    # Ray's reference. An actor's method that is called with it gets a TensorDict or a dict, whose tensors
+    # view the store. The method must not write to them.
+    ref: Any
 
-    def __init__(self, ref: Any, form: UpdateMethod) -> None:
-        self.ref = ref
-        self.form: UpdateMethod = form
+    form: UpdateMethod
 
 
 class _Packed:
@@ -153,12 +149,6 @@ class RayTransport(CallingTransport):
 
     def _call_with(self, weights: PutWeights, deadline: Deadline) -> ActorCall:
         return self._start_call(self._method, (weights.ref,), {}, deadline)
-
-    async def _result(self, call: ActorCall, deadline: Deadline | None = None) -> Any:
-        return await call.answer(deadline)
-
-    def _discard(self, call: ActorCall) -> None:
-        call.discard()
 
 
 class RayActorTransport(RayTransport):

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from aiosync.errors import InvalidArgumentError
 
-__all__ = ["Address", "is_loopback"]
-
 _TCP = re.compile(r"tcp://(\[[^\]/]+\]|[^:/\[\]]+):([0-9]{1,5})")
 _EXPECTED = "expected tcp://host:port (port 0: any free one) or unix:///absolute/path"
 _PATH_LIMIT = 107  # bytes, the kernel's limit
@@ -18,25 +16,15 @@ _PATH_LIMIT = 107  # bytes, the kernel's limit
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A parsed address.
+    """A parsed address."""
 
-    Attributes:
-        host: host name or IP address, without brackets; empty for a Unix socket.
-        port: TCP port. 0: any free port.
-        path: path of a Unix socket; empty for TCP.
-    """
-
-    host: str = ""
-    port: int = 0
-    path: str = ""
+    host: str = ""  # host name or IP address, without brackets; empty for a Unix socket
+    port: int = 0  # 0: any free port
+    path: str = ""  # path of a Unix socket; empty for TCP
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Parse an address.
-
-        Raises:
-            InvalidArgumentError: ``text`` is not an address.
-        """
+        """Parse an address. Raises InvalidArgumentError if ``text`` is not one."""
         if not isinstance(text, str):
             raise InvalidArgumentError(f"address: {_EXPECTED}, got {text!r}")
         found = _TCP.fullmatch(text)

@@ -24,12 +24,9 @@ from aiosync.transports.tcp.send_queue import Body
 from aiosync.transports.tcp.socket_thread import SocketThread
 from aiosync.transports.tcp.tls import TLSConfig, TLSLayer
 
-__all__ = ["DialledTransport", "TCPTransport"]
-
 logger = logging.getLogger("aiosync")
 
-_ATTEMPT = 5.0
-"""Seconds that an attempt to connect to one of a host's addresses may take."""
+_ATTEMPT = 5.0  # seconds that an attempt to connect to one of a host's addresses may take
 
 
 class TCPTransport(Transport):
@@ -42,8 +39,7 @@ class TCPTransport(Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        # None before the socket is connected.
-        self._socket: SocketThread | None = None
+        self._socket: SocketThread | None = None  # None before the socket is connected
         self._peer_pid = 0
 
     @property
@@ -63,14 +59,12 @@ class TCPTransport(Transport):
 
     @property
     def shares_with(self) -> int:
-        """The peer's process id if this process may read the peer's memory and need not encrypt it; else
-        0."""
+        """The peer's process id if this process may read its memory and need not encrypt it; else 0."""
         return 0
 
     # -- frames and bodies ----------------------------------------------------------------------------
 
     def trust(self, inbound: Inbound) -> None:
-        """Accept the frames of ``inbound`` from now on: the peer has authenticated."""
         if self._socket is not None:
             self._socket.decoder.inbound = inbound
 
@@ -95,50 +89,16 @@ class TCPTransport(Transport):
     def _run(
         self, thread: LoopThread, sock: socket.socket, tls: TLSLayer | None, patience: float | None
     ) -> None:
-        """Let ``thread`` read and write a connected socket.
-
-        Args:
-            thread: reads and writes the socket.
-            sock: connected.
-            tls: encrypts the connection; None: nothing is encrypted.
-            patience: seconds for the TLS handshake. None: the caller limits it.
-        """
+        """Let ``thread`` read and write a connected socket. ``patience``: as in ``SocketThread.start``."""
         self._peer_pid, _ = credentials(sock)
-        self._socket = SocketThread(thread, sock, self, tls)
+        self._socket = SocketThread(
+            thread, sock, tls, on_open=self._opened, on_frames=self._arrived, on_end=self._ended
+        )
         self._socket.start(patience)
 
     async def _close(self) -> None:
         if self._socket is not None:
             await self._socket.aclose()
-
-    @abstractmethod
-    def _opened(self) -> None:
-        """Called when frames can be sent."""
-
-    @abstractmethod
-    def _ended(self, error: ProtocolError | None) -> None:
-        """Called when the connection has ended. ``error``: the peer broke the protocol."""
-
-    # -- called on this loop by the socket's thread ----------------------------------------------------
-
-    def channel_open(self) -> None:
-        """Frames can be sent now."""
-        self._opened()
-
-    def channel_frames(self, frames: list[Frame]) -> None:
-        """Deliver frames that have arrived."""
-        try:
-            for frame in frames:
-                if not self.check_connection():
-                    return
-                self._deliver(frame)
-        except ProtocolError as exc:
-            self._lost(str(exc), exc)
-
-    def channel_ended(self, reason: str, error: ProtocolError | None) -> None:
-        """Report the end of the connection. ``error``: the peer broke the protocol."""
-        self._lost(reason or "this side has closed the connection", error)
-        self._ended(error)
 
     def give_up(self, reason: str) -> None:
         """Report the connection as lost for ``reason``, and end it at once."""
@@ -149,6 +109,26 @@ class TCPTransport(Transport):
         """End the connection at once, without a Bye."""
         if self._socket is not None:
             self._socket.abort()
+
+    # -- called on this loop by the socket's thread ----------------------------------------------------
+
+    @abstractmethod
+    def _opened(self) -> None:
+        """Called when frames can be sent."""
+
+    def _arrived(self, frames: list[Frame]) -> None:
+        """Deliver frames that have arrived."""
+        try:
+            for frame in frames:
+                if not self.check_connection():
+                    return
+                self._deliver(frame)
+        except ProtocolError as exc:
+            self._lost(str(exc), exc)
+
+    def _ended(self, reason: str, error: ProtocolError | None) -> None:
+        """Report the end of the connection. ``error``: the peer broke the protocol."""
+        self._lost(reason or "this side has closed the connection", error)
 
 
 class DialledTransport(TCPTransport):
@@ -253,14 +233,12 @@ class DialledTransport(TCPTransport):
             self._thread.close()
 
     def _opened(self) -> None:
-        self._resolve_done()
-
-    def _ended(self, error: ProtocolError | None) -> None:
-        self._resolve_done()
-
-    def _resolve_done(self) -> None:
         if self._done is not None and not self._done.done():
             self._done.set_result(None)
+
+    def _ended(self, reason: str, error: ProtocolError | None) -> None:
+        super()._ended(reason, error)
+        self._opened()  # open() reports the end
 
 
 async def _connected(family: int, target: Any) -> socket.socket:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import logging
 import os
 import socket
 import stat
 from collections import Counter
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from aiosync._deadline import Deadline
@@ -17,61 +18,44 @@ from aiosync.errors import InvalidArgumentError, ProtocolError
 from aiosync.protocol.allowed_frames import Inbound
 from aiosync.protocol.frames import Frame, Refused
 from aiosync.transports._offload import LoopThread
-from aiosync.transports.base import Listener, Transport
+from aiosync.transports.base import Listener, OnConnection, OnLost
 from aiosync.transports.forks import close_in_children
 from aiosync.transports.log_limit import LogLimit
 from aiosync.transports.socket_options import name_of, origin_of, tune
 from aiosync.transports.tcp.address import Address, is_loopback
 from aiosync.transports.tcp.connection import TCPTransport
-from aiosync.transports.tcp.path_lock import PathLock
 from aiosync.transports.tcp.tls import TLSConfig, TLSLayer
-
-__all__ = ["TCPListener"]
 
 logger = logging.getLogger("aiosync")
 
 _BACKLOG = 1024
+# Most connections that have not authenticated. One more replaces one of them, see ``_expel_one``.
 _MAX_STRANGERS = 256
-"""Most connections that have not authenticated. One more replaces one of them, see ``_expel_one``."""
-
-_AT_ONCE = 16
-"""Most connections that one callback accepts. Their frames are handled between two callbacks."""
-
-_ACCEPT_PAUSE = 1.0
-"""Seconds without accepting after an accept that failed."""
+_AT_ONCE = 16  # most connections that one callback accepts. Their frames are handled between two callbacks
+_ACCEPT_PAUSE = 1.0  # seconds without accepting after an accept that failed
 
 
 class AcceptedTransport(TCPTransport):
-    """The sender's end of a connection. The listener's thread reads and writes its socket.
+    """The sender's end of a connection. The listener's thread reads and writes its socket."""
 
-    Args:
-        listener: gets the connection's changes of state.
-        peer_name: the worker's address, for messages.
-        origin: the worker's machine. Limits of unauthenticated connections are per machine.
-
-    Attributes:
-        silent: whether no frame has arrived yet.
-    """
-
-    def __init__(self, listener: TCPListener, peer_name: str, origin: str) -> None:
+    def __init__(self, listener: TCPListener, sock: socket.socket) -> None:
         super().__init__()
-        self.peer_name = peer_name
-        self.origin = origin
-        self.silent = True
+        self.peer_name = name_of(sock)
+        self.origin = origin_of(sock)  # limits of unauthenticated connections are per machine
+        self.silent = True  # whether no frame has arrived yet
         self.greeting = Deadline.after(listener.patience)
         self._listener = listener
 
     async def open(self, deadline: Deadline) -> None:
         """Return at once: the worker opens the connection."""
-        return
 
-    def adopt(self, thread: LoopThread, sock: socket.socket, tls: TLSLayer | None) -> None:
+    def start_reading(self, thread: LoopThread, sock: socket.socket, tls: TLSLayer | None) -> None:
         """Let ``thread`` read and write ``sock``."""
         self._run(thread, sock, tls, self._listener.patience)
 
-    def channel_frames(self, frames: list[Frame]) -> None:
+    def _arrived(self, frames: list[Frame]) -> None:
         self.silent = False
-        super().channel_frames(frames)
+        super()._arrived(frames)
 
     def expel(self) -> None:
         """End this unauthenticated connection in favour of another one. The worker may retry."""
@@ -81,14 +65,14 @@ class AcceptedTransport(TCPTransport):
             self._socket.refuse(Refused(reason=reason, retry=True))
 
     def trust(self, inbound: Inbound) -> None:
-        """Accept the frames of ``inbound`` from now on: the peer has authenticated."""
         super().trust(inbound)
         self._listener.trusted(self)
 
     def _opened(self) -> None:
         self._listener.opened(self)
 
-    def _ended(self, error: ProtocolError | None) -> None:
+    def _ended(self, reason: str, error: ProtocolError | None) -> None:
+        super()._ended(reason, error)
         self._listener.ended(self, error)
 
 
@@ -96,12 +80,9 @@ class TCPListener(Listener):
     """A listening socket for workers. The constructor binds it, so that workers can connect from then on.
 
     Args:
-        address: where to listen. Port 0: a free port.
+        address: where to listen. Port 0: a free port, which the attribute ``address`` has.
         tls: certificates; None: no TLS.
         max_connections: most authenticated connections at a time.
-
-    Attributes:
-        address: where it listens, with the real port.
     """
 
     patience = 5.0
@@ -124,31 +105,23 @@ class TCPListener(Listener):
         self._inode = _inode(address.path)
         self._thread: LoopThread | None = None
         self._accepting = False
-        self._log = LogLimit(logger)
-        self._alive: set[AcceptedTransport] = set()
-        # Connections that have not authenticated, the oldest first.
-        self._strangers: dict[AcceptedTransport, None] = {}
-        # Connections that have authenticated.
-        self._known: set[AcceptedTransport] = set()
         # Whether accepting is paused until a connection ends, because the process has no free descriptor.
         self._starved = False
-        # Connections whose TLS handshake is not done.
-        self._shaking: set[AcceptedTransport] = set()
+        self._log = LogLimit(logger)
+        self._alive: set[AcceptedTransport] = set()
+        self._shaking: set[AcceptedTransport] = set()  # their TLS handshake is not done
+        self._strangers: dict[AcceptedTransport, None] = {}  # have not authenticated; the oldest first
+        self._authenticated: set[AcceptedTransport] = set()
         self._home: asyncio.AbstractEventLoop | None = None
-        self._on_connection: Callable[[Transport], None] | None = None
+        self._on_connection: OnConnection | None = None
 
     @property
     def exposed(self) -> bool:
         """Whether other machines can connect. Only this user's processes can connect to a Unix socket."""
         return not self.address.path and not is_loopback(self._socket.getsockname()[0])
 
-    async def listen(
-        self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
-    ) -> None:
-        """Call ``on_connection`` on the running loop for every worker that connects.
-
-        ``on_lost`` is not called: each connection reports its own end.
-        """
+    async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
+        """Start to accept connections. ``on_lost`` is not called: each connection reports its own end."""
         self._home = asyncio.get_running_loop()
         self._on_connection = on_connection
         self._thread = LoopThread("aiosync-tcp")
@@ -192,8 +165,7 @@ class TCPListener(Listener):
 
     @property
     def full(self) -> bool:
-        """Whether there are more authenticated connections than allowed."""
-        return len(self._known) > self._max
+        return len(self._authenticated) > self._max
 
     def _pause(self) -> None:
         """Stop accepting. New connections wait in the kernel's backlog."""
@@ -212,8 +184,8 @@ class TCPListener(Listener):
             sock.setblocking(False)
             tune(sock)
             tls = TLSLayer(self._context) if self._context is not None else None
-            transport = AcceptedTransport(self, name_of(sock), origin_of(sock))
-            transport.adopt(self._thread, sock, tls)
+            transport = AcceptedTransport(self, sock)
+            transport.start_reading(self._thread, sock, tls)
         except (OSError, MemoryError) as exc:  # the peer has closed, or memory is short
             sock.close()
             self._log.warning("a connection could not be accepted: %s", exc)
@@ -223,24 +195,21 @@ class TCPListener(Listener):
         self._shaking.add(transport)
 
     def opened(self, transport: AcceptedTransport) -> None:
-        """A connection can send frames: pass it to ``on_connection``."""
         self._shaking.discard(transport)
         if self._on_connection is not None:
             self._on_connection(transport)
 
     def trusted(self, transport: AcceptedTransport) -> None:
-        """A connection has authenticated."""
         if transport in self._strangers:
             del self._strangers[transport]
-            self._known.add(transport)
+            self._authenticated.add(transport)
 
     def ended(self, transport: AcceptedTransport, error: ProtocolError | None) -> None:
-        """A connection has ended. ``error``: the peer broke the protocol."""
         if transport in self._shaking and error is not None and self._on_connection is not None:
             self._on_connection(transport)  # whose handshake reports the error
         self._shaking.discard(transport)
         self._alive.discard(transport)
-        self._known.discard(transport)
+        self._authenticated.discard(transport)
         self._strangers.pop(transport, None)
         if self._starved:
             self._starved = False
@@ -251,12 +220,10 @@ class TCPListener(Listener):
             self._lock.release()
 
     def forget(self) -> None:
-        """Close this process's copies of the descriptors, in a forked child. The parent goes on listening."""
         self._socket.close()
         self._unlock()
 
     def stop(self) -> None:
-        """Accept no more connections."""
         self._pause()
         self._log.flush()
         self._on_connection = None
@@ -268,7 +235,6 @@ class TCPListener(Listener):
         self._unlock()
 
     def close(self) -> None:
-        """Stop listening, and end all connections and the thread; idempotent."""
         self.stop()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -278,16 +244,58 @@ class TCPListener(Listener):
             thread.close()
 
 
-def _lock(address: Address) -> PathLock | None:
-    """Acquire the lock of a Unix socket's path; None for TCP.
+class _PathLock:
+    """A lock on ``path``, in the file ``{path}.lock``. Only the process that holds it may unlink ``path``.
+
+    The kernel releases the lock when the process ends. Forked children do not hold it.
 
     Raises:
-        InvalidArgumentError: another sender listens at the path, or the lock's file cannot be made.
+        BlockingIOError: another sender holds the lock.
+        OSError: the lock's file cannot be made.
     """
+
+    def __init__(self, path: str) -> None:
+        self._name = f"{path}.lock"
+        self._owner = os.getpid()
+        self._fd = -1
+        while self._fd < 0:
+            self._fd = self._acquire()
+        close_in_children(self)
+
+    def _acquire(self) -> int:
+        """Lock the file and return its descriptor; -1: its last holder unlinked it after it was opened."""
+        fd = os.open(self._name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if os.fstat(fd).st_ino == os.stat(self._name).st_ino:
+                    return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return -1
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def release(self) -> None:
+        """Release the lock; idempotent. In a forked child only the descriptor is closed."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        if os.getpid() == self._owner:
+            with suppress(OSError):
+                os.unlink(self._name)
+        os.close(fd)
+
+
+def _lock(address: Address) -> _PathLock | None:
+    """Acquire the lock of a Unix socket's path; None for TCP. Raises InvalidArgumentError."""
     if not address.path:
         return None
     try:
-        return PathLock(address.path)
+        return _PathLock(address.path)
     except BlockingIOError:
         reason = "another sender listens there"
     except OSError as exc:
@@ -302,31 +310,28 @@ def _bind(address: Address) -> tuple[socket.socket, Address]:
         family, _, _, _, target = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        _listen(sock, target)
+        sock = _listening(family, target)
     except OSError as exc:
         raise InvalidArgumentError(f"address: cannot listen at {address}: {exc.strerror or exc}") from exc
     return sock, Address(address.host, sock.getsockname()[1])
 
 
 def _bind_unix(address: Address) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    os.fchmod(sock.fileno(), 0o600)  # bind() makes the file with this mode
     try:
-        _listen(sock, address.path)
+        return _listening(socket.AF_UNIX, address.path)
     except OSError:
         if not _is_left_over(address.path):
             raise
         os.unlink(address.path)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        os.fchmod(sock.fileno(), 0o600)
-        _listen(sock, address.path)
-    return sock
+        return _listening(socket.AF_UNIX, address.path)
 
 
-def _listen(sock: socket.socket, target: Any) -> None:
+def _listening(family: int, target: Any) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if sock.family != socket.AF_UNIX:
+        if family == socket.AF_UNIX:
+            os.fchmod(sock.fileno(), 0o600)  # bind() makes the file with this mode
+        else:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(target)
         sock.listen(_BACKLOG)
@@ -334,6 +339,7 @@ def _listen(sock: socket.socket, target: Any) -> None:
     except OSError:
         sock.close()
         raise
+    return sock
 
 
 def _is_left_over(path: str) -> bool:

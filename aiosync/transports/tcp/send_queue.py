@@ -1,8 +1,4 @@
-"""The queue of one connection's outgoing frames and bodies.
-
-A body is the bytes of one update. It is sent chunk by chunk. Only the thread that holds the connection's lock
-may use the queue.
-"""
+"""The queue of one connection's outgoing frames and bodies."""
 
 from __future__ import annotations
 
@@ -13,8 +9,6 @@ from typing import Protocol
 
 from aiosync.protocol.frames import Cut
 from aiosync.protocol.framing import encode
-
-__all__ = ["Body", "NotYet", "SendQueue"]
 
 
 class NotYet(Exception):
@@ -44,15 +38,13 @@ class Body(Protocol):
 
 @dataclass(slots=True)
 class _Job:
-    """A body that is being sent."""
-
     body: Body
     on_sent: Callable[[], None]
     next_chunk: int = 0
 
 
 class SendQueue:
-    """A queue of frames and bodies.
+    """A queue of frames and bodies. Only the thread that holds the connection's lock may use it.
 
     Args:
         on_more: called from any thread when a body that had no next chunk may have one.
@@ -79,18 +71,13 @@ class SendQueue:
         return bool(self._pieces) or (bool(self._queue) and not self._starved)
 
     def put(self, data: bytes) -> None:
-        """Append encoded frames."""
         self._queue.append(memoryview(data))
 
     def put_body(self, body: Body, on_sent: Callable[[], None]) -> None:
-        """Append a body."""
         self._queue.append(_Job(body, on_sent))
 
     def cut(self) -> bool:
-        """Cancel all bodies: put a Cut in the place of each; returns whether there was a body.
-
-        The memory of the bodies is not read again.
-        """
+        """Replace each body by a Cut; returns whether there was one. Their memory is not read any more."""
         found = any(isinstance(item, _Job) for item in self._queue)
         if found:
             cut = memoryview(encode(Cut()))
@@ -101,7 +88,6 @@ class SendQueue:
         return found
 
     def clear(self) -> None:
-        """Drop everything."""
         self._queue.clear()
         self._pieces.clear()
 

@@ -1,12 +1,10 @@
 """One socket, moved by a thread beside the caller's event loop.
 
 States: NEW → HANDSHAKE → OPEN → CLOSING → ENDED. Every state may go to ENDED. Without TLS the handshake is
-    done
-at once.
+done at once.
 
 Ownership: only the thread reads the socket, uses the decoder and its sink, and changes the state. Any thread
-    may
-send, through :class:`~aiosync.transports.tcp.socket_writer.SocketWriter`, under the lock. The lock also
+may send, through :class:`~aiosync.transports.tcp.socket_writer.SocketWriter`, under the lock. The lock also
 covers the TLS layer, and each read of a chunk of a body. So a body's memory is not read after
 ``writer.cut()`` has returned.
 
@@ -19,7 +17,6 @@ too. If it closed a socket with unread bytes, the kernel would discard its last 
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import socket
 import ssl
@@ -27,76 +24,51 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from enum import Enum
+from functools import partial
 
 from aiosync.errors import HandshakeError, ProtocolError
 from aiosync.protocol.frames import Bye, Frame, Refused
 from aiosync.protocol.framing import encode, is_frame
 from aiosync.protocol.stream import StreamDecoder
-from aiosync.transports._offload import LoopThread
+from aiosync.transports._offload import LoopThread, post
 from aiosync.transports.forks import close_in_children
 from aiosync.transports.tcp.socket_writer import SocketWriter
 from aiosync.transports.tcp.tls import TLSLayer, error_of_plain_answer, reason_of
 
-__all__ = ["SocketThread"]
-
 logger = logging.getLogger("aiosync")
 
+# Most bytes that one connection reads before other connections of the thread have their turn.
 _TURN = 1 << 20
-"""Most bytes that one connection reads before other connections of the thread have their turn."""
-
-_SEALED_READ = 1 << 18
-"""Encrypted bytes that one call reads, once updates may arrive."""
-
-_RECORD = 1 << 14
-"""Bytes of a TLS record. One call reads as many before updates may arrive."""
-
+_SEALED_READ = 1 << 18  # encrypted bytes that one call reads, once updates may arrive
+_RECORD = 1 << 14  # bytes of a TLS record. One call reads as many before updates may arrive
+# The thread blocks in the kernel for a chunk if more bytes than this are missing. Only receivers get
+# chunks, and a receiver has one connection in its thread.
 _WORTH_WAITING = 1 << 16
-"""The thread blocks in the kernel for a chunk if more bytes than this are missing. Only receivers get chunks,
-and a receiver has one connection in its thread."""
 
+# Seconds and microseconds that such a read may block. The thread handles no other event meanwhile.
 _LONGEST_READ = struct.pack("@ll", 0, 50_000)
-"""Seconds and microseconds that such a read may block. The thread handles no other event meanwhile."""
-
-_GRACE = 1.0
-"""Seconds that the other side has to close after our half-close."""
-
-_MAX_UNREAD = 1 << 19
-"""Bytes of frames that may wait for the owner's loop before the thread stops reading."""
-
-_FRAME_COST = 1 << 9
-"""Bytes that a waiting frame takes besides its encoded size."""
+_GRACE = 1.0  # seconds that the other side has to close after our half-close
+_MAX_UNREAD = 1 << 19  # bytes of frames that may wait for the owner's loop before the thread stops reading
+_FRAME_COST = 1 << 9  # bytes that a waiting frame takes besides its encoded size
 
 
-class _State(enum.Enum):
-    NEW = "new"
-    HANDSHAKE = "handshake"
-    OPEN = "open"
-    CLOSING = "closing"
-    ENDED = "ended"
-
-
-class Owner(Protocol):
-    """The object that owns a :class:`SocketThread`. These methods are called on its event loop."""
-
-    def channel_open(self) -> None:
-        """Called when frames can be sent."""
-
-    def channel_frames(self, frames: list[Frame]) -> None:
-        """Called with the frames that have arrived."""
-
-    def channel_ended(self, reason: str, error: ProtocolError | None) -> None:
-        """Called once when the connection has ended. ``error``: the peer broke the protocol."""
+_State = Enum("_State", "NEW HANDSHAKE OPEN CLOSING ENDED")
 
 
 class SocketThread:
     """A connection whose socket a thread reads and writes.
 
+    The three callbacks run on the loop that is running now.
+
     Args:
         thread: reads and writes the socket.
         sock: connected.
-        owner: its methods are called on the running loop.
         tls: encrypts what goes over the socket. None: nothing is encrypted.
+        on_open: called when frames can be sent.
+        on_frames: called with frames that have arrived.
+        on_end: called once with the reason when the connection has ended, and with the error if the peer
+            broke the protocol.
 
     Attributes:
         decoder: decodes what arrives.
@@ -104,44 +76,43 @@ class SocketThread:
     """
 
     def __init__(
-        self, thread: LoopThread, sock: socket.socket, owner: Owner, tls: TLSLayer | None = None
+        self,
+        thread: LoopThread,
+        sock: socket.socket,
+        tls: TLSLayer | None = None,
+        *,
+        on_open: Callable[[], None],
+        on_frames: Callable[[list[Frame]], None],
+        on_end: Callable[[str, ProtocolError | None], None],
     ) -> None:
         self.decoder = StreamDecoder()
         self._thread = thread
         self._sock = sock
         close_in_children(sock)
         self._fd = sock.fileno()
-        self._owner = owner
+        self._on_open = on_open
+        self._on_frames = on_frames
+        self._on_end = on_end
         self._home = asyncio.get_running_loop()
+        self._post = partial(post, self._home)
         self._tls = tls
-        # Where encrypted bytes are read into.
-        self._raw = memoryview(bytearray(_RECORD if tls is not None else 0))
+        self._raw = memoryview(bytearray(_RECORD if tls is not None else 0))  # gets encrypted bytes
         self._state = _State.NEW
         self._lock = threading.RLock()
         self.writer = SocketWriter(
             thread, sock, self._lock, tls, post=self._post, on_error=self._break, on_end=self._end
         )
-        # With TLS: whether the peer has sent nothing yet.
-        self._silent = True
-        # Cost of the frames that wait for the owner's loop, see _MAX_UNREAD.
-        self._unread = 0
-        # Value of ``decoder.framed`` at the last delivery.
-        self._framed = 0
-        # Whether reading is suspended until the owner's loop has caught up.
-        self._paused = False
-        # Resolved when the connection has ended, if :meth:`aclose` waits for that.
-        self._closed: asyncio.Future[None] | None = None
-        # Limits the handshake, and later the wait after the half-close.
-        self._timer: asyncio.TimerHandle | None = None
+        self._silent = True  # with TLS: whether the peer has sent nothing yet
+        self._unread = 0  # cost of the frames that wait for the owner's loop, see _MAX_UNREAD
+        self._framed = 0  # value of ``decoder.framed`` at the last delivery
+        self._paused = False  # whether reading is suspended until the owner's loop has caught up
+        self._closed: asyncio.Future[None] | None = None  # resolved at the end, if aclose() waits for it
+        self._timer: asyncio.TimerHandle | None = None  # limits the handshake, then the half-closed state
 
     # -- called by the owner --------------------------------------------------------------------------
 
     def start(self, patience: float | None) -> None:
-        """Start to read and write.
-
-        Args:
-            patience: seconds for the TLS handshake. None: the owner limits it.
-        """
+        """Start to read and write. ``patience``: seconds for the TLS handshake; None: the owner limits it."""
         self._thread.call(self._start, patience)
 
     async def aclose(self) -> None:
@@ -152,8 +123,7 @@ class SocketThread:
             await closed
 
     def refuse(self, refused: Refused) -> None:
-        """Send ``refused`` without waiting, in plain before TLS is agreed on, and end the connection at
-        once."""
+        """Send ``refused`` without waiting (in plain before TLS is agreed on) and end the connection."""
         self.writer.refuse(encode(refused))
         self.abort()
 
@@ -193,7 +163,7 @@ class SocketThread:
             self.writer.wake()
         if done:
             self._stop_timer()
-            self._post(self._owner.channel_open)
+            self._post(self._on_open)
 
     def _readable(self) -> None:
         try:
@@ -243,7 +213,7 @@ class SocketThread:
                 return count
         if count:
             with self._lock:
-                tls.write_incoming(self._raw[:count])
+                tls.incoming.write(self._raw[:count])
             self._decrypt(tls)
         return count
 
@@ -265,19 +235,18 @@ class SocketThread:
         while self._state is _State.OPEN and not self._paused:
             with self._lock:
                 count = tls.decrypt(self.decoder.buffers()[0])
-                if tls.pending:
+                if tls.outgoing.pending:
                     self.writer.wake()
             if not count:
                 return
             self._decode(count)
 
     def _decode(self, count: int) -> None:
-        """Decode ``count`` bytes that were read into the decoder's buffers, and deliver the complete
-        frames."""
+        """Decode ``count`` bytes in the decoder's buffers, and deliver the complete frames."""
         try:
             frames = self.decoder.received(count)
         except ProtocolError as exc:
-            # The other side may have another version of the protocol. The Bye tells it the reason.
+            # The other side may have another version of the protocol. The Bye has the reason.
             self.writer.replace(encode(Bye(reason=str(exc), dropped=True)))
             self._end(str(exc), exc)
             return
@@ -320,8 +289,7 @@ class SocketThread:
                 self.writer.half_close()
 
     def _break(self, exc: Exception) -> None:
-        """End the connection after an exception: the network failed, memory is short, or this code has a
-        bug."""
+        """End the connection after an exception: the network failed, or this code has a bug."""
         if isinstance(exc, OSError):
             self._fail(f"its connection broke: {reason_of(exc)}")
             return
@@ -331,9 +299,7 @@ class SocketThread:
     def _fail(self, what: str, *, refused: bool = False) -> None:
         """End the connection. With TLS, an end during the handshake is a failed handshake.
 
-        Args:
-            what: the reason.
-            refused: the TLS layer reported an error, of this side or of the peer.
+        ``refused``: the TLS layer reported an error, of this side or of the peer.
         """
         # In TLS 1.3 a sender can refuse a worker's certificate only after the worker's handshake is done.
         shaking = self._state is _State.HANDSHAKE or (refused and not self.decoder.framed)
@@ -354,7 +320,7 @@ class SocketThread:
         self.decoder.close()
         self._thread.loop.remove_reader(self._fd)
         self._sock.close()
-        self._post(self._owner.channel_ended, reason, error)
+        self._post(self._on_end, reason, error)
         self._report_closed()
 
     def _stop_timer(self) -> None:
@@ -368,15 +334,8 @@ class SocketThread:
 
     # -- on the owner's loop ---------------------------------------------------------------------------
 
-    def _post(self, callback: Callable[..., None], *args: object) -> None:
-        """Call ``callback(*args)`` on the owner's loop, from any thread."""
-        try:
-            self._home.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            return  # the loop is closed
-
     def _deliver(self, frames: list[Frame], cost: int) -> None:
-        self._owner.channel_frames(frames)
+        self._on_frames(frames)
         with self._lock:
             self._unread -= cost
             resume = self._paused and self._unread <= _MAX_UNREAD // 2

@@ -10,28 +10,24 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from aiosync.transports._offload import LoopThread
-from aiosync.transports.ioctl import ioctl_int
+from aiosync.transports.socket_options import ioctl_int
 from aiosync.transports.tcp.send_queue import Body, SendQueue
 from aiosync.transports.tcp.tls import TLSLayer
 
-__all__ = ["SocketWriter"]
-
+# Most bytes that one connection sends before other connections of the thread have their turn.
 _TURN = 1 << 20
-"""Most bytes that one connection sends before other connections of the thread have their turn."""
-
+# Bytes that one system call counts for at least. Copying the next block may precede even a short call.
 _STEP = 1 << 18
-"""Bytes that one system call counts for at least. Copying the next block may precede even a short call."""
-
+# Largest body in bytes that the calling thread sends itself, which is faster than waking the socket's
+# thread.
 _SMALL = 1 << 18
-"""Largest body in bytes that the calling thread sends itself, which is faster than waking the socket's
-thread."""
 
+# Most frames that may wait for a peer that does not read. The protocol never has as many in flight.
 _MAX_UNSENT = 16
-"""Most frames that may wait for a peer that does not read. The protocol never has as many in flight."""
 
 
 class SocketWriter:
-    """Sends frames and bodies over a socket, without blocking.
+    """Sends frames and bodies over a connected socket, without blocking.
 
     Every method may be called from any thread, unless it says otherwise. If nothing is queued yet, the
     calling thread sends at once. The socket's thread sends the rest when the socket is writable.
@@ -44,10 +40,6 @@ class SocketWriter:
         post: calls a function on the owner's event loop.
         on_error: called in ``thread`` if writing fails for another reason than the peer's end.
         on_end: called in ``thread`` with the reason if the connection has to end.
-
-    Attributes:
-        progress: bytes that the kernel has taken.
-        muted: whether the writer sends nothing more.
     """
 
     def __init__(
@@ -61,22 +53,19 @@ class SocketWriter:
         on_error: Callable[[Exception], None],
         on_end: Callable[[str], None],
     ) -> None:
-        self.progress = 0
-        self.muted = False
+        self.progress = 0  # bytes that the kernel has taken
+        self.muted = False  # whether nothing more is sent
         self._thread = thread
         self._sock = sock
         self._fd = sock.fileno()
         self._lock = lock
         self._tls = tls
         self._queue = SendQueue(self._resume, post)
-        # Encrypted bytes that the kernel has not taken yet.
-        self._sealed = memoryview(b"")
+        self._sealed = memoryview(b"")  # encrypted bytes that the kernel has not taken yet
         # Whether frames may be sent: without TLS at once, with TLS after the handshake.
         self._open = False
-        # Whether the socket's thread waits until the socket is writable, or is about to.
-        self._armed = False
-        # Whether the socket's thread half-closes the socket once all is sent.
-        self._closing = False
+        self._armed = False  # whether the socket's thread waits until the socket is writable, or is about to
+        self._closing = False  # whether the socket's thread half-closes the socket once all is sent
         self._ended = False
         self._on_error = on_error
         self._on_end = on_end
@@ -110,10 +99,7 @@ class SocketWriter:
                 self._arm_soon()
 
     def cut(self) -> bool:
-        """Cancel the bodies in the queue, and send a Cut in their place; returns whether there was one.
-
-        Their memory is not read after the return.
-        """
+        """Replace queued bodies by a Cut; whether there was one. Their memory is not read any more."""
         with self._lock:
             found = self._queue.cut()
             self.wake()
@@ -139,7 +125,8 @@ class SocketWriter:
         """Drop what is queued, and send nothing more."""
         with self._lock:
             self.muted = True
-            self._drop_unsent()
+            self._queue.clear()
+            self._sealed = memoryview(b"")
 
     def wake(self) -> None:
         """Have the socket's thread send what is queued. Call it under the lock."""
@@ -147,8 +134,7 @@ class SocketWriter:
             self._arm_soon()
 
     def send_pending(self) -> None:
-        """Send until the socket's buffer is full, or other connections have their turn. Call it under the
-        lock."""
+        """Send until the socket's buffer is full, or for one turn. Call it under the lock."""
         budget = _TURN
         try:
             while budget > 0:
@@ -212,7 +198,7 @@ class SocketWriter:
     def _busy(self) -> bool:
         """Whether bytes could be sent now. A body that waits for its next chunk does not count."""
         tls = self._tls
-        return self._queue.ready or len(self._sealed) > 0 or (tls is not None and tls.pending)
+        return self._queue.ready or len(self._sealed) > 0 or (tls is not None and tls.outgoing.pending > 0)
 
     def _send_or_arm(self) -> None:
         if self._open and not self._closing and not self._armed:
@@ -239,16 +225,12 @@ class SocketWriter:
                 for piece in self._queue.pieces():
                     tls.encrypt(piece)
                     self._queue.sent(len(piece))
-            self._sealed = tls.read_outgoing()
+            self._sealed = memoryview(tls.outgoing.read())
             if not self._sealed:
                 return 0
         sent = self._sock.send(self._sealed, socket.MSG_DONTWAIT)
         self._sealed = self._sealed[sent:]
         return sent
-
-    def _drop_unsent(self) -> None:
-        self._queue.clear()
-        self._sealed = memoryview(b"")
 
     def _resume(self) -> None:
         """Called from any thread when a body has its next chunk."""

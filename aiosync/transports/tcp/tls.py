@@ -12,10 +12,7 @@ from aiosync.protocol.frames import Bye, Refused
 from aiosync.protocol.framing import FrameDecoder
 from aiosync.protocol.text import clean
 
-__all__ = ["TLSConfig", "TLSLayer", "error_of_plain_answer", "reason_of"]
-
-_QUOTED = 200
-"""Characters of a peer's answer that an error quotes."""
+_QUOTED = 200  # characters of a peer's answer that an error quotes
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,44 +100,20 @@ class TLSLayer:
     """The TLS of one connection, apart from its socket: bytes in, bytes out.
 
     An ``SSLSocket`` makes a system call for each record of 16 KiB. This class encrypts and decrypts many
-    records between two system calls. Only one thread may use it at a time.
-
-    Args:
-        context: made by :class:`TLSConfig`.
-        server_hostname: the name that the sender's certificate must contain; None on the listening side.
-
-    Attributes:
-        listens: whether this is the listening side.
+    records between two system calls. Only one thread may use it at a time. ``server_hostname`` is the name
+    that the sender's certificate must contain; None on the listening side.
     """
 
     def __init__(self, context: ssl.SSLContext, server_hostname: str | None = None) -> None:
         self.listens = server_hostname is None
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(
-            self._incoming,
-            self._outgoing,
-            server_side=server_hostname is None,
-            server_hostname=server_hostname,
-        )
-
-    @property
-    def pending(self) -> bool:
-        """Whether there are encrypted bytes to send."""
-        return self._outgoing.pending > 0
-
-    def read_outgoing(self) -> memoryview:
-        """Remove and return the encrypted bytes that the socket has to send."""
-        return memoryview(self._outgoing.read())
-
-    def write_incoming(self, data: memoryview) -> None:
-        """Add encrypted bytes that the socket has received."""
-        self._incoming.write(data)
+        self.incoming = ssl.MemoryBIO()  # encrypted bytes that the socket has received
+        self.outgoing = ssl.MemoryBIO()  # encrypted bytes that the socket has to send
+        self._tls = context.wrap_bio(self.incoming, self.outgoing, self.listens, server_hostname)
 
     def do_handshake(self) -> bool:
         """Continue the handshake with the bytes received so far; returns whether it is done.
 
-        Raises:
-            SSLError: the handshake failed. The outgoing bytes contain the alert for the other side.
+        Raises SSLError if the handshake failed. ``outgoing`` then has the alert for the other side.
         """
         try:
             self._tls.do_handshake()
@@ -149,16 +122,14 @@ class TLSLayer:
         return True
 
     def encrypt(self, data: memoryview) -> None:
-        """Encrypt ``data`` into the outgoing bytes."""
+        """Encrypt ``data`` into ``outgoing``."""
         while data:
             data = data[self._tls.write(data) :]
 
     def decrypt(self, buffer: memoryview) -> int:
-        """Decrypt received bytes into ``buffer``; returns how many bytes were written, 0 if more have to
-        come.
+        """Decrypt received bytes into ``buffer``; returns how many bytes, 0 if more have to come.
 
-        Raises:
-            SSLError: the received bytes were changed on the way.
+        Raises SSLError if the received bytes were changed on the way.
         """
         count = 0
         try:
@@ -173,11 +144,7 @@ class TLSLayer:
 
 
 def error_of_plain_answer(data: bytes) -> HandshakeError:
-    """Make the error for a sender that answered a TLS handshake with frames.
-
-    Args:
-        data: the first bytes that the sender sent.
-    """
+    """Make the error for a sender that answered a TLS handshake with frames, which begin with ``data``."""
     hint = "the sender does not speak TLS: take tls= away here, or give it to the sender"
     with suppress(ProtocolError):
         for frame in FrameDecoder().feed(data):

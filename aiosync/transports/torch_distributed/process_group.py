@@ -4,10 +4,10 @@ They are independent of the process's other groups, and not registered: ``torch.
 does not change. A group of two serves one worker. So another worker's death does not break it, and a worker
 that connects later gets its own group. A larger group is for broadcasts.
 
-States: NEW → JOINED → CLOSED, or NEW → CLOSED. The group's thread makes the group at the first use, uses it
-    and drops
-it. When a member drops the group, its connections close, and pending calls of the other members raise. So a
-blocked rank is released by another rank, or by the group's timeout.
+States: NEW → JOINED → CLOSED, or NEW → CLOSED.
+The group's thread makes the group at the first use, uses it and drops it. When a member drops the group, its
+connections close, and pending calls of the other members raise. So a blocked rank is released by another
+rank, or by the group's timeout.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -24,27 +25,18 @@ from torch import Tensor
 
 from aiosync.errors import InvalidArgumentError, WorkerLostError
 from aiosync.transports._offload import DetachedThread
+from aiosync.transports.torch_distributed.store import first_line
 
-__all__ = ["BACKENDS", "BUCKET", "ProcessGroupMember", "check_backend", "device_of"]
-
-BUCKET = 8 << 20
-"""Bytes of one message. Small enough that copying, sending and receiving overlap."""
-
-BACKENDS = ("gloo", "nccl")
-
-_JOIN = 30.0
-"""Most seconds that the other members have to join a group."""
+BUCKET = 8 << 20  # bytes of one message. Small enough that copying, sending and receiving overlap
+_JOIN = 30.0  # most seconds that the other members have to join a group
 
 
 def check_backend(backend: str) -> None:
     """Raise InvalidArgumentError if this build of torch does not have ``backend``."""
-    if backend not in BACKENDS:
+    if backend not in ("gloo", "nccl"):
         raise InvalidArgumentError(f"backend={backend!r}: expected one of 'gloo', 'nccl'")
-    # A build without torch.distributed does not have the functions below.
-    found = dist.is_available() and (
-        dist.is_gloo_available() if backend == "gloo" else dist.is_nccl_available()
-    )
-    if not found:
+    # A build without torch.distributed does not have is_..._available().
+    if not dist.is_available() or not getattr(dist, f"is_{backend}_available")():
         raise InvalidArgumentError(f"backend={backend!r}: this build of torch does not have it")
 
 
@@ -55,59 +47,37 @@ def device_of(backend: str) -> torch.device:
     return torch.device("cpu")
 
 
+@dataclass(eq=False)
 class ProcessGroupMember:
-    """One member of a process group. Rank 0 sends, the other ranks receive.
+    """One member of a process group. Rank 0 sends, the other ranks receive."""
 
-    Args:
-        backend: one of :data:`BACKENDS`.
-        store: makes a connection to the members' common store. Called in the group's thread.
-        key: the group's name in the store, the same for all members and unique to the group.
-        rank: this member's rank; 0 on the sender.
-        size: number of members. Two members use send and recv, more use broadcast.
-        timeout: seconds that one message may take.
+    backend: str  # "gloo" or "nccl"
+    store: Callable[[], Any]  # connects to the members' common store; called in the group's thread
+    key: str  # the group's name in the store, the same for all members and unique to the group
+    rank: int  # 0 on the sender
+    size: int = 2  # two members use send and recv, more use broadcast
+    _: KW_ONLY
+    timeout: float  # seconds that one message may take
 
-    Attributes:
-        moved: bytes sent or received so far.
-    """
+    moved: int = field(default=0, init=False)  # bytes sent or received so far
+    _group: Any = field(default=None, init=False)
+    _closed: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        backend: str,
-        store: Callable[[], Any],
-        key: str,
-        rank: int,
-        size: int = 2,
-        *,
-        timeout: float,
-    ) -> None:
-        self.moved = 0
-        self._backend = backend
-        self._store = store
-        self._key = key
-        self._rank = rank
-        self._size = size
-        self._timeout = timeout
+    def __post_init__(self) -> None:
         self._thread = DetachedThread("aiosync-ranks")
-        self._group: Any = None
-        self._closed = False
 
     def send(self, buffer: Tensor, tag: int, ready: Callable[[int], object]) -> Future[None]:
-        """Send a buffer, on rank 0. Returns a future of the end of the send.
+        """Send a 1-D uint8 buffer, on rank 0. Returns a future of the end of the send.
 
-        Args:
-            buffer: 1-D uint8, on :func:`device_of` the backend.
-            tag: of the message. The other side receives with the same tag.
-            ready: called in the thread; ``ready(n)`` returns when the first ``n`` bytes are written.
+        The other side receives with the same tag. ``ready(n)``, called in the thread, returns when the first
+        ``n`` bytes of the buffer are written.
         """
         return self._thread.submit(lambda: self._move(buffer, tag, ready))
 
     def receive(self, buffer: Tensor, tag: int, after: Sequence[Future[None]] = ()) -> Future[None]:
-        """Receive into a buffer what rank 0 sends. Returns a future of the end.
+        """Receive into a 1-D uint8 buffer what rank 0 sends. Returns a future of the end.
 
-        Args:
-            buffer: 1-D uint8, on :func:`device_of` the backend.
-            tag: of the message.
-            after: work that has to end before ``buffer`` is written.
+        ``after`` is the work that has to end before ``buffer`` is written.
         """
 
         def work() -> None:
@@ -130,13 +100,13 @@ class ProcessGroupMember:
         try:
             self._move_all(buffer, tag, ready)
         except RuntimeError as exc:
-            broken = str(exc).splitlines()[0] if str(exc) else repr(exc)
+            broken = first_line(exc)
         if broken:
             # Not within the handler: there the exception refers to frames that hold the group, which would
             # not be destroyed, and the other members would go on waiting. Queued messages must not be moved
             # either.
             self._drop()
-            raise WorkerLostError((), f"its process group ({self._backend}) broke: {broken}")
+            raise WorkerLostError((), f"its process group ({self.backend}) broke: {broken}")
 
     def _move_all(self, buffer: Tensor, tag: int, ready: Callable[[int], object]) -> None:
         group = self._joined()
@@ -146,28 +116,27 @@ class ProcessGroupMember:
             ready(end)
             works.append((self._start(group, bucket, tag), bucket.numel()))
         for work, nbytes in works:
-            work.wait(timedelta(seconds=self._timeout))
+            work.wait(timedelta(seconds=self.timeout))
             self.moved += nbytes
         if buffer.is_cuda:
             torch.cuda.current_stream(buffer.device).synchronize()  # before that the copy is only queued
 
     def _start(self, group: Any, bucket: Tensor, tag: int) -> Any:
-        if self._size > 2:
+        if self.size > 2:
             options = dist.BroadcastOptions()
             options.rootRank = 0
             return group.broadcast([bucket], options)
-        return group.send([bucket], 1, tag) if self._rank == 0 else group.recv([bucket], 0, tag)
+        return group.send([bucket], 1, tag) if self.rank == 0 else group.recv([bucket], 0, tag)
 
     def _joined(self) -> Any:
         """Return the group. The first call makes it, together with the other members."""
         if self._group is None:
-            rendezvous = dist.PrefixStore(  # type: ignore[attr-defined]
-                f"aiosync/ranks/{self._key}", self._store()
-            )
+            prefix, store = f"aiosync/ranks/{self.key}", self.store()
+            rendezvous = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
             self._group = self._make(rendezvous)
-            token = torch.zeros(1, dtype=torch.uint8, device=device_of(self._backend))
-            if self._rank == 0:
-                for other in range(1, self._size):
+            token = torch.zeros(1, dtype=torch.uint8, device=device_of(self.backend))
+            if self.rank == 0:
+                for other in range(1, self.size):
                     self._group.recv([token], other, 0).wait()
                 _delete_keys(rendezvous)
             else:
@@ -175,12 +144,12 @@ class ProcessGroupMember:
         return self._group
 
     def _make(self, store: Any) -> Any:
-        limit = timedelta(seconds=min(self._timeout, _JOIN))
-        if self._backend == "gloo":
-            return dist.ProcessGroupGloo(store, self._rank, self._size, limit)
+        limit = timedelta(seconds=min(self.timeout, _JOIN))
+        if self.backend == "gloo":
+            return dist.ProcessGroupGloo(store, self.rank, self.size, limit)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
-        return dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def _drop(self) -> None:
         self._group = None

@@ -30,8 +30,6 @@ import torch.distributed as dist
 from aiosync.errors import InvalidArgumentError, WorkerLostError
 from aiosync.transports.tcp.address import is_loopback
 
-__all__ = ["StoreAddress", "StoreLookup", "StoreResponder", "first_line"]
-
 logger = logging.getLogger("aiosync")
 
 _c10d: Any = dist  # type checkers do not know the names of its stores
@@ -42,26 +40,18 @@ _BACKLOG = 4096
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """A store object, or the address of a TCPStore.
+    """A store object of this process, or the address of a TCPStore."""
 
-    Attributes:
-        store: a store object of this process; None: use ``host`` and ``port``.
-        host: host of a TCPStore.
-        port: port of a TCPStore; 0: not known yet.
-        serves: whether the sender starts the TCPStore if no process serves it yet.
-    """
-
-    store: Any = None
+    store: Any = None  # None: use host and port
     host: str = "127.0.0.1"
-    port: int = 0
-    serves: bool = True
+    port: int = 0  # 0: not known yet
+    serves: bool = True  # whether the sender starts the TCPStore if no process serves it yet
 
     @classmethod
     def at(cls, store: Any, init_method: str | None) -> StoreAddress:
         """Read a scheme's arguments; without arguments, read MASTER_ADDR and MASTER_PORT.
 
-        Raises:
-            InvalidArgumentError: the arguments or the variables are invalid.
+        Raises InvalidArgumentError if the arguments or the variables are invalid.
         """
         if store is not None and init_method is not None:
             raise InvalidArgumentError("give store= or init_method=, not both")
@@ -92,8 +82,7 @@ class StoreAddress:
     def open(self) -> tuple[StoreAddress, Any]:
         """Open the store on the sender. Returns its address for workers, and a connection to keep.
 
-        Raises:
-            WorkerLostError: no store is served at the address, and this process must not serve one.
+        Raises WorkerLostError if no store is served at the address, and this process must not serve one.
         """
         if self.store is not None:
             return self, self.store.clone()
@@ -106,8 +95,7 @@ class StoreAddress:
     def _serve(self) -> Any:
         """Serve a TCPStore that listens only at the host's address.
 
-        By default a TCPStore listens at all addresses of the machine, and answers any client (pytorch issue
-        173909).
+        By default it listens at all addresses of the machine, and answers any client (pytorch issue 173909).
         """
         port, descriptor, inode = self.port, None, 0
         try:
@@ -125,26 +113,18 @@ class StoreAddress:
             port, descriptor = sock.getsockname()[1], sock.detach()
             inode = _inode(descriptor)
         try:
-            return _c10d.TCPStore(
-                self.host,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=descriptor,
-            )
+            options = {"wait_for_workers": False, "multi_tenant": True, "master_listen_fd": descriptor}
+            return _c10d.TCPStore(self.host, port, is_master=True, **options)
         except RuntimeError:
             if descriptor is not None and _inode(descriptor) == inode:  # unless torch has closed it
                 os.close(descriptor)
             raise
 
     def by_address(self) -> StoreAddress:
-        """Return the address of a given TCPStore, without the object; port 0 if the store is not a
-        TCPStore."""
-        store = self.store
-        if not isinstance(store, _c10d.TCPStore):
+        """Return the address of a given TCPStore, without the object; port 0 if it is another store."""
+        if not isinstance(self.store, _c10d.TCPStore):
             return StoreAddress(serves=False)
-        return StoreAddress(None, store.host, store.port, serves=False)
+        return StoreAddress(None, self.store.host, self.store.port, serves=False)
 
     def check_known(self) -> None:
         """Raise InvalidArgumentError if the store's address was not given."""
@@ -155,11 +135,7 @@ class StoreAddress:
             )
 
     def connect(self) -> Any:
-        """Connect to the store. Blocking.
-
-        Raises:
-            WorkerLostError: there is no store at the address.
-        """
+        """Connect to the store. Blocking. Raises WorkerLostError if there is no store at the address."""
         if self.store is not None:
             return self.store.clone()
         try:
@@ -169,29 +145,22 @@ class StoreAddress:
         except RuntimeError as exc:
             raise WorkerLostError((), f"no store at {self.host}:{self.port}: {first_line(exc)}") from exc
 
-    @property
-    def bind(self) -> str:
-        """The address that the sender has to listen at so that clients of the store can reach it."""
-        return "127.0.0.1" if is_loopback(self._store_address()) else "0.0.0.0"
-
-    @property
-    def reachable(self) -> str:
-        """This machine's address, as clients of the store see it."""
-        address = self._store_address()
+    def hosts(self) -> tuple[str, str]:
+        """Return where the sender has to listen, and this machine's address as the store's clients see it."""
+        store = without_prefix(self.store)
+        address = socket.gethostbyname(store.host if isinstance(store, _c10d.TCPStore) else self.host)
         if is_loopback(address):
-            return "127.0.0.1"
+            return "127.0.0.1", "127.0.0.1"
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, self.port or 1))  # sends nothing
-            return str(probe.getsockname()[0])
+            return "0.0.0.0", str(probe.getsockname()[0])
 
-    def _store_address(self) -> str:
-        host = self.host
-        store = self.store
-        while isinstance(store, _c10d.PrefixStore):
-            store = store.underlying_store
-        if isinstance(store, _c10d.TCPStore):
-            host = store.host
-        return socket.gethostbyname(host)
+
+def without_prefix(store: Any) -> Any:
+    """Return the store that PrefixStores are wrapped around."""
+    while isinstance(store, _c10d.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _inode(descriptor: int) -> int:
@@ -203,8 +172,7 @@ def _inode(descriptor: int) -> int:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Listen at the first IPv4 address of ``host``, which workers look for; without one, at its first
-    address."""
+    """Listen at the first IPv4 address of ``host``, which workers look for; else at its first address."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -218,32 +186,28 @@ def _listening(host: str, port: int) -> socket.socket:
     return sock
 
 
-def prefixed(store: Any, model_id: str | None, *more: str) -> Any:
+def _of_model(store: Any, model_id: str | None) -> Any:
     """Return the part of a store that belongs to one model."""
-    return _c10d.PrefixStore("/".join(("aiosync", model_id or "", *more)), store)
+    return _c10d.PrefixStore(f"aiosync/{model_id or ''}", store)
 
 
 class StoreResponder:
-    """Answers workers that look for their sender. :meth:`run` blocks in a thread.
+    """Answers workers that look for their sender with ``answer``. :meth:`run` blocks in a thread.
 
-    Args:
-        kept: the store. This object keeps it alive.
-        model_id: the model's name.
-        answer: what workers get: the encoded :class:`SenderAddress`.
+    This object keeps the store ``kept`` alive.
     """
 
     def __init__(self, kept: Any, model_id: str | None, answer: bytes) -> None:
         self._kept = kept
         store, other = kept.clone(), kept.clone()
-        self._store = prefixed(store, model_id)
-        self._other = prefixed(other, model_id)
+        self._store = _of_model(store, model_id)
+        self._other = _of_model(other, model_id)
         self._answer = answer
         self._closed = False
         store.set_timeout(_FOR_EVER)
 
     def run(self) -> str:
-        """Answer until :meth:`close`, or until the store is gone. Returns why it ended; empty after
-        ``close``."""
+        """Answer until :meth:`close`, or until the store is gone. Returns why it ended; empty: by close()."""
         while True:
             try:
                 name = self._store.queue_pop("arrivals")
@@ -264,16 +228,10 @@ class StoreResponder:
 
 
 class StoreLookup:
-    """Looks for a worker's sender. :meth:`run` blocks in a thread. Another thread calls :meth:`cancel`.
+    """Looks for a worker's sender. :meth:`run` blocks in a thread. Another thread calls :meth:`cancel`."""
 
-    Args:
-        meeting: the store.
-        model_id: the model's name.
-    """
-
-    def __init__(self, meeting: StoreAddress, model_id: str | None) -> None:
-        self._meeting = meeting
-        self._model_id = model_id
+    def __init__(self, store_address: StoreAddress, model_id: str | None) -> None:
+        self._store_address, self._model_id = store_address, model_id
         self._name = secrets.token_hex(8)
         self._other: Any = None
         self._cancelled = False
@@ -281,14 +239,13 @@ class StoreLookup:
     def run(self) -> tuple[bytes, Any] | None:
         """Wait for the sender's answer. Returns the answer and the store, or None after :meth:`cancel`.
 
-        Raises:
-            WorkerLostError: there is no store, or it is gone.
+        Raises WorkerLostError if there is no store, or it is gone.
         """
-        store = self._meeting.connect()
+        store = self._store_address.connect()
         store.set_timeout(_FOR_EVER)
-        mine, key = prefixed(store, self._model_id), f"met/{self._name}"
+        mine, key = _of_model(store, self._model_id), f"met/{self._name}"
         try:
-            self._other = prefixed(store.clone(), self._model_id)
+            self._other = _of_model(store.clone(), self._model_id)
             if self._cancelled:
                 return None
             mine.queue_push("arrivals", self._name)
@@ -306,6 +263,6 @@ class StoreLookup:
                 self._other.set(f"met/{self._name}", b"")
 
 
-def first_line(exc: Exception) -> str:
-    """Return the first line of an exception's text."""
-    return str(exc).splitlines()[0] if str(exc) else repr(exc)
+def first_line(exc: BaseException) -> str:
+    """Return the first line of an exception's text, or its repr if it has no text."""
+    return next(iter(str(exc).splitlines()), "") or repr(exc)

@@ -1,64 +1,234 @@
-"""The connection of :class:`~aiosync.DistributedWeightSyncScheme`.
+"""Connections whose weights are sent by a process group.
 
-The two sides find each other in a store. Frames then go over a socket, because a store does not report the
-death of a process, and a thread that waits in a store can be woken only through the store. A process group
-sends the weights.
+Frames go over a TCP socket: a store does not report the death of a process, and a thread that waits in a
+store can be woken only through the store. A subclass finds the socket's address; DistributedTransport finds
+it in a store. The process groups are made through a store of torch.distributed.
+
+A worker on the sender's machine that can map the sender's memory gets a Unix-socket connection instead, as
+with :class:`~aiosync.SharedMemWeightSyncScheme`. No weights are sent then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
+from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from aiosync._deadline import Deadline
+from aiosync.errors import ArenaAllocationError, ProtocolError, WorkerLostError
+from aiosync.protocol.allowed_frames import Inbound
 from aiosync.transports._offload import DetachedThread, abandonable, start_thread
-from aiosync.transports.base import Transport
+from aiosync.transports.base import Listener, OnConnection, OnLost, Transport
 from aiosync.transports.tcp.address import Address
-from aiosync.transports.torch_distributed.connection import RankedListener, RankedTransport, SenderAddress
+from aiosync.transports.tcp.connection import DialledTransport
+from aiosync.transports.tcp.listener import TCPListener
 from aiosync.transports.torch_distributed.store import StoreAddress, StoreLookup, StoreResponder
+from aiosync.transports.unix_socket import SharedMemTransport, UnixListener
+from aiosync.weights.segment import Segment
 
-__all__ = ["DistributedListener", "DistributedTransport"]
+
+class LocalAddress(msgspec.Struct, frozen=True):
+    """Where a sender listens for workers on its own machine."""
+
+    address: str
+    """Address of the Unix socket."""
+
+    user: int
+    """The sender's user id. Processes of other users cannot connect."""
+
+    sample: dict[str, int | str]
+    """Handle of a small segment of the sender's memory."""
+
+    mark: bytes
+    """Content of that segment. A worker compares it, because in another container the handle's process id may
+    belong to another process."""
+
+    def within_reach(self) -> bool:
+        """Return whether this process may connect, and can map the sender's memory."""
+        match self.sample:
+            case {"kind": "memfd", "pid": int(pid), "fd": int(fd)} if self.user == os.geteuid():
+                try:
+                    # Opening another kind of file may block or have side effects.
+                    if not os.readlink(f"/proc/{pid}/fd/{fd}").startswith("/memfd:"):
+                        return False
+                    found = Segment.attach(dict(self.sample)).buffer
+                except (OSError, ProtocolError):
+                    return False
+                return found.numpy().tobytes()[: len(self.mark)] == self.mark
+        return False
 
 
-class DistributedTransport(RankedTransport):
+class SenderAddress(msgspec.Struct, frozen=True):
+    """Where a sender listens, and the secret that a worker proves to know."""
+
+    host: str
+    port: int
+    token: bytes
+
+    # For workers on the sender's machine. Its key is "near" in what the sender writes into the store.
+    local: LocalAddress | None = msgspec.field(default=None, name="near")
+
+    def __repr__(self) -> str:
+        return f"SenderAddress({self.host!r}, {self.port}, <secret>)"
+
+
+class TorchDistributedTransport(DialledTransport):
+    """A worker's connection to its sender. A subclass finds the sender's address in :meth:`_find`.
+
+    ``store_address`` is None if the subclass connects to the store itself.
+    """
+
+    def __init__(self, *, share_memory: bool, store_address: StoreAddress | None = None) -> None:
+        super().__init__(Address("127.0.0.1", 0))
+        self._share_memory = share_memory
+        self._store_address = store_address
+        self._store: Any = None
+
+    async def reach(self, deadline: Deadline) -> Transport:
+        """Find the sender and connect to it, over a Unix socket if its memory can be mapped; else over TCP.
+
+        Raises:
+            InvalidArgumentError: the scheme does not know where to look for the sender.
+            NotInitializedError: this process has not joined the job.
+            WorkerLostError: the sender or the store is not there.
+            SyncTimeoutError: the sender did not appear in time.
+        """
+        address = await self._find(deadline)
+        local = address.local if self._share_memory else None
+        if local is not None and local.within_reach():
+            transport = SharedMemTransport(local.address)
+            transport.secret = address.token
+            try:
+                await transport.open(deadline)
+            except WorkerLostError:
+                await transport.aclose()  # connecting over TCP gives the reason, if the sender is gone
+            except BaseException:
+                await transport.aclose()
+                raise
+            else:
+                transport.reached = True
+                return transport
+        await self._connect_to(address, deadline)
+        return self
+
+    async def open(self, deadline: Deadline) -> None:
+        """Find the sender and connect to it over TCP. Raises as :meth:`reach`."""
+        await self._connect_to(await self._find(deadline), deadline)
+
+    async def _connect_to(self, address: SenderAddress, deadline: Deadline) -> None:
+        self.trouble = ""
+        self.secret = address.token
+        self._address = Address(address.host, address.port)
+        self.peer_name = f"rank 0 at {self._address}"
+        await super().open(deadline)
+
+    @abstractmethod
+    async def _find(self, deadline: Deadline) -> SenderAddress:
+        """Return the sender's address. Raises as :meth:`reach`."""
+
+    def connection(self) -> Any:
+        """Make a connection to the store, for a thread that blocks in the store. Blocking."""
+        if self._store is None:
+            assert self._store_address is not None
+            self._store = self._store_address.connect()
+        return self._store.clone()
+
+    def trust(self, inbound: Inbound) -> None:
+        super().trust(inbound)
+        if self._socket is not None:
+            self._socket.decoder.bare = True  # updates have no chunks on this socket
+
+
+class TorchDistributedListener(Listener):
+    """Listens for workers over TCP, and over a Unix socket for those on this machine.
+
+    A subclass publishes the addresses. ``share_memory``: whether workers on this machine may map the sender's
+    memory.
+    """
+
+    def __init__(self, store_address: StoreAddress, token: bytes, *, share_memory: bool) -> None:
+        # The store as workers reach it, and a connection to it.
+        self.store_address, self._store = store_address.open()
+        bind, host = self.store_address.hosts()
+        tcp = TCPListener(Address(bind, 0))
+        self._listeners: list[TCPListener | UnixListener] = [tcp]
+        self.patience = tcp.patience
+        self._sample: Segment | None = None
+        local = self._listen_locally() if share_memory and "memfd_create" in dir(os) else None
+        self.address = SenderAddress(host, tcp.address.port, bytes(bytearray(token)), local)
+
+    def _listen_locally(self) -> LocalAddress | None:
+        mark = secrets.token_bytes(32)
+        with suppress(ArenaAllocationError, OSError):  # perhaps not permitted; workers use TCP then
+            self._sample = sample = Segment.shared(len(mark))
+            listener = UnixListener()
+            self._listeners.append(listener)
+            sample.buffer.numpy().data[:] = mark
+            return LocalAddress(listener.address, os.geteuid(), dict(sample.handle or {}), mark)
+        return None
+
+    def connection(self) -> Any:
+        """Make a connection to the store, for a thread that blocks in the store."""
+        return self._store.clone()
+
+    async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
+        for listener in self._listeners:
+            await listener.listen(on_connection, on_lost)
+
+    def forget(self) -> None:
+        for listener in self._listeners:
+            listener.forget()
+        if self._sample is not None:
+            self._sample.close()
+
+    def stop(self) -> None:
+        for listener in self._listeners:
+            listener.stop()
+
+    def close(self) -> None:
+        self.stop()
+        for listener in self._listeners:
+            listener.close()
+        if self._sample is not None:
+            self._sample.close()
+        self._store = None
+
+
+class DistributedTransport(TorchDistributedTransport):
     """A worker's connection to its sender, which it finds in a store.
 
     Args:
-        meeting: the store.
+        store_address: the store.
         model_id: the model's name.
         rank: the worker's rank.
         share_memory: whether the worker may map the sender's memory, if it can.
-
-    Attributes:
-        store: a connection to the store; None until the sender has answered.
     """
 
     def __init__(
-        self, meeting: StoreAddress, model_id: str | None, rank: int, *, share_memory: bool = True
+        self, store_address: StoreAddress, model_id: str | None, rank: int, *, share_memory: bool = True
     ) -> None:
-        super().__init__(share_memory=share_memory)
+        super().__init__(share_memory=share_memory, store_address=store_address)
         self.rank = rank
-        self.store: Any = None
-        self._meeting = meeting
         self._model_id = model_id
 
-    def connection(self) -> Any:
-        return self.store.clone()
-
     async def _find(self, deadline: Deadline) -> SenderAddress:
-        meeting = self._meeting
-        lookup = StoreLookup(meeting, self._model_id)
+        store_address = self._store_address
+        assert store_address is not None
+        lookup = StoreLookup(store_address, self._model_id)
         found = None
         try:
             async with asyncio.timeout(deadline.remaining()):
-                meeting.check_known()
-                if meeting.store is None:
+                store_address.check_known()
+                if store_address.store is None:
                     # torch would wait for the store in a call that cannot be interrupted.
-                    self._address = Address(meeting.host, meeting.port)
+                    self._address = Address(store_address.host, store_address.port)
                     (await self._dial(deadline)).close()
                 self.trouble = "no sender of this model came to the store"
                 found = await abandonable(lookup.run, "aiosync-meet")
@@ -68,33 +238,24 @@ class DistributedTransport(RankedTransport):
             if found is None:
                 start_thread(lookup.cancel, "aiosync-meet")
         assert found is not None
-        answer, self.store = found
+        answer, self._store = found
         return msgspec.msgpack.decode(answer, type=SenderAddress)
 
 
-class DistributedListener(RankedListener):
-    """Listens for workers, and publishes its address in a store.
-
-    Args:
-        meeting: the store.
-        model_id: the model's name.
-        token: the secret that workers prove to know.
-        share_memory: whether workers on this machine may map the sender's memory.
-    """
+class DistributedListener(TorchDistributedListener):
+    """Listens for workers of ``model_id``, and publishes its address in a store."""
 
     def __init__(
-        self, meeting: StoreAddress, model_id: str | None, token: bytes, *, share_memory: bool = True
+        self, store_address: StoreAddress, model_id: str | None, token: bytes, *, share_memory: bool = True
     ) -> None:
-        super().__init__(meeting, token, share_memory=share_memory)
+        super().__init__(store_address, token, share_memory=share_memory)
         self._make_responder: Callable[[], StoreResponder] | None = partial(
-            StoreResponder, self._store, model_id, msgspec.msgpack.encode(self.place)
+            StoreResponder, self._store, model_id, msgspec.msgpack.encode(self.address)
         )
         self._responder: StoreResponder | None = None
         self._thread = DetachedThread("aiosync-store")
 
-    async def listen(
-        self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
-    ) -> None:
+    async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
         assert self._make_responder is not None
         await super().listen(on_connection, on_lost)
         self._responder = await abandonable(self._make_responder, "aiosync-store")

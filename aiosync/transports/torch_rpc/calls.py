@@ -7,7 +7,6 @@ and ``rpc.shutdown()`` waits for all pending calls.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,22 +16,16 @@ from torch.distributed import rpc
 
 from aiosync._deadline import Deadline
 from aiosync.errors import NotInitializedError, WorkerLostError
-from aiosync.transports._offload import handover
-from aiosync.transports.torch_distributed.store import first_line
-
-__all__ = ["Call", "agent_here", "is_member", "notify", "rank_here", "store_here"]
+from aiosync.transports.remote_calls import PendingCall
+from aiosync.transports.torch_distributed.store import first_line, without_prefix
 
 _api: Any = rpc.api
+# Seconds that an agent keeps a call pending beyond our deadline, or if no answer is awaited.
 _SHORTLY = 10.0
-"""Seconds that an agent keeps a call pending beyond our deadline, or if no answer is awaited."""
 
 
 def agent_here() -> Any:
-    """Return this process's RPC agent.
-
-    Raises:
-        NotInitializedError: torch RPC is not initialised in this process.
-    """
+    """Return this process's RPC agent. Raises NotInitializedError if torch RPC is not initialised."""
     if not is_member():
         raise NotInitializedError(
             "torch RPC is not initialised in this process: call torch.distributed.rpc.init_rpc() first"
@@ -47,10 +40,7 @@ def is_member() -> bool:
 
 def store_here() -> Any:
     """Return the store that torch RPC was initialised with."""
-    store = agent_here().store
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
-        store = store.underlying_store
-    return store
+    return without_prefix(agent_here().store)
 
 
 def rank_here() -> int:
@@ -58,59 +48,35 @@ def rank_here() -> int:
     return int(rpc.get_worker_info().id) if is_member() else -1
 
 
-class Call:
-    """A pending call of a function in another process. No thread blocks until the answer.
+class Call(PendingCall):
+    """A pending call of a function in another process, which can import the function's module.
 
-    Args:
-        to: the process's name in torch RPC, or its WorkerInfo.
-        function: a function of a module that the process can import.
-        args: the function's arguments.
-        deadline: for the answer.
-
-    Raises:
-        NotInitializedError: torch RPC is not initialised in this process.
+    ``to`` is the process's name in torch RPC, or its WorkerInfo. Raises as :func:`agent_here`.
     """
 
     def __init__(
         self, to: Any, function: Callable[..., Any], args: Sequence[Any], deadline: Deadline
     ) -> None:
         agent_here()
+        super().__init__(deadline)
         self._name = str(getattr(to, "name", to))
-        self._deadline = deadline
-        self._answer: asyncio.Future[Any]
-        self._answer, resolve = handover()
         try:
             # The agent cancels the call too, after our deadline.
             limit = deadline.remaining() + _SHORTLY
             pending = rpc.rpc_async(to, function, args=args, timeout=limit)
-            pending.add_done_callback(lambda done: resolve(done.wait))
+            pending.add_done_callback(lambda done: self._resolve(done.wait))
         except RuntimeError as exc:  # no process has that name, or the agent knows that the process is gone
             self._answer.set_exception(exc)
 
     async def answer(self, deadline: Deadline | None = None) -> Any:
-        """Wait for the answer and return it. After a cancellation or a timeout it may be awaited again.
-
-        Args:
-            deadline: replaces the call's own.
-
-        Raises:
-            WorkerLostError: the process is not a member of torch RPC, or is gone.
-            SyncTimeoutError: no answer arrived in time.
-        """
-        deadline = deadline or self._deadline
-        await asyncio.wait([self._answer], timeout=deadline.remaining())
-        if not self._answer.done():
-            hint = f"{self._name} did not answer a call of torch RPC"
-            raise deadline.error("connect", hint=hint)
+        late = await self._wait(deadline)
+        if late is not None:
+            raise late.error("connect", hint=f"{self._name} did not answer a call of torch RPC")
         try:
             return self._answer.result()
         except RuntimeError as exc:
             reason = f"a call of torch RPC to {self._name} failed: {first_line(exc)}"
             raise WorkerLostError((), reason) from exc
-
-    def discard(self) -> None:
-        """Drop the answer."""
-        self._answer.cancel()
 
 
 def notify(to: str, function: Callable[..., Any], *args: Any) -> None:

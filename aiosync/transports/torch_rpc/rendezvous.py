@@ -14,32 +14,26 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch.distributed import rpc
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError
 from aiosync.transports._offload import handover
-from aiosync.transports.base import Transport
-from aiosync.transports.torch_distributed.connection import RankedListener, RankedTransport, SenderAddress
+from aiosync.transports.base import OnConnection, OnLost
 from aiosync.transports.torch_distributed.store import StoreAddress
+from aiosync.transports.torch_distributed.transport import (
+    SenderAddress,
+    TorchDistributedListener,
+    TorchDistributedTransport,
+)
 from aiosync.transports.torch_rpc.calls import Call, agent_here, is_member, notify, store_here
 
-__all__ = ["RPCListener", "RPCWorkerTransport", "SenderInfo"]
-
-
-_REMEMBERED = 256
-"""Most cancelled lookups that are remembered because their question may still arrive."""
+_REMEMBERED = 256  # most cancelled lookups that are remembered because their question may still arrive
 
 
 def _sender_name(given: str | None) -> str:
-    """Return the name of the sender's process in torch RPC: ``given``, or the name of rank 0.
-
-    Raises:
-        NotInitializedError: torch RPC is not initialised in this process.
-        InvalidArgumentError: no process has rank 0.
-    """
+    """Return the name of the sender's process in torch RPC: ``given``, or the name of rank 0."""
     if given is not None:
         return given
     for info in agent_here().get_worker_infos():
@@ -56,38 +50,36 @@ class _Directory:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._places: dict[str, list[SenderAddress]] = {}
-        # Sender's name -> ticket of a lookup -> name of the worker's process.
-        self._asked: dict[str, dict[str, str]] = {}
+        self._addresses: dict[str, list[SenderAddress]] = {}
+        self._asked: dict[str, dict[str, str]] = {}  # sender's name -> ticket of a lookup -> worker's process
         # Tickets cancelled before their question arrived: torch RPC runs calls in several threads.
         self._cancelled: dict[str, None] = {}
 
-    def add(self, names: tuple[str, ...], place: SenderAddress) -> None:
+    def add(self, names: tuple[str, ...], address: SenderAddress) -> None:
         """Add a sender, and answer the lookups that wait for it."""
         with self._lock:
             asked: dict[str, str] = {}
             for name in names:
-                self._places.setdefault(name, []).append(place)
+                self._addresses.setdefault(name, []).append(address)
                 asked |= self._asked.pop(name, {})
         for ticket, worker in asked.items():
-            notify(worker, _receive_answer, ticket, place)
+            notify(worker, _receive_answer, ticket, address)
 
-    def remove(self, names: tuple[str, ...], place: SenderAddress) -> None:
+    def remove(self, names: tuple[str, ...], address: SenderAddress) -> None:
         """Remove a sender; idempotent."""
         with self._lock:
             for name in names:
-                places = self._places.get(name, [])
-                if place in places:
-                    places.remove(place)
-                if not places:
-                    self._places.pop(name, None)
+                addresses = self._addresses.get(name, [])
+                if address in addresses:
+                    addresses.remove(address)
+                if not addresses:
+                    self._addresses.pop(name, None)
 
     def look_up(self, name: str, ticket: str, worker: str) -> SenderAddress | None:
-        """Return the address of the newest sender of this name; None: the answer is sent when there is
-        one."""
+        """Return the address of the newest sender of this name; None: the answer is sent later."""
         with self._lock:
-            if name in self._places:
-                return self._places[name][-1]
+            if name in self._addresses:
+                return self._addresses[name][-1]
             if ticket in self._cancelled:
                 del self._cancelled[ticket]
                 return None
@@ -120,93 +112,72 @@ def _cancel(name: str, ticket: str) -> None:
     _directory.cancel(name, ticket)
 
 
-def _receive_answer(ticket: str, place: SenderAddress) -> None:
+def _receive_answer(ticket: str, address: SenderAddress) -> None:
     """Called by the sender through torch RPC, in a worker's process."""
     resolve = _pending.pop(ticket, None)
     if resolve is not None:
-        resolve(lambda: place)
+        resolve(lambda: address)
 
 
 @dataclass(frozen=True)
 class SenderInfo:
-    """What a pickled scheme contains about its sender.
+    """What a pickled scheme contains about its sender."""
 
-    Attributes:
-        sender: the name of the sender's process in torch RPC.
-        key: the sender's own name in that process's directory.
-        place: the sender's address, for workers that are not members of torch RPC, such as a respawned
-            worker.
-        meeting: the store, for the same workers.
-    """
+    sender: str  # the name of the sender's process in torch RPC
+    key: str  # the sender's own name in that process's directory
 
-    sender: str
-    key: str
-    place: SenderAddress
-    meeting: StoreAddress
+    # For workers that are not members of torch RPC, such as a respawned worker.
+    address: SenderAddress
+    store: StoreAddress
 
 
-class RPCWorkerTransport(RankedTransport):
+class RPCWorkerTransport(TorchDistributedTransport):
     """A worker's connection to its sender.
 
     Args:
         model_id: the model's name.
         sender: the name of the sender's process in torch RPC; None: rank 0.
-        known: what the sender has published about itself; None: look the sender up by ``model_id``.
+        info: what the sender has published about itself; None: look the sender up by ``model_id``.
         share_memory: whether the worker may map the sender's memory, if it can.
     """
 
     def __init__(
-        self, model_id: str | None, sender: str | None, known: SenderInfo | None, *, share_memory: bool = True
+        self, model_id: str | None, sender: str | None, info: SenderInfo | None, *, share_memory: bool = True
     ) -> None:
-        super().__init__(share_memory=share_memory)
-        self._name = _named(model_id) if known is None else known.key
-        self._sender = sender if known is None else known.sender
-        self._known = known
-        self._store: Any = None
-
-    def connection(self) -> Any:
-        if self._store is None:
-            assert self._known is not None
-            self._store = self._known.meeting.connect()
-        return self._store.clone()
+        super().__init__(share_memory=share_memory, store_address=None if info is None else info.store)
+        self._name = _named(model_id) if info is None else info.key
+        self._sender = sender if info is None else info.sender
+        self._info = info
 
     async def _find(self, deadline: Deadline) -> SenderAddress:
-        if self._known is not None and not is_member():
-            return self._known.place
+        if self._info is not None and not is_member():
+            return self._info.address
         self._store = store_here()
         return await self._ask(_sender_name(self._sender), deadline)
 
     async def _ask(self, sender: str, deadline: Deadline) -> SenderAddress:
-        ticket, place = secrets.token_hex(8), None
+        ticket, address = secrets.token_hex(8), None
         answer: asyncio.Future[SenderAddress]
         answer, _pending[ticket] = handover()
         self.trouble = f"the process {sender!r} of torch RPC has no sender of this model"
         try:
             asking = Call(sender, _look_up, (self._name, ticket, rpc.get_worker_info().name), deadline)
-            place = await asking.answer()
-            if place is None:
+            address = await asking.answer()
+            if address is None:
                 async with asyncio.timeout(deadline.remaining()):
-                    place = await answer
+                    address = await answer
         except TimeoutError:
             raise deadline.error("connect", hint=self.trouble) from None
         finally:
             _pending.pop(ticket, None)
-            if place is None:
+            if address is None:
                 notify(sender, _cancel, self._name, ticket)
-        assert isinstance(place, SenderAddress)
-        return place
+        assert isinstance(address, SenderAddress)
+        return address
 
 
-class RPCListener(RankedListener):
-    """Listens for workers. Workers ask for its address by torch RPC.
-
-    Args:
-        model_id: the model's name.
-        token: the secret that workers prove to know.
-        share_memory: whether workers on this machine may map the sender's memory.
-
-    Attributes:
-        known: what a pickled scheme contains about this sender.
+class RPCListener(TorchDistributedListener):
+    """Listens for workers of ``model_id``, which ask for its address by torch RPC.
 
     Raises:
         NotInitializedError: torch RPC is not initialised in this process.
@@ -214,20 +185,18 @@ class RPCListener(RankedListener):
 
     def __init__(self, model_id: str | None, token: bytes, *, share_memory: bool = True) -> None:
         super().__init__(StoreAddress(store=store_here()), token, share_memory=share_memory)
-        self.known = SenderInfo(
-            rpc.get_worker_info().name, secrets.token_hex(8), self.place, self.meeting.by_address()
+        self.sender_info = SenderInfo(
+            rpc.get_worker_info().name, secrets.token_hex(8), self.address, self.store_address.by_address()
         )
-        self._names = (_named(model_id), self.known.key)
+        self._names = (_named(model_id), self.sender_info.key)
 
-    async def listen(
-        self, on_connection: Callable[[Transport], None], on_lost: Callable[[int, str], None]
-    ) -> None:
+    async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
         await super().listen(on_connection, on_lost)
-        _directory.add(self._names, self.place)
+        _directory.add(self._names, self.address)
 
     def stop(self) -> None:
         super().stop()
-        _directory.remove(self._names, self.place)
+        _directory.remove(self._names, self.address)
 
 
 def _named(model_id: str | None) -> str:

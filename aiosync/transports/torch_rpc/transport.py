@@ -16,8 +16,6 @@ from aiosync.transports.remote_calls import CallingTransport
 from aiosync.transports.torch_rpc.calls import Call, is_member
 from aiosync.weights.strategy import to_tensordict
 
-__all__ = ["RPCTransport"]
-
 
 @dataclass(frozen=True)
 class _Raised:
@@ -106,11 +104,7 @@ class RPCTransport(CallingTransport):
         return self._start_call("update_policy_weights_", (copied,), {}, deadline)
 
     def _apply(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        deadline: Deadline,
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], deadline: Deadline
     ) -> Call:
         return Call(self._info, _apply, (self._rref, function, args, kwargs), deadline)
 
@@ -125,6 +119,3 @@ class RPCTransport(CallingTransport):
         if isinstance(result, _Raised):
             raise RemoteApplyError(self.worker_idx, -1, result.kind, result.message, result.trace)
         return result
-
-    def _discard(self, call: Call) -> None:
-        call.discard()
