@@ -14,8 +14,6 @@ from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.target import WeightTarget, receiver_slots, receiver_tensors, write
 from aiosync.weights.ties import check_tied
 
-__all__ = ["Binding", "CommitMode", "Staged", "StaleConversion", "over_same_memory"]
-
 CommitMode: TypeAlias = Literal["flip", "copy"]
 
 

@@ -11,8 +11,6 @@ try:
 except ModuleNotFoundError:  # only transfers over sockets need checksums
     xxhash = None  # type: ignore[assignment]
 
-__all__ = ["check_available", "checksum_of", "digest_of"]
-
 
 def check_available() -> None:
     """Raise InvalidArgumentError if xxhash is not installed."""

@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 
 from aiosync.errors import InvalidArgumentError, ProtocolError
 
-__all__ = ["ENCODINGS", "Codec", "check_codec", "decode", "encode", "known_encodings"]
-
 Codec: TypeAlias = Literal["full", "zstd", "delta"]
 
 ENCODINGS = ("zstd", "delta")

@@ -11,8 +11,6 @@ from aiosync.errors import UnsupportedTensorError
 from aiosync.weights.dtypes import BY_NAME, dtype_name, spelled
 from aiosync.weights.sharded import is_sharded, local_part
 
-__all__ = ["check_dense", "describe", "memory_key", "same_bits", "to_bytes"]
-
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _SUPPORTED = frozenset(BY_NAME.values())
 

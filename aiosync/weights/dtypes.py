@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["BY_NAME", "FLOATING", "convertible", "dtype_name", "spelled"]
-
 _NAMES = (
     "float64", "float32", "float16", "bfloat16",
     "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",

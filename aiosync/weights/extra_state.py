@@ -21,8 +21,6 @@ from aiosync.weights.dtypes import convertible
 from aiosync.weights.names import extra_state_root, is_extra_state
 from aiosync.weights.walk import extra_state_owners
 
-__all__ = ["applying_extra_state", "flatten_extra", "restored", "typed_like"]
-
 _Path: TypeAlias = "tuple[str, ...]"
 
 

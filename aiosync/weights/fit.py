@@ -9,8 +9,6 @@ from torch import Tensor
 from aiosync.weights.layout import Layout
 from aiosync.weights.sharded import is_sharded
 
-__all__ = ["Fit", "KnownTensors", "fit"]
-
 
 class Fit:
     """A source's tensors, matched to the entries of a layout.

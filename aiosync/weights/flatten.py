@@ -47,8 +47,6 @@ from aiosync.weights.walk import (
     modules,
 )
 
-__all__ = ["Extracts", "WeightSource", "check_sendable", "named_tensors", "optional_names"]
-
 WeightSource: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
 """The types that weights can be given as."""
 

@@ -15,8 +15,6 @@ from aiosync.weights.replaced_layers import Structure
 from aiosync.weights.sharded import reshard
 from aiosync.weights.walk import has_extra_state, is_transient, leaves, modules
 
-__all__ = ["known_tensors", "module_tensors"]
-
 
 class _Index:
     """The result of a walk through a module, and the structure for which it is valid."""

@@ -25,8 +25,6 @@ from aiosync.weights.storage import tensor_in, tensor_over
 from aiosync.weights.ties import untied
 from aiosync.weights.wire import decode_layout
 
-__all__ = ["ALIGNMENT", "Entry", "Layout"]
-
 ALIGNMENT = 64
 """Every entry starts at a multiple of this many bytes: a cache line, and more than any dtype needs."""
 

@@ -17,8 +17,6 @@ from aiosync.weights.names import TORCH_EXTRA_STATE, is_extra_state
 from aiosync.weights.strategy import WeightStrategy, nested_tensordict
 from aiosync.weights.target import receiver_tensors
 
-__all__ = ["MethodBinding"]
-
 
 class MethodBinding(Binding):
     """Commits updates by ``update(weights)``, with all weights each time, as a TensorDict or a dict.

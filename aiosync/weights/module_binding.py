@@ -46,8 +46,6 @@ from aiosync.weights.replaced_layers import Structure
 from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.target import WeightTarget, receiver_slots, receiver_tensors, write
 
-__all__ = ["ModuleBinding", "bind"]
-
 
 def bind(model: WeightTarget | None, layout: Layout, strategy: WeightStrategy, mode: CommitMode) -> Binding:
     """Bind ``model`` to the sender's ``layout``.

@@ -12,17 +12,6 @@ from torch import Tensor, nn
 from aiosync.weights.dense import memory_key
 from aiosync.weights.target import overlaps_itself
 
-__all__ = [
-    "Look",
-    "as_inference",
-    "look_of",
-    "overlapping",
-    "own_copy",
-    "place_of",
-    "repoint",
-    "write_into",
-]
-
 Look: TypeAlias = tuple[torch.dtype, torch.Size, torch.device, bool, bool]
 """A tensor's dtype, shape and device; whether it is a parameter; whether it was made in inference mode."""
 

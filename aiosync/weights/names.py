@@ -2,16 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "COMPILED",
-    "EXTRA_STATE",
-    "TORCH_EXTRA_STATE",
-    "extra_state_root",
-    "is_extra_state",
-    "join",
-    "normalized",
-]
-
 EXTRA_STATE = "__extra_state__"
 """The path part of a module's ``get_extra_state()``."""
 

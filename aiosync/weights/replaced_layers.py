@@ -8,8 +8,6 @@ from tensordict import TensorDictBase
 from torch import nn
 from torch.jit import ScriptModule
 
-__all__ = ["Structure"]
-
 
 class Structure:
     """A record of a module's parameters, buffers and submodules.

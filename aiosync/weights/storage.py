@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["tensor_in", "tensor_over"]
-
 
 def tensor_in(
     storage: torch.UntypedStorage, offset: int, shape: tuple[int, ...], dtype: torch.dtype

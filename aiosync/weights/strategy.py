@@ -18,15 +18,6 @@ from aiosync.weights.names import extra_state_root, is_extra_state
 from aiosync.weights.target import Slot, WeightTarget, receiver_slots, write
 from aiosync.weights.ties import untied
 
-__all__ = [
-    "StrategyName",
-    "WeightStrategy",
-    "get_strategy",
-    "nested_tensordict",
-    "to_state_dict",
-    "to_tensordict",
-]
-
 StrategyName: TypeAlias = Literal["tensordict", "state_dict"]
 """The formats in which weights are extracted."""
 

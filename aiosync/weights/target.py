@@ -25,8 +25,6 @@ from aiosync.weights.names import (
 from aiosync.weights.sharded import is_sharded
 from aiosync.weights.walk import leaves, modules
 
-__all__ = ["Slot", "WeightTarget", "overlaps_itself", "receiver_slots", "receiver_tensors", "write"]
-
 WeightTarget: TypeAlias = "nn.Module | TensorDictBase | MutableMapping[str, Any]"
 """The types that weights can be applied to."""
 

@@ -10,9 +10,6 @@ from torch import Tensor
 from aiosync.errors import LayoutMismatchError
 from aiosync.weights.dense import describe, same_bits
 
-__all__ = ["check_tied", "untied"]
-
-
 _HINT = " (both names were one tensor when this model was connected; if by chance, clone() one before)"
 
 

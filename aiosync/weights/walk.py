@@ -12,8 +12,6 @@ from torch.jit import ScriptModule
 
 from aiosync.weights.names import COMPILED, EXTRA_STATE, join
 
-__all__ = ["extra_state_owners", "has_extra_state", "is_transient", "leaves", "modules"]
-
 
 def modules(module: nn.Module, *, merge: bool, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield every module with its dotted name. A shared module is yielded under each of its names.

@@ -10,8 +10,6 @@ import torch
 from aiosync.errors import ProtocolError
 from aiosync.weights.dtypes import BY_NAME
 
-__all__ = ["Decoded", "Spec", "decode_layout"]
-
 Spec: TypeAlias = "tuple[str, tuple[int, ...], torch.dtype]"
 """Name, shape and dtype of an entry."""
 
