@@ -30,7 +30,7 @@ from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.slots import JointParts
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
-from aiosync.weights.fit import Fit, fit
+from aiosync.weights.index import Fit, fit
 from aiosync.weights.layout import Layout
 
 __all__ = ["Publication", "Publisher", "publish_together"]

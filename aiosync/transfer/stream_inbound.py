@@ -21,8 +21,7 @@ from aiosync.transfer.double_buffer import DoubleBuffer
 from aiosync.transports.base import Transport
 from aiosync.transports.tcp.connection import TCPTransport
 from aiosync.weights.arena import Slot
-from aiosync.weights.checksum import checksum_of, digest_of
-from aiosync.weights.codec import decode
+from aiosync.weights.codec import checksum_of, decode, digest_of
 from aiosync.weights.copying import ProcessorYielder, read_at
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment

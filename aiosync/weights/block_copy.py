@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from aiosync.weights.checksum import checksum_of
+from aiosync.weights.codec import checksum_of
 from aiosync.weights.copying import Pairs, ProcessorYielder, Range, copy_with_torch, split_plain
 
 _LEAD = 4

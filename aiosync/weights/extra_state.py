@@ -17,9 +17,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from aiosync.errors import UnsupportedTensorError
-from aiosync.weights.dtypes import convertible
-from aiosync.weights.names import extra_state_root, is_extra_state
-from aiosync.weights.walk import extra_state_owners
+from aiosync.weights.tensors import convertible
+from aiosync.weights.walk import extra_state_owners, extra_state_root, is_extra_state
 
 _Path: TypeAlias = "tuple[str, ...]"
 
