@@ -124,6 +124,11 @@ class Module:
                     if DOTTED.fullmatch(node.value):
                         yield node.lineno, node.value
 
+    def defined(self) -> dict[str, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+        """Its own classes and functions by name, without those inside others."""
+        kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        return {node.name: node for node in self.tree.body if isinstance(node, kinds)}
+
     def exported(self) -> list[str] | None:
         """Its ``__all__``, or None where it has none."""
         for node in self.tree.body:

@@ -17,8 +17,7 @@ from aiosync.protocol import framing
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.schemes.tcp import _derived
-from aiosync.weights.checksum import checksum_of, digest_of
-from aiosync.weights.codec import Codec
+from aiosync.weights.codec import Codec, checksum_of, digest_of
 from aiosync.weights.codec import encode as encode_block
 from aiosync.weights.layout import Layout
 

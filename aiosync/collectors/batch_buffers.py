@@ -15,9 +15,9 @@ from torch import Tensor
 from aiosync.collectors.fields import Fields, Key, Specs, unflatten
 from aiosync.collectors.messages import NewBuffer
 from aiosync.errors import InvalidArgumentError
-from aiosync.weights.dtypes import spelled
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
+from aiosync.weights.tensors import spelled
 
 __all__ = ["BatchBuffer", "BatchBuffers", "BufferLoans", "select_steps"]
 

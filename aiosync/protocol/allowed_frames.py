@@ -31,16 +31,6 @@ from aiosync.protocol.frames import (
     Welcome,
 )
 
-__all__ = [
-    "FROM_SENDER",
-    "FROM_WORKER",
-    "GREETING",
-    "MAX_ANSWER",
-    "MAX_FRAME",
-    "MAX_GREETING",
-    "Inbound",
-]
-
 MAX_FRAME = 256 * 1024 * 1024
 """Largest body in bytes from an authenticated sender: a layout of a million entries."""
 MAX_ANSWER = 512 * 1024

@@ -8,22 +8,6 @@ import msgspec
 
 from aiosync.protocol import frames as f
 
-__all__ = [
-    "Aborted",
-    "Applied",
-    "Fetched",
-    "Greeted",
-    "Left",
-    "Recalled",
-    "ReceiverEvent",
-    "Rejected",
-    "SenderEvent",
-    "StageDone",
-    "UpdateArrived",
-    "Verified",
-    "Welcomed",
-]
-
 
 class Greeted(msgspec.Struct, frozen=True):
     """A worker proved that it knows the token. The sender answers with ``welcome`` or ``refuse``."""

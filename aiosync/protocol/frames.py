@@ -29,33 +29,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-__all__ = [
-    "MAX_NAMES",
-    "MAX_TEXT",
-    "PROTOCOL_VERSION",
-    "Abort",
-    "Accepted",
-    "Ack",
-    "Bye",
-    "Challenge",
-    "Chunk",
-    "Cut",
-    "End",
-    "Fetch",
-    "Frame",
-    "Hello",
-    "Join",
-    "Joint",
-    "Nack",
-    "NackKind",
-    "Notify",
-    "Proof",
-    "Refused",
-    "Staged",
-    "Update",
-    "Welcome",
-]
-
 PROTOCOL_VERSION = 3
 MAX_NAMES = 64
 """Most entries that a Nack lists, of each kind."""

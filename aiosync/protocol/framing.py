@@ -25,16 +25,6 @@ from aiosync.protocol.frames import (
 )
 from aiosync.protocol.text import clean
 
-__all__ = [
-    "HEADER_SIZE",
-    "FrameDecoder",
-    "Header",
-    "decode",
-    "encode",
-    "is_frame",
-    "read_header",
-]
-
 _QUOTED = 300
 """Characters of a peer's text that an error quotes."""
 

@@ -17,8 +17,6 @@ from aiosync.errors import (
 from aiosync.protocol.frames import MAX_NAMES, MAX_TEXT, Nack, NackKind
 from aiosync.protocol.text import cut
 
-__all__ = ["DownstreamError", "nack_of", "remote_error"]
-
 _MESSAGE = 8 * 1024
 """Most characters of a message that are sent."""
 

@@ -9,17 +9,6 @@ from msgspec import Meta
 
 from aiosync.errors import ProtocolError
 
-__all__ = [
-    "InlinePayload",
-    "MappedPayload",
-    "ObjectPayload",
-    "ProcessGroupPayload",
-    "StreamPayload",
-    "decode",
-    "decode_either",
-    "encode",
-]
-
 _Index = Annotated[int, Meta(ge=0)]
 _Rank = Annotated[int, Meta(ge=1, le=1 << 16)]
 

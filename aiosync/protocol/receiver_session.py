@@ -24,8 +24,6 @@ from aiosync.protocol.events import (
 from aiosync.protocol.session import NONCE_SIZE, REASON, Session, proof_of
 from aiosync.protocol.text import clean
 
-__all__ = ["ReceiverSession", "ReceiverState"]
-
 
 class ReceiverState(enum.Enum):
     """The states of the session on the worker."""

@@ -43,9 +43,6 @@ from aiosync.protocol.events import (
 from aiosync.protocol.session import NONCE_SIZE, REASON, Session, proof_of
 from aiosync.protocol.text import clean
 
-__all__ = ["SenderSession", "SenderState"]
-
-
 _MESSAGE = 8 * 1024
 """Characters of a worker's error message that are kept."""
 

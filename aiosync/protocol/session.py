@@ -13,9 +13,6 @@ from typing import ClassVar
 from aiosync.protocol import allowed_frames
 from aiosync.protocol import frames as f
 
-__all__ = ["NONCE_SIZE", "REASON", "Session", "proof_of"]
-
-
 NONCE_SIZE = 16
 """Bytes of a nonce."""
 

@@ -15,8 +15,6 @@ from aiosync.errors import ProtocolError
 from aiosync.protocol import allowed_frames, framing
 from aiosync.protocol import frames as f
 
-__all__ = ["BLOCK", "BodySink", "StreamDecoder", "block_count"]
-
 BLOCK = 1 << 20
 """Bytes of decoded weights in one block."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["clean", "cut"]
-
 
 def cut(text: str, limit: int, *, keep_end: bool = False) -> str:
     """Return at most ``limit`` characters of ``text``, with a note of how many are omitted.

@@ -20,9 +20,8 @@ from aiosync.sender.worker_plan import model_of
 from aiosync.transports.ray.calls import ActorCall, in_actor
 from aiosync.transports.ray.object_store import as_tensor, packed
 from aiosync.transports.ray.transport import UpdateMethod
-from aiosync.weights.binding import Binding
+from aiosync.weights.binding import Binding, MethodBinding
 from aiosync.weights.layout import Layout
-from aiosync.weights.method_binding import MethodBinding
 from aiosync.weights.target import receiver_tensors
 
 

@@ -24,8 +24,7 @@ from aiosync.transports.tcp.address import Address
 from aiosync.transports.tcp.connection import DialledTransport, TCPTransport
 from aiosync.transports.tcp.listener import TCPListener
 from aiosync.transports.tcp.tls import TLSConfig
-from aiosync.weights.checksum import check_available
-from aiosync.weights.codec import Codec, check_codec
+from aiosync.weights.codec import Codec, check_codec, check_xxhash
 
 _SHORTEST_TOKEN = 16
 _FEWEST_CHARACTERS = 8
@@ -117,7 +116,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         self._on_sender_close: OnSenderClose = on_sender_close
         self._insecure = insecure
         self._max_connections = max_connections
-        check_available()
+        check_xxhash()
         check_codec(codec)
         self._codec = codec
 

@@ -31,7 +31,7 @@ from aiosync.transfer.slots import JointParts
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.weights.copying import copy_few
-from aiosync.weights.fit import Fit, fit
+from aiosync.weights.index import Fit, fit
 from aiosync.weights.layout import Layout
 
 

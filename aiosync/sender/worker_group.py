@@ -28,7 +28,7 @@ from aiosync.transfer.slots import ChangeLog, JointParts, Lease, LeaseKind, Slot
 from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Slot
 from aiosync.weights.copying import INLINE_LIMIT
-from aiosync.weights.fit import Fit
+from aiosync.weights.index import Fit
 from aiosync.weights.segment import Segment
 from aiosync.weights.sharded import is_sharded
 

@@ -31,8 +31,7 @@ from aiosync.transports.tcp.connection import TCPTransport
 from aiosync.transports.tcp.send_queue import NotYet
 from aiosync.weights import codec as block_codec
 from aiosync.weights.arena import Slot
-from aiosync.weights.checksum import checksum_of, digest_of
-from aiosync.weights.codec import Codec
+from aiosync.weights.codec import Codec, checksum_of, digest_of
 from aiosync.weights.copying import ProcessorYielder, read_at
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment

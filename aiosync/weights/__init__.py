@@ -5,7 +5,6 @@ from __future__ import annotations
 from aiosync.weights.extra_state import applying_extra_state
 from aiosync.weights.flatten import Extracts, WeightSource, named_tensors, optional_names
 from aiosync.weights.layout import ALIGNMENT, Entry, Layout
-from aiosync.weights.names import EXTRA_STATE, extra_state_root, is_extra_state
 from aiosync.weights.resolve import resolve_model
 from aiosync.weights.strategy import (
     StrategyName,
@@ -15,7 +14,8 @@ from aiosync.weights.strategy import (
     to_tensordict,
 )
 from aiosync.weights.target import Slot, WeightTarget, receiver_slots, receiver_tensors
-from aiosync.weights.ties import check_tied
+from aiosync.weights.tensors import check_tied
+from aiosync.weights.walk import EXTRA_STATE, extra_state_root, is_extra_state
 
 __all__ = [
     "ALIGNMENT",

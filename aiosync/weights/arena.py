@@ -16,8 +16,6 @@ from torch import Tensor
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
-__all__ = ["Arena", "LentTensors", "LentViews", "Slot"]
-
 
 class Slot:
     """The memory of one version.

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Literal, TypeAlias
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, Literal, TypeAlias
 
 import msgspec
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from aiosync.weights.extra_state import applying_extra_state
+from aiosync.weights.flatten import optional_names
 from aiosync.weights.layout import Layout
-from aiosync.weights.strategy import WeightStrategy
+from aiosync.weights.strategy import WeightStrategy, nested_tensordict
 from aiosync.weights.target import WeightTarget, receiver_slots, receiver_tensors, write
-from aiosync.weights.ties import check_tied
-
-__all__ = ["Binding", "CommitMode", "Staged", "StaleConversion", "over_same_memory"]
+from aiosync.weights.tensors import check_tied
+from aiosync.weights.walk import TORCH_EXTRA_STATE, is_extra_state
 
 CommitMode: TypeAlias = Literal["flip", "copy"]
 
@@ -62,15 +64,9 @@ def over_same_memory(views: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Binding:
     """Commits updates to a destination, by the strategy's ``apply_weights``.
 
-    This class serves destinations that are not modules, users' own strategies, and receivers without a model.
-
-    Args:
-        model: the destination; None: there is none.
-        layout: the sender's layout.
-        strategy: the scheme's strategy.
-
-    Attributes:
-        generation: changes whenever the result of :meth:`needs` changes.
+    This class serves destinations that are not modules, users' own strategies, and receivers without a model
+    (``model`` is None). The layout is the sender's. ``generation`` changes whenever the result of
+    :meth:`needs` changes.
     """
 
     def __init__(self, model: WeightTarget | None, layout: Layout, strategy: WeightStrategy) -> None:
@@ -141,18 +137,14 @@ class Binding:
             if not slot.tensor.is_meta
         ]
         try:
-            self._apply(given)
+            if len(given) < len(self.layout.names):
+                self._strategy.apply_weights(self.model, given, strict=False)
+            else:  # a user's strategy need not know ``strict``
+                self._strategy.apply_weights(self.model, given)
             yield
         except BaseException:
             write(before, inplace=True)
             raise
-
-    def _apply(self, weights: dict[str, Tensor]) -> None:
-        assert self.model is not None
-        if len(weights) < len(self.layout.names):
-            self._strategy.apply_weights(self.model, weights, strict=False)
-        else:
-            self._strategy.apply_weights(self.model, weights)
 
     def commit(self, staged: Staged, names: Collection[str] | None = None) -> None:
         """Commit staged values. Raises as :meth:`committing`."""
@@ -168,3 +160,117 @@ class Binding:
 
         After the first commit this frees the model's own memory, which takes time: call it in a thread then.
         """
+
+
+class MethodBinding(Binding):
+    """Commits updates by ``update(weights)``, a method of the model's owner, with all weights each time.
+
+    The weights are a TensorDict if ``nested``, else a flat dict. If the method raises, it is called again
+    with the previous weights.
+
+    The method may replace the model's tensors by those of the TensorDict. It has parameters where the model
+    has parameters; they view the update's memory and must not be written. Its other tensors are copies.
+
+    The model is None if it is unknown. The layout has been checked against the model.
+    """
+
+    def __init__(
+        self,
+        update: Callable[[Any], object],
+        model: nn.Module | None,
+        layout: Layout,
+        strategy: WeightStrategy,
+        *,
+        nested: bool,
+    ) -> None:
+        super().__init__(model, layout, strategy)
+        self._update = update
+        self._module = model
+        self._nested = nested
+        self._targets = receiver_tensors(model) if model is not None else {}
+        self._serving: Mapping[str, Tensor] | None = None
+
+    def needs(self) -> Mapping[str, Tensor]:
+        """Return the parameters if the method may replace them; else nothing."""
+        found = {n: t for n, t in self._targets.items() if isinstance(t, nn.Parameter)}
+        return {name: found[name] for name in self.layout.names if name in found} if self._nested else {}
+
+    def refresh(self) -> bool:
+        if self._module is None:
+            return False
+        looks = [(name, t.dtype, t.device) for name, t in self._targets.items()]
+        targets = receiver_tensors(self._module)
+        self.layout.check_receiver(targets, optional=optional_names(self._module))
+        self._targets = targets
+        changed = looks != [(name, t.dtype, t.device) for name, t in targets.items()]
+        self.generation += changed
+        return changed
+
+    @contextmanager
+    def committing(
+        self, staged: Staged, names: Collection[str] | None = None, *, reversible: bool = False
+    ) -> Iterator[None]:
+        self.refresh()
+        views, before = staged.views, self._serving
+        if before is None:
+            before = {name: target.detach().clone() for name, target in self._targets.items()}
+        extra: Any = nullcontext() if self._module is None else applying_extra_state(self._module, views)
+        try:
+            with extra:
+                self._update(self._form(views if names is None else {**views, **self._kept(names)}))
+                yield
+        except BaseException:
+            if before:
+                with suppress(Exception):  # the first exception is raised
+                    self._update(self._form(before))
+            raise
+        self._serving = views
+
+    def _kept(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Return the model's buffers that the update does not contain: the model may have written them."""
+        live = receiver_tensors(self._module) if self._module is not None else {}
+        return {n: t for n, t in live.items() if n not in names and not isinstance(t, nn.Parameter)}
+
+    def _form(self, views: Mapping[str, Tensor]) -> Any:
+        tensors = {name: view for name, view in views.items() if not is_extra_state(name)}
+        if not self._nested:
+            return tensors | self._extra_now()
+        made: dict[int, Tensor] = {}  # tied entries share one tensor
+        return nested_tensordict(
+            {name: made.setdefault(id(view), self._as_target(name, view)) for name, view in tensors.items()}
+        )
+
+    def _as_target(self, name: str, view: Tensor) -> Tensor:
+        target = self._targets.get(name)
+        if target is None:
+            return view
+        if not target.is_meta:
+            view = view.to(target.device, target.dtype)
+        if isinstance(target, nn.Parameter):
+            return nn.Parameter(view, requires_grad=target.requires_grad)
+        return view.clone()  # the model may write its buffers
+
+    def _extra_now(self) -> dict[str, Any]:
+        """Return the extra state, which has been applied already. A state dict without it would be
+        refused."""
+        if self._module is None:
+            return {}
+        state = self._module.state_dict()
+        return {key: value for key, value in state.items() if key.endswith(TORCH_EXTRA_STATE)}
+
+    def detach(self, is_lent: Callable[[int], bool]) -> None:
+        """Re-point the model's tensors that view the memory.
+
+        If the model is unknown, the method is called once more, with copies.
+        """
+        serving, self._serving = self._serving, None
+        if serving is None:
+            return
+        if self._module is None:
+            self._update(self._form({name: view.clone() for name, view in serving.items()}))
+            return
+        lent = {view.untyped_storage().data_ptr() for view in serving.values()}
+        with torch.no_grad():
+            for parameter in self._module.parameters():
+                if parameter.untyped_storage().data_ptr() in lent:
+                    parameter.data = parameter.data.clone()

@@ -10,10 +10,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from aiosync.weights.checksum import checksum_of
+from aiosync.weights.codec import checksum_of
 from aiosync.weights.copying import Pairs, ProcessorYielder, Range, copy_with_torch, split_plain
-
-__all__ = ["BlockCopy", "Filling"]
 
 _LEAD = 4
 """Blocks that are copied ahead of the sending thread. Few, so that they are still in a cache when they are

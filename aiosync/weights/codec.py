@@ -1,4 +1,4 @@
-"""Lossless encodings of one block of weights.
+"""Blocks of weights as sockets carry them: lossless encodings, and checksums (xxHash, XXH3).
 
 ``zstd/W``
     The block's bytes in another order, compressed by zstd: the first bytes of all W-byte elements, then the
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib.util
 import struct
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -25,11 +26,14 @@ from numpy.typing import NDArray
 
 from aiosync.errors import InvalidArgumentError, ProtocolError
 
-__all__ = ["ENCODINGS", "Codec", "check_codec", "decode", "encode", "known_encodings"]
+try:
+    import xxhash
+except ModuleNotFoundError:  # only transfers over sockets need checksums
+    xxhash = None  # type: ignore[assignment]
 
 Codec: TypeAlias = Literal["full", "zstd", "delta"]
 
-ENCODINGS = ("zstd", "delta")
+_ENCODINGS = ("zstd", "delta")
 """The encodings that a worker may support."""
 
 _LEVEL = 1
@@ -41,12 +45,12 @@ _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 def known_encodings() -> list[str]:
     """Return the encodings that this process can encode and decode."""
-    return list(ENCODINGS) if importlib.util.find_spec("zstandard") else []
+    return list(_ENCODINGS) if importlib.util.find_spec("zstandard") else []
 
 
 def check_codec(codec: str) -> None:
     """Raise InvalidArgumentError if ``codec`` is unknown, or needs a package that is not installed."""
-    if codec not in ("full", *ENCODINGS):
+    if codec not in ("full", *_ENCODINGS):
         raise InvalidArgumentError(f"codec={codec!r}: expected one of 'full', 'zstd', 'delta'")
     if codec != "full" and not known_encodings():
         raise InvalidArgumentError(
@@ -91,7 +95,7 @@ def decode(encoding: str, data: memoryview, block: memoryview, base: memoryview 
         ProtocolError: the encoding is unknown, or ``data`` is invalid.
     """
     codec, _, text = encoding.partition("/")
-    if codec not in ENCODINGS or text not in ("1", "2", "4", "8"):
+    if codec not in _ENCODINGS or text not in ("1", "2", "4", "8"):
         raise ProtocolError(f"unknown encoding {encoding[:20]!r}")
     width = int(text)
     if len(block) % width:
@@ -159,3 +163,21 @@ def _decompress(data: memoryview, size: int) -> NDArray[np.uint8]:
     if len(plain) != size:
         raise ProtocolError(f"compressed weights of {len(plain)} bytes, expected {size}")
     return np.frombuffer(plain, np.uint8)
+
+
+def check_xxhash() -> None:
+    """Raise InvalidArgumentError if xxhash is not installed."""
+    if xxhash is None:
+        raise InvalidArgumentError(
+            "weights over sockets need xxhash, which is not installed: python -m pip install 'aiosync[tcp]'"
+        )
+
+
+def checksum_of(block: memoryview) -> int:
+    """Return the XXH3-64 of a block's bytes. Releases the GIL."""
+    return xxhash.xxh3_64_intdigest(block)
+
+
+def digest_of(checksums: Iterable[int]) -> bytes:
+    """Return the XXH3-128 over the blocks' checksums, each as 8 bytes in big-endian order."""
+    return xxhash.xxh3_128_digest(b"".join(value.to_bytes(8, "big") for value in checksums))

@@ -20,21 +20,6 @@ from torch import Tensor
 
 from aiosync.errors import InvalidArgumentError
 
-__all__ = [
-    "INLINE_LIMIT",
-    "Lane",
-    "Pairs",
-    "ProcessorYielder",
-    "Range",
-    "copy_few",
-    "copy_lanes",
-    "copy_pairs",
-    "copy_with_torch",
-    "nbytes_of",
-    "read_at",
-    "split_plain",
-]
-
 INLINE_LIMIT = 256 * 1024
 """Largest copy in bytes that takes less time here than a round trip to a thread."""
 

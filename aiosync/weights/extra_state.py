@@ -17,11 +17,8 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from aiosync.errors import UnsupportedTensorError
-from aiosync.weights.dtypes import convertible
-from aiosync.weights.names import extra_state_root, is_extra_state
-from aiosync.weights.walk import extra_state_owners
-
-__all__ = ["applying_extra_state", "flatten_extra", "restored", "typed_like"]
+from aiosync.weights.tensors import convertible
+from aiosync.weights.walk import extra_state_owners, extra_state_root, is_extra_state
 
 _Path: TypeAlias = "tuple[str, ...]"
 

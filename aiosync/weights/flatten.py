@@ -30,24 +30,20 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from aiosync.errors import InvalidArgumentError, UnsupportedTensorError
-from aiosync.weights.dense import check_dense, memory_key
 from aiosync.weights.extra_state import flatten_extra
-from aiosync.weights.names import (
+from aiosync.weights.tensors import check_dense, memory_key
+from aiosync.weights.walk import (
     EXTRA_STATE,
     TORCH_EXTRA_STATE,
-    is_extra_state,
-    join,
-    normalized,
-)
-from aiosync.weights.walk import (
     extra_state_owners,
     has_extra_state,
+    is_extra_state,
     is_transient,
+    join,
     leaves,
     modules,
+    normalized,
 )
-
-__all__ = ["Extracts", "WeightSource", "check_sendable", "named_tensors", "optional_names"]
 
 WeightSource: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
 """The types that weights can be given as."""

@@ -1,21 +1,79 @@
-"""The tensors of a module by name, cached until the module's structure changes."""
+"""A source's tensors by name, and their match to a layout: both cached while the same module is sent."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from aiosync.weights.dense import check_dense
-from aiosync.weights.fit import KnownTensors
 from aiosync.weights.flatten import check_sendable, named_tensors
-from aiosync.weights.names import join
-from aiosync.weights.replaced_layers import Structure
-from aiosync.weights.sharded import reshard
-from aiosync.weights.walk import has_extra_state, is_transient, leaves, modules
+from aiosync.weights.layout import Layout
+from aiosync.weights.sharded import is_sharded, reshard
+from aiosync.weights.tensors import check_dense
+from aiosync.weights.walk import Structure, has_extra_state, is_transient, join, leaves, modules
 
-__all__ = ["known_tensors", "module_tensors"]
+
+class Fit:
+    """A source's tensors, matched to the entries of a layout.
+
+    Attributes:
+        pairs: (entry name, tensor) in buffer order.
+        nbytes: size of these entries in the layout, in bytes.
+        whole: whether ``pairs`` has every entry.
+        sharded: whether any tensor is a DTensor.
+
+    Raises:
+        As :meth:`Layout.fit`.
+    """
+
+    def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], *, strict: bool) -> None:
+        self.pairs = layout.fit(tensors, strict=strict)
+        self.nbytes = sum(layout[name].nbytes for name, _ in self.pairs)
+        self.whole = len(self.pairs) == len(layout)
+        self.sharded = any(is_sharded(tensor) for _, tensor in self.pairs)
+        self._layout = layout
+        self._looks = [(tensor.dtype, tensor.shape, False) for _, tensor in self.pairs]
+        # Tied names with separate memory may have different values the next time.
+        self._lasting = (
+            strict
+            and self.whole
+            and all(
+                tensors[alias] is tensors.get(name)
+                for alias, name in layout.aliases.items()
+                if alias in tensors
+            )
+        )
+
+    def holds(self, layout: Layout) -> bool:
+        """Return whether this match is still valid for ``layout``.
+
+        A tensor's ``.data`` may have been replaced by data of another dtype or shape, or on ``meta``.
+        """
+        if not self._lasting or layout is not self._layout:
+            return False
+        return [(tensor.dtype, tensor.shape, tensor.is_meta) for _, tensor in self.pairs] == self._looks
+
+
+class KnownTensors(dict[str, Tensor]):
+    """Names -> tensors that are not changed, with their last match in ``fitted``."""
+
+    fitted: Fit | None = None
+
+
+def fit(layout: Layout, tensors: Mapping[str, Tensor], *, strict: bool) -> Fit:
+    """Match a source's tensors to a layout, or return the last match if it is still valid.
+
+    Raises:
+        As :meth:`Layout.fit`.
+    """
+    if not isinstance(tensors, KnownTensors):
+        return Fit(layout, tensors, strict=strict)
+    found = tensors.fitted  # read once: another thread may send the same module with another layout
+    if found is None or not found.holds(layout):
+        found = tensors.fitted = Fit(layout, tensors, strict=strict)
+    return found
 
 
 class _Index:
@@ -54,12 +112,9 @@ def known_tensors(module: nn.Module) -> KnownTensors | None:
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's names -> tensors, as :func:`named_tensors`.
+    """Return a module's names -> tensors; otherwise as :func:`named_tensors`.
 
     If the result can be cached, the tensors are the parameters themselves, not detached.
-
-    Raises:
-        As :func:`named_tensors`.
     """
     tensors = known_tensors(module)
     if tensors is not None:

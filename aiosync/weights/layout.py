@@ -18,14 +18,20 @@ import torch
 from torch import Tensor
 
 from aiosync.errors import InvalidArgumentError, LayoutMismatchError, ProtocolError
-from aiosync.weights.dense import check_dense, describe, memory_key
-from aiosync.weights.dtypes import FLOATING, convertible, dtype_name, spelled
-from aiosync.weights.names import extra_state_root, is_extra_state
-from aiosync.weights.storage import tensor_in, tensor_over
-from aiosync.weights.ties import untied
+from aiosync.weights.tensors import (
+    FLOATING,
+    check_dense,
+    convertible,
+    describe,
+    dtype_name,
+    memory_key,
+    spelled,
+    tensor_in,
+    tensor_over,
+    untied,
+)
+from aiosync.weights.walk import extra_state_root, is_extra_state
 from aiosync.weights.wire import decode_layout
-
-__all__ = ["ALIGNMENT", "Entry", "Layout"]
 
 ALIGNMENT = 64
 """Every entry starts at a multiple of this many bytes: a cache line, and more than any dtype needs."""

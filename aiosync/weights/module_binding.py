@@ -27,26 +27,26 @@ from aiosync.errors import LayoutMismatchError
 from aiosync.weights.arena import LentTensors
 from aiosync.weights.binding import Binding, CommitMode, Staged, StaleConversion
 from aiosync.weights.copying import INLINE_LIMIT
-from aiosync.weights.dense import memory_key
 from aiosync.weights.extra_state import applying_extra_state
 from aiosync.weights.flatten import optional_names
 from aiosync.weights.layout import Layout
-from aiosync.weights.module_tensors import (
+from aiosync.weights.strategy import WeightStrategy
+from aiosync.weights.target import (
     Look,
+    WeightTarget,
     as_inference,
     look_of,
     overlapping,
     own_copy,
     place_of,
+    receiver_slots,
+    receiver_tensors,
     repoint,
+    write,
     write_into,
 )
-from aiosync.weights.names import is_extra_state
-from aiosync.weights.replaced_layers import Structure
-from aiosync.weights.strategy import WeightStrategy
-from aiosync.weights.target import WeightTarget, receiver_slots, receiver_tensors, write
-
-__all__ = ["ModuleBinding", "bind"]
+from aiosync.weights.tensors import memory_key
+from aiosync.weights.walk import Structure, is_extra_state
 
 
 def bind(model: WeightTarget | None, layout: Layout, strategy: WeightStrategy, mode: CommitMode) -> Binding:
@@ -57,30 +57,23 @@ def bind(model: WeightTarget | None, layout: Layout, strategy: WeightStrategy, m
     """
     own_way = type(strategy).apply_weights is not WeightStrategy.apply_weights
     if isinstance(model, nn.Module) and not isinstance(model, TensorDictBase) and not own_way:
-        return ModuleBinding(model, layout, strategy, mode)
+        return ModuleBinding(model, layout, mode)
     if model is not None:
         layout.check_receiver(receiver_tensors(model), optional=optional_names(model))
     return Binding(model, layout, strategy)
 
 
 class ModuleBinding(Binding):
-    """Commits updates to an ``nn.Module``.
-
-    Args:
-        model: the module. The first commit materialises its tensors on ``meta``.
-        layout: the sender's layout.
-        strategy: the scheme's strategy.
-        mode: ``flip`` or ``copy``, for the parameters.
+    """Commits updates to an ``nn.Module``. The first commit materialises its tensors on ``meta``.
 
     Raises:
         As :meth:`refresh`.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, strategy: WeightStrategy, mode: CommitMode) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, mode: CommitMode) -> None:
         self.model = model
         self.layout = layout
         self.generation = 0
-        self._strategy = strategy
         self._module = model
         self._mode = mode
         self._extra = tuple(name for name in layout.names if is_extra_state(name))
@@ -90,13 +83,10 @@ class ModuleBinding(Binding):
         self._copies: dict[str, Tensor] = {}
         # The other names of tensors that are the same object: name -> the name above.
         self._tied: dict[str, str] = {}
-        # The tensors that the last commit pointed _flips at, and their addresses; None: unknown.
-        self._shown: Sequence[Any] = []
-        self._addresses: Sequence[int | None] = []
+        # What the last commit pointed _flips at.
+        self._shown = _Views([], [], frozenset())
         # Whether all of _flips were at these addresses at the last comparison.
         self._in_place = False
-        # Names of _flips that view memory which the sender will write again.
-        self._borrowed: frozenset[str] = frozenset()
         # The module is current as long as these are the same.
         self._structure = Structure(model)
         self._looks: list[Look] = []
@@ -124,7 +114,7 @@ class ModuleBinding(Binding):
             return False
         flips = self._flips.values()
         self._in_place = True
-        for target, address, shape in zip(flips, self._addresses, self._shapes):  # noqa: B905 - see _point_at
+        for target, address, shape in zip(flips, self._shown.addresses, self._shapes):  # noqa: B905 - see _point_at
             if target.data_ptr() != address:
                 self._in_place = False
             elif target.shape != shape:  # such as a slice of the previous tensor
@@ -158,12 +148,13 @@ class ModuleBinding(Binding):
         looks = [look_of(target) for target in flips.values()]
         if flips.keys() != self._flips.keys() or looks != self._looks:
             self.generation += 1
-        shown = dict(zip(self._flips, zip(self._shown, self._addresses, strict=True), strict=True))
-        self._part_with(self._flips, flips)
+        last = zip(self._shown.tensors, self._shown.addresses, strict=True)
+        shown = dict(zip(self._flips, last, strict=True))
+        self._part_with_all_but(flips)
         self._flips, self._copies, self._looks = flips, copies, looks
         self._shapes = [target.shape for target in flips.values()]
-        self._shown = [shown.get(name, (None, None))[0] for name in flips]
-        self._addresses = [shown.get(name, (None, None))[1] for name in flips]
+        kept = [shown.get(name, (None, None)) for name in flips]
+        self._shown = _Views([view for view, _ in kept], [at for _, at in kept], self._shown.borrowed)
         self._in_place = False
         self._copied_looks = [place_of(target) for target in copies.values()]
         self._structure = structure
@@ -174,13 +165,13 @@ class ModuleBinding(Binding):
         self._inference = any(target.is_inference() for target in targets.values())
         self._mark = object()
 
-    def _part_with(self, before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> None:
+    def _part_with_all_but(self, now: Mapping[str, Tensor]) -> None:
         """Copy tensors that are no longer in the module into their own memory.
 
         Other code may still use them, and the sender will write the memory that they view again.
         """
         kept = {id(target) for target in now.values()}
-        for (_, target), address in zip(before.items(), self._addresses, strict=True):
+        for target, address in zip(self._flips.values(), self._shown.addresses, strict=True):
             if id(target) not in kept and target.data_ptr() == address:
                 repoint(target, target.detach().clone())
 
@@ -191,14 +182,13 @@ class ModuleBinding(Binding):
         self._bind()
 
     def needs(self) -> Mapping[str, Tensor]:
-        """Return the tensors that a commit re-points."""
         return self._flips
 
     def targets(self) -> Mapping[str, Tensor]:
         return {**self._flips, **self._copies}
 
     def needs_own(self) -> Collection[str]:
-        """Return the names of the re-pointed buffers: a worker may write its buffers."""
+        # A worker may write its buffers.
         return [name for name, target in self._flips.items() if not isinstance(target, nn.Parameter)]
 
     # -- commits ---------------------------------------------------------------------------------------
@@ -232,13 +222,13 @@ class ModuleBinding(Binding):
                     write_into(target, views[name], undo if reversible or self._overlapping else None)
             self._check_overlapping(views, names)
             self._in_place = False  # an undo has to restore the exact tensors, with their strides
-            was = _Views(self._shown, self._addresses, self._borrowed)
-            undo.callback(self._take_back, self._point_at(new), was)
+            shown = self._shown
+            undo.callback(self._take_back, self._point_at(new), shown)
             yield
             undo.pop_all()
 
     def commit(self, staged: Staged, names: Collection[str] | None = None) -> None:
-        """See :meth:`Binding.commit`. If all entries flip, this is a plain loop."""
+        # If all entries flip, this is a plain loop.
         if self._extra or self._copies or self._meta or names is not None or not self._is_current():
             super().commit(staged, names)
         else:
@@ -275,13 +265,11 @@ class ModuleBinding(Binding):
             new = [staged.views[name] for name in self._flips]
         else:
             new = [self._fitting(name, target, staged) for name, target in self._flips.items()]
-        views = _Views(new, [view.data_ptr() for view in new], self._not_in(staged.lasting))
+        borrowed = frozenset(self._flips).difference(staged.lasting)
+        views = _Views(new, [view.data_ptr() for view in new], borrowed)
         if fits and lent is not None:
             lent.matched = self._mark, views
         return views
-
-    def _not_in(self, lasting: Collection[str]) -> frozenset[str]:
-        return frozenset(self._flips.keys() - lasting) if lasting else frozenset(self._flips)
 
     def _new_of(self, staged: Staged, names: Collection[str]) -> _Views:
         """Return the same for an update of some names only. The other entries keep their values.
@@ -294,10 +282,10 @@ class ModuleBinding(Binding):
             name: target.data_ptr() == address
             and (shown is None or (target.dtype, target.stride()) == (shown.dtype, shown.stride()))
             for (name, target), address, shown in zip(
-                self._flips.items(), self._addresses, self._shown, strict=True
+                self._flips.items(), self._shown.addresses, self._shown.tensors, strict=True
             )
         }
-        lent = [n for n in self._flips if n not in names and n in self._borrowed and here[n]]
+        lent = [n for n in self._flips if n not in names and n in self._shown.borrowed and here[n]]
         moving = {name for name in lent if name not in staged.lasting}
         written = set(staged.written(moving)) if moving and staged.written is not None else set()
         new: list[Tensor] = []
@@ -315,7 +303,8 @@ class ModuleBinding(Binding):
             else:
                 new.append(target.data)
         addresses = [view.data_ptr() for view in new]
-        return _Views(new, addresses, self._not_in(staged.lasting).intersection(names) | moving)
+        sent = frozenset(self._flips).intersection(names).difference(staged.lasting)
+        return _Views(new, addresses, sent | moving)
 
     def _fitting(self, name: str, target: Tensor, staged: Staged) -> Tensor:
         """Return the new value with ``target``'s dtype and device. Staging did that, unless the model changed
@@ -336,7 +325,7 @@ class ModuleBinding(Binding):
         """Re-point the flipped tensors; returns what they viewed before. Either all change or none."""
         targets = self._flips.values()
         # If they still view what the last commit pointed them at, no new tensors have to be made.
-        before: Sequence[Any] = self._shown if self._in_place else [target.data for target in targets]
+        before: Sequence[Any] = self._shown.tensors if self._in_place else [target.data for target in targets]
         try:
             # A model of six tensors is re-pointed in 6 us. strict= would add 2.
             for target, view in zip(targets, new.tensors):  # noqa: B905
@@ -345,12 +334,12 @@ class ModuleBinding(Binding):
             self._point_back(before)
             raise
         self._replaced = before
-        self._shown, self._addresses, self._borrowed = new
+        self._shown = new
         return before
 
-    def _take_back(self, before: Sequence[Tensor], was: _Views) -> None:
+    def _take_back(self, before: Sequence[Tensor], shown: _Views) -> None:
         self._point_back(before)
-        self._shown, self._addresses, self._borrowed = was
+        self._shown = shown
 
     def _point_back(self, before: Sequence[Tensor]) -> None:
         for target, view in zip(self._flips.values(), before, strict=True):
@@ -365,25 +354,20 @@ class ModuleBinding(Binding):
                 if key not in own:
                     own[key] = target.detach().clone()
                 repoint(target, own[key])
-        self._shown, self._addresses = [None] * len(self._flips), [None] * len(self._flips)
-        self._borrowed = frozenset()
+        unknown = [None] * len(self._flips)
+        self._shown = _Views(unknown, unknown, frozenset())
 
     def forget_replaced(self) -> None:
         self._replaced = []
 
 
 class _Views(NamedTuple):
-    """What the flipped tensors view, in their order.
-
-    Attributes:
-        tensors: the viewed tensors.
-        addresses: their addresses.
-        borrowed: names of those in memory that the sender will write again.
-    """
+    """What the flipped tensors view, in their order; None: unknown."""
 
     tensors: Sequence[Any]
     addresses: Sequence[int | None]
     borrowed: frozenset[str]
+    """Names of those in memory that the sender will write again."""
 
 
 def _flipped(targets: Mapping[str, Tensor]) -> set[str]:

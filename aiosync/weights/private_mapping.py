@@ -14,8 +14,6 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["AVAILABLE", "PrivateMapping"]
-
 AVAILABLE = sys.platform == "linux"
 """Whether private mappings on this system show the owner's writes, and copied pages can be discarded."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any, NoReturn
 
-__all__ = ["resolve_model"]
-
 # A quoted key runs to the same quote and may hold dots, brackets and the other kind of quote.
 _STEP = re.compile(
     r"""\.?(?P<name>[^.\[\]'"\s]+)"""

@@ -26,8 +26,6 @@ from torch import Tensor
 from aiosync.errors import ArenaAllocationError, ProtocolError
 from aiosync.weights.private_mapping import PrivateMapping
 
-__all__ = ["Segment"]
-
 _PAGE = mmap.PAGESIZE
 _local: dict[str, Tensor] = {}
 """Key of a local segment -> its memory."""

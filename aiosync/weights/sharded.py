@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from aiosync.errors import GatherError, InvalidArgumentError
 
-__all__ = ["Block", "block_of", "check_blocks", "is_sharded", "local_part", "mesh_of", "reshard"]
-
 
 class Block(msgspec.Struct, frozen=True):
     """A part of a tensor.

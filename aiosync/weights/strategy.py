@@ -10,22 +10,12 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from aiosync.errors import InvalidArgumentError, LayoutMismatchError
-from aiosync.weights.dense import memory_key
 from aiosync.weights.extra_state import applying_extra_state
 from aiosync.weights.flatten import WeightSource, named_tensors, optional_names
 from aiosync.weights.layout import Layout
-from aiosync.weights.names import extra_state_root, is_extra_state
 from aiosync.weights.target import Slot, WeightTarget, receiver_slots, write
-from aiosync.weights.ties import untied
-
-__all__ = [
-    "StrategyName",
-    "WeightStrategy",
-    "get_strategy",
-    "nested_tensordict",
-    "to_state_dict",
-    "to_tensordict",
-]
+from aiosync.weights.tensors import memory_key, untied
+from aiosync.weights.walk import extra_state_root, is_extra_state
 
 StrategyName: TypeAlias = Literal["tensordict", "state_dict"]
 """The formats in which weights are extracted."""

@@ -1,18 +1,53 @@
-"""Walk a model's modules with the names that its state dict gives them."""
+"""A model's modules: the names of their entries, a walk through them, and whether any was replaced."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from aiosync.weights.names import COMPILED, EXTRA_STATE, join
+EXTRA_STATE = "__extra_state__"
+"""The path part of a module's ``get_extra_state()``."""
 
-__all__ = ["extra_state_owners", "has_extra_state", "is_transient", "leaves", "modules"]
+TORCH_EXTRA_STATE = "_extra_state"
+"""The path part that torch's ``state_dict()`` uses for extra state."""
+
+_COMPILED = "_orig_mod"
+"""The path part that ``torch.compile`` adds to a module's names."""
+
+
+def join(prefix: str, name: str) -> str:
+    """Return ``prefix.name``, or ``name`` if the prefix is empty."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def is_extra_state(name: str) -> bool:
+    """Return whether this entry is part of a module's extra state, and not a parameter or buffer."""
+    return EXTRA_STATE in name and EXTRA_STATE in name.split(".")
+
+
+def extra_state_root(name: str) -> str:
+    """Return the name up to the extra-state part: ``net.__extra_state__`` for ``net.__extra_state__.mean``.
+
+    A name without such a part is returned unchanged.
+    """
+    parts = name.split(".")
+    if EXTRA_STATE not in parts:
+        return name
+    return ".".join(parts[: parts.index(EXTRA_STATE) + 1])
+
+
+def normalized(name: str) -> str:
+    """Return the name without the part that ``torch.compile`` adds: compiled and plain models have the same
+    names."""
+    if _COMPILED not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def modules(module: nn.Module, *, merge: bool, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -32,7 +67,7 @@ def modules(module: nn.Module, *, merge: bool, prefix: str = "") -> Iterator[tup
         return
     for key, child in module._modules.items():
         if child is not None:
-            below = prefix if key == COMPILED else join(prefix, key)
+            below = prefix if key == _COMPILED else join(prefix, key)
             yield from modules(child, merge=merge, prefix=below)
 
 
@@ -57,7 +92,7 @@ def leaves(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     For a TensorDict of parameters the names are dotted.
     """
     if isinstance(module, TensorDictBase):
-        yield from tensordict_leaves(module)
+        yield from _tensordict_leaves(module)
         return
     for registry in (module._parameters, module._buffers):
         for key, tensor in registry.items():
@@ -65,12 +100,11 @@ def leaves(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield key, tensor
 
 
-def tensordict_leaves(td: TensorDictBase, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield every leaf of a TensorDict with its dotted name."""
+def _tensordict_leaves(td: TensorDictBase, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     for key, value in td.items():
         name = join(prefix, key)
         if isinstance(value, TensorDictBase):
-            yield from tensordict_leaves(value, name)
+            yield from _tensordict_leaves(value, name)
         else:
             yield name, value
 
@@ -94,3 +128,56 @@ def extra_state_owners(module: nn.Module) -> dict[str, nn.Module]:
         for prefix, part in modules(module, merge=False)
         if has_extra_state(part)
     }
+
+
+class Structure:
+    """A record of a module's parameters, buffers and submodules, to detect that any was replaced.
+
+    Walking a model of two thousand tensors takes milliseconds. :meth:`unchanged` takes a tenth of that.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = list(module.modules())
+        # A TensorDict of parameters has no registries, and those of TorchScript are not dicts.
+        self.comparable = not any(isinstance(part, TensorDictBase | ScriptModule) for part in parts)
+        if not self.comparable:
+            return
+        # The parts themselves are not kept: an object with a weak reference to the module keeps this record.
+        self._owners = [(vars(part), part._parameters, part._buffers, part._modules) for part in parts]
+        registries: list[dict[str, Any]] = []
+        for part in parts:
+            registries += (part._parameters, part._buffers, part._modules)
+        self._sizes = [(registry, len(registry)) for registry in registries]
+        self._entries = [
+            (registry, name, value) for registry in registries for name, value in registry.items()
+        ]
+        self._hidden = [part._non_persistent_buffers_set for part in parts if part._buffers]
+        self._hidden_before = [frozenset(names) for names in self._hidden]
+
+    def unchanged(self) -> bool:
+        """Return whether the module has exactly the same objects under the same names, in any order.
+
+        A tensor whose ``.data`` was replaced counts as the same object. False if not :attr:`comparable`.
+        """
+        if not self.comparable:
+            return False
+        # Plain loops: between two updates other code fills the processor's caches, and each C function called
+        # here would have to be loaded from memory first. The registries themselves are compared too: deleting
+        # from a ModuleList, for example, replaces its registry.
+        for owner, parameters, buffers, modules in self._owners:
+            if (
+                owner["_parameters"] is not parameters
+                or owner["_buffers"] is not buffers
+                or owner["_modules"] is not modules
+            ):
+                return False
+        for registry, size in self._sizes:
+            if len(registry) != size:
+                return False
+        try:
+            for registry, name, value in self._entries:
+                if registry[name] is not value:
+                    return False
+        except KeyError:
+            return False
+        return self._hidden == self._hidden_before

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import torch
 
 from aiosync.errors import ProtocolError
-from aiosync.weights.dtypes import BY_NAME
-
-__all__ = ["Decoded", "Spec", "decode_layout"]
+from aiosync.weights.tensors import DTYPES
 
 Spec: TypeAlias = "tuple[str, tuple[int, ...], torch.dtype]"
 """Name, shape and dtype of an entry."""
@@ -111,7 +109,7 @@ def _shape(name: str, shape: object) -> tuple[int, ...]:
 
 
 def _dtype(name: str, text: object) -> torch.dtype:
-    dtype = BY_NAME.get(text) if type(text) is str else None
+    dtype = DTYPES.get(text) if type(text) is str else None
     if dtype is None:
         _refuse(f"unknown dtype {_brief(text)} of {_brief(name)}")
     return dtype

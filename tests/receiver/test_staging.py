@@ -12,7 +12,6 @@ from aiosync.transfer.base import InboundTransfer, MemoryAccess
 from aiosync.weights.copying import copy_pairs
 from aiosync.weights.layout import Layout
 from aiosync.weights.module_binding import ModuleBinding
-from aiosync.weights.strategy import WeightStrategy
 from tests.kit.surgery import LARGE
 
 CPU = torch.device("cpu")
@@ -59,7 +58,7 @@ def test_buffers_are_never_put_where_others_read(access: MemoryAccess, viewed: s
     layout = Layout.of({**dict(model.named_parameters()), **dict(model.named_buffers())})
     there = torch.ones(layout.nbytes, dtype=torch.uint8)
     inbound = _There(layout, there, access)
-    binding = ModuleBinding(model, layout, WeightStrategy(), "flip")
+    binding = ModuleBinding(model, layout, "flip")
     back_buffers = StagingBuffers(binding, inbound, CPU, copies=False)
     update = Update(round=0, version=0, payload={})
     for _ in range(3):

@@ -8,8 +8,7 @@ from torch import nn
 
 from aiosync.errors import LayoutMismatchError
 from aiosync.weights import Layout
-from aiosync.weights.fit import fit
-from aiosync.weights.index import module_tensors
+from aiosync.weights.index import fit, module_tensors
 
 
 def test_what_fitted_once_is_found_again() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from aiosync.weights.replaced_layers import Structure
+from aiosync.weights.walk import Structure
 
 REGISTRIES = ["_parameters", "_buffers", "_modules"]
 

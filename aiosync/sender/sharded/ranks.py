@@ -35,8 +35,8 @@ from torch import Tensor
 from aiosync.errors import GatherError
 from aiosync.transports._offload import DetachedThread
 from aiosync.transports.torch_distributed.store import first_line
-from aiosync.weights.dense import to_bytes
 from aiosync.weights.sharded import Block, block_of, check_blocks, local_part
+from aiosync.weights.tensors import to_bytes
 
 T = TypeVar("T")
 
