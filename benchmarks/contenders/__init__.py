@@ -110,7 +110,7 @@ class SenderEnd(abc.ABC):
     async def close(self) -> None:
         """Release this end."""
 
-    async def leave(self) -> None:  # noqa: B027 (most have nothing to leave)
+    async def leave(self) -> None:
         """Leave process groups. Called when the workers have closed their ends."""
 
 
