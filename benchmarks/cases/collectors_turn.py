@@ -31,8 +31,7 @@ from torch import Tensor, nn
 
 WORKERS = 2
 DEADLINE = 60.0
-_SAMPLES = 5
-"""How often memory is sampled in a turn, apart from what is timed."""
+_SAMPLES = 5  # how often memory is sampled in a turn, apart from what is timed
 _CLASSES = {"shared": "SharedMem", "process": "MultiProcess", "tcp": "TCP", "rpc": "RPC"}
 
 Count: TypeAlias = tuple[int, int]

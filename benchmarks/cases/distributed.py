@@ -29,8 +29,7 @@ from benchmarks.harness.tables import Row, report, say
 
 SCHEMES = options.Names(("distributed", "rpc"))
 WARM_UP = 2
-STALL_SECONDS = 3.0
-"""For so long sends follow each other beside tickers: a percentile takes many ticks."""
+STALL_SECONDS = 3.0  # for so long sends follow each other beside tickers: a percentile takes many ticks
 DEADLINE = 120.0
 
 

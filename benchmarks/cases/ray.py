@@ -29,10 +29,8 @@ from benchmarks.harness.tables import Row, report
 
 SCHEMES = options.Names(("actors", "modules"))
 
-WARM_UP = 4
-"""Sends until the pages of slots and store have been touched."""
-SENDS = 100
-"""That follow each other, beside a ticker, before the store is looked at again."""
+WARM_UP = 4  # sends until the pages of slots and store have been touched
+SENDS = 100  # that follow each other, beside a ticker, before the store is looked at again
 MODEL_ID = "policy"
 LIMIT = 300.0
 

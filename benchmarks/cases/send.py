@@ -20,12 +20,9 @@ from benchmarks.harness.tables import Row, print_rows, say
 
 SCHEMES = options.Names(("shared", "process"))
 MIB = 1 << 20
-WARM_UP = 3
-"""Turns before anything is counted: enough for every slot of an arena to have been written."""
-MEMORY_SENDS = 4
-"""Sends that the memory is sampled over."""
-MEMORY_SHARE = 0.85
-"""Of the memory that is free when a block starts, how much its processes may take."""
+WARM_UP = 3  # turns before anything is counted: enough for every slot of an arena to have been written
+MEMORY_SENDS = 4  # sends that the memory is sampled over
+MEMORY_SHARE = 0.85  # of the memory that is free when a block starts, how much its processes may take
 
 
 @dataclass(frozen=True, slots=True)

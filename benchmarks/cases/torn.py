@@ -16,12 +16,10 @@ from benchmarks.harness.models import TORN_MODELS
 from benchmarks.harness.results import Case, ReadCounts, Results
 from benchmarks.harness.tables import Row, print_rows, say
 
-SENDS = 20
-"""Sends per case, at least."""
+SENDS = 20  # sends per case, at least
 COMPARED = 20
 """The others are read this many times less often: their torn reads are a share, aiosync's a count."""
-READING_DEADLINE = 900.0
-"""Seconds that a million reads may take."""
+READING_DEADLINE = 900.0  # seconds that a million reads may take
 
 
 def run(

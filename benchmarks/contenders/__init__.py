@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 MODEL_ID = "policy"
-LIMIT = "memcpy"
-"""Not a library: one warm copy of the same bytes, which the driver takes itself."""
+LIMIT = "memcpy"  # not a library: one warm copy of the same bytes, which the driver takes itself
 
 Mode: TypeAlias = Literal["plain", "fresh", "known", "still"]
 """What a send gets: the model, fresh tensors of it, nothing (the sender knows the model), or nothing, and the

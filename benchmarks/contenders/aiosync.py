@@ -18,8 +18,7 @@ import aiosync
 from benchmarks.contenders import MODEL_ID, SenderEnd, Sent, Setup, Weights, WorkerEnd
 from benchmarks.harness.process import SPAWN, Remote
 
-TIMEOUT = 60.0
-"""Seconds that any one call may take, unless the setup's options say otherwise."""
+TIMEOUT = 60.0  # seconds that any one call may take, unless the setup's options say otherwise
 _SO_MAX_PACING_RATE = 47
 _BYTES_PER_MBIT = 1_000_000 // 8
 

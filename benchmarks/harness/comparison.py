@@ -21,10 +21,8 @@ from benchmarks.harness.trainer import Trainer
 BUILD_TIMEOUT = 300.0
 """Seconds for a dozen processes to import torch, on two cores that other programs use too."""
 CLOSE_TIMEOUT = 30.0
-SAMPLE_EVERY = 0.01
-"""Seconds between two samples of the memory, at least."""
-SAMPLING_SHARE = 0.2
-"""How much of the time may go into sampling: a sample blocks processes that map memory."""
+SAMPLE_EVERY = 0.01  # seconds between two samples of the memory, at least
+SAMPLING_SHARE = 0.2  # how much of the time may go into sampling: a sample blocks processes that map memory
 
 
 class Stage:

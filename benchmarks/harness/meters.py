@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-TICK = 0.001
-"""Seconds between two ticks of :func:`ticking`."""
+TICK = 0.001  # seconds between two ticks of :func:`ticking`
 
 
 @dataclass(frozen=True, slots=True)

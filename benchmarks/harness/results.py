@@ -158,8 +158,7 @@ STALL_MS = 5.0
 SHARED_MODEL_SIZES = 3.0
 SLACK_BYTES = 16 << 20
 """Shared memory that is not weights: queues' semaphores, pages of the interpreter's own."""
-SCALING = 1.15
-"""Four workers of the shared scheme against one, large model, taken in turn."""
+SCALING = 1.15  # four workers of the shared scheme against one, large model, taken in turn
 FASTER = (
     (Key("large", "shared", "plain", 1), LIMIT, 0.8),
     (Key("medium", "shared", "plain", 4), "torchrl", 4.0),

@@ -21,12 +21,9 @@ from benchmarks.harness.models import Probe, build_model, fill
 from benchmarks.harness.process import Remote, RemoteError
 from benchmarks.harness.results import ReadCounts, Stall
 
-JOIN_TIMEOUT = 10.0
-"""Seconds that a worker's process may take to end after its end was closed."""
-IDLE = 0.3
-"""Seconds of ticking without sends, for comparison."""
-PIN_EVERY = 64
-"""One read in so many holds its version pinned across an await and reads again afterwards."""
+JOIN_TIMEOUT = 10.0  # seconds that a worker's process may take to end after its end was closed
+IDLE = 0.3  # seconds of ticking without sends, for comparison
+PIN_EVERY = 64  # one read in so many holds its version pinned across an await and reads again afterwards
 LONG_PIN_EVERY = 64 * 128
 """One read in so many keeps the pin long enough for the sender to begin its next update."""
 LONG_PIN = 0.02
