@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.contenders import Sent, Setup
-from benchmarks.harness.meters import Memcpy, MemoryPeak, MemorySampler, spread
+from benchmarks.harness.meters import Memcpy, MemoryPeak, memory_of, memory_peak, spread
 from benchmarks.harness.process import Remote, RemoteError
 from benchmarks.harness.results import Case, Key
 from benchmarks.harness.tables import say
@@ -39,29 +39,28 @@ class Stage:
             for mode in setup.modes
         ]
         self._deadline = deadline
-        self._trainer = Remote(Trainer, setup, uvloop=setup.uvloop, parent=True)
+        self.trainer = Remote(Trainer, setup, uvloop=setup.uvloop, parent=True)
 
     async def call(self, method: str, *, timeout: float | None = None, **arguments: Any) -> Any:
         """Call the trainer within the deadline, or ``timeout``. Raises :class:`RemoteError`."""
-        return await self._trainer.call(method, timeout=timeout or self._deadline, **arguments)
+        return await self.trainer.call(method, timeout=timeout or self._deadline, **arguments)
 
     async def build(self) -> None:
         """Wait until the workers are up; memory is counted from here."""
         self.workers = await self.call("build", timeout=BUILD_TIMEOUT)
-        self._sampler = MemorySampler(self._trainer.pid, self.workers)
+        self._base = memory_of([self.trainer.pid, *self.workers])
 
     async def memory(self, **arguments: Any) -> MemoryPeak | None:
         """The peak memory of the trainer and the workers during some sends."""
-        self._sampler.restart()
+        pids, samples = [self.trainer.pid, *self.workers], []
         burst = asyncio.create_task(self.call("burst", **arguments))
         pause = SAMPLE_EVERY
         while not (await asyncio.wait({burst}, timeout=pause))[0]:
             begun = time.monotonic()
-            self._sampler.sample()
+            samples.append(memory_of(pids))
             pause = max(SAMPLE_EVERY, (time.monotonic() - begun) / SAMPLING_SHARE)
         await burst
-        self._sampler.sample()
-        return self._sampler.peak()
+        return memory_peak(self._base, [*samples, memory_of(pids)])
 
     async def attempt(self, action: Awaitable[Any]) -> Any:
         """Await ``action`` and return its result; None if this contender fails, which its cases note."""
@@ -69,7 +68,7 @@ class Stage:
             return await action
         except RemoteError as failure:
             say(f"{self.setup.contender}: {failure.status}")
-            self.kill()
+            self.trainer.kill()
             for case in self.cases:
                 case.status, case.error = failure.status, str(failure)
 
@@ -77,14 +76,6 @@ class Stage:
     def alive(self) -> bool:
         """Whether the contender has not failed."""
         return self.cases[0].status == "ok"
-
-    async def close(self) -> None:
-        """Close the contender; its processes end."""
-        await self._trainer.close(CLOSE_TIMEOUT)
-
-    def kill(self) -> None:
-        """End the processes that are left, by force."""
-        self._trainer.kill()
 
 
 @dataclass(slots=True)
@@ -189,10 +180,12 @@ async def compare(deadline: float, *setups: Setup) -> AsyncIterator[Comparison]:
             if stage.alive:
                 await stage.attempt(stage.call("connect"))
         yield Comparison(stages)
-        await asyncio.gather(*(stage.attempt(stage.close()) for stage in stages if stage.alive))
+        await asyncio.gather(
+            *(stage.attempt(stage.trainer.close(CLOSE_TIMEOUT)) for stage in stages if stage.alive)
+        )
     finally:
         for stage in stages:
-            stage.kill()
+            stage.trainer.kill()
 
 
 @contextlib.contextmanager

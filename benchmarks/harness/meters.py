@@ -121,33 +121,21 @@ class MemoryPeak:
     samples: int
 
 
-class MemorySampler:
-    """Reads the memory of a sender and its workers, by process id; keeps all samples. On Linux only."""
+def memory_of(pids: Iterable[int]) -> list[tuple[int, int]]:
+    """PSS, and PSS of shared memory, of each process in bytes; zeros where they cannot be read.
 
-    def __init__(self, sender: int, workers: Iterable[int]) -> None:
-        self._pids = [sender, *workers]
-        self._base = self._read()
-        self._samples: list[list[tuple[int, int]]] = []
+    It takes milliseconds: the kernel walks the page tables of every process. On Linux only.
+    """
+    tables = [proc(f"{pid}/smaps_rollup") for pid in pids]
+    return [(in_bytes(table, "Pss"), in_bytes(table, "Pss_Shmem")) for table in tables]
 
-    def restart(self) -> None:
-        """Forget the samples, not where the growth is counted from."""
-        self._samples.clear()
 
-    def sample(self) -> None:
-        """Take one sample (milliseconds of work: it walks the page tables of every process)."""
-        self._samples.append(self._read())
-
-    def peak(self) -> MemoryPeak | None:
-        """The peaks so far, or None on a system without these figures."""
-        found = np.array(self._samples)  # by sample, process, and (PSS, PSS of shared memory)
-        if not found.any():
-            return None
-        peak = found[..., 0].max(0)
-        growth = peak - np.array(self._base)[:, 0]
-        shared = found[..., 1].sum(1).max()
-        figures = peak[0], peak[1:].max(), growth[0], growth[1:].max(), shared, len(found)
-        return MemoryPeak(*map(int, figures))
-
-    def _read(self) -> list[tuple[int, int]]:
-        tables = [proc(f"{pid}/smaps_rollup") for pid in self._pids]
-        return [(in_bytes(table, "Pss"), in_bytes(table, "Pss_Shmem")) for table in tables]
+def memory_peak(base: list[tuple[int, int]], samples: list[list[tuple[int, int]]]) -> MemoryPeak | None:
+    """The peak of samples of a sender and its workers, and its growth over ``base``; None without figures."""
+    found = np.array(samples)  # by sample, process, and (PSS, PSS of shared memory)
+    if not found.any():
+        return None
+    peak = found[..., 0].max(0)
+    growth = peak - np.array(base)[:, 0]
+    figures = peak[0], peak[1:].max(), growth[0], growth[1:].max(), found[..., 1].sum(1).max(), len(found)
+    return MemoryPeak(*map(int, figures))
