@@ -6,8 +6,6 @@ import importlib
 
 import typer
 
-__all__ = ["CASES", "app", "main"]
-
 CASES = ("send", "torn", "network", "delta", "relay", "distributed", "ray", "collectors", "blocking")
 
 app = typer.Typer(
@@ -45,10 +43,5 @@ if __name__ != "__mp_main__":  # a spawned process, which imports what it needs
         _add(_case)
 
 
-def main() -> None:
-    """Run the command line."""
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    app()

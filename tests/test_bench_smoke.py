@@ -18,8 +18,7 @@ from typer.testing import CliRunner
 
 from benchmarks.cli import CASES, app
 from benchmarks.harness.meters import spread
-from benchmarks.harness.results import Case, Key, Results
-from benchmarks.harness.targets import check_targets
+from benchmarks.harness.results import Case, Key, Results, check_targets
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 120.0

@@ -18,9 +18,7 @@ from aiosync import sync
 from aiosync.sync._portal import portal
 from benchmarks.harness import options
 from benchmarks.harness.meters import summary
-from benchmarks.harness.results import report
-
-__all__ = ["run"]
+from benchmarks.harness.tables import report
 
 _BLOCK = 50
 
@@ -51,37 +49,22 @@ async def _time_awaits(call: Callable[[], Any]) -> list[float]:
     return found
 
 
-class _Sends:
-    """Sends of a tiny model to one worker on the same loop: of the coroutine, and of its blocking twin."""
+def _pair(scheme: Any) -> tuple[Any, Any]:
+    """A scheme with a tiny model, and its one worker's."""
+    scheme.init_on_sender(model_id="policy", model=torch.nn.Linear(16, 16), num_workers=1)
+    receiver = copy.copy(scheme)
+    receiver.init_on_receiver(model_id="policy", model=torch.nn.Linear(16, 16), worker_idx=0)
+    return scheme, receiver
 
-    def __init__(self) -> None:
-        self._model = torch.nn.Linear(16, 16)
-        self.twin = sync.MemoryWeightSyncScheme()
-        self._receiver = self._receiver_of(self.twin)
-        connecting = threading.Thread(target=self._receiver.connect)
-        connecting.start()
-        self.twin.connect()
-        connecting.join()
 
-    def _receiver_of(self, scheme: Any) -> Any:
-        scheme.init_on_sender(model_id="policy", model=self._model, num_workers=1)
-        receiver = copy.copy(scheme)
-        receiver.init_on_receiver(model_id="policy", model=torch.nn.Linear(16, 16), worker_idx=0)
-        return receiver
-
-    async def awaited(self) -> list[float]:
-        scheme = aiosync.MemoryWeightSyncScheme()
-        receiver = self._receiver_of(scheme)
-        await asyncio.gather(receiver.connect(), scheme.connect())
-        async with receiver.receiving():
-            found = await _time_awaits(scheme.send)
-        await receiver.aclose()
-        await scheme.aclose()
-        return found
-
-    def close(self) -> None:
-        self._receiver.close()
-        self.twin.close()
+async def _time_awaited_sends() -> list[float]:
+    scheme, receiver = _pair(aiosync.MemoryWeightSyncScheme())
+    await asyncio.gather(receiver.connect(), scheme.connect())
+    async with receiver.receiving():
+        found = await _time_awaits(scheme.send)
+    await receiver.aclose()
+    await scheme.aclose()
+    return found
 
 
 def run(
@@ -89,22 +72,24 @@ def run(
     json: options.Json = None,
 ) -> None:
     """What a blocking call costs beside the coroutine that it runs."""
-    sends, calls = _Sends(), portal()
-    samples: dict[str, tuple[list[float], list[float]]] = {
-        "nothing": ([], []),
-        "a send of 272 weights": ([], []),
-    }
+    calls = portal()
+    twin, receiver = _pair(sync.MemoryWeightSyncScheme())
+    connecting = threading.Thread(target=receiver.connect)
+    connecting.start()
+    twin.connect()
+    connecting.join()
+    nothing: tuple[list[float], list[float]] = [], []
+    sends: tuple[list[float], list[float]] = [], []
     for _ in range(rounds):
-        blocking, awaited = samples["nothing"]
-        blocking.extend(_time_calls(lambda: calls.call(_nothing)))
-        awaited.extend(uvloop.run(_time_awaits(_await_nothing)))
-        blocking, awaited = samples["a send of 272 weights"]
-        blocking.extend(_time_calls(sends.twin.send))
-        awaited.extend(uvloop.run(sends.awaited()))
-    sends.close()
+        nothing[0].extend(_time_calls(lambda: calls.call(_nothing)))
+        nothing[1].extend(uvloop.run(_time_awaits(_await_nothing)))
+        sends[0].extend(_time_calls(twin.send))
+        sends[1].extend(uvloop.run(_time_awaited_sends()))
+    receiver.close()
+    twin.close()
     with report("Blocking calls beside coroutines, microseconds", "blocking", json) as rows:
-        for name, (blocking, awaited) in samples.items():
-            ours, limit = summary(blocking, 1e6), summary(awaited, 1e6)
+        for name, samples in (("nothing", nothing), ("a send of 272 weights", sends)):
+            ours, limit = (summary(each, 1e6) for each in samples)
             rows.append(
                 {
                     "of": name,

@@ -5,24 +5,24 @@ A turn is a process of its own, with processes of workers; turns of the two libr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import json as jsons
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import product
-from json import dumps
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import typer
 
-from benchmarks.cases.collectors_hosts import Task
-from benchmarks.cases.collectors_turn import Turn
+from benchmarks.cases.collectors_turn import Task, Turn
 from benchmarks.harness import options
-from benchmarks.harness.meters import Spread, summary
-from benchmarks.harness.process import run_turn
-from benchmarks.harness.results import machine
-from benchmarks.harness.tables import Row, print_rows, progress, write
+from benchmarks.harness.meters import summary
+from benchmarks.harness.tables import Row, machine, print_rows, say, write
 
-__all__ = ["HOSTS", "run"]
-
+ROOT = Path(__file__).parents[2]
 ENVS = options.Names(("cartpole", "pixels"))
 LIBRARIES = ("aiosync", "torchrl")
 HOSTS: Mapping[str, Sequence[str]] = {
@@ -37,34 +37,21 @@ QUICK_LOOKUP = "timeout:1 attempts:1"
 """The resolver's options: where no name server answers, torch.distributed is not to wait for one."""
 
 
-@dataclass(frozen=True)
-class _Measure:
-    """One figure of a turn.
+class _Measure(NamedTuple):
+    """One figure of a turn."""
 
-    Attributes:
-        name: with its unit.
-        of: the figure.
-        scale: from the turn's unit to that of the name.
-        target: what the ratio has to be at least, of aiosync's own collectors.
-        less: less is better.
-    """
-
-    name: str
-    of: Callable[[Turn], float]
-    scale: float
-    target: float
-    less: bool = True
-
-    def ratio(self, ours: Spread, theirs: Spread) -> float:
-        """How much better ``ours`` is."""
-        return theirs.median / ours.median if self.less else ours.median / theirs.median
+    name: str  # with its unit
+    of: str  # the field of the turn
+    scale: float  # from the turn's unit to that of the name
+    target: float  # what the ratio has to be at least, of aiosync's own collectors
+    less: bool = True  # less is better
 
 
 MEASURES = (
-    _Measure("frames/s", lambda turn: turn.frames, 1, 1.5, less=False),
-    _Measure("update, ms", lambda turn: turn.update, 1e3, 3.0),
-    _Measure("first batch, s", lambda turn: turn.first, 1, 1 / 0.7),
-    _Measure("memory, MiB", lambda turn: turn.memory, 1 / (1 << 20), 1.0),
+    _Measure("frames/s", "frames", 1, 1.5, less=False),
+    _Measure("update, ms", "update", 1e3, 3.0),
+    _Measure("first batch, s", "first", 1, 1 / 0.7),
+    _Measure("memory, MiB", "memory", 1 / (1 << 20), 1.0),
 )
 
 
@@ -93,7 +80,6 @@ def run(
         for env, host in product(envs, schemes or (OWN_HOSTS if own else HOSTS))
         for scheme, size in product(("shared",) if own else HOSTS[host], sizes)
     ]
-    say = progress()
     found: list[Row] = []
     rows: list[Row] = []
     try:
@@ -103,8 +89,7 @@ def run(
             for _, library in product(range(rounds), LIBRARIES):
                 taken[library].append(_take(replace(task, library=library)))
             rows += _rows(task, taken)
-            turns = {library: [asdict(turn) for turn in each] for library, each in taken.items()}
-            found.append({**asdict(task), **turns})
+            found.append({**asdict(task), **taken})
     finally:
         print_rows("aiosync and torchrl (medians; least - most), 2 workers", rows)
         write(json, {"machine": machine(), "collectors": found})
@@ -113,8 +98,15 @@ def run(
 
 
 def _take(task: Task) -> Turn:
-    module = "benchmarks.cases.collectors_turn"
-    return Turn(**run_turn(module, dumps(asdict(task)), RES_OPTIONS=QUICK_LOOKUP))
+    """Take a turn in a process of its own, whose last line of output is the turn as JSON."""
+    program = "from benchmarks.cases import collectors_turn; collectors_turn.main()"
+    command = [sys.executable, "-c", program, jsons.dumps(asdict(task))]
+    environment = {**os.environ, "RES_OPTIONS": QUICK_LOOKUP}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise RuntimeError(f"{task} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return Turn(**jsons.loads(lines[-1]))
 
 
 def _rows(task: Task, taken: Mapping[str, Sequence[Turn]]) -> Iterator[Row]:
@@ -126,9 +118,10 @@ def _rows(task: Task, taken: Mapping[str, Sequence[Turn]]) -> Iterator[Row]:
     }
     for measure in MEASURES if task.own else MEASURES[:2]:
         ours, theirs = (
-            summary([measure.of(turn) for turn in taken[library]], measure.scale) for library in LIBRARIES
+            summary([getattr(turn, measure.of) for turn in taken[library]], measure.scale)
+            for library in LIBRARIES
         )
-        ratio = measure.ratio(ours, theirs)
+        ratio = theirs.median / ours.median if measure.less else ours.median / theirs.median
         yield {
             **what,
             "figure": measure.name,
@@ -139,14 +132,11 @@ def _rows(task: Task, taken: Mapping[str, Sequence[Turn]]) -> Iterator[Row]:
             "ok": ratio >= measure.target if task.own else None,
         }
     wrong = {library: sum(turn.wrong for turn in turns) for library, turns in taken.items()}
-    texts = {
-        library: f"{wrong[library]} of {sum(turn.total for turn in turns)}"
-        for library, turns in taken.items()
-    }
+    of = {library: sum(turn.total for turn in turns) for library, turns in taken.items()}
     yield {
         **what,
         "figure": "wrong frames",
-        **texts,
+        **{library: f"{wrong[library]} of {of[library]}" for library in LIBRARIES},
         "times better": None,
         "wanted": "0",
         "ok": not wrong["aiosync"],

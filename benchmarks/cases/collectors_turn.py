@@ -1,7 +1,7 @@
 """One turn of ``aiosync bench collectors``: counts and times the frames that one collector rolls out.
 
-It is run as a program (``python -m``), since torch.distributed and torch RPC can be left only at the end of a
-process.
+A turn is a program of its own, since torch.distributed and torch RPC can be left only at the end of a
+process. Each frame carries marks of the weights that acted, and the version that it claims to be of.
 """
 
 from __future__ import annotations
@@ -9,71 +9,137 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
 
+import gymnasium as gym
+import numpy as np
 import psutil
 import torch
 import uvloop
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
 
-from benchmarks.cases import collectors_hosts as hosts
+WORKERS = 2
+DEADLINE = 60.0
+_SAMPLES = 5  # how often memory is sampled in a turn, apart from what is timed
+_CLASSES = {"shared": "SharedMem", "process": "MultiProcess", "tcp": "TCP", "rpc": "RPC"}
 
-__all__ = ["Turn"]
+Count: TypeAlias = tuple[int, int]
+"""Frames whose weights were not those of the version that they claim, of how many."""
+Host: TypeAlias = Iterator[tuple[Iterator[Count], Callable[[], Any] | None]]
+"""A collector's batches, and its update, or None if it updates by itself."""
 
-_SAMPLES = 5
-"""How often memory is sampled in a turn, apart from what is timed."""
-_CLASSES = {
-    "shared": "SharedMem",
-    "process": "MultiProcess",
-    "tcp": "TCP",
-    "distributed": "Distributed",
-    "rpc": "RPC",
-    "ray": "Ray",
-}
+
+@dataclass(frozen=True)
+class Task:
+    """What a turn does. It makes the environments and the policy, also in a worker."""
+
+    library: str  # "aiosync" or "torchrl": whose scheme, or whose collector
+    own: bool  # whether that is about aiosync's own collector; otherwise torchrl's collectors act
+    host: str  # which collector
+    scheme: str  # backend name
+    env: str  # "cartpole" or "pixels"
+    parameters: int  # additional ones of the policy
+    per_batch: int  # frames
+    batches: int  # that count
+    warm_up: int  # batches before those
+
+    def policy(self) -> Any:
+        return TensorDictModule(_Policy(self), in_keys=["observation"], out_keys=["action", "marks"])
+
+    def gymnasium(self) -> Any:
+        return _Pixels() if self.env == "pixels" else gym.make("CartPole-v1")
+
+    def torchrl(self) -> Any:
+        wrapper = importlib.import_module("torchrl.envs").GymWrapper
+        return wrapper(self.gymnasium(), categorical_action_encoding=True)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What a turn found.
+    """What a turn found."""
 
-    Attributes:
-        frames: per second, updates included.
-        update: seconds of an update, the median.
-        first: seconds from the collector's construction to its first batch.
-        memory: bytes that trainer and workers had at most, shared ones once.
-        wrong: frames whose weights were not those of the version that they claim, of ``total``.
-        total: frames.
-    """
-
-    frames: float
-    update: float
-    first: float
-    memory: int
-    wrong: int
+    frames: float  # per second, updates included
+    update: float  # seconds of an update, the median
+    first: float  # seconds from the collector's construction to its first batch
+    memory: int  # bytes that trainer and workers had at most, shared ones once
+    wrong: int  # frames whose weights were not those of the version that they claim, of ``total``
     total: int
+
+
+class _Pixels(gym.Env[Any, Any]):
+    """Observes 84x84x4 bytes that are new at each step, and costs no other processor time."""
+
+    def __init__(self) -> None:
+        self.observation_space = gym.spaces.Box(0, 255, (84, 84, 4), np.uint8)
+        self.action_space = gym.spaces.Discrete(2)
+        self._frames = np.random.default_rng(0).integers(0, 255, (16, 84, 84, 4), np.uint8)
+        self._step = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self._step = 0
+        return self._frames[0], {}
+
+    def step(self, action: Any) -> Any:
+        self._step += 1
+        return self._frames[self._step % 16], 1.0, self._step >= 500, False, {}
+
+
+class _Policy(nn.Module):
+    """A small policy. Its first parameter and its last are the version, and go with each action."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self._pixels = task.env == "pixels"
+        self.first = nn.Parameter(torch.zeros(()))
+        self.net = nn.Sequential(nn.Linear(196 if self._pixels else 4, 64), nn.Tanh(), nn.Linear(64, 2))
+        share = max(1, task.parameters // 50)
+        self.ballast = nn.ParameterList(torch.zeros(share) for _ in range(50 if task.parameters else 0))
+        self.last = nn.Parameter(torch.zeros(()))
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """The action, and the marks: the first parameter before it and the last after it."""
+        first = self.first.detach().clone()
+        seen = observation[..., ::12, ::12, :].flatten(-3).float() / 255 if self._pixels else observation
+        action = self.net(seen).argmax(-1)
+        marks = torch.stack([first, self.last.detach().clone()])
+        return action, marks.expand(*action.shape, 2).clone()
+
+
+def _count(marks: Tensor, claimed: Tensor) -> Count:
+    return int((marks != claimed[..., None]).any(-1).sum()), claimed.numel()
+
+
+def _counted(collector: Any) -> Iterator[Count]:
+    for batch in collector:
+        yield _count(batch["marks"], batch["next", "policy_version"])
 
 
 class _Tally:
     """Counts and times what a turn does."""
 
-    def __init__(self, task: hosts.Task, policy: Any) -> None:
+    def __init__(self, task: Task, policy: Any) -> None:
         self._task, self._policy = task, policy
         self._number = self._wrong = self._total = self._memory = 0
         self._seconds: list[float] = []
         self._begun = self._started = time.perf_counter()
         self._first = self._sampling = 0.0
 
-    def arrived(self, found: hosts.Count) -> None:
+    def arrived(self, found: Count) -> None:
         """A batch: count its frames, and change the policy."""
         self._number += 1
-        if self._number == 1:
-            self._first = time.perf_counter() - self._begun
+        self._first = self._first or time.perf_counter() - self._begun
         self._wrong += found[0]
         self._total += found[1]
         with torch.no_grad():
@@ -116,22 +182,21 @@ def _memory() -> int:
     return found
 
 
-async def _take_own_turn(task: hosts.Task, policy: Any) -> Turn:
+async def _take_own_turn(task: Task, policy: Any) -> Turn:
     """aiosync's collector, with an event loop."""
     collectors: Any = importlib.import_module("aiosync.collectors")
-    makers = [hosts.Make(task).gymnasium] * hosts.WORKERS
     tally = _Tally(task, policy)
     async with collectors.MultiCollector(
-        makers,
+        [task.gymnasium] * WORKERS,
         policy,
         sync=task.host == "sync",
         frames_per_batch=task.per_batch,
         total_frames=-1,
         track_policy_version=True,
-        timeout=hosts.DEADLINE,
+        timeout=DEADLINE,
     ) as collector:
         async for batch in collector:
-            tally.arrived(hosts.count(batch["marks"], batch["policy_version"]))
+            tally.arrived(_count(batch["marks"], batch["policy_version"]))
             with tally.timed():
                 await collector.update_policy_weights_()
             if tally.ended():
@@ -139,45 +204,157 @@ async def _take_own_turn(task: hosts.Task, policy: Any) -> Turn:
         return tally.turn()
 
 
-def _take_turn(task: hosts.Task, policy: Any) -> Turn:
+def _take_turn(task: Task, policy: Any) -> Turn:
     """torchrl's collectors, with a scheme of either library."""
     importlib.import_module("torchrl.collectors")
     peers: Any = importlib.import_module("torchrl.weight_update")
     library = importlib.import_module("aiosync.sync") if task.library == "aiosync" else peers
     # torchrl has no scheme for some: its queues stand beside those.
-    make = getattr(library, f"{_CLASSES[task.scheme]}WeightSyncScheme", peers.MultiProcessWeightSyncScheme)
-    # Imported for Ray only: all processes of a turn import this module, and their memory counts.
+    make = getattr(
+        library,
+        f"{_CLASSES.get(task.scheme, task.scheme.title())}WeightSyncScheme",
+        peers.MultiProcessWeightSyncScheme,
+    )
+    hosts = {"evaluator": _evaluator, "single": _process, "server": _process}
+    # Imported for Ray only: the memory of all processes counts.
     cluster = task.host == "ray" and importlib.import_module("aiosync._demo").ray_cluster(store=2 << 30)
     with cluster or contextlib.nullcontext():
         tally = _Tally(task, policy)
-        host: hosts.TorchrlCollector | hosts.TorchrlEvaluator | hosts.TorchrlProcess
-        match task.host:
-            case "evaluator":
-                host = hosts.TorchrlEvaluator(task, make(), policy, tally.timed)
-            case "single" | "server":
-                host = hosts.TorchrlProcess(task, make(), policy)
-            case _:
-                host = hosts.TorchrlCollector(task, make(), policy)
-        for found in host.batches():
-            tally.arrived(found)
-            if not isinstance(host, hosts.TorchrlEvaluator):
-                with tally.timed():
-                    host.update()
-            if tally.ended():
-                break
-        turn = tally.turn()
-        host.close()
-    return turn
+        with hosts.get(task.host, _collector)(task, make(), policy, tally) as (batches, update):
+            for found in batches:
+                tally.arrived(found)
+                if update is not None:
+                    with tally.timed():
+                        update()
+                if tally.ended():
+                    break
+            return tally.turn()
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    _task = hosts.Task(**json.loads(sys.argv[1]))
-    _policy = hosts.Make(_task).policy()
-    if _task.own and _task.library == "aiosync":
-        _turn = uvloop.run(_take_own_turn(_task, _policy))
+@contextlib.contextmanager
+def _collector(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
+    """A collector of several workers."""
+    collectors: Any = importlib.import_module("torchrl.collectors")
+    given: dict[str, Any] = {
+        "frames_per_batch": task.per_batch,
+        "total_frames": task.per_batch * (task.batches + task.warm_up + 1),
+        "weight_sync_schemes": {"policy": scheme},
+    }
+    if task.host in ("sync", "async"):
+        make = collectors.MultiSyncCollector if task.host == "sync" else collectors.MultiAsyncCollector
+        given["track_policy_version"] = True
     else:
-        _turn = _take_turn(_task, _policy)
-    sys.stdout.write(f"\n{json.dumps(asdict(_turn))}\n")
+        far: Any = importlib.import_module("torchrl.collectors.distributed")
+        kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+            "ray": (far.RayCollector, {"remote_configs": {"num_cpus": 1, "num_gpus": 0, "memory": 10**8}}),
+            "rpc": (far.RPCCollector, {"launcher": "mp"}),
+            "distributed": (far.DistributedCollector, {"launcher": "mp", "backend": "gloo"}),
+        }
+        make, more = kinds[task.host]
+        given |= {"collector_kwargs": {"track_policy_version": True}, "sync": False, **more}
+        given["collector_class"] = collectors.Collector
+    collector = make([task.torchrl] * WORKERS, policy, **given)
+    yield _counted(collector), collector.update_policy_weights_
+    collector.shutdown()
+
+
+@contextlib.contextmanager
+def _evaluator(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
+    """An evaluator with a process of its own, which it updates by itself before each evaluation. Its frames
+    claim nothing, so that only torn ones are counted."""
+    collectors: Any = importlib.import_module("torchrl.collectors")
+    updating = collectors.MultiSyncCollector
+    updating.update_policy_weights_ = tally.timed()(updating.update_policy_weights_)
+    found: list[Count] = []
+
+    def look(batch: Any) -> dict[str, float]:
+        mask, marks = batch["collector", "mask"], batch["marks"]
+        torn = (marks[..., 0] != marks[..., 1]) & mask.view(marks.shape[:-1])
+        found.append((int(torn.sum()), int(mask.sum())))
+        return {}
+
+    def batches() -> Iterator[Count]:
+        while True:
+            evaluator.evaluate(weights=policy)
+            yield found[-1]
+
+    evaluator = collectors.Evaluator(
+        task.torchrl,
+        policy_factory=task.policy,
+        num_trajectories=max(1, task.per_batch // 10),
+        max_steps=200,
+        backend="process",
+        weight_sync_schemes={"policy": scheme},
+        metrics_fn=look,
+    )
+    yield batches(), None
+    evaluator.shutdown()
+
+
+@contextlib.contextmanager
+def _process(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
+    """A single collector, or an inference server, in a process that receives by a scheme."""
+    context = multiprocessing.get_context("spawn")
+    scheme.init_on_sender(model_id="policy", model=policy, devices=[torch.device("cpu")], ctx=context)
+    conn, theirs = context.Pipe()
+    process = context.Process(target=_act, args=(task, scheme, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    scheme.connect()
+
+    def batches() -> Iterator[Count]:
+        while conn.poll(DEADLINE):
+            yield conn.recv()
+
+    yield batches(), lambda: scheme.send(weights=policy)
+    conn.close()
+    process.join(DEADLINE)
+    scheme.shutdown()
+
+
+def _act(task: Task, scheme: Any, conn: Connection[Count, Any]) -> None:
+    warnings.simplefilter("ignore")
+    try:
+        for found in (_serve if task.host == "server" else _collect)(task, scheme):
+            conn.send(found)
+    except OSError:  # the trainer has closed its end
+        os._exit(0)
+
+
+def _collect(task: Task, scheme: Any) -> Iterator[Count]:
+    collector = importlib.import_module("torchrl.collectors").Collector(
+        task.torchrl,
+        task.policy(),
+        frames_per_batch=task.per_batch,
+        total_frames=-1,
+        weight_recv_schemes={"policy": scheme},
+        worker_idx=0,
+        track_policy_version=True,
+    )
+    return _counted(collector)
+
+
+def _serve(task: Task, scheme: Any) -> Iterator[Count]:
+    servers: Any = importlib.import_module("torchrl.modules.inference_server")
+    server = servers.InferenceServer(task.policy(), servers.ThreadingTransport(), weight_sync=scheme)
+    server.start()
+    client = server.client()
+    request = TensorDict({"observation": torch.randn(4)}, [])
+    while True:
+        answers = [client(request) for _ in range(task.per_batch)]
+        marks = torch.stack([answer["marks"] for answer in answers])
+        yield _count(marks, torch.stack([answer["policy_version"] for answer in answers]).view(-1))
+
+
+def main() -> None:
+    """Take the turn of the command line, and print it as the last line."""
+    warnings.simplefilter("ignore")
+    task = Task(**json.loads(sys.argv[1]))
+    policy = task.policy()
+    if task.own and task.library == "aiosync":
+        turn = uvloop.run(_take_own_turn(task, policy))
+    else:
+        turn = _take_turn(task, policy)
+    sys.stdout.write(f"\n{json.dumps(asdict(turn))}\n")
     sys.stdout.flush()
     os._exit(0)  # torchrl's threads and processes of torch.distributed would hold up the exit

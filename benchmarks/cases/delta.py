@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import typer
@@ -20,35 +19,29 @@ import aiosync
 from benchmarks.contenders.aiosync import limit_rate
 from benchmarks.harness import options
 from benchmarks.harness.meters import summary
-from benchmarks.harness.results import report
-from benchmarks.harness.tables import Row
-
-__all__ = ["run"]
+from benchmarks.harness.tables import Row, report
 
 WORDS, WIDTH, LAYERS, LENGTH, BATCH = 512, 256, 4, 32, 16
 WARM_UP = 30
 
-Codec = Literal["full", "zstd", "delta"]
 
+class _Setting(NamedTuple):
+    """One line of the table."""
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One line of the table. ``mbit``: the link's megabits per second, 0 for as fast as it goes."""
-
-    codec: Codec
+    codec: Literal["full", "zstd", "delta"]
     wire: str
     lr: float
-    mbit: float = 0.0
+    mbit: float = 0.0  # the link's megabits per second; 0: unlimited
 
 
 SETTINGS = [
-    *(Setting("delta", "bfloat16", lr) for lr in (1e-6, 3e-6, 1e-5, 1e-4)),
-    Setting("full", "bfloat16", 1e-5),
-    Setting("zstd", "bfloat16", 1e-5),
-    Setting("delta", "float32", 1e-5),
-    Setting("full", "bfloat16", 1e-5, 100),
-    Setting("delta", "bfloat16", 1e-5, 100),
-    Setting("delta", "bfloat16", 1e-6, 100),
+    *(_Setting("delta", "bfloat16", lr) for lr in (1e-6, 3e-6, 1e-5, 1e-4)),
+    _Setting("full", "bfloat16", 1e-5),
+    _Setting("zstd", "bfloat16", 1e-5),
+    _Setting("delta", "float32", 1e-5),
+    _Setting("full", "bfloat16", 1e-5, 100),
+    _Setting("delta", "bfloat16", 1e-5, 100),
+    _Setting("delta", "bfloat16", 1e-6, 100),
 ]
 
 
@@ -98,12 +91,13 @@ class Training:
         self._optimizer.step()
 
 
-async def _measure(setting: Setting, updates: int) -> Row:
+async def _measure(setting: _Setting, updates: int) -> Row:
     """``updates`` steps, each sent and compared bit by bit."""
     wire: torch.dtype = getattr(torch, setting.wire)
     training = Training(setting.lr)
-    cast = wire if wire is not torch.float32 else None
-    scheme = aiosync.TCPWeightSyncScheme(codec=setting.codec, cast=cast, timeout=120)
+    scheme = aiosync.TCPWeightSyncScheme(
+        codec=setting.codec, cast=wire if wire is not torch.float32 else None, timeout=120
+    )
     scheme.init_on_sender(model_id="policy", model=training.model, num_workers=1)
     limit_rate(setting.mbit, scheme)
     worker = aiosync.TCPWeightSyncScheme(scheme.address, timeout=120)
@@ -118,8 +112,10 @@ async def _measure(setting: Setting, updates: int) -> Row:
             begun = time.perf_counter()
             await scheme.send()
             seconds.append(time.perf_counter() - begun)
-            _compare(training.model, model, wire)
-        sent = (scheme.stats.wire_nbytes - before) / updates
+            for (name, sent), got in zip(training.model.named_parameters(), model.parameters(), strict=True):
+                if not torch.equal(sent.detach().to(wire), got.detach().to(wire)):
+                    raise AssertionError(f"{name} differs from what was sent")
+        nbytes = (scheme.stats.wire_nbytes - before) / updates
     await worker.aclose()
     await scheme.aclose()
     full = sum(p.numel() for p in model.parameters()) * wire.itemsize
@@ -128,16 +124,10 @@ async def _measure(setting: Setting, updates: int) -> Row:
         "on the wire": setting.wire,
         "learning rate": f"{setting.lr:g}",
         "link": f"{setting.mbit:g} Mbit/s" if setting.mbit else "loopback",
-        "kB per update": sent / 1e3,
-        "times smaller": full / sent,
+        "kB per update": nbytes / 1e3,
+        "times smaller": full / nbytes,
         "send, ms": summary(seconds),
     }
-
-
-def _compare(ours: nn.Module, theirs: nn.Module, wire: torch.dtype) -> None:
-    for (name, sent), got in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        if not torch.equal(sent.detach().to(wire), got.detach().to(wire)):
-            raise AssertionError(f"{name} differs from what was sent")
 
 
 def run(

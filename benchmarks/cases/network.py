@@ -1,6 +1,6 @@
 """``aiosync bench network``: aiosync over TCP, Unix sockets and TLS beside one blocking socket.
 
-The blocking socket does the fastest that a few lines of Python do (see :mod:`benchmarks.contenders.sockets`).
+The blocking socket does the fastest that a few lines of Python do (see :mod:`benchmarks.contenders.bare`).
 aiosync's time is that of ``send``: until every worker's parameters are the new ones.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -18,12 +17,10 @@ import typer
 import aiosync
 from benchmarks.contenders import Setup
 from benchmarks.harness import options
-from benchmarks.harness.comparison import Comparison
+from benchmarks.harness.comparison import compare
+from benchmarks.harness.meters import times
 from benchmarks.harness.models import ModelSpec
-from benchmarks.harness.results import report
-from benchmarks.harness.tables import Row, progress
-
-__all__ = ["LINKS", "run"]
+from benchmarks.harness.tables import Row, report, say
 
 SIZES = options.Numbers((256, 1024))
 LINKS = options.Names(("tcp", "unix", "tls"))
@@ -41,14 +38,12 @@ def run(
     json: options.Json = None,
 ) -> None:
     """TCP, Unix sockets and TLS beside one blocking socket."""
-    say = progress()
     title = "aiosync over sockets, beside one blocking socket: milliseconds, median (least - most)"
     with report(title, "network", json) as rows:
         for link, size, count in product(links, mib, workers):
             say(f"--- {link}, {size} MiB, workers: {count}")
             with tempfile.TemporaryDirectory(prefix="aiosync-bench-") as folder:
-                tls = _certificates(Path(folder)) if link == "tls" else None
-                rows.append(asyncio.run(_measure(link, size, count, rounds, folder, tls, say)))
+                rows.append(asyncio.run(_measure(link, size, count, rounds, Path(folder))))
 
 
 def _certificates(folder: Path) -> aiosync.TLSConfig:
@@ -62,41 +57,35 @@ def _certificates(folder: Path) -> aiosync.TLSConfig:
     return aiosync.TLSConfig(str(folder / "own.pem"), cafile=str(folder / "ca.pem"))
 
 
-async def _measure(
-    link: str,
-    mib: int,
-    workers: int,
-    rounds: int,
-    folder: str,
-    tls: aiosync.TLSConfig | None,
-    say: Callable[[str], None],
-) -> Row:
-    model = ModelSpec.of_mib(mib)
+async def _measure(link: str, mib: int, workers: int, rounds: int, folder: Path) -> Row:
+    tls = _certificates(folder) if link == "tls" else None
+    model = ModelSpec(f"{mib} MiB", mib=mib)
     address = f"unix://{folder}/socket" if link == "unix" else "tcp://127.0.0.1:0"
     given = {"address": address, "tls": tls, "timeout": 120.0}
-    async with Comparison(say, DEADLINE) as comparison:
-        ours = comparison.add(Setup("aiosync", "tcp", model, workers, options=given), "still")
-        bare = {"unix": link == "unix", "tls": tls}
-        blocking = comparison.add(Setup("sockets", link, model, 1, options=bare), "still")
-        await comparison.start()
+    bare = {"unix": link == "unix", "tls": tls}
+    async with compare(
+        DEADLINE,
+        Setup("aiosync", "tcp", model, workers, modes=("still",), options=given),
+        Setup("sockets", link, model, 1, modes=("still",), options=bare),
+    ) as comparison:
+        ours, blocking = comparison.entries
         await comparison.take_turns(rounds, warm_up=WARM_UP)
         # After the turns: tickers would take processor time from one side of the comparison only.
         await comparison.each("stall", [ours], sends=STALL_SENDS)
         await comparison.each("counters", [ours])
         if workers > 1:
             await comparison.each("suspended", [ours], sends=SUSPENDED_SENDS)
-        await comparison.end()
     case, limit = ours.finish(), blocking.finish()
-    ratio = workers * limit.send.median / case.send.median if case.send and limit.send else None
+    faster, stopped = times(limit.send, case.send), case.suspended
     return {
         "link": link,
         "MiB": mib,
         "workers": workers,
         "send, ms": case.failure or case.send,
         "blocking, ms": limit.failure or limit.send,
-        "ratio": ratio,  # bytes per second to all workers, over those of one blocking socket
+        "ratio": workers * faster if faster else None,  # of bytes per second to all workers
         "stall p99, ms": case.stall,
         "slots, models": case.counters.get("memory", 0) / (mib << 20),
-        "one stopped: slots, models": case.suspended["memory"] / (mib << 20) if case.suspended else None,
-        "one stopped: send, ms": case.suspended.get("send"),
+        "one stopped: slots, models": stopped["memory"] / (mib << 20) if stopped else None,
+        "one stopped: send, ms": stopped.get("send"),
     }

@@ -3,8 +3,8 @@
 All times are until the new weights are in the models of the actors, which are idle otherwise. torchrl's
 schemes are used as its collectors and its ``RayModuleTransform`` use them. aiosync's actors view the driver's
 memory, as they do on its node; with ``--apart`` they are sent everything through the object store, as those
-on other nodes. A version is put there once, whatever the number of actors: what the store says of itself is
-shown: before, at most while versions follow each other, and after all was let go of.
+on other nodes. A version is put there once, whatever the number of actors. The table has what the store
+holds: before, at most while versions follow each other, and after all was released.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import time
-from contextlib import suppress
-from dataclasses import dataclass
 from itertools import product
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -26,19 +24,13 @@ from aiosync._demo import ray_cluster
 from benchmarks.harness import options
 from benchmarks.harness.meters import summary, ticking, times
 from benchmarks.harness.models import MODELS, build_model, fill
-from benchmarks.harness.results import Stall, report
-from benchmarks.harness.tables import Row
-
-__all__ = ["SCHEMES", "run"]
+from benchmarks.harness.results import Stall
+from benchmarks.harness.tables import Row, report
 
 SCHEMES = options.Names(("actors", "modules"))
 
-WARM_UP = 4
-"""Sends until the pages of slots and store have been touched."""
-
-SENDS = 100
-"""That follow each other, beside a ticker, before it is looked whether the store is as it was."""
-
+WARM_UP = 4  # sends until the pages of slots and store have been touched
+SENDS = 100  # that follow each other, beside a ticker, before the store is looked at again
 MODEL_ID = "policy"
 LIMIT = 300.0
 
@@ -64,17 +56,13 @@ class _Holder:
         self.scheme.receive()
 
 
-@dataclass(frozen=True, eq=False)
 class _Collectors:
     """Torchrl's scheme finds its actors here."""
 
-    remote_collectors: list[Any]
-    policy: nn.Module
-
-    @property
-    def num_workers(self) -> int:
-        """How many actors."""
-        return len(self.remote_collectors)
+    def __init__(self, actors: list[Any], policy: nn.Module) -> None:
+        self.remote_collectors = actors
+        self.policy = policy
+        self.num_workers = len(actors)
 
 
 class _Filler(nn.Module):
@@ -89,6 +77,42 @@ class _Filler(nn.Module):
         return tensordict
 
 
+class _Pair(NamedTuple):
+    """aiosync's scheme and torchrl's, for the same model, and their actors."""
+
+    model: nn.Module
+    ours: Any
+    theirs: Any
+    weights: Any  # what torchrl's scheme sends
+    actors: list[Any]
+
+
+def _actors(ray: Any, name: str, count: int, given: dict[str, Any]) -> _Pair:
+    model = build_model(MODELS[name])
+    ours, theirs = ([ray.remote(num_cpus=0)(_Holder).remote(name) for _ in range(count)] for _ in range(2))
+    peer = importlib.import_module("torchrl.weight_update").RayWeightSyncScheme()
+    peer.kept = _Collectors(theirs, model)  # it has a weak reference
+    peer.init_on_sender(model_id=MODEL_ID, context=peer.kept)
+    ray.get([actor.register.remote(peer, index) for index, actor in enumerate(theirs)])
+    peer._manage_receiver_connect = True
+    peer.connect()
+    scheme = aiosync.RayWeightSyncScheme(**given)
+    scheme.init_on_sender(model_id=MODEL_ID, model=model, actors=ours)
+    return _Pair(model, scheme, peer, model, [*ours, *theirs])
+
+
+def _modules(name: str, count: int, given: dict[str, Any]) -> _Pair:
+    make = importlib.import_module("torchrl.envs.transforms.module").RayModuleTransform
+    peer = importlib.import_module("torchrl.weight_update").RayModuleTransformScheme()
+    theirs = make(module=_Filler(name), num_cpus=0, weight_sync_scheme=peer)
+    ours = [make(module=_Filler(name), num_cpus=0) for _ in range(count)]
+    model = _Filler(name)
+    scheme = aiosync.RayModuleTransformScheme(**given)
+    scheme.init_on_sender(model=model, actors=ours)
+    actors = [transform._actor for transform in (*ours, theirs)]
+    return _Pair(model, scheme, peer, TensorDict.from_module(model).data, actors)
+
+
 def _used(ray: Any) -> int:
     """MiB in the store, as Ray itself says, about a second later."""
     total, free = ray.cluster_resources(), ray.available_resources()
@@ -97,76 +121,29 @@ def _used(ray: Any) -> int:
 
 async def _settled(ray: Any, expected: int) -> int:
     """MiB in the store once that is ``expected``, or after 20 s: Ray releases objects a little later."""
-    found = _used(ray)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(20):
-            while found != expected:
-                await asyncio.sleep(0.2)
-                found = _used(ray)
-    return found
-
-
-def _their_scheme(ray: Any, model: nn.Module, name: str, count: int) -> tuple[Any, list[Any]]:
-    library: Any = importlib.import_module("torchrl.weight_update")
-    actors = [ray.remote(num_cpus=0)(_Holder).remote(name) for _ in range(count)]
-    scheme = library.RayWeightSyncScheme()
-    context = _Collectors(actors, model)
-    scheme.init_on_sender(model_id=MODEL_ID, context=context)
-    scheme.kept = context  # it has a weak reference
-    ray.get([actor.register.remote(scheme, index) for index, actor in enumerate(actors)])
-    scheme._manage_receiver_connect = True
-    scheme.connect()
-    return scheme, actors
-
-
-@dataclass(frozen=True, eq=False)
-class _Pair:
-    """aiosync's connected scheme and torchrl's, for the same model."""
-
-    model: nn.Module
-    ours: Any
-    theirs: Any
-    weights: Any
-    actors: list[Any]
-
-
-async def _actors(ray: Any, name: str, count: int, given: dict[str, Any]) -> _Pair:
-    model = build_model(MODELS[name])
-    theirs, their_actors = await asyncio.to_thread(_their_scheme, ray, model, name, count)
-    our_actors = [ray.remote(num_cpus=0)(_Holder).remote(name) for _ in range(count)]
-    ours = aiosync.RayWeightSyncScheme(**given)
-    ours.init_on_sender(model_id=MODEL_ID, model=model, actors=our_actors)
-    return _Pair(model, ours, theirs, model, [*our_actors, *their_actors])
-
-
-async def _modules(name: str, count: int, given: dict[str, Any]) -> _Pair:
-    model = _Filler(name)
-    theirs = importlib.import_module("torchrl.weight_update").RayModuleTransformScheme()
-    their_transform = await asyncio.to_thread(_transform, name, weight_sync_scheme=theirs)
-    our_transforms = [await asyncio.to_thread(_transform, name) for _ in range(count)]
-    ours = aiosync.RayModuleTransformScheme(**given)
-    ours.init_on_sender(model=model, actors=our_transforms)
-    actors = [transform._actor for transform in (*our_transforms, their_transform)]
-    return _Pair(model, ours, theirs, TensorDict.from_module(model).data, actors)
+    for _ in range(100):
+        if _used(ray) == expected:
+            break
+        await asyncio.sleep(0.2)
+    return _used(ray)
 
 
 async def _measure(ray: Any, scheme: str, name: str, count: int, rounds: int, apart: bool) -> Row:
     """Both in turn; then sends beside a ticker, and what the store holds."""
     given: dict[str, Any] = {"timeout": LIMIT, "share_memory": not apart}
-    base = _used(ray)
-    modules = scheme == "modules"
-    pair = await (_modules(name, count, given) if modules else _actors(ray, name, count, given))
+    base, held = _used(ray), 0
+    pair = _modules(name, count, given) if scheme == "modules" else _actors(ray, name, count, given)
     await pair.ours.connect()
-    times_of: dict[str, list[float]] = {"aiosync": [], "torchrl": []}
+    ours: list[float] = []
+    theirs: list[float] = []
     for version in range(WARM_UP + rounds):
         fill(pair.model, float(version))
         begun = time.perf_counter()
         await pair.ours.send()
-        times_of["aiosync"].append(time.perf_counter() - begun)
-        begun = time.perf_counter()
+        ended = time.perf_counter()
         pair.theirs.send(weights=pair.weights)
-        times_of["torchrl"].append(time.perf_counter() - begun)
-    held = 0
+        ours.append(ended - begun)
+        theirs.append(time.perf_counter() - ended)
     async with ticking() as late:
         for sent in range(SENDS):
             await pair.ours.send()
@@ -178,25 +155,19 @@ async def _measure(ray: Any, scheme: str, name: str, count: int, rounds: int, ap
     pair.theirs.shutdown()
     for actor in pair.actors:
         ray.kill(actor)
-    ours, theirs = (summary(found[WARM_UP:]) for found in times_of.values())
+    sends, peers = summary(ours[WARM_UP:]), summary(theirs[WARM_UP:])
     return {
         "actors of": scheme,
         "model": f"{name}, {nbytes / 4e6:.3g} M",
         "count": count,
-        "aiosync, ms": ours,
-        "torchrl, ms": theirs,
-        "times": times(theirs, ours),
-        "stall p99, ms": Stall(summary(late), None, None),
+        "aiosync, ms": sends,
+        "torchrl, ms": peers,
+        "times": times(peers, sends),
+        "stall p99, ms": Stall(summary(late)),
         "store before, MiB": base,
         "at most, MiB": held,
         "after, MiB": await _settled(ray, base),
     }
-
-
-def _transform(name: str, **more: Any) -> Any:
-    """A model inside an actor, as torchrl puts it there."""
-    transforms: Any = importlib.import_module("torchrl.envs.transforms.module")
-    return transforms.RayModuleTransform(module=_Filler(name), num_cpus=0, **more)
 
 
 def run(

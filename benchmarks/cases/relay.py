@@ -7,19 +7,17 @@ one machine on which all processes run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from benchmarks.contenders import Setup
 from benchmarks.harness import options
-from benchmarks.harness.comparison import Comparison
+from benchmarks.harness.comparison import compare
+from benchmarks.harness.meters import times
 from benchmarks.harness.models import ModelSpec
-from benchmarks.harness.results import Case, report
-from benchmarks.harness.tables import progress
-
-__all__ = ["run"]
+from benchmarks.harness.results import Case
+from benchmarks.harness.tables import report
 
 WORKERS, RELAYS, WARM_UP = 8, 2, 2
 DEADLINE = 300.0
@@ -32,41 +30,35 @@ def run(
     json: options.Json = None,
 ) -> None:
     """A trainer, two relays and eight workers, beside eight workers of the trainer's own."""
-    say = progress()
     rate = f"{mbit:g} Mbit/s" if mbit else "as fast as they go"
     title = f"{mib} MiB to {WORKERS} workers, links {rate}: median (least - most)"
     flat = None
     with report(title, "relay", json) as rows:
         for relays in (0, RELAYS):
-            case, copies = asyncio.run(_measure(relays, mib, mbit, rounds, say))
+            case, copies = asyncio.run(_measure(relays, mib, mbit, rounds))
             flat = flat or case.send
+            longer = times(case.send, flat)
             rows.append(
                 {
                     "way": f"1 - {relays} - {WORKERS}" if relays else f"1 - {WORKERS}",
                     "copies sent by the trainer": f"{copies:.3f}",
                     "send, ms": case.failure or case.send,
-                    "added by the level": case.send.median / flat.median - 1
-                    if relays and case.send and flat
-                    else None,
+                    "added by the level": longer - 1 if relays and longer else None,
                 }
             )
 
 
-async def _measure(
-    relays: int, mib: int, mbit: float, rounds: int, say: Callable[[str], None]
-) -> tuple[Case, float]:
+async def _measure(relays: int, mib: int, mbit: float, rounds: int) -> tuple[Case, float]:
     """One way's sends, and how many models the trainer sent for each."""
-    extras = {"relays": relays, "mbit": mbit}
-    model = ModelSpec.of_mib(mib)
-    async with Comparison(say, DEADLINE) as comparison:
-        setup = Setup("aiosync", "tcp", model, WORKERS, options={"timeout": 120.0}, extras=extras)
-        entry = comparison.add(setup, "still")
-        await comparison.start()
-        await comparison.take_turns(WARM_UP, warm_up=0)
-        await comparison.each("counters", [entry])
-        before = entry.case.counters
-        await comparison.take_turns(rounds, warm_up=0)
-        await comparison.each("counters", [entry])
-        await comparison.end()
-    sent = entry.case.counters.get("wire_nbytes", 0) - before.get("wire_nbytes", 0)
-    return entry.finish(), sent / rounds / (mib << 20)
+    setup = Setup(
+        "aiosync", "tcp", ModelSpec(f"{mib} MiB", mib=mib), WORKERS, modes=("still",),
+        options={"timeout": 120.0}, extras={"relays": relays, "mbit": mbit},
+    )  # fmt: skip
+    sent: list[int] = []
+    async with compare(DEADLINE, setup) as comparison:
+        (entry,) = comparison.entries
+        for turns in (WARM_UP, rounds):
+            await comparison.take_turns(turns, warm_up=0)
+            await comparison.each("counters", [entry])
+            sent.append(entry.case.counters.get("wire_nbytes", 0))
+    return entry.finish(), (sent[1] - sent[0]) / rounds / (mib << 20)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from itertools import product
 from typing import Annotated
 
@@ -12,20 +11,15 @@ import typer
 from benchmarks.cases.send import SCHEMES
 from benchmarks.contenders import Setup
 from benchmarks.harness import options
-from benchmarks.harness.comparison import Comparison
+from benchmarks.harness.comparison import compare
 from benchmarks.harness.models import TORN_MODELS
-from benchmarks.harness.results import Case, Results, machine
-from benchmarks.harness.tables import Row, print_rows, progress
-from benchmarks.harness.targets import conclude
+from benchmarks.harness.results import Case, ReadCounts, Results
+from benchmarks.harness.tables import Row, print_rows, say
 
-__all__ = ["run"]
-
-SENDS = 20
-"""Sends per case, at least."""
+SENDS = 20  # sends per case, at least
 COMPARED = 20
 """The others are read this many times less often: their torn reads are a share, aiosync's a count."""
-READING_DEADLINE = 900.0
-"""Seconds that a million reads may take."""
+READING_DEADLINE = 900.0  # seconds that a million reads may take
 
 
 def run(
@@ -38,38 +32,36 @@ def run(
     check: options.Check = False,
 ) -> None:
     """Reads of the model under back-to-back sends: how many saw two versions at once."""
-    results = Results(machine(), {"reads": reads, "uvloop": uvloop})
-    say = progress()
-    for model, scheme, contender in product(TORN_MODELS.values(), schemes, contenders):
+    results = Results({"reads": reads, "uvloop": uvloop})
+    for model, scheme, contender in product(TORN_MODELS, schemes, contenders):
         say(f"--- {model.name}, {scheme}, {contender}")
-        setup = Setup(contender, scheme, model, 1, uvloop, {"sync": True})
+        setup = Setup(contender, scheme, model, 1, uvloop=uvloop, options={"sync": True})
         wanted = reads if contender == "aiosync" else max(1, reads // COMPARED)
-        results.cases.append(asyncio.run(_measure(setup, wanted, deadline, say)))
+        results.cases.append(asyncio.run(_measure(setup, wanted, deadline)))
     print_rows("reads under back-to-back sends", [_row(case) for case in results.cases])
-    conclude(results, json, check=check)
+    results.conclude(json, check=check)
 
 
-async def _measure(setup: Setup, reads: int, deadline: float, say: Callable[[str], None]) -> Case:
-    async with Comparison(say, deadline) as comparison:
-        entry = comparison.add(setup, "plain")
-        await comparison.start()
+async def _measure(setup: Setup, reads: int, deadline: float) -> Case:
+    async with compare(deadline, setup) as comparison:
+        (entry,) = comparison.entries
         await comparison.each("reads", [entry], timeout=READING_DEADLINE, sends=SENDS, reads=reads)
-        await comparison.end()
     return entry.case
 
 
 def _row(case: Case) -> Row:
-    row = {"model": case.key.model, "scheme": case.key.scheme, "contender": case.contender}
-    found = case.reads
-    return {
-        **row,
-        "sends": found.sends if found else case.failure,
-        "versions seen": found and found.versions,
-        "reads": found and found.reads,
-        "torn": found and found.torn,
-        "share": f"{100 * found.torn / max(1, found.reads):.2f} %" if found else None,
-        "leaked": found and found.leaked,
-        "pinned": found and found.pinned,
-        "moved": found and found.moved,
-        "skewed": found and found.skewed,
+    found = case.reads or ReadCounts()
+    row = {
+        "sends": found.sends,
+        "versions seen": found.versions,
+        "reads": found.reads,
+        "torn": found.torn,
+        "share": f"{100 * found.torn / max(1, found.reads):.2f} %",
+        "leaked": found.leaked,
+        "pinned": found.pinned,
+        "moved": found.moved,
+        "skewed": found.skewed,
     }
+    if case.reads is None:
+        row = dict.fromkeys(row) | {"sends": case.failure}
+    return {"model": case.key.model, "scheme": case.key.scheme, "contender": case.contender, **row}

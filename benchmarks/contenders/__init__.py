@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import importlib
 import importlib.util
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import nn
 
@@ -18,77 +17,60 @@ from benchmarks.harness.models import ModelSpec
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
-__all__ = ["ABOUT", "LIMIT", "MODEL_ID", "SenderEnd", "Sent", "Setup", "Weights", "WorkerEnd", "installed"]
-
 MODEL_ID = "policy"
-LIMIT = "memcpy"
-"""Not a library: one warm copy of the same bytes, which the driver takes itself."""
+LIMIT = "memcpy"  # not a library: one warm copy of the same bytes, which the driver takes itself
 
+Mode: TypeAlias = Literal["plain", "fresh", "known", "still"]
+"""What a send gets: the model, fresh tensors of it, nothing (the sender knows the model), or nothing, and the
+weights have not changed since the last send."""
 Weights: TypeAlias = "nn.Module | TensorDictBase"
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One contender in one measurement.
+    """One contender in one measurement."""
 
-    Attributes:
-        contender: its name, a key of :data:`ABOUT`.
-        scheme: backend name, as ``WeightSyncScheme.from_backend`` takes it.
-        model: what is sent.
-        workers: how many workers.
-        uvloop: whether its processes run uvloop.
-        options: of the contender: for aiosync, arguments of the scheme. torchrl takes none.
-        extras: what the contender needs besides (see its module).
-    """
-
-    contender: str
-    scheme: str
+    contender: str  # a key of ABOUT
+    scheme: str  # backend name, as ``WeightSyncScheme.from_backend`` takes it
     model: ModelSpec
     workers: int
-    uvloop: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-    extras: Mapping[str, Any] = field(default_factory=dict)
+    modes: tuple[Mode, ...] = ("plain",)
+    uvloop: bool = False  # whether its processes run uvloop
+    options: Mapping[str, Any] = field(default_factory=dict)  # of aiosync's scheme; see ``bare`` for others
+    extras: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what the contender needs besides, see its module
 
-    def make_sender(self, model: nn.Module) -> SenderEnd:
-        """Make the sender's end, in the trainer's process."""
-        end: SenderEnd = self._module().make_sender(self, model)
-        return end
-
-    def make_worker(self, recipe: object, model: nn.Module, index: int) -> WorkerEnd:
-        """Make a worker's end, in its process."""
-        end: WorkerEnd = self._module().make_worker(self, recipe, model, index)
-        return end
-
-    def _module(self) -> Any:
+    def ends(self) -> tuple[type[SenderEnd], type[WorkerEnd]]:
+        """The classes of the contender's ends."""
         # By name: a run without torchrl does not need torchrl.
-        return importlib.import_module(_module_of(self.contender))
+        module = importlib.import_module(_module_of(self.contender))
+        ends: tuple[type[SenderEnd], type[WorkerEnd]] = module.ends(self)
+        return ends
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a contender reports of one send.
+    """What a contender reports of one send; empty if it does not report it."""
 
-    Attributes:
-        commit: seconds that the commit took, by worker; empty if the contender does not report it.
-        phases: seconds per phase at the sender; empty if the contender does not report them.
-    """
-
-    commit: Mapping[int, float] = field(default_factory=dict)
-    phases: Mapping[str, float] = field(default_factory=dict)
+    commit: Mapping[int, float] = field(default_factory=dict)  # seconds that the commit took, by worker
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds per phase at the sender
 
 
-class SenderEnd(abc.ABC):
+class SenderEnd:
     """The sender's end, made with the trainer's model before any worker is started."""
 
-    async def recipe(self, index: int) -> object:
+    def __init__(self, setup: Setup, model: nn.Module) -> None:
+        self.setup = setup
+        self.model = model
+
+    async def recipe(self, index: int) -> Any:
         """What worker ``index`` makes its end from, pickled while the worker's process is spawned."""
         return None
 
-    @abc.abstractmethod
     async def connect(self) -> None:
         """Connect to the workers and hand out the initial weights."""
 
-    @abc.abstractmethod
     async def send(self, weights: Weights | None, *, off_loop: bool = False) -> Sent:
         """Send and wait until every worker has acknowledged that it applied the weights.
 
@@ -97,16 +79,16 @@ class SenderEnd(abc.ABC):
                 sender knows it.
             off_loop: call a library that blocks in a thread. An asynchronous library ignores it.
         """
+        raise NotImplementedError
 
     async def send_past_last(self) -> None:
         """Send, and wait for every worker but the last."""
         raise NotImplementedError
 
-    def stats(self) -> Mapping[str, int]:
+    def stats(self) -> dict[str, int]:
         """``memory`` of the slots and ``wire_nbytes`` sent so far, in bytes; empty if not known."""
         return {}
 
-    @abc.abstractmethod
     async def close(self) -> None:
         """Release this end."""
 
@@ -114,10 +96,15 @@ class SenderEnd(abc.ABC):
         """Leave process groups. Called when the workers have closed their ends."""
 
 
-class WorkerEnd(abc.ABC):
+class WorkerEnd:
     """A worker's end, made with the worker's model and the recipe."""
 
-    @abc.abstractmethod
+    def __init__(self, setup: Setup, recipe: Any, model: nn.Module, index: int) -> None:
+        self.setup = setup
+        self.recipe = recipe
+        self.model = model
+        self.index = index
+
     async def connect(self) -> None:
         """Receive the initial weights, and apply each update from here on."""
 
@@ -129,7 +116,6 @@ class WorkerEnd(abc.ABC):
         """No update is applied inside, if the library can promise that."""
         return contextlib.nullcontext()
 
-    @abc.abstractmethod
     async def close(self) -> None:
         """Release this end."""
 
@@ -145,10 +131,11 @@ ABOUT = {
     "gloo": "one gloo send and receive of one tensor out of a ready buffer into a warm one, and a byte back",
 }
 """Each contender, and what is measured of it. ``torchrl-alias`` is a way of using torchrl."""
+_MODULES = {"torchrl-alias": "torchrl", "sockets": "bare", "gloo": "bare"}
 
 
 def _module_of(contender: str) -> str:
-    return f"{__name__}.{contender.removesuffix('-alias')}"
+    return f"{__name__}.{_MODULES.get(contender, contender)}"
 
 
 def installed(contender: str) -> bool:

@@ -1,4 +1,4 @@
-"""aiosync's schemes, as its README uses them.
+"""aiosync's schemes, as its README uses them, with every option at its default but those of the setup.
 
 Extras of a setup: ``mbit`` is the rate of each TCP connection in megabits per second (0: unlimited),
 ``relays`` how many relays stand between the trainer and the workers, ``file`` where torch RPC meets.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
@@ -19,10 +18,7 @@ import aiosync
 from benchmarks.contenders import MODEL_ID, SenderEnd, Sent, Setup, Weights, WorkerEnd
 from benchmarks.harness.process import SPAWN, Remote
 
-__all__ = ["join_rpc", "limit_rate", "make_sender", "make_worker"]
-
-TIMEOUT = 60.0
-"""Seconds that any one call may take, unless the setup's options say otherwise."""
+TIMEOUT = 60.0  # seconds that any one call may take, unless the setup's options say otherwise
 _SO_MAX_PACING_RATE = 47
 _BYTES_PER_MBIT = 1_000_000 // 8
 
@@ -43,14 +39,9 @@ async def join_rpc(setup: Setup, name: str, rank: int) -> None:
     await asyncio.to_thread(rpc.init_rpc, name, rank=rank, world_size=world_size, rpc_backend_options=options)
 
 
-def make_sender(setup: Setup, model: nn.Module) -> SenderEnd:
-    """The sender's end, with every option at its default but those of the setup."""
-    return _Sender(setup, model)
-
-
-def make_worker(setup: Setup, recipe: object, model: nn.Module, index: int) -> WorkerEnd:
-    """A worker's end: a receiver task beside the worker's loop."""
-    return _Worker(setup, recipe, model, index)
+def ends(setup: Setup) -> tuple[type[SenderEnd], type[WorkerEnd]]:
+    """The sender's end, and a receiver task beside the worker's loop."""
+    return _Sender, _Worker
 
 
 def _make_scheme(setup: Setup) -> Any:
@@ -59,27 +50,29 @@ def _make_scheme(setup: Setup) -> Any:
 
 class _Sender(SenderEnd):
     def __init__(self, setup: Setup, model: nn.Module) -> None:
-        self._setup = setup
+        super().__init__(setup, model)
         self._timeout = setup.options.get("timeout", TIMEOUT)
         self._scheme = _make_scheme(setup)
-        self._known: dict[str, Any] = {"model_id": MODEL_ID, "model": model, "num_workers": setup.workers}
-        if setup.scheme == "tcp":
-            del self._known["num_workers"]  # any worker may connect
-        elif setup.scheme in ("shared", "process"):
-            self._known["ctx"] = SPAWN
         self._relays: list[Remote] = []
         self._addresses: list[str] = []
-        if setup.scheme == "rpc":
-            return  # init_on_sender needs the RPC agent, and the agent needs the workers: see connect()
-        self._scheme.init_on_sender(**self._known)
+        if setup.scheme != "rpc":  # which needs the RPC agent, and the agent needs the workers
+            self._initialize()
         if setup.scheme == "tcp":
             mbit = setup.extras.get("mbit", 0.0)
             limit_rate(mbit, self._scheme)
             relays = range(setup.extras.get("relays", 0))
             self._relays = [Remote(_Relay, self._scheme.address, mbit, self._timeout) for _ in relays]
 
-    async def recipe(self, index: int) -> object:
-        if self._setup.scheme == "rpc":
+    def _initialize(self) -> None:
+        given: dict[str, Any] = {"num_workers": self.setup.workers}
+        if self.setup.scheme == "tcp":
+            given = {}  # any worker may connect
+        elif self.setup.scheme in ("shared", "process"):
+            given["ctx"] = SPAWN
+        self._scheme.init_on_sender(model_id=MODEL_ID, model=self.model, **given)
+
+    async def recipe(self, index: int) -> Any:
+        if self.setup.scheme == "rpc":
             return None
         if not self._relays:
             return self._scheme
@@ -89,28 +82,24 @@ class _Sender(SenderEnd):
         return aiosync.TCPWeightSyncScheme(address, timeout=self._timeout)
 
     async def connect(self) -> None:
-        workers = self._setup.workers
-        if self._setup.scheme == "rpc":
-            await join_rpc(self._setup, "trainer", 0)
-            self._scheme.init_on_sender(**self._known)
-        wanted = {"min_workers": len(self._relays) or workers} if self._setup.scheme == "tcp" else {}
-        await self._scheme.connect(**wanted)
+        if self.setup.scheme == "rpc":
+            await join_rpc(self.setup, "trainer", 0)
+            self._initialize()
+        expected = len(self._relays) or self.setup.workers
+        await self._scheme.connect(**{"min_workers": expected} if self.setup.scheme == "tcp" else {})
 
     async def send(self, weights: Weights | None, *, off_loop: bool = False) -> Sent:
         report = await self._scheme.send(weights)
-        commit = {
-            index: worker.seconds["commit"]
-            for index, worker in report.workers.items()
-            if "commit" in worker.seconds
-        }
-        return Sent(commit=commit, phases=dict(report.seconds))
+        seconds = {index: worker.seconds for index, worker in report.workers.items()}
+        commit = {index: found["commit"] for index, found in seconds.items() if "commit" in found}
+        return Sent(commit, dict(report.seconds))
 
     async def send_past_last(self) -> None:
         *others, _ = self._scheme.workers
         await self._scheme.send(wait=False)
         await self._scheme.wait_ack(others)
 
-    def stats(self) -> Mapping[str, int]:
+    def stats(self) -> dict[str, int]:
         stats = self._scheme.stats
         return {"memory": stats.memory, "wire_nbytes": stats.wire_nbytes}
 
@@ -120,15 +109,13 @@ class _Sender(SenderEnd):
             await relay.close(self._timeout)
 
     async def leave(self) -> None:
-        if self._setup.scheme == "rpc":
+        if self.setup.scheme == "rpc":
             rpc.shutdown(graceful=False)
 
 
 class _Worker(WorkerEnd):
     def __init__(self, setup: Setup, recipe: Any, model: nn.Module, index: int) -> None:
-        self._setup = setup
-        self._model = model
-        self._index = index
+        super().__init__(setup, recipe, model, index)
         self._scheme = recipe or _make_scheme(setup)
         self._receiving = AsyncExitStack()
         if setup.scheme != "rpc":
@@ -136,12 +123,12 @@ class _Worker(WorkerEnd):
 
     def _initialize(self) -> None:
         # Below a relay, indices are counted per relay: the relay gives them out.
-        index = None if self._setup.extras.get("relays") else self._index
-        self._scheme.init_on_receiver(model_id=MODEL_ID, model=self._model, worker_idx=index)
+        index = None if self.setup.extras.get("relays") else self.index
+        self._scheme.init_on_receiver(model_id=MODEL_ID, model=self.model, worker_idx=index)
 
     async def connect(self) -> None:
-        if self._setup.scheme == "rpc":
-            await join_rpc(self._setup, f"worker{self._index}", 1 + self._index)
+        if self.setup.scheme == "rpc":
+            await join_rpc(self.setup, f"worker{self.index}", 1 + self.index)
             self._initialize()
         await self._scheme.connect()
         await self._receiving.enter_async_context(self._scheme.receiving())
@@ -158,7 +145,7 @@ class _Worker(WorkerEnd):
         # The task that answers calls entered the receiver task, and leaves it too.
         await self._receiving.aclose()
         await self._scheme.aclose()
-        if self._setup.scheme == "rpc":
+        if self.setup.scheme == "rpc":
             rpc.shutdown(graceful=False)
 
 

@@ -1,4 +1,4 @@
-"""Spreads of samples, the memcpy limit, a ticker for event-loop stalls, memory from /proc."""
+"""Spreads of samples, the memcpy limit, a ticker for event-loop stalls, figures from /proc."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
-__all__ = ["Memcpy", "MemoryPeak", "MemorySampler", "Spread", "spread", "summary", "ticking", "times"]
-
-TICK = 0.001
-"""Seconds between two ticks of :func:`ticking`."""
+TICK = 0.001  # seconds between two ticks of :func:`ticking`
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +30,8 @@ def spread(samples: Sequence[float], scale: float = 1e3) -> Spread | None:
     """Summarise ``samples`` times ``scale`` (by default seconds to ms); None for no sample."""
     if not samples:
         return None
-    ordered = sorted(s * scale for s in samples)
-    return Spread(
-        count=len(ordered),
-        median=_quantile(ordered, 0.5),
-        min=ordered[0],
-        max=ordered[-1],
-        p99=_quantile(ordered, 0.99),
-    )
+    quantiles: list[float] = (np.quantile(samples, (0.5, 0, 1, 0.99)) * scale).tolist()
+    return Spread(len(samples), *quantiles)
 
 
 def summary(samples: Sequence[float], scale: float = 1e3) -> Spread:
@@ -52,14 +44,6 @@ def summary(samples: Sequence[float], scale: float = 1e3) -> Spread:
 def times(other: Spread | None, ours: Spread | None) -> float | None:
     """How many times less the median of ``ours`` is than that of ``other``."""
     return other.median / ours.median if other and ours else None
-
-
-def _quantile(ordered: Sequence[float], q: float) -> float:
-    """Linear interpolation between the two samples around the quantile."""
-    at = q * (len(ordered) - 1)
-    low = int(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
 @contextlib.asynccontextmanager
@@ -80,7 +64,7 @@ async def ticking() -> AsyncIterator[list[float]]:
             due = now + TICK
 
     task = asyncio.create_task(tick())
-    await asyncio.sleep(0)  # the first deadline is set before the caller goes on
+    await asyncio.sleep(0)  # the first deadline is set before the caller continues
     try:
         yield late
     finally:
@@ -92,11 +76,7 @@ async def ticking() -> AsyncIterator[list[float]]:
 
 
 class Memcpy:
-    """The physical limit: the same bytes from one warm buffer into another.
-
-    Args:
-        numel: how many fp32 elements.
-    """
+    """The physical limit: ``numel`` fp32 elements from one warm buffer into another."""
 
     def __init__(self, numel: int) -> None:
         self._source = torch.ones(numel)
@@ -110,80 +90,52 @@ class Memcpy:
         return time.perf_counter() - start
 
 
+def proc(path: str) -> dict[str, str]:
+    """The lines ``name: value`` of a file below ``/proc``; empty where it cannot be read."""
+    try:
+        lines = Path("/proc", path).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    parts = (line.partition(":") for line in lines)
+    return {name.strip(): value.strip() for name, _, value in parts}
+
+
+def in_bytes(table: dict[str, str], name: str) -> int:
+    """The size ``name`` (``12 kB``) of such a file, or 0."""
+    return int(table.get(name, "0").split()[0]) * 1024
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
-    """Peak resident memory while sends were going on, in bytes.
+    """Peak resident memory while sends were in progress, in bytes.
 
-    Attributes:
-        sender: PSS of the sender's process (a page shared by k processes counts 1/k in each).
-        worker: the largest PSS of any one worker.
-        sender_growth: the sender's peak less what it held before it connected (model in memory).
-        worker_growth: the largest growth of any one worker over what it held before it connected.
-        shared: shared memory of all processes, each page once (the sum of their Pss_Shmem).
-        samples: how many times it was looked at.
+    PSS counts a page shared by k processes as 1/k in each. A process grows over what it held before it
+    connected, with the model in memory.
     """
 
-    sender: int
-    worker: int
+    sender: int  # PSS
+    worker: int  # the largest PSS of any one worker
     sender_growth: int
-    worker_growth: int
-    shared: int
+    worker_growth: int  # the largest of any one worker
+    shared: int  # shared memory of all processes, each page once (the sum of their Pss_Shmem)
     samples: int
 
 
-class MemorySampler:
-    """Reads the memory of a sender and its workers; keeps the peaks. On Linux only.
+def memory_of(pids: Iterable[int]) -> list[tuple[int, int]]:
+    """PSS, and PSS of shared memory, of each process in bytes; zeros where they cannot be read.
 
-    Args:
-        sender: process id of the sender.
-        workers: process ids of the workers.
+    It takes milliseconds: the kernel walks the page tables of every process. On Linux only.
     """
-
-    def __init__(self, sender: int, workers: Iterable[int]) -> None:
-        self._pids = [sender, *workers]
-        self._base = [_rollup(pid)[0] for pid in self._pids]
-        self._peak: list[int] = []
-        self._shared = 0
-        self._samples = 0
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget the peaks, not where the growth is counted from."""
-        self._peak = [0] * len(self._pids)
-        self._shared = 0
-        self._samples = 0
-
-    def sample(self) -> None:
-        """Take one sample (milliseconds of work: it walks the page tables of every process)."""
-        readings = [_rollup(pid) for pid in self._pids]
-        self._peak = [max(p, pss) for p, (pss, _) in zip(self._peak, readings, strict=True)]
-        self._shared = max(self._shared, sum(shmem for _, shmem in readings))
-        self._samples += 1
-
-    def peak(self) -> MemoryPeak | None:
-        """The peaks so far, or None where this system does not tell."""
-        if not self._samples or not self._peak[0]:
-            return None
-        growth = [p - b for p, b in zip(self._peak, self._base, strict=True)]
-        return MemoryPeak(
-            sender=self._peak[0],
-            worker=max(self._peak[1:]),
-            sender_growth=growth[0],
-            worker_growth=max(growth[1:]),
-            shared=self._shared,
-            samples=self._samples,
-        )
+    tables = [proc(f"{pid}/smaps_rollup") for pid in pids]
+    return [(in_bytes(table, "Pss"), in_bytes(table, "Pss_Shmem")) for table in tables]
 
 
-def _rollup(pid: int) -> tuple[int, int]:
-    """(PSS, PSS of shared memory) of a process in bytes; zeros where it cannot be told."""
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
-    except OSError:
-        return 0, 0
-    sizes = {"Pss:": 0, "Pss_Shmem:": 0}
-    for line in text.splitlines():
-        key, _, rest = line.partition(" ")
-        if key in sizes:
-            sizes[key] = int(rest.split()[0]) * 1024
-    return sizes["Pss:"], sizes["Pss_Shmem:"]
+def memory_peak(base: list[tuple[int, int]], samples: list[list[tuple[int, int]]]) -> MemoryPeak | None:
+    """The peak of samples of a sender and its workers, and its growth over ``base``; None without figures."""
+    found = np.array(samples)  # by sample, process, and (PSS, PSS of shared memory)
+    if not found.any():
+        return None
+    peak = found[..., 0].max(0)
+    growth = peak - np.array(base)[:, 0]
+    figures = peak[0], peak[1:].max(), growth[0], growth[1:].max(), found[..., 1].sum(1).max(), len(found)
+    return MemoryPeak(*map(int, figures))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +12,6 @@ import typer
 
 from benchmarks.contenders import installed
 from benchmarks.harness.models import MODELS
-
-__all__ = [
-    "ALL_MODELS", "INSTALLED", "UP_TO_FOUR", "Apart", "Check", "Contenders", "Deadline", "Json", "Models",
-    "Names", "Numbers", "Png", "Rounds", "Uvloop", "Workers", "names_of", "numbers",
-]  # fmt: skip
 
 _CONTENDERS = ("aiosync", "torchrl", "torchrl-alias")
 
@@ -30,22 +25,22 @@ class Numbers(tuple[int, ...]):
 
 
 def _split(text: str | Iterable[Any]) -> list[str]:
-    """The parts of what was given; a default is a tuple already."""
+    """The parts of an option's text; a default is a tuple already."""
     parts = text.split(",") if isinstance(text, str) else map(str, text)
     return [part.strip() for part in parts if part.strip()]
 
 
-def names_of(known: Iterable[str], check: Callable[[Names], Names] | None = None) -> Any:
+def names_of(known: Collection[str], check: Callable[[Names], Names] | None = None) -> Any:
     """An option that takes some of the ``known`` names."""
-    known = tuple(known)
+    expected = ", ".join(known)
 
     def parse(text: str) -> Names:
         found = _split(text)
         if not found or not set(found) <= set(known):
-            raise typer.BadParameter(f"expected some of {', '.join(known)}, with commas, got {text!r}")
+            raise typer.BadParameter(f"expected some of {expected}, with commas, got {text!r}")
         return Names(found)
 
-    return typer.Option(parser=parse, metavar="NAMES", callback=check, help=f"Of {', '.join(known)}.")
+    return typer.Option(parser=parse, metavar="NAMES", callback=check, help=f"Of {expected}.")
 
 
 def numbers(about: str) -> Any:

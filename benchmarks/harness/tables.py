@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
+import os
+import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, is_dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.harness.meters import Spread
+from benchmarks.harness.meters import Spread, in_bytes, proc
 
-__all__ = ["Row", "print_rows", "progress", "write"]
+DISTRIBUTIONS = ("torch", "tensordict", "torchrl", "aiosync", "uvloop")
+START = time.monotonic()
 
 Row: TypeAlias = Mapping[str, Any]
 """Figures by the names of their columns, units included."""
+
+
+def say(what: str) -> None:
+    """Print a line, with the seconds since the start, on standard error."""
+    print(f"[{time.monotonic() - START:6.1f} s] {what}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def report(title: str, name: str, path: Path | None) -> Iterator[list[Row]]:
+    """Collect rows of the case ``name``; at the end, also after an error, print and write them."""
+    rows: list[Row] = []
+    try:
+        yield rows
+    finally:
+        print_rows(title, rows)
+        write(path, {"machine": machine(), name: rows})
 
 
 def print_rows(title: str, rows: Iterable[Row]) -> None:
@@ -40,33 +62,33 @@ def _shown(value: Any) -> str:
         case None:
             return "-"
         case Spread():
-            return f"{_digits(value.median)} ({_digits(value.min)}-{_digits(value.max)})"
+            return f"{_shown(value.median)} ({_shown(value.min)}-{_shown(value.max)})"
         case float():
-            return _digits(value)
+            return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value)
 
 
-def _digits(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
 def write(path: Path | None, found: Row) -> None:
-    """Write figures as JSON, if a path is given."""
+    """Write figures, dataclasses among them, as JSON, if a path is given."""
     if path is not None:
-        path.write_text(json.dumps(found, indent=1, default=_as_json) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(found, indent=1, default=asdict) + "\n", encoding="utf-8")
 
 
-def _as_json(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    raise TypeError(f"{type(value).__name__} has no JSON form")
+def machine() -> dict[str, object]:
+    """What the figures depend on; nothing that identifies the machine or its owner."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": proc("cpuinfo").get("model name", platform.processor()),
+        # In a container a process may use fewer cores than the machine has.
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "memory_bytes": in_bytes(proc("meminfo"), "MemTotal") or None,
+        "python": platform.python_version(),
+        "torch_threads": torch.get_num_threads(),
+        **{name: _version(name) for name in DISTRIBUTIONS},
+    }
 
 
-def progress() -> Callable[[str], None]:
-    """A function that prints a line, with the seconds since now, on standard error."""
-    start = time.monotonic()
-
-    def say(what: str) -> None:
-        print(f"[{time.monotonic() - start:6.1f} s] {what}", file=sys.stderr, flush=True)
-
-    return say
+def _version(distribution: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(distribution)
+    return None
