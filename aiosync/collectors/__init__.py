@@ -2,12 +2,12 @@
 
 One batch goes through the files in this order:
 
-1. :mod:`multi` (or :mod:`single`) starts the workers: a :mod:`host` each, kept in a :mod:`pool`. Options are
-   in :mod:`config` and :mod:`devices`.
+1. :mod:`collector` starts the workers: a :mod:`host` each, kept in a :mod:`pool`. Options are in
+   :mod:`config`.
 2. :mod:`batch_iterator` requests a batch; :mod:`proxy`, which stands for one worker, sends the request
-   through the :mod:`command_pipe`, as one of :mod:`messages`.
+   through the :mod:`command_pipe`.
 3. :mod:`worker` receives the request. :mod:`rollout` steps the environment (:mod:`env`) with the policy
-   (:mod:`policy`) and writes the frames (:mod:`fields`) into shared memory (:mod:`batch_buffers`).
+   (:mod:`policy`) and writes the frames into shared memory (:mod:`batches`).
 4. :mod:`proxy` receives the message that the batch is complete; :mod:`batches` joins the parts of several
    workers; :mod:`batch_iterator` returns the batch.
 
@@ -15,18 +15,22 @@ One batch goes through the files in this order:
 :mod:`ray_host` replaces :mod:`host` on a Ray cluster.
 """
 
+from aiosync.collectors.collector import (
+    Collector,
+    MultiAsyncCollector,
+    MultiCollector,
+    MultiSyncCollector,
+)
 from aiosync.collectors.config import (
     BatchConfig,
     CollectorConfig,
+    DeviceConfig,
     PolicyConfig,
     ProcessConfig,
     ReplayConfig,
     WeightConfig,
 )
-from aiosync.collectors.devices import DeviceConfig
 from aiosync.collectors.env import Env, adapt
-from aiosync.collectors.multi import MultiAsyncCollector, MultiCollector, MultiSyncCollector
-from aiosync.collectors.single import Collector
 
 __all__ = [
     "BatchConfig",

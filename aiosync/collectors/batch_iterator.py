@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Self
 
 from tensordict import TensorDict, TensorDictBase
 
-from aiosync.collectors.batches import BatchJoiner, split_trajectories
+from aiosync.collectors.batches import BatchJoiner, split_trajectories, valid_frames
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.controls import Controls
-from aiosync.collectors.fields import MASK
 from aiosync.collectors.pool import Pool
 from aiosync.collectors.proxy import DeliveredBatch, WorkerProxy
 from aiosync.errors import InvalidArgumentError, SyncTimeoutError
@@ -32,18 +31,13 @@ class BatchIterator(Controls):
 
     Each worker has one or two batches requested at a time. A delivered batch waits here until the caller
     takes it.
-
-    Args:
-        config: all options.
-        sync: each batch has a part from every worker, and no worker steps between two batches.
-
-    Attributes:
-        frames: how many frames the iterator has returned.
     """
 
     def __init__(self, config: CollectorConfig, *, sync: bool) -> None:
         self.config = config
+        # Each batch has a part from every worker, and no worker steps between two batches.
         self.sync = sync
+        # How many frames the iterator has returned.
         self.frames = 0
         # Frames of all requested batches, delivered or not; dropped ones do not count.
         self._requested = 0
@@ -55,7 +49,9 @@ class BatchIterator(Controls):
         self._pauses_begun = 0
         self._not_paused = asyncio.Event()
         self._not_paused.set()
-        self._joiner = BatchJoiner(config.batch.cat_results)
+        self._join: Callable[[Sequence[TensorDict]], TensorDictBase] = BatchJoiner(
+            config.batch.cat_results
+        ).join
         # The task of start().
         self._collecting: asyncio.Task[None] | None = None
 
@@ -91,23 +87,17 @@ class BatchIterator(Controls):
     async def _wait_while_paused(self) -> None:
         deadline = self._deadline(None)
         try:
-            async with asyncio.timeout(deadline.remaining()) as limit:
+            async with asyncio.timeout(deadline.remaining()):
                 await self._not_paused.wait()
         except TimeoutError as exc:
-            if not limit.expired():
-                raise
             raise deadline.error("receive", hint="the collector is paused") from exc
 
     def _to_replay_buffer(self, batch: TensorDictBase) -> Any:
         replay = self.config.replay
         if replay.replay_buffer is None:
             return batch
-        if replay.extend_buffer and self.config.batch.split_trajs:
-            replay.replay_buffer.extend(batch)
-        elif replay.extend_buffer:
-            flat = batch.reshape(-1)
-            valid = flat.get(MASK, None)
-            replay.replay_buffer.extend(flat if valid is None else flat[valid])
+        if replay.extend_buffer:
+            replay.replay_buffer.extend(batch if self.config.batch.split_trajs else valid_frames(batch))
         else:
             replay.replay_buffer.add(batch)
         return None
@@ -152,6 +142,11 @@ class BatchIterator(Controls):
             return True
         return self.policy_version - int(batch.read()["policy_version"].min()) <= allowed
 
+    def _on_delivered(self, part: DeliveredBatch) -> None:
+        self._requested += part.frames - part.requested
+        if not self.sync:
+            self._finished.append(part)
+
     def _request_from_all(self, pool: Pool, *, trained: bool) -> None:
         """Request batches from all workers that may collect more.
 
@@ -160,24 +155,16 @@ class BatchIterator(Controls):
             trained: the trainer has sent the update for the batch that it took last, if it sends one after
                 each batch.
         """
+        total = self.config.batch.total_frames
         # The worker with the fewest frames first: if only some may collect, it is not always the same ones.
         for worker in sorted(pool.workers, key=lambda worker: worker.frames):
-            self._request_from(pool, worker, trained=trained)
-
-    def _on_delivered(self, part: DeliveredBatch) -> None:
-        self._requested += part.frames - part.requested
-        if not self.sync:
-            self._finished.append(part)
-
-    def _request_from(self, pool: Pool, worker: WorkerProxy, *, trained: bool) -> None:
-        total = self.config.batch.total_frames
-        frames = self.config.batch.frames_of(worker.index, 1)
-        while worker.requested + len(worker.batches) < _REQUESTED_AHEAD and not self._active_pauses:
-            # The updates before this batch is returned, if the trainer sends one after each batch.
-            updates = sum(each.requested + len(each.batches) for each in pool.workers) + (not trained)
-            if self._requested >= total != -1 or updates > self.config.weights.allowed_updates:
-                return
-            self._request(worker, frames, at_random=self._acts_at_random)
+            frames = self.config.batch.frames_of(worker.index, 1)
+            while worker.requested + len(worker.batches) < _REQUESTED_AHEAD and not self._active_pauses:
+                # The updates before this batch is returned, if the trainer sends one after each batch.
+                updates = sum(each.requested + len(each.batches) for each in pool.workers) + (not trained)
+                if self._requested >= total != -1 or updates > self.config.weights.allowed_updates:
+                    return
+                self._request(worker, frames, at_random=self._acts_at_random)
 
     @property
     def _acts_at_random(self) -> bool:
@@ -195,7 +182,7 @@ class BatchIterator(Controls):
         device = self.config.devices.of(0).storing
 
         def join() -> TensorDictBase:
-            found = self._concatenate(parts)
+            found = self._join(parts)
             return found if device is None else found.to(device)
 
         found = join() if nbytes <= INLINE_LIMIT else await offloaded(join, "aiosync-batch")
@@ -203,9 +190,6 @@ class BatchIterator(Controls):
         for part in delivered:
             part.release()
         return self._finish(found, sum(part.frames for part in delivered))
-
-    def _concatenate(self, parts: Sequence[TensorDict]) -> TensorDictBase:
-        return self._joiner.join(parts)
 
     async def _lend(self, delivered: DeliveredBatch) -> TensorDictBase:
         """Return a worker's batch, in the memory that the worker wrote it to, or copied to
@@ -235,9 +219,8 @@ class BatchIterator(Controls):
         if self.config.replay.replay_buffer is None:
             raise InvalidArgumentError("start() collects into a replay buffer: give replay_buffer=")
         if self._collecting is None:
-            self._collecting = asyncio.create_task(
-                self._collect(self._connected_pool), name="aiosync-collecting"
-            )
+            work = self._collect(self._connected_pool)
+            self._collecting = asyncio.create_task(work, name="aiosync-collecting")
 
     async def _collect(self, pool: Pool) -> None:
         try:
@@ -253,11 +236,43 @@ class BatchIterator(Controls):
         except Exception as exc:  # noqa: BLE001 - raised by the next call
             pool.fail(exc)
 
-    def _drop_delivered(self) -> None:
-        self._finished.clear()
-        for worker in self._connected_pool.workers:
-            for batch in list(worker.batches):
+    async def state_dict(self, timeout: float | None = None) -> dict[str, Any]:
+        """Return the state of collection: the number of frames, and each worker's random number generators
+        and environments, as far as these can be pickled. Call it while no worker collects: between two
+        synchronous batches, or inside :meth:`pause`.
+
+        Args:
+            timeout: seconds.
+        """
+        workers = await self._call_all("state", timeout)
+        return {"frames": self.frames, "workers": workers}
+
+    async def load_state_dict(self, state: Mapping[str, Any], timeout: float | None = None) -> None:
+        """Restore a state of :meth:`state_dict`. Batches that workers have delivered and the iterator has not
+        returned are dropped.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+            timeout: seconds.
+
+        Raises:
+            InvalidArgumentError: the state is of another number of workers.
+        """
+        workers = state["workers"]
+        if len(workers) != self.num_workers:
+            raise InvalidArgumentError(
+                f"state_dict: the state has {len(workers)} workers, and this collector {self.num_workers}"
+            )
+        each = {index: [worker] for index, worker in enumerate(workers)}
+        pool = self._connected_pool
+        async with self.pause(timeout):
+            self._finished.clear()
+            for batch in [batch for worker in pool.workers for batch in worker.batches]:
                 batch.release()
+            await pool.call("load_state", each, self._deadline(timeout))
+            self.frames = self._requested = state["frames"]
+            next_ids = [max(rollout["next_traj_id"] for rollout in worker["rollouts"]) for worker in workers]
+            pool.start_trajectories_at(next_ids)
 
     @asynccontextmanager
     async def pause(self, timeout: float | None = None) -> AsyncIterator[None]:
@@ -286,5 +301,5 @@ class BatchIterator(Controls):
             self._active_pauses -= 1
             if not self._active_pauses:
                 self._not_paused.set()
-            if not self.sync and self._is_current(pool):
+            if not self.sync and self._pool is pool:
                 self._request_from_all(pool, trained=False)

@@ -1,19 +1,217 @@
-"""Join the parts of several workers into one batch, and split a batch into trajectories."""
+"""The memory that batches are written into, joining the parts of several workers, splitting trajectories."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Sequence
-from typing import Literal
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, pad
+from torch import Tensor
 
-from aiosync.collectors.batch_buffers import BatchBuffer
-from aiosync.collectors.fields import MASK, TRAJ_IDS, Specs, flatten, unflatten
+from aiosync.collectors.command_pipe import NewBuffer
+from aiosync.collectors.env import MASK, TRAJ_IDS, Fields, Key, Specs, flatten, unflatten
 from aiosync.errors import InvalidArgumentError
+from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
+from aiosync.weights.tensors import spelled
 
-__all__ = ["BatchJoiner", "split_trajectories"]
+__all__ = [
+    "BatchBuffer",
+    "BatchBuffers",
+    "BatchJoiner",
+    "BufferLoans",
+    "select_steps",
+    "split_trajectories",
+    "valid_frames",
+]
+
+
+class BatchBuffer:
+    """Memory for a number of frames, one after the other.
+
+    Args:
+        specs: key, shape and dtype of each field of a frame.
+        steps: how many frames fit.
+        make: returns the memory for a number of bytes.
+
+    Attributes:
+        views: key -> tensor of shape ``(steps, *shape)`` in that memory.
+
+    Raises:
+        ArenaAllocationError: there is not enough memory.
+    """
+
+    def __init__(self, specs: Specs, steps: int, make: Callable[[int], Segment]) -> None:
+        self.specs = specs
+        self.steps = steps
+        self._layout = Layout((_name(key), (steps, *shape), dtype) for key, shape, dtype in specs)
+        self.segment = make(self._layout.nbytes)
+        self.views = self._views(self.segment.buffer)
+
+    def _views(self, buffer: Tensor) -> Fields:
+        views = self._layout.views(buffer)
+        return {key: views[_name(key)] for key, _, _ in self.specs}
+
+    def fits(self, specs: Specs, steps: int) -> bool:
+        """Return whether ``steps`` frames of these specs fit."""
+        return self.specs == specs and self.steps >= steps
+
+    def write(self, places: Sequence[int], frames: Sequence[Fields]) -> None:
+        """Write frames to their places. One copy for several frames: most of a copy's cost is its start.
+
+        Raises:
+            InvalidArgumentError: a frame has other fields than the first one of the batch, or fields of
+                another shape or dtype.
+        """
+        first, last = places[0], places[0] + len(places)
+        in_a_row = places == list(range(first, last))
+        if any(len(frame) != len(self.views) for frame in frames):
+            self._check(frames)
+        try:
+            for key, view in self.views.items():
+                values = [frame[key] for frame in frames]
+                if in_a_row and values[0].device == view.device:
+                    torch.stack(values, out=view[first:last])
+                else:
+                    for place, value in zip(places, values, strict=True):
+                        view[place] = value
+        except (KeyError, RuntimeError, TypeError) as exc:
+            self._check(frames)
+            raise RuntimeError(f"a frame could not be written into the batch: {exc}") from exc
+
+    def _check(self, frames: Iterable[Fields]) -> None:
+        """Raise for the first field that differs from the batch's fields."""
+        expected = {key: spelled(dtype, shape) for key, shape, dtype in self.specs}
+        for frame in frames:
+            found = {key: spelled(value.dtype, tuple(value.shape)) for key, value in frame.items()}
+            for key in expected | found:
+                if found.get(key) != expected.get(key):
+                    raise InvalidArgumentError(
+                        f"field {key!r}: expected {expected.get(key, 'nothing')}, as in the first step of "
+                        f"the batch, got {found.get(key, 'nothing')}: make the environment and the policy "
+                        "return the same fields, of the same shapes and dtypes, in every step"
+                    )
+
+    def read(self, steps: int, batch_dims: int, order: list[int] | None) -> TensorDict:
+        """Return the first ``steps`` frames: views of this memory, or copies if ``order`` is given.
+
+        Args:
+            steps: how many frames.
+            batch_dims: how many batch dimensions a frame has.
+            order: the places to read, in order of time; None: ``0, 1, ...``.
+        """
+        which = slice(steps) if order is None else torch.tensor(order, device="cpu")
+        return select_steps(self.views, which, batch_dims)
+
+    def lend(self, on_returned: Callable[[], object]) -> Fields:
+        """Return tensors that view this memory.
+
+        Args:
+            on_returned: called when the last reference to these tensors is dropped, in the thread that drops
+                it.
+        """
+        buffer = self.segment.buffer
+        memory: Any = (ctypes.c_uint8 * buffer.numel()).from_address(buffer.data_ptr())
+        memory.segment = self.segment  # keeps the segment mapped as long as a tensor views it
+        weakref.finalize(memory, on_returned).atexit = False
+        return self._views(torch.frombuffer(memory, dtype=torch.uint8))
+
+
+def _name(key: Key) -> str:
+    return key if isinstance(key, str) else "\x1f".join(key)
+
+
+def select_steps(views: Mapping[Key, Tensor], which: slice | Tensor, batch_dims: int) -> TensorDict:
+    """Return some of the frames in these tensors as a TensorDict, with time as the last batch dimension.
+
+    Args:
+        views: key -> tensor of shape ``(steps, *batch, ...)``.
+        which: the frames.
+        batch_dims: how many batch dimensions a frame has.
+    """
+    found = {key: view[which].movedim(0, batch_dims) for key, view in views.items()}
+    return unflatten(found, next(iter(found.values())).shape[: batch_dims + 1])
+
+
+class BatchBuffers:
+    """The buffers of one worker.
+
+    A buffer is reused when the collector has released it. When no free buffer fits the next batch, all free
+    ones are closed and a new one is allocated.
+
+    Args:
+        announce: called with each new buffer, so that the collector can map it. None: the memory is private
+            to this process.
+    """
+
+    def __init__(self, announce: Callable[[NewBuffer], None] | None) -> None:
+        self._announce = announce
+        self._buffers: dict[int, BatchBuffer] = {}
+        self._free: set[int] = set()
+        self._numbers = itertools.count()
+
+    def __getitem__(self, index: int) -> BatchBuffer:
+        return self._buffers[index]
+
+    def allocate(self, frame: Fields, steps: int) -> int:
+        """Reserve a buffer for ``steps`` frames like ``frame`` and return its number.
+
+        Raises:
+            ArenaAllocationError: there is not enough memory.
+        """
+        specs = tuple((key, tuple(value.shape), value.dtype) for key, value in frame.items())
+        for index in sorted(self._free):
+            if self._buffers[index].fits(specs, steps):
+                self._free.remove(index)
+                return index
+        replaced = tuple(self._free)
+        for index in replaced:
+            self._buffers.pop(index).segment.close()
+        self._free.clear()
+        index = next(self._numbers)
+        make = Segment.private if self._announce is None else Segment.shared
+        buffer = self._buffers[index] = BatchBuffer(specs, steps, make)
+        if self._announce is not None:
+            assert buffer.segment.handle is not None
+            self._announce(NewBuffer(index, buffer.segment.handle, specs, steps, replaced))
+        return index
+
+    def release(self, indices: Iterable[int]) -> None:
+        """Make these buffers available again."""
+        self._free.update(indices)
+
+
+class BufferLoans:
+    """Which of a worker's buffers the trainer holds, and which of them the worker may reuse.
+
+    Each lent batch keeps this object alive, so it refers to no other object.
+    """
+
+    def __init__(self) -> None:
+        # Buffers of batches that the trainer holds.
+        self.lent: set[int] = set()
+        # Buffers that the worker may reuse and has not been notified of.
+        self._released: list[int] = []
+
+    def lend(self, buffer: int) -> Callable[[], None]:
+        """Record a loan. Returns the function that ends it, to be called from any thread."""
+        self.lent.add(buffer)
+        return functools.partial(self.release, buffer)
+
+    def release(self, buffer: int) -> None:
+        """Let the worker reuse a buffer."""
+        self.lent.discard(buffer)
+        self._released.append(buffer)
+
+    def take_released(self) -> tuple[int, ...]:
+        """Return the released buffers for the next request, and forget them."""
+        # Another thread may append a buffer meanwhile: no other method removes any.
+        return tuple(self._released.pop() for _ in range(len(self._released)))
 
 
 class BatchJoiner:
@@ -38,7 +236,9 @@ class BatchJoiner:
         """
         dim, put = 0, torch.stack
         if self._dim == "stack":
-            parts = _pad_to_longest(parts)
+            longest = max(part.shape[-1] for part in parts)
+            if any(part.shape[-1] != longest for part in parts):
+                parts = [_pad(part, longest) for part in parts]
             shape = (len(parts), *parts[0].shape)
         else:
             dim, put = self._check_dim(parts, int(self._dim)), torch.cat
@@ -68,30 +268,26 @@ class BatchJoiner:
     def _buffer(self, specs: Specs, steps: int) -> BatchBuffer:
         while self._free:  # another thread may append a buffer meanwhile
             buffer = self._free.pop()
-            if buffer.holds(specs, steps):
+            if buffer.fits(specs, steps):
                 return buffer
-        return BatchBuffer.make(specs, steps, shared=False)
-
-
-def _pad_to_longest(parts: Sequence[TensorDict]) -> Sequence[TensorDict]:
-    longest = max(part.shape[-1] for part in parts)
-    if all(part.shape[-1] == longest for part in parts):
-        return parts
-    return [_pad(part, longest) for part in parts]
+        return BatchBuffer(specs, steps, Segment.private)
 
 
 def _pad(part: TensorDict, length: int) -> TensorDict:
     """Return ``part`` padded with zeros to ``length`` steps, with a mask that is true for its own steps."""
-    steps = part.shape[-1]
-    result = TensorDict({}, batch_size=(*part.shape[:-1], length))
-    dim = len(part.shape) - 1
-    for key, value in part.items(include_nested=True, leaves_only=True):
-        padding = value.new_zeros((*value.shape[:dim], length - steps, *value.shape[dim + 1 :]))
-        result.set(key, torch.cat([value, padding], dim))
+    *batch, steps = part.shape
+    result = pad(part, [0, 0] * len(batch) + [0, length - steps])
     mask = torch.zeros(result.batch_size, dtype=torch.bool, device=part.device or "cpu")
     mask[..., :steps] = part.get(MASK, True)
     result.set(MASK, mask)
     return result
+
+
+def valid_frames(batch: TensorDictBase) -> TensorDictBase:
+    """Return the frames of a batch in one dimension, without those that its mask excludes."""
+    flat = batch.reshape(-1)
+    valid = flat.get(MASK, None)
+    return flat if valid is None else flat[valid]
 
 
 def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
@@ -101,10 +297,7 @@ def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
     Args:
         batch: of any shape whose last dimension is time, with ``("collector", "traj_ids")``.
     """
-    flat = batch.reshape(-1)
-    valid = flat.get(MASK, None)
-    if valid is not None:
-        flat = flat[valid]
+    flat = valid_frames(batch)
     ids = flat[TRAJ_IDS]
     rows = [(ids == number).nonzero().view(-1) for number in ids.unique()]  # each in order of time
     longest = max(len(row) for row in rows)

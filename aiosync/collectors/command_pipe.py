@@ -1,4 +1,4 @@
-"""The pipe between a collector and one worker: messages, in order, until one end closes."""
+"""The pipe between a collector and one worker, and the messages in it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,138 @@ import os
 import pickle
 import socket
 import struct
+import traceback
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
 import cloudpickle
+from tensordict import TensorDict
 
+from aiosync.collectors.env import Specs
 from aiosync.transports.forks import close_in_children
 
-__all__ = ["CommandPipe", "CommandPipeClosed", "LocalCommandPipe", "ProcessCommandPipe"]
+__all__ = [
+    "Answer",
+    "Batch",
+    "Call",
+    "Collect",
+    "CommandPipe",
+    "CommandPipeClosed",
+    "EndEarly",
+    "ErrorReport",
+    "LocalCommandPipe",
+    "NewBuffer",
+    "ProcessCommandPipe",
+    "Ready",
+]
+
+# -- messages to the worker ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Request for one batch."""
+
+    number: int  # repeated in the Batch that answers this request
+    frames: int
+    at_random: bool = False  # take random actions instead of the policy's
+    returned: tuple[int, ...] = ()  # numbers of buffers that the worker may reuse
+
+
+@dataclass(frozen=True, slots=True)
+class EndEarly:
+    """Request to deliver the batches in progress with the frames that they have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Call one of the worker's methods."""
+
+    number: int  # repeated in the Answer
+    method: str
+    arguments: tuple[Any, ...]
+
+
+# -- messages from the worker --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker has its environment, its policy and its first weights."""
+
+    shape: tuple[int, ...]  # batch shape of a frame: the environments that step together
+
+
+@dataclass(frozen=True, slots=True)
+class NewBuffer:
+    """The worker has allocated shared memory for its batches."""
+
+    buffer: int  # its number
+    handle: dict[str, Any]  # how to map it; see aiosync.weights.segment.Segment
+    specs: Specs  # the fields of a frame
+    frames: int  # how many frames fit
+    replaced: tuple[int, ...]  # numbers of buffers that the worker has closed
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch is complete."""
+
+    number: int  # of the Collect that this batch answers
+    steps: int  # per environment
+    buffer: int  # the number of the buffer that has the frames
+    order: list[int] | None = None  # places in the buffer in order of time; None: 0, 1, ...
+    data: TensorDict | None = None  # the frames, if the buffer is not shared with the collector
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReport:
+    """An exception raised in the worker."""
+
+    error: bytes | None  # pickled; None: it cannot be pickled
+    kind: str  # the name of its type
+    message: str
+    trace: str  # its traceback as text
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorReport:
+        """Return the report of an exception."""
+        try:
+            data = cloudpickle.dumps(error)
+            pickle.loads(data)  # some exceptions can be pickled but not unpickled
+        except Exception:  # noqa: BLE001 - an exception's pickle methods may raise anything
+            data = None
+        return cls(data, type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+    def exception(self, worker: int) -> BaseException:
+        """Return the exception, with its traceback as the cause and a note that names the worker."""
+        error: BaseException = RuntimeError(f"{self.kind}: {self.message}")
+        if self.error is not None:
+            error = pickle.loads(self.error)
+        error.__cause__ = RemoteTraceback(self.trace)
+        error.add_note(f"(raised by collector worker {worker})")
+        return error
+
+
+class RemoteTraceback(Exception):
+    """The worker's traceback, as the cause of the worker's exception that is raised here."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call returned or raised."""
+
+    number: int  # of the Call that this answers
+    value: Any = None
+    error: ErrorReport | None = None  # None: it returned
+
+
+# -- pipes ---------------------------------------------------------------------------------------------
 
 _HEAD = struct.Struct("!Q")
 
@@ -26,13 +149,13 @@ class CommandPipeClosed(Exception):
 
 
 class CommandPipe(ABC):
-    """One end of a command pipe. Sending never blocks: unread messages are buffered at this end."""
+    """One end of a command pipe: messages, in order, until one end closes. Sending never blocks: unread
+    messages are buffered at this end."""
 
     @abstractmethod
     def send(self, message: object) -> None:
         """Send a message. It is lost if the other end is closed."""
 
-    @abstractmethod
     async def drain(self) -> None:
         """Wait until this end buffers less than its limit.
 
@@ -55,11 +178,7 @@ class CommandPipe(ABC):
 
 class ProcessCommandPipe(CommandPipe):
     """A pipe between a process and its child, on an event loop. Messages are pickled: only this program's two
-    processes have the pipe.
-
-    Args:
-        reader, writer: asyncio's streams of one end. Most callers use :meth:`open`.
-    """
+    processes have the pipe."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -73,8 +192,7 @@ class ProcessCommandPipe(CommandPipe):
         # A child of the environment that inherits this socket would keep it open after this process ends.
         close_in_children(sock)
         sock.setblocking(False)
-        reader, writer = await asyncio.open_connection(sock=sock)
-        return cls(reader, writer)
+        return cls(*await asyncio.open_connection(sock=sock))
 
     def send(self, message: object) -> None:
         data = cloudpickle.dumps(message)
@@ -96,9 +214,12 @@ class ProcessCommandPipe(CommandPipe):
         self._writer.close()
 
 
+_END = object()
+"""Sent behind the last message of a LocalCommandPipe."""
+
+
 class LocalCommandPipe(CommandPipe):
-    """A pipe between two tasks of one event loop. Messages are passed by reference. :meth:`pair` makes both
-    ends."""
+    """A pipe between two tasks of one event loop. Messages are passed by reference."""
 
     def __init__(self, incoming: asyncio.Queue[Any], outgoing: asyncio.Queue[Any]) -> None:
         self._incoming = incoming
@@ -123,9 +244,6 @@ class LocalCommandPipe(CommandPipe):
             raise CommandPipeClosed("the other end is closed")
         return message
 
-    async def drain(self) -> None:
-        """See :class:`Channel`."""
-
     async def receive_all(self) -> list[Any]:
         """Wait for the next message, and return it with all others that have arrived.
 
@@ -146,7 +264,3 @@ class LocalCommandPipe(CommandPipe):
             self._closed = True
             self._outgoing.put_nowait(_END)
             self._incoming.put_nowait(_END)
-
-
-_END = object()
-"""Sent behind the last message."""

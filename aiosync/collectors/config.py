@@ -1,7 +1,4 @@
-"""The options of a collector, as frozen dataclasses that check their values.
-
-A collector takes the same options as keywords: :meth:`CollectorConfig.of` assigns each to its dataclass.
-"""
+"""The options of a collector, as frozen dataclasses that check their values."""
 
 from __future__ import annotations
 
@@ -11,29 +8,44 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self, TypeAlias
 
+import torch
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
 from aiosync._deadline import check_timeout, default_timeout
-from aiosync.collectors.devices import DeviceConfig
 from aiosync.errors import InvalidArgumentError
 
 __all__ = [
     "BatchConfig",
     "CollectorConfig",
+    "DeviceConfig",
     "PolicyConfig",
     "ProcessConfig",
     "ReplayConfig",
-    "StartMethod",
     "WeightConfig",
+    "WorkerDevices",
+    "per_worker",
 ]
 
-StartMethod: TypeAlias = Literal["spawn", "forkserver"]
+Device: TypeAlias = torch.device | str | int
 
 
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InvalidArgumentError(f"{name}={value!r}: expected a positive number")
+
+
+def per_worker(name: str, given: Any, workers: int, kind: str = "one") -> list[Any]:
+    """Return an option's value for each worker. ``given`` is one value, or a sequence with one per worker.
+
+    Raises:
+        InvalidArgumentError: the sequence has another length.
+    """
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return [given] * workers
+    if len(given) != workers:
+        raise InvalidArgumentError(f"{name}: expected {kind}, or one per worker, {workers}; got {len(given)}")
+    return list(given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +105,7 @@ class BatchConfig:
 
     def frames_of(self, worker: int, workers: int) -> int:
         """Return the frames of one worker's part of a synchronous batch. The first workers take the
-        remainder.
-
-        Args:
-            worker: the worker's index.
-            workers: the number of workers.
-        """
+        remainder."""
         each = self.frames_per_batch
         if not isinstance(each, int):
             return each[worker]
@@ -135,6 +142,72 @@ class PolicyConfig:
         return captured or self.cudagraph_policy is not False
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerDevices:
+    """The devices of one worker; None: tensors stay where they are."""
+
+    env: torch.device | None = None  # of what the environments return
+    policy: torch.device | None = None
+    storing: torch.device | None = None  # of the batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """Devices. Each option is one device for all workers, or a sequence with one per worker.
+
+    Attributes:
+        device: the default of the three others.
+        env_device: what environments return is moved to this device; a torchrl environment is moved itself.
+        policy_device: the device of the workers' policies.
+        storing_device: the device of the batches that the iterator returns; with ``sync=True`` one for all
+            workers.
+        no_cuda_sync: synchronize each copy to or from a CUDA device by itself, instead of the whole device
+            after each step.
+    """
+
+    device: Device | Sequence[Device] | None = None
+    env_device: Device | Sequence[Device] | None = None
+    policy_device: Device | Sequence[Device] | None = None
+    storing_device: Device | Sequence[Device] | None = None
+    no_cuda_sync: bool = False
+
+    @property
+    def syncs(self) -> bool:
+        """Whether to synchronize the CUDA device after each step: ``not no_cuda_sync``."""
+        return not self.no_cuda_sync
+
+    def of(self, worker: int) -> WorkerDevices:
+        """Return the devices of one worker."""
+        return WorkerDevices(*(self._of(name, worker) for name in ("env", "policy", "storing")))
+
+    def _of(self, name: str, worker: int) -> torch.device | None:
+        given = getattr(self, f"{name}_device")
+        if given is None:
+            given = self.device
+        if isinstance(given, Sequence) and not isinstance(given, str):
+            given = given[worker]
+        return None if given is None else torch.device(given)
+
+    def check(self, workers: int) -> None:
+        """Check that the devices exist, and that each sequence has one per worker.
+
+        Raises:
+            InvalidArgumentError: otherwise.
+        """
+        for name in ("device", "env_device", "policy_device", "storing_device"):
+            for device in per_worker(name, getattr(self, name), workers, "one device"):
+                _check_available(name, device)
+
+
+def _check_available(name: str, given: Device | None) -> None:
+    try:
+        device = torch.device("cpu" if given is None else given)
+    except (RuntimeError, TypeError) as exc:
+        raise InvalidArgumentError(f"{name}={given!r}: expected a device: {exc}") from exc
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidArgumentError(f"{name}={given!r}: this machine has no CUDA device")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessConfig:
     """The workers.
@@ -160,7 +233,7 @@ class ProcessConfig:
     envs_per_worker: int = 1
     num_threads: int | None = None
     num_sub_threads: int = 1
-    start_method: StartMethod | None = None
+    start_method: Literal["spawn", "forkserver"] | None = None
     restart_workers: int = 0
     init_fn: Callable[[], object] | None = None
     timeout: float | None = None
@@ -258,16 +331,7 @@ class ReplayConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectorConfig:
-    """All options of a collector.
-
-    Attributes:
-        batch: see :class:`BatchConfig`.
-        policy: see :class:`PolicyConfig`.
-        devices: see :class:`DeviceConfig`.
-        processes: see :class:`ProcessConfig`.
-        weights: see :class:`WeightConfig`.
-        replay: see :class:`ReplayConfig`.
-    """
+    """All options of a collector, in groups."""
 
     batch: BatchConfig = field(default_factory=BatchConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -277,42 +341,32 @@ class CollectorConfig:
     replay: ReplayConfig = field(default_factory=ReplayConfig)
 
     def of(self, **options: Any) -> Self:
-        """Return a copy with some options replaced.
-
-        Args:
-            options: attributes of any of the parts, by name.
+        """Return a copy with some options of any group replaced.
 
         Raises:
             InvalidArgumentError: an unknown option, or an invalid value.
         """
-        for part in fields(self):
-            names = {known.name for known in fields(getattr(self, part.name))}
-            given = {name: options.pop(name) for name in names & options.keys()}
+        names = {part.name: [each.name for each in fields(getattr(self, part.name))] for part in fields(self)}
+        for group, members in names.items():
+            given = {name: options.pop(name) for name in members if name in options}
             if given:
-                self = replace(self, **{part.name: replace(getattr(self, part.name), **given)})
+                self = replace(self, **{group: replace(getattr(self, group), **given)})
         for name in options:
-            known = [each.name for part in fields(self) for each in fields(getattr(self, part.name))]
+            known = [each for members in names.values() for each in members]
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else f": expected one of {', '.join(sorted(known))}"
             raise InvalidArgumentError(f"{name}= is not an option of a collector{hint}")
         return self
 
     def check(self, workers: int, *, sync: bool) -> None:
-        """Check options that depend on each other or on the number of workers.
-
-        Args:
-            workers: the number of workers.
-            sync: whether batches are synchronous.
+        """Check options that depend on each other, on the number of workers or on ``sync``.
 
         Raises:
             InvalidArgumentError: options do not fit together.
         """
         batch = self.batch
         each = batch.frames_per_batch
-        if not isinstance(each, int) and len(each) != workers:
-            raise InvalidArgumentError(
-                f"frames_per_batch: expected one number, or one per worker, {workers}; got {len(each)}"
-            )
+        per_worker("frames_per_batch", each, workers, "one number")
         self.devices.check(workers)
         places = [self.devices.of(worker) for worker in range(workers)]
         if sync and min(batch.frames_of(worker, workers) for worker in range(workers)) < 1:
@@ -336,9 +390,8 @@ class CollectorConfig:
 
     def of_a_worker(self) -> Self:
         """Return the options that a worker needs; those of the trainer alone are reset."""
-        return replace(
-            self, batch=replace(self.batch, postproc=None), weights=WeightConfig(), replay=ReplayConfig()
-        )
+        batch = replace(self.batch, postproc=None)
+        return replace(self, batch=batch, weights=WeightConfig(), replay=ReplayConfig())
 
     @property
     def per_batch(self) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -14,49 +12,27 @@ from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.pool import Pool
 from aiosync.collectors.updates import WeightUpdates
 from aiosync.collectors.worker import POLICY
-from aiosync.errors import InvalidArgumentError, NotInitializedError
+from aiosync.errors import NotConnectedError, NotInitializedError
 from aiosync.weights.resolve import resolve_model
 
 __all__ = ["Controls"]
 
 
-class Controls(ABC):
-    """Base of the collectors: the calls that send weights and commands to the workers.
-
-    Attributes:
-        config: all options.
-        num_workers: the number of workers.
-        policy: the trainer's policy.
-        frames: how many frames the iterator has returned.
-    """
+class Controls:
+    """Base of the collectors: the calls that send weights and commands to the workers."""
 
     config: CollectorConfig
     num_workers: int
-    policy: Any
-    frames: int
-    _requested: int
+    policy: Any  # the trainer's
     _updates: WeightUpdates
+    _pool: Pool | None = None
 
     @property
-    @abstractmethod
     def _connected_pool(self) -> Pool:
-        """The pool of workers.
-
-        Raises:
-            NotConnectedError: the collector is not connected.
-        """
-
-    @abstractmethod
-    def _is_current(self, pool: Pool) -> bool:
-        """Return whether this is still the collector's pool."""
-
-    @abstractmethod
-    def pause(self, timeout: float | None = None) -> AbstractAsyncContextManager[None]:
-        """Stop the workers' steps inside this context."""
-
-    @abstractmethod
-    def _drop_delivered(self) -> None:
-        """Drop the batches that workers have delivered and the iterator has not returned."""
+        if self._pool is None:
+            raise NotConnectedError("no workers: call connect() first, or use `async with`")
+        self._pool.check()
+        return self._pool
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self.config.processes.seconds if timeout is None else timeout)
@@ -94,10 +70,7 @@ class Controls(ABC):
 
     async def increment_version(self, timeout: float | None = None) -> None:
         """Increment the policy's version, after weights reached the workers without this collector. Later
-        frames are tagged with the new version.
-
-        Args:
-            timeout: seconds.
+        frames are tagged with the new version. ``timeout``: seconds.
         """
         await self._updates.count_update(self._connected_pool, self._deadline(timeout))
 
@@ -198,41 +171,6 @@ class Controls(ABC):
     async def _call_all(self, method: str, timeout: float | None, *arguments: Any) -> list[Any]:
         each = {index: arguments for index in range(self.num_workers)}
         return await self._connected_pool.call(method, each, self._deadline(timeout))
-
-    async def state_dict(self, timeout: float | None = None) -> dict[str, Any]:
-        """Return the state of collection: the number of frames, and each worker's random number generators
-        and environments, as far as these can be pickled. Call it while no worker collects: between two
-        synchronous batches, or inside :meth:`pause`.
-
-        Args:
-            timeout: seconds.
-        """
-        workers = await self._call_all("state", timeout)
-        return {"frames": self.frames, "workers": workers}
-
-    async def load_state_dict(self, state: Mapping[str, Any], timeout: float | None = None) -> None:
-        """Restore a state of :meth:`state_dict`. Batches that workers have delivered and the iterator has not
-        returned are dropped.
-
-        Args:
-            state: what :meth:`state_dict` returned.
-            timeout: seconds.
-
-        Raises:
-            InvalidArgumentError: the state is of another number of workers.
-        """
-        workers = state["workers"]
-        if len(workers) != self.num_workers:
-            raise InvalidArgumentError(
-                f"state_dict: the state has {len(workers)} workers, and this collector {self.num_workers}"
-            )
-        each = {index: [worker] for index, worker in enumerate(workers)}
-        async with self.pause(timeout):
-            self._drop_delivered()
-            await self._connected_pool.call("load_state", each, self._deadline(timeout))
-            self.frames = self._requested = state["frames"]
-            next_ids = [max(rollout["next_traj_id"] for rollout in worker["rollouts"]) for worker in workers]
-            self._connected_pool.start_trajectories_at(next_ids)
 
     def get_model(self, model_id: str = POLICY) -> Any:
         """Return the trainer's model with this id.

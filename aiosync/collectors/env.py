@@ -2,26 +2,67 @@
 
 Fields have torchrl's names: observations under their own names (``"observation"`` if there is only one),
 ``"reward"``, ``"done"``, ``"terminated"`` and ``"truncated"``. The last four have the shape ``(*shape, 1)``.
+
+Environments, policies and buffers exchange fields as dicts of plain tensors. A TensorDict is made once per
+batch, and where a policy takes one.
 """
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from aiosync.collectors.fields import Fields, Key, flatten, under, unflatten
 from aiosync.errors import InvalidArgumentError
 
-__all__ = ["ENDS", "Env", "adapt"]
+__all__ = [
+    "ENDS",
+    "MASK",
+    "TRAJ_IDS",
+    "Env",
+    "Fields",
+    "Key",
+    "Specs",
+    "adapt",
+    "flatten",
+    "under",
+    "unflatten",
+]
 
-ENDS: tuple[str, ...] = ("done", "terminated", "truncated")
+Key: TypeAlias = str | tuple[str, ...]
+"""A name; for a nested entry a tuple of names, as in TensorDict."""
+
+Fields: TypeAlias = dict[Key, Tensor]
+Specs: TypeAlias = tuple[tuple[Key, tuple[int, ...], torch.dtype], ...]
+"""Key, shape of one frame, dtype; one entry per field."""
+
+ENDS = ("done", "terminated", "truncated")
+TRAJ_IDS = ("collector", "traj_ids")
+MASK = ("collector", "mask")
+
+
+def flatten(data: TensorDictBase) -> Fields:
+    """Return the leaves of a TensorDict."""
+    return dict(data.items(include_nested=True, leaves_only=True))
+
+
+def unflatten(fields: Mapping[Key, Tensor], shape: Iterable[int]) -> TensorDict:
+    """Return a TensorDict of batch size ``shape`` with these leaves."""
+    found = TensorDict({}, batch_size=torch.Size(shape))
+    for key, value in fields.items():
+        found.set(key, value)
+    return found
+
+
+def under(first: str, key: Key) -> tuple[str, ...]:
+    """Return ``key`` nested one level deeper, below ``first``."""
+    return (first, key) if isinstance(key, str) else (first, *key)
 
 
 class Env(ABC):
@@ -98,7 +139,13 @@ def _observation_fields(found: object, first: Key = "observation") -> Fields:
     if isinstance(found, Mapping):
         fields: Fields = {}
         for name, value in found.items():
-            key = name if first == "observation" else under(str(first), name)
+            key = (
+                name
+                if first == "observation"
+                else (first, name)
+                if isinstance(first, str)
+                else (*first, name)
+            )
             fields.update(_observation_fields(value, key))
         return fields
     if isinstance(found, tuple):
@@ -186,8 +233,8 @@ class _GymnasiumStyleEnv(Env):
 
     def _reset_fields(self, found: Any) -> Fields:
         observation = found[0] if isinstance(found, tuple) and len(found) == 2 else found
-        none = torch.zeros((*self.shape, 1), dtype=torch.bool, device="cpu")
-        return self._to_device({**_observation_fields(observation), **{name: none.clone() for name in ENDS}})
+        none: Fields = {name: torch.zeros((*self.shape, 1), dtype=torch.bool, device="cpu") for name in ENDS}
+        return self._to_device(_observation_fields(observation) | none)
 
     def _step_fields(self, found: Any) -> Fields:
         observation, reward, terminated, truncated, *_ = found
@@ -222,18 +269,12 @@ class AsyncEnv(_GymnasiumStyleEnv):
 
     async def close(self) -> None:
         closing = getattr(self.env, "aclose", None) or getattr(self.env, "close", None)
-        if closing is not None:
-            done = closing()
-            if inspect.isawaitable(done):
-                await done
+        if closing is not None and inspect.isawaitable(done := closing()):
+            await done
 
 
-class VectorEnv(_GymnasiumStyleEnv):
-    """A Gymnasium vector environment, in any autoreset mode.
-
-    In the mode NEXT_STEP the step after the end of an episode begins the next one and ignores the action: see
-    :attr:`Env.skips`.
-    """
+class VectorEnv(GymnasiumEnv):
+    """A Gymnasium vector environment, in any autoreset mode."""
 
     def __init__(self, env: Any, device: torch.device | None = None) -> None:
         super().__init__(env, device)
@@ -242,9 +283,6 @@ class VectorEnv(_GymnasiumStyleEnv):
         self._mode = str(getattr(mode, "value", mode))
         self.skips = self._mode == "NextStep"
         self._after_autoreset: Fields = {}
-
-    async def reset(self) -> Fields:
-        return self._reset_fields(_call_env(self.env.reset, **self._pop_seed()))
 
     async def step(self, step: Fields) -> Fields:
         found = _call_env(self.env.step, self._action(step))
@@ -263,7 +301,7 @@ class VectorEnv(_GymnasiumStyleEnv):
         ended = after["done"]
         if self._mode == "NextStep":
             return {key: value for key, value in after.items() if key != "reward"}
-        none = {name: torch.zeros_like(ended) for name in ENDS}
+        none: Fields = {name: torch.zeros_like(ended) for name in ENDS}
         if self._mode == "SameStep":
             return self._after_autoreset | none
         mask = ended.view(-1).cpu().numpy()

@@ -31,7 +31,6 @@ from aiosync.collectors.command_pipe import (
     LocalCommandPipe,
     ProcessCommandPipe,
 )
-from aiosync.collectors.config import StartMethod
 from aiosync.collectors.worker import WorkerSpec, run_worker
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.transports._offload import offloaded, start_thread
@@ -49,6 +48,9 @@ class Host(ABC):
     :meth:`release`.
     """
 
+    # Done when the worker has ended. A subclass sets it, or implements ended() and release().
+    _running: asyncio.Future[Any] | None = None
+
     @abstractmethod
     async def start(self, spec: WorkerSpec, schemes: Schemes) -> CommandPipe:
         """Start the worker and return the pipe to it. If this call is cancelled, :meth:`release` is called
@@ -58,9 +60,12 @@ class Host(ABC):
             OSError: the worker cannot be started.
         """
 
-    @abstractmethod
     async def ended(self, deadline: Deadline) -> bool:
         """Wait until the worker has ended; return whether it has, False after the deadline."""
+        if self._running is None:
+            return True
+        await asyncio.wait([self._running], timeout=deadline.remaining())
+        return self._running.done()
 
     @abstractmethod
     def kill(self) -> None:
@@ -71,13 +76,13 @@ class Host(ABC):
         """Describe how the worker ended, for an error message."""
 
     @property
-    @abstractmethod
     def pid(self) -> int | None:
         """The worker's process id, if it has a process on this machine."""
+        return None
 
-    @abstractmethod
     def release(self) -> None:
         """Release all resources of a worker that has ended or was killed."""
+        self._running = None
 
 
 MakeHost: TypeAlias = Callable[[], Host]
@@ -241,7 +246,7 @@ def _start(process: Any) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def context_of(method: StartMethod | None) -> BaseContext:
+def context_of(method: str | None) -> BaseContext:
     """Return multiprocessing's context for a start method. Blocking, if it has to start a fork server."""
     if method is None:
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -301,32 +306,16 @@ class _Unpickler(pickle.Unpickler):
 class LocalHost(Host):
     """Runs a worker in a task of the collector's event loop."""
 
-    def __init__(self) -> None:
-        self._task: asyncio.Task[None] | None = None
-
     async def start(self, spec: WorkerSpec, schemes: Schemes) -> CommandPipe:
         ours, theirs = LocalCommandPipe.pair()
         receiving = {model_id: copy.copy(scheme) for model_id, scheme in schemes.items()}
         work = run_worker(lambda: spec, receiving, theirs)
-        self._task = asyncio.create_task(work, name="aiosync-collector")
+        self._running = asyncio.create_task(work, name="aiosync-collector")
         return ours
 
-    async def ended(self, deadline: Deadline) -> bool:
-        if self._task is None:
-            return True
-        await asyncio.wait([self._task], timeout=deadline.remaining())
-        return self._task.done()
-
     def kill(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        if self._running is not None:
+            self._running.cancel()
 
     def cause(self) -> str:
         return "its task has ended"
-
-    def release(self) -> None:
-        self._task = None
-
-    @property
-    def pid(self) -> int | None:
-        return None

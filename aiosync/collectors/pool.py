@@ -11,7 +11,7 @@ from typing import Any
 from aiosync._deadline import Deadline
 from aiosync.collectors.host import MakeHost, Schemes
 from aiosync.collectors.proxy import DeliveredBatch, WorkerProxy
-from aiosync.collectors.worker import WorkerSpec
+from aiosync.collectors.worker import WorkerSpec, cancel_all
 from aiosync.errors import NotConnectedError, Phase, SyncTimeoutError, WorkerLostError
 from aiosync.events import logger
 from aiosync.transports._tasks import BackgroundTasks
@@ -37,11 +37,6 @@ class Pool:
         make_host: returns a host for one worker.
         restarts: how often each worker may be replaced.
         on_batch: called with each batch that a worker delivers.
-
-    Attributes:
-        workers: the current workers, by index.
-        failure: an error that the next call raises; None: there is none.
-        extra_updates: updates of the policy that no scheme counts.
     """
 
     def __init__(
@@ -52,10 +47,13 @@ class Pool:
         restarts: int,
         on_batch: Callable[[DeliveredBatch], None],
     ) -> None:
+        # The current workers, by index.
         self.workers: list[WorkerProxy] = []
         # The workers that aclose() is ending.
         self._closing: list[WorkerProxy] = []
-        self.failure: Exception | None = None
+        # An error that the next call raises.
+        self._failure: Exception | None = None
+        # Updates of the policy that no scheme counts.
         self.extra_updates = 0
         self._specs = list(specs)
         self._schemes = dict(schemes)
@@ -70,7 +68,7 @@ class Pool:
 
     def fail(self, error: Exception) -> None:
         """Record an error for the calls that wait for workers, now or later. Only the first error is kept."""
-        self.failure = self.failure or error
+        self._failure = self._failure or error
         self._changed.set()
 
     async def start(self, deadline: Deadline) -> None:
@@ -90,15 +88,13 @@ class Pool:
         for outcome in await asyncio.gather(*starting, return_exceptions=True):
             if outcome is not None:
                 raise outcome
-        connecting = [
-            asyncio.ensure_future(scheme.connect(timeout=deadline.remaining()))
-            for scheme in self._schemes.values()
-        ]
+        seconds = deadline.remaining()
+        connecting = [asyncio.ensure_future(each.connect(timeout=seconds)) for each in self._schemes.values()]
         try:
             await self.wait_for(lambda: all(worker.ready for worker in self.workers), deadline, "connect")
             await asyncio.gather(*connecting)
         finally:
-            await _cancel_all(connecting)
+            await cancel_all(*connecting)
 
     def _make_worker(self, index: int) -> WorkerProxy:
         return WorkerProxy(self._specs[index], self._make_host(), self._on_change, self._on_batch)
@@ -140,11 +136,6 @@ class Pool:
     async def wait_for(self, true: Callable[[], bool], deadline: Deadline, phase: Phase) -> None:
         """Wait until ``true()`` returns True. It is called again after each message of a worker.
 
-        Args:
-            true: the condition.
-            deadline: of the wait.
-            phase: named in the error.
-
         Raises:
             Exception: why a worker failed, if it is not replaced.
             SyncTimeoutError: the condition was not true in time.
@@ -164,8 +155,8 @@ class Pool:
 
     def check(self) -> None:
         """Raise the recorded error, or that of a worker that failed and is not replaced."""
-        if self.failure is not None:
-            raise self.failure
+        if self._failure is not None:
+            raise self._failure
         for worker in self.workers:
             if worker.error is not None and not worker.replaced:
                 raise worker.error
@@ -188,7 +179,7 @@ class Pool:
         try:
             return list(await asyncio.gather(*calls))
         finally:
-            await _cancel_all(calls)
+            await cancel_all(*calls)
 
     def start_trajectories_at(self, next_ids: Sequence[int]) -> None:
         """Let successors of worker ``i`` number their trajectories from ``next_ids[i]`` on, or higher."""
@@ -202,33 +193,22 @@ class Pool:
             await self.wait_for(lambda: self.workers[index].ready, deadline, "receive")
             worker = self.workers[index]
             try:
-                return await worker.call(method, *given, deadline=deadline)
+                return await worker.call(method, given, deadline)
             except WorkerLostError:
                 if not self.is_replaced(worker):
                     raise
 
     async def aclose(self, deadline: Deadline) -> None:
         """End the workers. Those that do not end by the deadline are killed. Idempotent."""
-        closed = NotConnectedError("this collector was closed during the call")
-        self.fail(closed)
+        self.fail(NotConnectedError("this collector was closed during the call"))
         async with self._stack:
             try:
                 await self._tasks.aclose()
             finally:
                 self._closing, self.workers = self.workers, []
-                for worker in self._closing:
-                    worker.fail_calls(closed)
-                    worker.close_pipe()
                 await asyncio.gather(*(worker.close(deadline) for worker in self._closing))
 
     def kill(self) -> None:
         """Kill all workers, so that :meth:`aclose` does not wait for them."""
         for worker in (*self.workers, *self._closing):
-            worker.kill()
-
-
-async def _cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel the tasks and wait for their end."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+            worker.host.kill()

@@ -10,7 +10,6 @@ from typing import Any
 
 import cloudpickle
 
-from aiosync._deadline import Deadline
 from aiosync.collectors.command_pipe import CommandPipe, CommandPipeClosed, LocalCommandPipe
 from aiosync.collectors.host import Host, Schemes
 from aiosync.collectors.worker import WorkerSpec, run_worker
@@ -31,19 +30,12 @@ class RayHost(Host):
         self._ray = ray
         self._options = dict(options)
         self._handle: Any = None
-        self._running: asyncio.Future[Any] | None = None
 
     async def start(self, spec: WorkerSpec, schemes: Schemes) -> CommandPipe:
         # An async actor: a call that waits for messages does not block other calls.
         self._handle = self._ray.remote(_WorkerActor).options(**self._options).remote()
         self._running = _as_future(self._handle.run.remote(cloudpickle.dumps(spec), dict(schemes)))
         return _RayCommandPipe(self._handle)
-
-    async def ended(self, deadline: Deadline) -> bool:
-        if self._running is None:
-            return True
-        await asyncio.wait([self._running], timeout=deadline.remaining())
-        return self._running.done()
 
     def kill(self) -> None:
         if self._handle is not None:
@@ -57,10 +49,6 @@ class RayHost(Host):
             return "its actor has ended"
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return f"Ray reports: {' '.join(lines)[:400]}"
-
-    @property
-    def pid(self) -> int | None:
-        return None
 
     def release(self) -> None:
         self.kill()  # an idle actor stays alive as long as a process has its handle
@@ -131,9 +119,6 @@ class _RayCommandPipe(CommandPipe):
         if not self._received:
             raise CommandPipeClosed("the actor has closed the pipe")
         return self._received.pop()
-
-    async def drain(self) -> None:
-        """See :class:`Channel`."""
 
     def close(self) -> None:
         if not self._closed:

@@ -12,12 +12,11 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from aiosync.collectors.batch_buffers import BatchBuffers
+from aiosync.collectors.batches import BatchBuffers
+from aiosync.collectors.command_pipe import Collect
 from aiosync.collectors.config import BatchConfig
-from aiosync.collectors.env import Env
-from aiosync.collectors.fields import MASK, TRAJ_IDS, Fields, under
-from aiosync.collectors.messages import Collect
-from aiosync.collectors.policy import PolicyAdapter
+from aiosync.collectors.env import MASK, TRAJ_IDS, Env, Fields, under
+from aiosync.collectors.policy import Act
 from aiosync.errors import InvalidArgumentError
 
 __all__ = ["PartialBatch", "Rollout"]
@@ -38,20 +37,18 @@ class PartialBatch:
         width: frames per place: the number of environments that step together.
 
     Attributes:
-        request: the collector's request.
-        order: the places in order of time, one rollout after the other. Set by :meth:`close`.
         buffer: the number of the buffer; -1: not allocated yet.
+        steps: how many places have their frame.
     """
 
-    def __init__(self, request: Collect, buffers: BatchBuffers, width: int = 1) -> None:
+    def __init__(self, request: Collect, buffers: BatchBuffers, width: int) -> None:
         self.request = request
-        self.order: list[int] = []
         self.buffer = -1
+        self.steps = 0
         # Places of the complete batch; end_early() lowers it.
         self._capacity = -(-request.frames // width)
         self._buffers = buffers
         self._claimed = 0
-        self._written = 0
         # Rollout -> its places, in order of time.
         self._places_of: dict[int, list[int]] = {}
         # Place -> a frame that is not copied into the buffer yet.
@@ -65,12 +62,7 @@ class PartialBatch:
     @property
     def complete(self) -> bool:
         """Whether every place has its frame."""
-        return self._written == self._capacity
-
-    @property
-    def steps(self) -> int:
-        """How many places have their frame."""
-        return self._written
+        return self.steps == self._capacity
 
     def claim(self) -> int:
         """Claim the next place and return it. Requires :attr:`has_room`."""
@@ -82,12 +74,7 @@ class PartialBatch:
         self._capacity = max(self._claimed, 1)
 
     def write(self, place: int, rollout: int, frame: Fields) -> None:
-        """Write a frame to its place.
-
-        Args:
-            place: from :meth:`claim`.
-            rollout: the number of the rollout that collected the frame.
-            frame: the frame's fields.
+        """Write a frame, collected by the rollout of that number, to its place from :meth:`claim`.
 
         Raises:
             ArenaAllocationError: there is not enough memory for the batch.
@@ -97,7 +84,7 @@ class PartialBatch:
             self.buffer = self._buffers.allocate(frame, self._capacity)
         self._unwritten[place] = frame
         self._places_of.setdefault(rollout, []).append(place)
-        self._written += 1
+        self.steps += 1
         if len(self._unwritten) >= _WRITE_TOGETHER:
             self._flush()
 
@@ -108,18 +95,19 @@ class PartialBatch:
         self._buffers[self.buffer].write(places, [self._unwritten[place] for place in places])
         self._unwritten.clear()
 
-    def close(self, *, truncate: bool) -> None:
-        """Write the last frames of a complete batch.
+    def close(self, *, truncate: bool) -> list[int]:
+        """Write the last frames of a complete batch. Returns its places in order of time, one rollout after
+        the other.
 
         Args:
             truncate: mark the last frame of each rollout as truncated.
         """
         self._flush()
         views = self._buffers[self.buffer].views
-        self.order = [place for rollout in sorted(self._places_of) for place in self._places_of[rollout]]
         for places in self._places_of.values() if truncate else ():
             for name in ("truncated", "done"):
                 views["next", name][places[-1]] = True
+        return [place for rollout in sorted(self._places_of) for place in self._places_of[rollout]]
 
 
 class Rollout:
@@ -142,7 +130,7 @@ class Rollout:
     def __init__(
         self,
         env: Env,
-        policy: PolicyAdapter | None,
+        policy: Act | None,
         config: BatchConfig,
         first: int,
         stride: int,
@@ -154,6 +142,7 @@ class Rollout:
                 "itself cannot be truncated: make it with AutoresetMode.DISABLED, or set the limit in it"
             )
         self.env = env
+        self._device = env.device or "cpu"
         self._policy = policy
         self._config = config
         self._next_id = first
@@ -162,19 +151,15 @@ class Rollout:
         # What the environment observes now: the next frame begins with it. Empty before the first reset.
         self._current: Fields = {}
         # Steps since the beginning of each episode, for max_frames_per_traj.
-        self._step_counts = torch.zeros((*env.shape, 1), dtype=torch.int64, device=env.device or "cpu")
+        self._step_counts = torch.zeros((*env.shape, 1), dtype=torch.int64, device=self._device)
         # The number of the current trajectory of each environment.
-        self._ids = torch.zeros(env.shape, dtype=torch.int64, device=env.device or "cpu")
+        self._ids = torch.zeros(env.shape, dtype=torch.int64, device=self._device)
         # The batch of the last frame: reset_at_each_iter compares it with that of the next one.
         self._batch: PartialBatch | None = None
         self._lock = asyncio.Lock()
 
     async def reset(self, seed: int | None = None) -> None:
-        """Begin a new episode, after the frame in progress.
-
-        Args:
-            seed: seed the environment first; None: do not.
-        """
+        """Begin a new episode, after the frame in progress. ``seed``: seed the environment first."""
         async with self._lock:
             if seed is not None:
                 self.env.set_seed(seed)
@@ -182,9 +167,7 @@ class Rollout:
 
     async def _reset(self) -> None:
         self._current = await self.env.reset()
-        self._start_trajectories(
-            torch.ones(self.env.shape, dtype=torch.bool, device=self.env.device or "cpu")
-        )
+        self._start_trajectories(torch.ones(self.env.shape, dtype=torch.bool, device=self._device))
 
     def state(self) -> dict[str, Any]:
         """Return the state, without the environment if that cannot be pickled."""
@@ -213,10 +196,7 @@ class Rollout:
                 self.env.env = pickle.loads(state["env"])
 
     async def frame(self, batch: PartialBatch) -> Fields:
-        """Take one step and return its frame.
-
-        Args:
-            batch: the batch that the frame is for.
+        """Take one step and return its frame, which is for ``batch``.
 
         Raises:
             Exception: what the environment or the policy raises.
@@ -241,15 +221,13 @@ class Rollout:
         if self.env.skips:
             step[MASK] = ~self._current["done"].view(self.env.shape)
         if self._version is not None:
-            where = self.env.device or "cpu"
-            step["policy_version"] = torch.full(
-                self.env.shape, self._version(), dtype=torch.int64, device=where
-            )
+            version, shape = self._version(), self.env.shape
+            step["policy_version"] = torch.full(shape, version, dtype=torch.int64, device=self._device)
         if at_random or self._policy is None:
             step["action"] = self.env.random_action()
         else:
             # Copies: a policy may return the same memory each time, or its own parameters.
-            step |= {key: v.clone() for key, v in self._policy.act(self._current, self.env.shape).items()}
+            step |= {key: v.clone() for key, v in self._policy(self._current, self.env.shape).items()}
         return step
 
     def _apply_step_limit(self, step: Fields, after: Fields) -> None:
@@ -273,6 +251,6 @@ class Rollout:
 
     def _start_trajectories(self, where: Tensor) -> None:
         count = int(where.sum())
-        self._ids[where] = torch.arange(count, device=self.env.device or "cpu") * self._stride + self._next_id
+        self._ids[where] = torch.arange(count, device=self._device) * self._stride + self._next_id
         self._next_id += count * self._stride
         self._step_counts = self._step_counts.masked_fill(where.unsqueeze(-1), 0)

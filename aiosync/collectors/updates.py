@@ -7,16 +7,16 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, TypeAlias
 
 from tensordict import TensorDictBase
 from torch import nn
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.config import CollectorConfig
+from aiosync.collectors.config import WeightConfig
 from aiosync.collectors.pool import Pool
 from aiosync.collectors.proxy import WorkerProxy
-from aiosync.collectors.worker import POLICY, policy_schemes
+from aiosync.collectors.worker import POLICY, cancel_all, policy_schemes
 from aiosync.errors import InvalidArgumentError, NotInitializedError, SyncTimeoutError, WorkerLostError
 from aiosync.receiver.listeners import in_format
 from aiosync.schemes.base import WeightSyncScheme
@@ -25,6 +25,9 @@ from aiosync.transports._offload import abandonable
 from aiosync.weights.strategy import WeightStrategy
 
 __all__ = ["WeightUpdates"]
+
+WorkerIds: TypeAlias = int | Sequence[int] | None
+"""One worker, several, or None for all."""
 
 _EXIT_SECONDS = 1.0
 """Seconds within which the error of a worker with a broken connection must arrive."""
@@ -35,45 +38,34 @@ class WeightUpdates:
 
     Args:
         collector: the collector. It has the models, so it is the context of all schemes.
-        config: the collector's options.
         default: the policy's scheme, if no scheme is given and the policy has weights.
-
-    Attributes:
-        schemes: model id -> scheme, to the workers.
-        extra_updates: updates of the policy that no scheme counts.
     """
 
-    def __init__(self, collector: Any, config: CollectorConfig, default: WeightSyncScheme) -> None:
+    def __init__(self, collector: Any, default: WeightSyncScheme) -> None:
+        config: WeightConfig = collector.config.weights
         self._collector = collector
-        self._updater = _make_updater(config.weights.weight_updater)
-        if self._updater is not None:
-            self._updater.register_collector(collector)
-        self.schemes: dict[str, WeightSyncScheme] = dict(config.weights.weight_sync_schemes or {})
-        if config.weights.weight_sync_schemes is None and self._updater is None and _has_weights(collector):
+        self.updater = _make_updater(config.weight_updater)
+        if self.updater is not None:
+            self.updater.register_collector(collector)
+        # Model id -> scheme, to the workers.
+        self.schemes: dict[str, WeightSyncScheme] = dict(config.weight_sync_schemes or {})
+        if config.weight_sync_schemes is None and self.updater is None and _has_weights(collector.policy):
             self.schemes[POLICY] = default
         self._default = default
-        self._upstream = dict(config.weights.weight_recv_schemes or {})
-        self._worker_idx = config.weights.worker_idx
+        self._upstream = dict(config.weight_recv_schemes or {})
         self._stack = AsyncExitStack()
-        self.extra_updates = 0
-
-    @property
-    def share_tensors(self) -> bool:
-        """Whether workers get the policy's own tensors, if these are in shared memory."""
-        return self._updater is not None
+        # Updates of the policy that no scheme counts.
+        self._extra_updates = 0
 
     @property
     def version(self) -> int:
         """The newest version of the policy; 0 if the policy has no weights."""
         versions = [scheme.version for scheme in policy_schemes(self.schemes)]  # -1: not connected yet
-        return self.extra_updates + max([0, *versions])
+        return self._extra_updates + max([0, *versions])
 
     def init_senders(self, ctx: BaseContext | None) -> None:
         """Initialise every scheme as a sender that is not one yet. Called before workers get the schemes.
-
-        Args:
-            ctx: multiprocessing's context of the workers; None: they are no processes.
-        """
+        ``ctx`` is multiprocessing's context of the workers, if they are processes."""
         for model_id, scheme in self.schemes.items():
             if not scheme.initialized_on_sender:
                 scheme.init_on_sender(model_id=model_id, context=self._collector, ctx=ctx)
@@ -87,27 +79,20 @@ class WeightUpdates:
         """
         for model_id, scheme in self._upstream.items():
             if not scheme.initialized_on_receiver:
-                scheme.init_on_receiver(
-                    model_id=model_id, context=self._collector, worker_idx=self._worker_idx
-                )
+                index = self._collector.worker_idx
+                scheme.init_on_receiver(model_id=model_id, context=self._collector, worker_idx=index)
             self._stack.push_async_callback(scheme.aclose)
             await scheme.connect(timeout=deadline.remaining())
             receiving = asyncio.create_task(_receive_until_closed(scheme, pool), name="aiosync-following")
-            self._stack.push_async_callback(_cancel, receiving)
+            self._stack.push_async_callback(cancel_all, receiving)
 
     async def aclose(self) -> None:
         """Disconnect ``weight_recv_schemes``; idempotent."""
         await self._stack.aclose()
 
-    async def send(
-        self,
-        pool: Pool,
-        given: Mapping[str, Any],
-        worker_ids: int | Sequence[int] | None,
-        timeout: float,
-    ) -> None:
+    async def send(self, pool: Pool, given: Mapping[str, Any], worker_ids: WorkerIds, timeout: float) -> None:
         """Send weights to the workers; see :meth:`Controls.update_policy_weights_`."""
-        if self._updater is not None:
+        if self.updater is not None:
             deadline = Deadline.after(timeout)
             await self._push_by_updater(given, worker_ids, deadline)
             await self.count_update(pool, deadline)
@@ -146,8 +131,8 @@ class WeightUpdates:
         if all(pool.is_replaced(worker) for worker in lost):
             return
         try:
-            settled = lambda: all(worker.error is not None for worker in lost)  # noqa: E731 - read once
-            await pool.wait_for(settled, Deadline.after(_EXIT_SECONDS), "receive")
+            deadline = Deadline.after(_EXIT_SECONDS)
+            await pool.wait_for(lambda: all(each.error is not None for each in lost), deadline, "receive")
         except SyncTimeoutError:
             raise error from None
         pool.check()
@@ -155,13 +140,13 @@ class WeightUpdates:
             raise error
 
     async def _push_by_updater(
-        self, given: Mapping[str, Any], worker_ids: int | Sequence[int] | None, deadline: Deadline
+        self, given: Mapping[str, Any], worker_ids: WorkerIds, deadline: Deadline
     ) -> None:
         if given.keys() != {POLICY}:
             raise InvalidArgumentError(
                 f"a weight_updater updates {POLICY!r} only, got {', '.join(sorted(given))}"
             )
-        push, weights = self._updater.push_weights, given[POLICY]
+        push, weights = self.updater.push_weights, given[POLICY]
         if inspect.iscoroutinefunction(push):
             await push(weights, worker_ids, timeout=deadline.remaining())
             return
@@ -173,18 +158,18 @@ class WeightUpdates:
 
     async def count_update(self, pool: Pool, deadline: Deadline) -> None:
         """Count an update of the policy that went through no scheme, here and in the workers."""
-        self.extra_updates += 1
-        all_workers = range(len(pool.workers))
-        pool.extra_updates = self.extra_updates
-        await pool.call("set_extra_updates", {index: [self.extra_updates] for index in all_workers}, deadline)
+        self._extra_updates += 1
+        pool.extra_updates = self._extra_updates
+        each = {worker.index: [self._extra_updates] for worker in pool.workers}
+        await pool.call("set_extra_updates", each, deadline)
 
     async def receive(self, weights: Any, deadline: Deadline) -> None:
         """Update the collector's own policy; see :meth:`Controls.receive_weights`."""
+        if self._upstream and weights is not None:
+            raise InvalidArgumentError(
+                "this collector has weight_recv_schemes: call receive_weights() without weights"
+            )
         if self._upstream:
-            if weights is not None:
-                raise InvalidArgumentError(
-                    "this collector has weight_recv_schemes: call receive_weights() without weights"
-                )
             for scheme in self._upstream.values():
                 await scheme.receive(deadline.remaining())
             return
@@ -219,23 +204,13 @@ async def _receive_until_closed(scheme: WeightSyncScheme, pool: Pool) -> None:
         pool.fail(WorkerLostError((), receiver.ended or "unknown"))
 
 
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-def _has_weights(collector: Any) -> bool:
-    policy = collector.policy
-    if not isinstance(policy, nn.Module):
-        return False
-    return any(True for _ in policy.parameters()) or any(True for _ in policy.buffers())
+def _has_weights(policy: Any) -> bool:
+    return isinstance(policy, nn.Module) and bool([*policy.parameters(), *policy.buffers()])
 
 
 def _make_updater(given: Any) -> Any:
-    made = given
     is_one = callable(getattr(given, "push_weights", None)) and not isinstance(given, type)
-    if callable(given) and not is_one:
-        made = given()
+    made = given() if callable(given) and not is_one else given
     if made is not None and not callable(getattr(made, "push_weights", None)):
         raise InvalidArgumentError(
             f"weight_updater: expected an updater with push_weights(), or a function that returns one; got "

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import pickle
 import random
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -23,65 +21,58 @@ import numpy as np
 import torch
 from torch import nn
 
-from aiosync.collectors.batch_buffers import BatchBuffers
-from aiosync.collectors.command_pipe import CommandPipe, CommandPipeClosed
-from aiosync.collectors.config import CollectorConfig
-from aiosync.collectors.env import adapt
-from aiosync.collectors.messages import (
+from aiosync.collectors.batches import BatchBuffers
+from aiosync.collectors.command_pipe import (
     Answer,
     Batch,
     Call,
     Collect,
+    CommandPipe,
+    CommandPipeClosed,
     EndEarly,
     ErrorReport,
-    InlineBatch,
     Ready,
 )
+from aiosync.collectors.config import CollectorConfig
+from aiosync.collectors.env import adapt
 from aiosync.collectors.policy import adapt_policy
 from aiosync.collectors.rollout import PartialBatch, Rollout
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.weights.resolve import resolve_model
 
-__all__ = ["POLICY", "Worker", "WorkerSpec", "policy_schemes", "run_worker"]
+__all__ = ["POLICY", "Worker", "WorkerSpec", "cancel_all", "policy_schemes", "run_worker"]
 
 POLICY = "policy"
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """All that a worker needs at its start.
-
-    Attributes:
-        index: the worker's index.
-        workers: the number of workers.
-        create_env: returns an environment.
-        make_policy: returns the policy; None: random actions.
-        config: the collector's options.
-        first_id: the number of the worker's first trajectory.
-        seed: seed of its first environment; None: unseeded.
-        extra_updates: updates of the policy before this worker's start that no scheme counts.
-        own_process: the worker does not share its process with the collector.
-        use_buffers: batches go through shared memory; otherwise in messages.
-        share_tensors: tensors of this spec in shared memory are shared with the worker, not copied.
-    """
+    """All that a worker needs at its start."""
 
     index: int
-    workers: int
+    workers: int  # the number of workers
     create_env: Callable[[], Any]
-    make_policy: Callable[[], Any] | None
+    make_policy: Callable[[], Any] | None  # None: random actions
     config: CollectorConfig
-    first_id: int
-    seed: int | None = None
-    extra_updates: int = 0
-    own_process: bool = True
-    use_buffers: bool = True
-    share_tensors: bool = False
+    first_id: int  # the number of the worker's first trajectory
+    seed: int | None = None  # of its first environment; None: unseeded
+    extra_updates: int = 0  # updates of the policy before this worker's start that no scheme counts
+    own_process: bool = True  # the worker does not share its process with the collector
+    use_buffers: bool = True  # batches go through shared memory; otherwise in messages
+    share_tensors: bool = False  # tensors of this spec in shared memory are shared, not copied
 
     @property
     def stride(self) -> int:
         """The difference between the numbers of two consecutive trajectories of one environment."""
         return self.workers * self.config.processes.envs_per_worker
+
+
+async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def policy_schemes(schemes: Mapping[str, WeightSyncScheme]) -> list[WeightSyncScheme]:
@@ -101,12 +92,12 @@ async def run_worker(
         pipe: to the collector.
     """
     try:
-        async with Worker(spec(), schemes, pipe) as worker:
-            await worker.run()
+        async with AsyncExitStack() as stack:
+            await Worker(spec(), schemes, pipe).run(stack)
     except CommandPipeClosed:
         pass  # the collector closed the pipe
     except Exception as exc:  # noqa: BLE001 - sent to the collector
-        pipe.send(error_report(exc))
+        pipe.send(ErrorReport.of(exc))
     finally:
         pipe.close()
 
@@ -121,20 +112,9 @@ def _yield_processor() -> None:
         os.sched_yield()
 
 
-def error_report(error: BaseException) -> ErrorReport:
-    """Return an exception in the form that is sent to the collector."""
-    try:
-        data = cloudpickle.dumps(error)
-        pickle.loads(data)  # some exceptions can be pickled but not unpickled
-    except Exception:  # noqa: BLE001 - an exception's pickle methods may raise anything
-        data = None
-    trace = "".join(traceback.format_exception(error))
-    return ErrorReport(data, type(error).__name__, str(error), trace)
-
-
 class Worker:
     """One worker. The collector calls the methods behind :meth:`run` through
-    :class:`~aiosync.collectors.messages.Call`. Schemes find their models through :meth:`get_model`.
+    :class:`~aiosync.collectors.command_pipe.Call`. Schemes find their models through :meth:`get_model`.
 
     Args:
         spec: the worker's spec.
@@ -158,53 +138,62 @@ class Worker:
         self._policy_schemes = policy_schemes(schemes)
         self._pipe = pipe
         self._extra_updates = spec.extra_updates
-        devices = config.devices.of(spec.index)
-        self._envs = [adapt(spec.create_env(), devices.env) for _ in range(config.processes.envs_per_worker)]
+        self._devices = config.devices.of(spec.index)
+        envs = config.processes.envs_per_worker
+        self._envs = [adapt(spec.create_env(), self._devices.env) for _ in range(envs)]
         self.env = self._envs[0].env
         self.policy = spec.make_policy() if spec.make_policy is not None else None
         if isinstance(self.policy, nn.Module):
             self.policy.eval()
-            if devices.policy is not None:
-                self.policy.to(devices.policy)
-        self._devices = devices
-        self._buffers = BatchBuffers(pipe.send if spec.use_buffers else None, self._envs[0].shape)
-        # Frames per step of one environment adapter: the environments that step together.
-        self._width = math.prod(self._envs[0].shape)
+            if self._devices.policy is not None:
+                self.policy.to(self._devices.policy)
+        self._buffers = BatchBuffers(pipe.send if spec.use_buffers else None)
+        self._rollouts: list[Rollout] = []
+        # Batch shape of a frame: the environments of one adapter, which step together.
+        self._shape = self._envs[0].shape
+        self._width = math.prod(self._shape)
         # Requested batches that are not complete, in order of their requests.
         self._partial_batches: list[PartialBatch] = []
         # Wakes the rollouts that have no batch to collect for.
         self._batch_requested = asyncio.Event()
-        self._stack = AsyncExitStack()
 
-    async def __aenter__(self) -> Worker:
-        await self._stack.__aenter__()
+    async def run(self, stack: AsyncExitStack) -> None:
+        """Roll out the policy and execute commands. ``stack`` closes the environments and the schemes.
+
+        Raises:
+            CommandPipeClosed: the collector closed the pipe.
+            Exception: what the environment or the policy raises.
+        """
+        await self._set_up(stack)
+        if self._spec.seed is not None:
+            await self.set_seed(self._spec.seed)
+        self._pipe.send(Ready(self._shape))
+        rolling_out = (self._roll_out(number, rollout) for number, rollout in enumerate(self._rollouts))
+        tasks = [asyncio.ensure_future(work) for work in (self._receive_commands(), *rolling_out)]
         try:
-            await self._set_up()
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        return self
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await cancel_all(*tasks)
 
-    async def _set_up(self) -> None:
+    async def _set_up(self, stack: AsyncExitStack) -> None:
         for env in self._envs:
-            self._stack.push_async_callback(env.close)
+            stack.push_async_callback(env.close)
         for model_id, scheme in self._schemes.items():
-            scheme.init_on_receiver(
-                model_id=model_id, model=self.get_model(model_id), worker_idx=self._spec.index
-            )
-        await asyncio.gather(*(self._connect(scheme) for scheme in self._schemes.values()))
+            model = self.get_model(model_id)
+            scheme.init_on_receiver(model_id=model_id, model=model, worker_idx=self._spec.index)
+            stack.push_async_callback(scheme.aclose)
+        await asyncio.gather(*(scheme.connect() for scheme in self._schemes.values()))
         for scheme in self._schemes.values():
-            await self._stack.enter_async_context(scheme.receiving())
-        policy = None
+            await stack.enter_async_context(scheme.receiving())
+        config, policy = self._config, None
         if self.policy is not None:
-            policy = adapt_policy(
-                self.policy, self._config.policy, self._devices, sync=self._config.devices.syncs
-            )
-        version = self._version if self._config.policy.track_policy_version else None
-        first = self._spec.first_id
+            policy = adapt_policy(self.policy, config.policy, self._devices, sync=config.devices.syncs)
+        version = self._version if config.policy.track_policy_version else None
+        first, stride = self._spec.first_id, self._spec.stride
         self._rollouts = [
-            Rollout(env, policy, self._config.batch, first + i, self._spec.stride, version)
-            for i, env in enumerate(self._envs)
+            Rollout(env, policy, config.batch, first + i, stride, version) for i, env in enumerate(self._envs)
         ]
 
     def get_model(self, model_id: str) -> Any:
@@ -217,34 +206,6 @@ class Worker:
 
     def _version(self) -> int:
         return self._extra_updates + max((scheme.version for scheme in self._policy_schemes), default=0)
-
-    async def _connect(self, scheme: WeightSyncScheme) -> None:
-        self._stack.push_async_callback(scheme.aclose)
-        await scheme.connect()
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._stack.aclose()
-
-    async def run(self) -> None:
-        """Roll out the policy and execute commands.
-
-        Raises:
-            CommandPipeClosed: the collector closed the pipe.
-            Exception: what the environment or the policy raises.
-        """
-        if self._spec.seed is not None:
-            await self.set_seed(self._spec.seed)
-        self._pipe.send(Ready(self._width))
-        rolling_out = (self._roll_out(number, rollout) for number, rollout in enumerate(self._rollouts))
-        tasks = [asyncio.ensure_future(work) for work in (self._receive_commands(), *rolling_out)]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _receive_commands(self) -> None:
         while True:
@@ -266,7 +227,7 @@ class Worker:
             value = await getattr(self, call.method)(*call.arguments)
             cloudpickle.dumps(value)  # a value that cannot be pickled is an error of this call
         except Exception as exc:  # noqa: BLE001 - sent to the collector
-            return Answer(call.number, error=error_report(exc))
+            return Answer(call.number, error=ErrorReport.of(exc))
         return Answer(call.number, value)
 
     async def _roll_out(self, number: int, rollout: Rollout) -> None:
@@ -288,15 +249,15 @@ class Worker:
 
     def _deliver(self, batch: PartialBatch) -> None:
         self._partial_batches.remove(batch)
-        batch.close(truncate=self._config.batch.set_truncated)
-        order = batch.order if len(self._rollouts) > 1 else None
+        places = batch.close(truncate=self._config.batch.set_truncated)
+        order = places if len(self._rollouts) > 1 else None
         number, buffer, steps = batch.request.number, batch.buffer, batch.steps
         if self._spec.use_buffers:
-            self._pipe.send(Batch(number, buffer, steps, order))
+            self._pipe.send(Batch(number, steps, buffer, order))
             return
-        data = self._buffers[buffer].read(steps, len(self._envs[0].shape), order)
+        data = self._buffers[buffer].read(steps, len(self._shape), order)
         self._buffers.release([buffer])
-        self._pipe.send(InlineBatch(number, steps, data.clone() if order is None else data))
+        self._pipe.send(Batch(number, steps, buffer, data=data.clone() if order is None else data))
 
     # -- what the collector calls ---------------------------------------------------------------------
 
@@ -350,11 +311,8 @@ class Worker:
         random.setstate(state["random"])
 
     async def get_attribute(self, what: str, name: str) -> Any:
-        """Return an attribute of the environment or the policy.
-
-        Args:
-            what: ``"env"`` or ``"policy"``.
-            name: the attribute's name; dots go to nested attributes.
+        """Return an attribute of the environment (``what="env"``) or of the policy (``"policy"``). Dots in
+        ``name`` go to nested attributes.
 
         Raises:
             NotInitializedError: there is no policy.

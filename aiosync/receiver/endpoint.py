@@ -111,6 +111,11 @@ class WeightReceiver(Endpoint):
     def weights_in_use(self) -> Mapping[str, Tensor] | None:
         return self.applier.weights or None
 
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The tensors in service, name -> tensor; read only."""
+        return self.applier.weights
+
     def check_alive(self) -> None:
         self.home.check_alive()
 
@@ -320,7 +325,7 @@ class WeightReceiver(Endpoint):
         except TimeoutError:
             pass
         self._returned = self._handler.stats.updates
-        return self.applier.weights if self._returned != before else None
+        return self.weights if self._returned != before else None
 
     async def _take_one(self, before: int) -> None:
         async with self._taker:

@@ -93,19 +93,6 @@ class MultiCollector(BlockingCollector):
         """
         self._blocking_connect(timeout)
 
-    def pause(self, timeout: float | None = None) -> AbstractContextManager[None]:
-        """Stop the workers' steps inside this context. The workers finish the batches in progress first. They
-        continue when the context ends, also by an exception.
-
-        Args:
-            timeout: seconds to wait for the batches in progress.
-
-        Raises:
-            Exception: as the iterator.
-            SyncTimeoutError: the workers did not finish in time.
-        """
-        return self._blocking_pause(timeout)
-
     def update_policy_weights_(
         self,
         policy_or_weights: Any = None,
@@ -144,10 +131,7 @@ class MultiCollector(BlockingCollector):
 
     def increment_version(self, timeout: float | None = None) -> None:
         """Increment the policy's version, after weights reached the workers without this collector. Later
-        frames are tagged with the new version.
-
-        Args:
-            timeout: seconds.
+        frames are tagged with the new version. ``timeout``: seconds.
         """
         portal().call(self._async.increment_version, timeout)
 
@@ -234,6 +218,23 @@ class MultiCollector(BlockingCollector):
         """
         return self._async.getattr_rb(name)
 
+    def get_model(self, model_id: str = POLICY) -> Any:
+        """Return the trainer's model with this id.
+
+        Raises:
+            AttributeError: there is no such model.
+        """
+        return self._async.get_model(model_id)
+
+    def start(self) -> None:
+        """Collect into the replay buffer, in a task of this event loop, until ``total_frames`` or
+        :meth:`close`. An error is raised by the next call to the collector.
+
+        Raises:
+            InvalidArgumentError: there is no replay buffer.
+        """
+        portal().call(self._async.start)
+
     def state_dict(self, timeout: float | None = None) -> dict[str, Any]:
         """Return the state of collection: the number of frames, and each worker's random number generators
         and environments, as far as these can be pickled. Call it while no worker collects: between two
@@ -257,22 +258,18 @@ class MultiCollector(BlockingCollector):
         """
         portal().call(self._async.load_state_dict, state, timeout)
 
-    def get_model(self, model_id: str = POLICY) -> Any:
-        """Return the trainer's model with this id.
+    def pause(self, timeout: float | None = None) -> AbstractContextManager[None]:
+        """Stop the workers' steps inside this context. The workers finish the batches in progress first. They
+        continue when the context ends, also by an exception.
+
+        Args:
+            timeout: seconds to wait for the batches in progress.
 
         Raises:
-            AttributeError: there is no such model.
+            Exception: as the iterator.
+            SyncTimeoutError: the workers did not finish in time.
         """
-        return self._async.get_model(model_id)
-
-    def start(self) -> None:
-        """Collect into the replay buffer, in a task of this event loop, until ``total_frames`` or
-        :meth:`close`. An error is raised by the next call to the collector.
-
-        Raises:
-            InvalidArgumentError: there is no replay buffer.
-        """
-        portal().call(self._async.start)
+        return self._blocking_pause(timeout)
 
 
 class MultiSyncCollector(MultiCollector):

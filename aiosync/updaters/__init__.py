@@ -5,14 +5,12 @@ workers is not all or nothing. A weight sync scheme has both; use a scheme in ne
 """
 
 from aiosync.updaters.base import WeightUpdaterBase
-from aiosync.updaters.distributed import DistributedWeightUpdater
 from aiosync.updaters.local import (
     MultiProcessedWeightUpdater,
     RemoteModuleWeightUpdater,
     VanillaWeightUpdater,
 )
-from aiosync.updaters.ray import RayWeightUpdater
-from aiosync.updaters.rpc import RPCWeightUpdater
+from aiosync.updaters.remote import DistributedWeightUpdater, RayWeightUpdater, RPCWeightUpdater
 
 __all__ = [
     "DistributedWeightUpdater",

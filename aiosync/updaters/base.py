@@ -216,10 +216,7 @@ class WeightUpdaterBase(ABC):
 
     async def _push_weights(self, *, policy_or_weights: Any, worker_ids: WorkerIds) -> None:
         """Push once, without the hooks."""
-        weights = policy_or_weights
-        if weights is None:
-            weights = await self._settle(self._get_server_weights())
-        weights = await self._settle(self._maybe_map_weights(weights))
+        weights = await self._mapped(policy_or_weights)
         workers = self._workers(worker_ids)
         if workers is None:
             await self._settle(self._sync_weights_with_worker(server_weights=weights))
@@ -227,6 +224,12 @@ class WeightUpdaterBase(ABC):
         for worker in workers:
             if not await self._settle(self._skip_update(worker)):
                 await self._settle(self._sync_weights_with_worker(worker_id=worker, server_weights=weights))
+
+    async def _mapped(self, weights: Any) -> Any:
+        """Return the given weights, or the updater's own, in the form that is pushed."""
+        if weights is None:
+            weights = await self._settle(self._get_server_weights())
+        return await self._settle(self._maybe_map_weights(weights))
 
     def _workers(self, worker_ids: WorkerIds) -> Sequence[WorkerId] | None:
         if worker_ids is None:

@@ -1,4 +1,4 @@
-"""Base of the updaters of remote collectors."""
+"""Updaters of workers in other processes: Ray actors, torch RPC, ranks of torch.distributed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from aiosync.errors import UnknownWorkerError
+from aiosync.errors import InvalidArgumentError, UnknownWorkerError, WorkerError
+from aiosync.transports._offload import DetachedThread, detached
+from aiosync.transports.ray.calls import handle_of
+from aiosync.transports.ray.transport import PutWeights, RayTransport, put_weights
 from aiosync.transports.remote_calls import CallingTransport
+from aiosync.transports.torch_rpc.transport import RPCTransport
 from aiosync.updaters.base import WeightUpdaterBase, WorkerId, WorkerIds, remaining
+from aiosync.weights.strategy import to_tensordict
 
-__all__ = ["RemoteCollectorsUpdater"]
+__all__ = ["DistributedWeightUpdater", "RPCWeightUpdater", "RayWeightUpdater", "RemoteCollectorsUpdater"]
 
 _EARLIER = 0.05
 """Seconds that a call's timeout is shorter than the push's, so that the error can still name the worker."""
@@ -76,10 +81,7 @@ class RemoteCollectorsUpdater(WeightUpdaterBase):
     async def _push_weights(
         self, *, policy_or_weights: Any, worker_ids: WorkerIds, wait: bool = True
     ) -> None:
-        weights = policy_or_weights
-        if weights is None:
-            weights = await self._settle(self._get_server_weights())
-        weights = await self._settle(self._maybe_map_weights(weights))
+        weights = await self._mapped(policy_or_weights)
         workers = [
             worker
             for worker in self._workers(worker_ids) or ()
@@ -93,16 +95,9 @@ class RemoteCollectorsUpdater(WeightUpdaterBase):
             return
         weights = await self._prepared(weights)
         timeout = max(0.0, remaining() - _EARLIER)
-        results = await asyncio.gather(
-            *(
-                transport.send_weights(weights, timeout=timeout)
-                if wait
-                else transport.send_weights_async(weights, timeout=timeout)
-                for transport in transports
-            ),
-            return_exceptions=True,
-        )
-        for result in results:
+        sends = [each.send_weights if wait else each.send_weights_async for each in transports]
+        sending = (send(weights, timeout=timeout) for send in sends)
+        for result in await asyncio.gather(*sending, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
 
@@ -127,3 +122,132 @@ class RemoteCollectorsUpdater(WeightUpdaterBase):
         transports, self._transports = self._transports, {}
         for transport in transports.values():
             await transport.aclose()
+
+
+class RayWeightUpdater(RemoteCollectorsUpdater):
+    """Puts the weights into Ray's object store once, and calls ``update_policy_weights_(weights)`` of all
+    remote collectors concurrently.
+
+    Args:
+        policy_weights: a module, a TensorDict or a dict; pushed if no weights are given.
+        remote_collectors: the actors' handles.
+        max_interval: how many pushes skip a worker between two that update it. 0: no push skips it.
+    """
+
+    def __init__(self, policy_weights: Any, remote_collectors: Sequence[Any], max_interval: int = 0) -> None:
+        if isinstance(max_interval, bool) or not isinstance(max_interval, int):
+            raise InvalidArgumentError(f"max_interval: expected an integer, got {max_interval!r}")
+        super().__init__(policy_weights, len(remote_collectors))
+        self.remote_collectors = remote_collectors
+        self.max_interval = max(0, max_interval)
+        self._left_out = [0] * len(remote_collectors)
+
+    def _skip_update(self, worker_id: WorkerId) -> bool:
+        if not isinstance(worker_id, int) or not 0 <= worker_id < self.num_workers:
+            return False  # unknown worker: the transport's lookup raises
+        self._left_out[worker_id] += 1
+        if self._left_out[worker_id] <= self.max_interval:
+            return True
+        self._left_out[worker_id] = 0
+        return False
+
+    async def _prepared(self, weights: Any) -> PutWeights:
+        return await put_weights(weights)
+
+    def _make_transport(self, worker: int) -> RayTransport:
+        return RayTransport(handle_of(self.remote_collectors[worker]), worker_idx=worker)
+
+
+class RPCWeightUpdater(RemoteCollectorsUpdater):
+    """Calls ``update_policy_weights_(weights)`` of all remote collectors concurrently.
+
+    Args:
+        collector_infos: WorkerInfo or name of each collector's process.
+        collector_class: the collectors' class.
+        collector_rrefs: an RRef to each collector.
+        policy_weights: a module, a TensorDict or a dict; pushed if no weights are given.
+        num_workers: the number of collectors.
+    """
+
+    def __init__(
+        self,
+        collector_infos: Sequence[Any],
+        collector_class: type[Any] | None,
+        collector_rrefs: Sequence[Any],
+        policy_weights: Any,
+        num_workers: int,
+    ) -> None:
+        super().__init__(policy_weights, num_workers)
+        self.collector_infos = collector_infos
+        self.collector_class = collector_class
+        self.collector_rrefs = collector_rrefs
+
+    def _make_transport(self, worker: int) -> RPCTransport:
+        info, rref = self.collector_infos[worker], self.collector_rrefs[worker]
+        return RPCTransport(info, rref, self.collector_class, worker_idx=worker)
+
+
+_DONE = (b"updated", "updated")
+
+
+class DistributedWeightUpdater(WeightUpdaterBase):
+    """Sends weights from rank 0 to workers over the default process group, to one worker after the other.
+
+    For each worker: set ``NODE_<rank>_in`` to ``update_weights`` in the store, send the weights with
+    TensorDict's ``send``, and wait until ``NODE_<rank>_out`` is ``updated``. All of this blocks, in a thread.
+    After a timeout or a cancellation the thread runs on until torch.distributed returns. Between a trainer
+    and workers of aiosync, use :class:`~aiosync.DistributedWeightSyncScheme`.
+
+    Args:
+        store: a torch.distributed store, or any object with its ``set``, ``get`` and ``delete_key``.
+        policy_weights: a TensorDict; pushed if no weights are given.
+        num_workers: the number of workers; their ranks begin at 1.
+        sync: wait until torch.distributed has sent the weights before waiting for the answer.
+    """
+
+    def __init__(self, store: Any, policy_weights: Any, num_workers: int, sync: bool) -> None:
+        self._store = store
+        self.policy_weights = policy_weights
+        self.num_workers = num_workers
+        self._sync = sync
+        self._thread = DetachedThread("aiosync-updater")
+
+    def all_worker_ids(self) -> list[int]:
+        """Return the workers' ranks, from 1."""
+        return list(range(1, self.num_workers + 1))
+
+    def _get_server_weights(self) -> Any:
+        return self.policy_weights
+
+    def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
+        # An object with a ``send`` method is sent unchanged.
+        given = policy_or_weights
+        return given if hasattr(given, "send") else to_tensordict(super()._maybe_map_weights(given))
+
+    async def _push_weights(self, *, policy_or_weights: Any, worker_ids: WorkerIds) -> None:
+        ranks = self._workers(worker_ids) or ()
+        for rank in ranks:
+            self._check(rank)  # before the first worker is notified
+        await super()._push_weights(policy_or_weights=policy_or_weights, worker_ids=ranks)
+
+    def _check(self, rank: WorkerId | None) -> None:
+        if not isinstance(rank, int) or not 1 <= rank <= self.num_workers:
+            raise WorkerError(f"worker ranks are 1 to {self.num_workers}, got {rank!r}")
+
+    async def _sync_weights_with_worker(
+        self, *, worker_id: WorkerId | None = None, server_weights: Any
+    ) -> None:
+        self._check(worker_id)
+        await detached(self._thread, lambda: self._tell(worker_id, server_weights))
+
+    async def aclose(self) -> None:
+        self._thread.close()
+
+    def _tell(self, rank: Any, weights: Any) -> None:
+        store, answer = self._store, f"NODE_{rank}_out"
+        store.set(f"NODE_{rank}_in", b"update_weights")
+        (weights.send if self._sync else weights.isend)(rank)
+        status = store.get(answer)
+        if status not in _DONE:
+            raise WorkerError(f"rank {rank}: expected the status 'updated' in the store, got {status!r}")
+        store.delete_key(answer)

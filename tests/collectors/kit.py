@@ -43,12 +43,12 @@ def workers_of(collector: MultiCollector) -> list[WorkerProxy]:
 
 def pid_of(collector: MultiCollector, worker: int) -> int | None:
     """Return the process id of a worker; None while its process starts."""
-    return workers_of(collector)[worker].pid
+    return workers_of(collector)[worker].host.pid
 
 
 def pids_of(collector: MultiCollector) -> list[int]:
     """Return the process ids of all workers, 0 for one without a process."""
-    return [worker.pid or 0 for worker in workers_of(collector)]
+    return [worker.host.pid or 0 for worker in workers_of(collector)]
 
 
 @asynccontextmanager

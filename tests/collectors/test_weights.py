@@ -177,7 +177,7 @@ async def test_a_worker_that_comes_back_counts_on() -> None:
         await collector.increment_version()
         await anext(collector)
         (worker,) = workers_of(collector)
-        worker.kill()
+        worker.host.kill()
         await within(_until_another(collector, worker))
         for _ in range(2):
             found = await anext(collector)

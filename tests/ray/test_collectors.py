@@ -81,13 +81,13 @@ async def test_a_killed_actor_is_replaced() -> None:
 
 
 def _kill(collector: MultiCollector, worker: int) -> None:
-    workers_of(collector)[worker].kill()
+    workers_of(collector)[worker].host.kill()
 
 
 async def test_nothing_is_left() -> None:
     async with MultiCollector(ENVS, **OPTIONS) as collector:
         await anext(collector)
-        handles: list[Any] = [worker._host._handle for worker in workers_of(collector)]  # type: ignore[attr-defined]
+        handles: list[Any] = [worker.host._handle for worker in workers_of(collector)]  # type: ignore[attr-defined]
     for handle in handles:
         with pytest.raises(ray.exceptions.ActorDiedError):
             ray.get(handle.messages.remote(), timeout=PATIENCE)

@@ -1,11 +1,13 @@
-"""Collectors with several worker processes."""
+"""The collectors: their workers' start and end."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -15,20 +17,21 @@ import torch
 from aiosync._deadline import Deadline
 from aiosync._endpoint import AsyncResource
 from aiosync.collectors.batch_iterator import BatchIterator
-from aiosync.collectors.config import CollectorConfig
-from aiosync.collectors.host import MakeHost, ProcessHost, context_of
+from aiosync.collectors.config import CollectorConfig, per_worker
+from aiosync.collectors.host import LocalHost, MakeHost, ProcessHost, context_of
 from aiosync.collectors.pool import Pool
 from aiosync.collectors.ray_host import RayHost
 from aiosync.collectors.updates import WeightUpdates
-from aiosync.collectors.worker import WorkerSpec
+from aiosync.collectors.worker import WorkerSpec, cancel_all
 from aiosync.errors import InvalidArgumentError, NotConnectedError
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.memory import MemoryWeightSyncScheme
 from aiosync.schemes.ray import RayWeightSyncScheme
 from aiosync.schemes.shared_memory import SharedMemWeightSyncScheme
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports.ray.calls import ray_here
 
-__all__ = ["MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
+__all__ = ["Collector", "MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 
 _CLOSE_SECONDS = 10.0
 """Seconds that workers have to end by themselves in :meth:`MultiCollector.aclose`."""
@@ -93,36 +96,34 @@ class MultiCollector(BatchIterator, AsyncResource):
             raise InvalidArgumentError(f"sync={sync!r}: a {type(self).__name__} has sync={self._sync}")
         config = (config or CollectorConfig()).of(**options)
         super().__init__(config, sync=(sync is not False) if self._sync is None else self._sync)
-        self.num_workers = config.processes.num_workers or _length(create_env_fn)
-        config.check(self.num_workers, sync=self.sync)
-        envs = _per_worker("create_env_fn", create_env_fn, self.num_workers)
-        arguments = _per_worker("create_env_kwargs", create_env_kwargs or {}, self.num_workers)
+        given = len(create_env_fn) if isinstance(create_env_fn, Sequence) else 1
+        self.num_workers = count = config.processes.num_workers or given
+        config.check(count, sync=self.sync)
+        envs = per_worker("create_env_fn", create_env_fn, count)
+        arguments = per_worker("create_env_kwargs", create_env_kwargs or {}, count)
         self._envs = [functools.partial(env, **given) for env, given in zip(envs, arguments, strict=True)]
-        self.policy_factory = _per_worker("policy_factory", policy_factory, self.num_workers)
+        self.policy_factory = per_worker("policy_factory", policy_factory, count)
         self.policy = policy
         self._saved_threads: int | None = None
-        self._updates = WeightUpdates(self, config, self._default_scheme(config.processes.seconds))
-        self._pool: Pool | None = None
+        commit = "copy" if config.policy.needs_fixed_memory else "flip"
+        default = self._default_scheme(timeout=config.processes.seconds, commit=commit)
+        self._updates = WeightUpdates(self, default)
         self._closed = False
-        self._warn_about_remainder(config)
-
-    def _warn_about_remainder(self, config: CollectorConfig) -> None:
         each = config.per_batch if self.sync else config.batch.frames_of(0, 1)
         total = config.batch.total_frames
         if total != -1 and total % each:
             warnings.warn(
                 f"total_frames={total} is not a multiple of the {each} frames of a batch: "
                 f"{-total % each} more frames will be collected",
-                stacklevel=3,
+                stacklevel=2,
             )
 
     # -- what workers run in --------------------------------------------------------------------------
 
-    def _default_scheme(self, seconds: float) -> WeightSyncScheme:
-        commit: Any = "copy" if self.config.policy.needs_fixed_memory else "flip"
+    def _default_scheme(self, **options: Any) -> WeightSyncScheme:
         if self.config.processes.launcher == "ray":
-            return RayWeightSyncScheme(timeout=seconds, commit=commit)
-        return SharedMemWeightSyncScheme(timeout=seconds, commit=commit)
+            return RayWeightSyncScheme(**options)
+        return SharedMemWeightSyncScheme(**options)
 
     def _host_factory(self) -> tuple[MakeHost, BaseContext | None]:
         """Return what creates the workers' hosts, and multiprocessing's context if workers are processes."""
@@ -133,15 +134,12 @@ class MultiCollector(BatchIterator, AsyncResource):
         return functools.partial(ProcessHost, ctx), ctx
 
     def _spec(self, index: int) -> WorkerSpec:
-        make, policy = self.policy_factory[index], self.policy
-        if make is None and policy is not None:
-            share_tensors = self._updates.share_tensors
-            make = (
-                (lambda: policy)
-                if share_tensors
-                else functools.partial(cloudpickle.loads, cloudpickle.dumps(policy))
-            )
-        config = self.config
+        make, policy, config = self.policy_factory[index], self.policy, self.config
+        share_tensors = self._updates.updater is not None  # it writes into tensors that workers share
+        if make is None and share_tensors:
+            make = None if policy is None else lambda: policy
+        elif make is None and policy is not None:
+            make = functools.partial(cloudpickle.loads, cloudpickle.dumps(policy))
         return WorkerSpec(
             index,
             self.num_workers,
@@ -150,7 +148,7 @@ class MultiCollector(BatchIterator, AsyncResource):
             config.of_a_worker(),
             first_id=index * config.processes.envs_per_worker,
             use_buffers=config.batch.use_buffers and config.processes.launcher == "process",
-            share_tensors=self._updates.share_tensors,
+            share_tensors=share_tensors,
         )
 
     # -- life cycle -----------------------------------------------------------------------------------
@@ -214,8 +212,7 @@ class MultiCollector(BatchIterator, AsyncResource):
     ) -> None:
         try:
             if collecting is not None:
-                collecting.cancel()
-                await asyncio.gather(collecting, return_exceptions=True)
+                await cancel_all(collecting)
             await self._updates.aclose()
         finally:
             if pool is not None:
@@ -226,16 +223,6 @@ class MultiCollector(BatchIterator, AsyncResource):
                 self._saved_threads = None
 
     shutdown = async_shutdown = aclose
-
-    def _is_current(self, pool: Pool) -> bool:
-        return self._pool is pool
-
-    @property
-    def _connected_pool(self) -> Pool:
-        if self._pool is None:
-            raise NotConnectedError("no workers: call connect() first, or use `async with`")
-        self._pool.check()
-        return self._pool
 
 
 class MultiSyncCollector(MultiCollector):
@@ -250,13 +237,73 @@ class MultiAsyncCollector(MultiCollector):
     _sync = False
 
 
-def _length(given: object) -> int:
-    return len(given) if isinstance(given, Sequence) else 1
+class Collector(MultiCollector):
+    """Rolls out a policy in this process, on the event loop that iterates the collector.
+
+    Otherwise it behaves as a :class:`MultiCollector` with one worker and ``sync=True``: no step happens
+    between one batch and the request for the next. The policy that acts is a copy, with the version that was
+    sent last. An environment with a slow ``step`` blocks the event loop, unless ``step`` is a coroutine
+    function.
+
+    Args:
+        create_env_fn: an environment, or a function that returns one.
+        policy: see :class:`MultiCollector`.
+        policy_factory: see :class:`MultiCollector`.
+        create_env_kwargs: see :class:`MultiCollector`.
+        config: see :class:`MultiCollector`. Options about processes are refused.
+        options: the same options as keywords.
+
+    Raises:
+        InvalidArgumentError: an unknown option, or options that do not fit together.
+    """
+
+    _sync = True
+
+    def __init__(
+        self,
+        create_env_fn: Any,
+        policy: Any = None,
+        *,
+        policy_factory: Callable[[], Any] | None = None,
+        create_env_kwargs: Mapping[str, Any] | None = None,
+        config: CollectorConfig | None = None,
+        **options: Any,
+    ) -> None:
+        config = (config or CollectorConfig()).of(**options)
+        processes = config.processes
+        changed = [
+            known.name for known in fields(processes) if getattr(processes, known.name) != known.default
+        ]
+        refused = [name for name in changed if name not in _LOCAL_OPTIONS]
+        if refused:
+            raise InvalidArgumentError(
+                f"{', '.join(refused)}: a Collector runs in this process; see MultiCollector"
+            )
+        super().__init__(
+            _env_factory(create_env_fn),
+            policy,
+            policy_factory=policy_factory,
+            create_env_kwargs=create_env_kwargs,
+            config=config,
+        )
+        self._join = operator.itemgetter(0)
+
+    def _default_scheme(self, **options: Any) -> WeightSyncScheme:
+        return MemoryWeightSyncScheme(**options)
+
+    def _host_factory(self) -> tuple[MakeHost, BaseContext | None]:
+        return LocalHost, None
+
+    def _spec(self, index: int) -> WorkerSpec:
+        return replace(super()._spec(index), own_process=False, use_buffers=False)
 
 
-def _per_worker(name: str, given: Any, workers: int) -> list[Any]:
-    if not isinstance(given, Sequence):
-        return [given] * workers
-    if len(given) != workers:
-        raise InvalidArgumentError(f"{name}: expected one, or one per worker, {workers}; got {len(given)}")
-    return list(given)
+_LOCAL_OPTIONS = {"envs_per_worker", "init_fn", "timeout"}
+"""The options of :class:`ProcessConfig` that a :class:`Collector` takes."""
+
+
+def _env_factory(given: Any) -> Callable[..., Any]:
+    steps = callable(getattr(given, "step", None)) and callable(getattr(given, "reset", None))
+    if isinstance(given, Sequence):
+        raise InvalidArgumentError("create_env_fn: expected one environment, got several; see MultiCollector")
+    return (lambda: given) if steps and not isinstance(given, type) else given
