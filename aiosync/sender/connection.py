@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from aiosync.errors import ProtocolError
-from aiosync.protocol.events import Applied, Fetched, Left, Rejected, SenderEvent, StageDone
-from aiosync.protocol.frames import Frame, Joint, Nack, Update
+from aiosync.protocol.frames import Ack, Bye, Fetch, Frame, Joint, Nack, Staged, Update
 from aiosync.protocol.sender_session import SenderSession, SenderState
 from aiosync.sender.introduction import Introduction
 from aiosync.sender.progress_watch import ProgressWatch
@@ -29,7 +28,7 @@ PATIENCE = 1.0
 class ConnectionOwner(Protocol):
     """Gets the three outcomes of a connection: an acknowledgement, a refusal, the end."""
 
-    def acknowledged(self, connection: WorkerConnection, event: Applied, *, first: bool) -> None:
+    def acknowledged(self, connection: WorkerConnection, event: Ack, *, first: bool) -> None:
         """The worker runs on a version; ``first``: its first over this connection."""
 
     def refused(self, connection: WorkerConnection, nack: Nack) -> None:
@@ -91,7 +90,7 @@ class WorkerConnection:
         self.outbound = outbound
         self._introduction = introduction
         # The worker's last Fetch: the version whose bytes it has, and whether it can read our memory.
-        self._fetched = Fetched()
+        self._fetched = Fetch()
         # Finds out whether the worker hangs while a version is in flight.
         self._progress = ProgressWatch(outbound, self.mark_unresponsive)
         self._owner = owner
@@ -147,32 +146,32 @@ class WorkerConnection:
         self.died = True
         self.connection_lost(f"its process {self.pid} has ended")
 
-    def _handle(self, event: SenderEvent) -> None:
+    def _handle(self, event: Frame) -> None:
         match event:
-            case Applied():
+            case Ack():
                 first = self._current is None
                 self._clear_notified()
                 self._answered(accepted=True)
                 self._owner.acknowledged(self, event, first=first)
-            case Fetched():
+            case Fetch():
                 self._fetched = event
                 if self._in_flight is not None:  # the worker gives back what it has not answered for
                     self._keep_notified(self._in_flight)
                     self._answered(accepted=False)
                 if self.notified is not None:
                     self.offer_next()
-            case StageDone(copied=copied):
+            case Staged(copied=copied):
                 self.staged = True
                 if copied:
                     self._copied()
-            case Rejected(nack=nack):
-                below = nack.kind == "below"  # a relay has the version, a worker below it refused
+            case Nack(kind=kind):
+                below = kind == "below"  # a relay has the version, a worker below it refused
                 if not below:
                     self._cancel_joint(self._in_flight)
                 self._clear_notified()
                 self._answered(accepted=below)
-                self._owner.refused(self, nack)
-            case Left(reason=reason, dropped=dropped):
+                self._owner.refused(self, event)
+            case Bye(reason=reason, dropped=dropped):
                 # A worker that says that it was dropped has not released what it reads.
                 self._owner.lost(self, reason or "it closed its side", orderly=not dropped)
             case _:

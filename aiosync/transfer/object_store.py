@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from aiosync.errors import ProtocolError
-from aiosync.protocol.events import Fetched
-from aiosync.protocol.frames import Update
+from aiosync.protocol.frames import Fetch, Update
 from aiosync.protocol.payloads import InlinePayload, ObjectPayload, decode_either, encode
 from aiosync.transfer.base import (
     InboundTransfer,
@@ -228,7 +227,7 @@ class ObjectStoreOutbound(OutboundTransfer):
         else:
             self._transport.give_up(f"Ray's object store did not take a version: {error}")
 
-    def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
+    def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:
         if self._inline:
             buffer = published.slot.segment.buffer[: self._publisher.nbytes]
             return encode(InlinePayload(buffer.numpy().tobytes()))

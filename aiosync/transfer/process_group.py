@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from aiosync.errors import ProtocolError, WorkerLostError
-from aiosync.protocol.events import Fetched
-from aiosync.protocol.frames import Update
+from aiosync.protocol.frames import Fetch, Update
 from aiosync.protocol.payloads import InlinePayload, ProcessGroupPayload, decode_either, encode
 from aiosync.transfer.base import (
     InboundTransfer,
@@ -150,7 +149,7 @@ class ProcessGroupOutbound(OutboundTransfer):
     def can_start(self, published: SlotVersion) -> bool:
         return self._broadcast_group is None or self._broadcast_group.can_start(published)
 
-    def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
+    def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:
         if self._inline:
             buffer = published.slot.segment.buffer[: self._group.pool.layout.nbytes]
             return encode(InlinePayload(buffer.numpy().tobytes()))

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiosync.errors import ArenaAllocationError
-from aiosync.protocol.events import Fetched
-from aiosync.protocol.frames import Chunk, End
+from aiosync.protocol.frames import Chunk, End, Fetch
 from aiosync.protocol.framing import encode
 from aiosync.protocol.payloads import StreamPayload
 from aiosync.protocol.payloads import encode as encode_payload
@@ -187,7 +186,7 @@ class StreamOutbound(OutboundTransfer):
         if self._codec not in codecs:
             self._codec = "full"
 
-    def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
+    def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:
         have = fetched.have
         same = have == published.version
         partial = self._group.changes.since(have) is not None

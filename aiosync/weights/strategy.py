@@ -118,11 +118,8 @@ def get_strategy(name: str | WeightStrategy) -> WeightStrategy:
 
 
 def to_state_dict(weights: WeightSource) -> dict[str, Tensor]:
-    """Return weights in any form as a flat dict with dotted keys. The tensors are detached and share memory.
-
-    Raises:
-        As :func:`~aiosync.weights.named_tensors`.
-    """
+    """Return weights in any form as a flat dict with dotted keys. The tensors are detached and share
+    memory. Raises as :func:`~aiosync.weights.named_tensors`."""
     return named_tensors(weights)
 
 
@@ -166,11 +163,7 @@ def _placeable(values: dict[str, Tensor], slots: Mapping[str, Slot]) -> dict[str
 
 
 def _check(
-    values: Mapping[str, Tensor],
-    slots: Mapping[str, Slot],
-    optional: frozenset[str],
-    *,
-    strict: bool,
+    values: Mapping[str, Tensor], slots: Mapping[str, Slot], optional: frozenset[str], *, strict: bool
 ) -> None:
     tensors = {name: slot.tensor for name, slot in slots.items()}
     Layout.of(values).check_receiver(tensors, optional=optional, strict=strict)
