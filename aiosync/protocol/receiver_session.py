@@ -109,10 +109,7 @@ class ReceiverSession(Session):
                 return [frame]
             case ReceiverState.CLOSED, _:
                 return []
-            case (
-                (ReceiverState.GREETING | ReceiverState.PROVING | ReceiverState.JOINING),
-                f.Refused(),
-            ):
+            case ((ReceiverState.GREETING | ReceiverState.PROVING | ReceiverState.JOINING), f.Refused()):
                 self.state = ReceiverState.CLOSED
                 kind = SenderFullError if frame.retry else HandshakeError
                 reason = clean(frame.reason, REASON)

@@ -125,11 +125,7 @@ def to_state_dict(weights: WeightSource) -> dict[str, Tensor]:
 
 def to_tensordict(weights: WeightSource) -> TensorDictBase:
     """Return weights in any form as a nested TensorDict of batch size ``[]``, detached and sharing memory.
-
-    Raises:
-        InvalidArgumentError: a name is both a tensor and the start of another name; or as
-            :func:`~aiosync.weights.named_tensors`.
-    """
+    Raises as :func:`~aiosync.weights.named_tensors` and :func:`nested_tensordict`."""
     return nested_tensordict(named_tensors(weights))
 
 

@@ -128,10 +128,11 @@ def write(pairs: list[tuple[Slot, Tensor]], *, inplace: bool) -> None:
     values.
 
     All memory is allocated before anything is changed. Parameters stay the same objects. Those on ``meta``
-    are allocated on the value's device, and stay the same objects if torch can do that.
+    are allocated on the value's device, and stay the same objects if torch can do that. Values are only read,
+    and not kept.
 
     Args:
-        pairs: (slot, value). Values are only read, and not kept.
+        pairs: (slot, value).
         inplace: whether to write into the existing memory. If not, each tensor is pointed at new memory, and
             code that keeps the old memory sees the old values.
     """

@@ -200,7 +200,7 @@ def test_an_impostor_of_the_sender_is_found_out() -> None:
     assert receiver.state is ReceiverState.CLOSED
 
 
-def test_a_stranger_is_told_nothing_that_a_token_can_be_tried_on() -> None:
+def test_a_stranger_gets_nothing_that_a_token_can_be_tried_on() -> None:
     """The sender's first word depends on nothing but chance."""
     senders = [SenderSession(token) for token in (TOKEN, TOKEN, b"other")]
     for sender in senders:
