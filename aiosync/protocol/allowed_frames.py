@@ -10,26 +10,7 @@ from typing import Any
 
 import msgspec
 
-from aiosync.protocol.frames import (
-    Abort,
-    Accepted,
-    Ack,
-    Bye,
-    Challenge,
-    Chunk,
-    Cut,
-    End,
-    Fetch,
-    Hello,
-    Join,
-    Nack,
-    Notify,
-    Proof,
-    Refused,
-    Staged,
-    Update,
-    Welcome,
-)
+from aiosync.protocol.frames import FromSender, FromWorker, Greeting
 
 MAX_FRAME = 256 * 1024 * 1024
 """Largest body in bytes from an authenticated sender: a layout of a million entries."""
@@ -40,27 +21,18 @@ MAX_GREETING = 4096
 
 
 class Inbound(msgspec.Struct, frozen=True):
-    """The frames that a peer may send.
+    """The frames that a peer may send, of at most ``limit`` bytes before and after decompression.
 
     Other kinds are not decoded: some have fields that take much memory for a small body.
-
-    Attributes:
-        limit: largest body in bytes, before and after decompression.
-        decoder: decodes the allowed kinds of frames.
     """
 
     limit: int
     decoder: msgspec.msgpack.Decoder[Any]
 
 
-GREETING = Inbound(
-    MAX_GREETING, msgspec.msgpack.Decoder(Hello | Challenge | Proof | Accepted | Join | Refused | Bye)
-)
+GREETING = Inbound(MAX_GREETING, msgspec.msgpack.Decoder(Greeting))
 """Frames of a peer that has not authenticated."""
-FROM_WORKER = Inbound(MAX_ANSWER, msgspec.msgpack.Decoder(Fetch | Staged | Ack | Nack | Bye))
+FROM_WORKER = Inbound(MAX_ANSWER, msgspec.msgpack.Decoder(FromWorker))
 """Frames of an authenticated worker."""
-FROM_SENDER = Inbound(
-    MAX_FRAME,
-    msgspec.msgpack.Decoder(Refused | Welcome | Notify | Update | Chunk | End | Cut | Abort | Bye),
-)
+FROM_SENDER = Inbound(MAX_FRAME, msgspec.msgpack.Decoder(FromSender))
 """Frames of an authenticated sender."""

@@ -280,23 +280,10 @@ class Bye(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="bye"
     replaced: bool = False
 
 
-Frame: TypeAlias = (
-    Hello
-    | Challenge
-    | Proof
-    | Accepted
-    | Join
-    | Refused
-    | Welcome
-    | Notify
-    | Fetch
-    | Update
-    | Chunk
-    | End
-    | Cut
-    | Staged
-    | Ack
-    | Nack
-    | Abort
-    | Bye
-)
+Greeting: TypeAlias = Hello | Challenge | Proof | Accepted | Join | Refused | Bye
+"""The frames of a peer that has not authenticated."""
+FromWorker: TypeAlias = Fetch | Staged | Ack | Nack | Bye
+"""The frames of an authenticated worker."""
+FromSender: TypeAlias = Refused | Welcome | Notify | Update | Chunk | End | Cut | Abort | Bye
+"""The frames of an authenticated sender."""
+Frame: TypeAlias = Greeting | FromWorker | FromSender

@@ -18,11 +18,7 @@ import msgspec
 
 from aiosync.errors import FrameError
 from aiosync.protocol.allowed_frames import GREETING, Inbound
-from aiosync.protocol.frames import (
-    PROTOCOL_VERSION,
-    Frame,
-    Update,
-)
+from aiosync.protocol.frames import PROTOCOL_VERSION, Frame, Update
 from aiosync.protocol.text import clean
 
 _QUOTED = 300
@@ -31,8 +27,8 @@ _QUOTED = 300
 _LONG = 16 * 1024
 """Longer bodies are compressed, in bytes."""
 
+# Exceptions of decoding a body.
 _UNREADABLE = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
-"""Exceptions of decoding a body."""
 
 _HEADER = struct.Struct(">2sBBII")
 _MAGIC = b"AS"
@@ -72,12 +68,7 @@ def encode(frame: Frame) -> bytes:
 
 
 def decode(header: Header, body: bytes, inbound: Inbound) -> Frame:
-    """Decode a frame's body.
-
-    Args:
-        header: the frame's header.
-        body: as received.
-        inbound: the frames that the peer may send.
+    """Decode a frame's body, as received.
 
     Raises:
         FrameError: the checksum differs, the decompressed body is over the limit, or the body is not an
@@ -130,9 +121,6 @@ class FrameDecoder:
     """Decodes a stream of bytes, in pieces of any length, into frames.
 
     After an error the decoder is unusable: the start of the next frame is unknown.
-
-    Attributes:
-        inbound: the frames that the peer may send.
     """
 
     def __init__(self, inbound: Inbound = GREETING) -> None:

@@ -15,13 +15,13 @@ from aiosync.errors import (
     WorkerError,
 )
 from aiosync.protocol.frames import MAX_NAMES, MAX_TEXT, Nack, NackKind
-from aiosync.protocol.text import cut
+from aiosync.protocol.text import clean, cut
 
 _MESSAGE = 8 * 1024
-"""Most characters of a message that are sent."""
+"""Most characters of a message that are sent, or kept."""
 
 _TRACEBACK = 32 * 1024
-"""Most characters of a traceback that are sent."""
+"""Most characters of a traceback that are sent, or kept."""
 
 
 def nack_of(version: int, error: Exception) -> Nack:
@@ -67,6 +67,23 @@ def _kind_of(error: Exception) -> NackKind:
     if isinstance(error, JointUpdateError):
         return "joint"
     return "below" if isinstance(error, DownstreamError) else "apply"
+
+
+def printable(nack: Nack) -> Nack:
+    """Return a worker's Nack with texts that are safe to print."""
+
+    def short(text: str) -> str:
+        return clean(text, MAX_TEXT)
+
+    return msgspec.structs.replace(
+        nack,
+        error_type=short(nack.error_type),
+        message=clean(nack.message, _MESSAGE, lines=True),
+        traceback=clean(nack.traceback, _TRACEBACK, lines=True, keep_end=True),
+        missing=[short(name) for name in nack.missing],
+        unexpected=[short(name) for name in nack.unexpected],
+        differing={short(n): (short(a), short(b)) for n, (a, b) in nack.differing.items()},
+    )
 
 
 def remote_error(worker: int, nack: Nack) -> AiosyncError:

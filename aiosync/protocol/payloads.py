@@ -79,13 +79,13 @@ class InlinePayload(msgspec.Struct, frozen=True, rename={"data": "bytes"}):
 
 
 def encode(payload: msgspec.Struct) -> dict[str, Any]:
-    """The payload as the Update frame has it."""
+    """Return the payload as the Update frame has it."""
     found: dict[str, Any] = msgspec.to_builtins(payload, builtin_types=(bytes,))
     return found
 
 
 def decode(payload: dict[str, Any], kind: type[A]) -> A:
-    """A payload as a struct.
+    """Return a payload as a struct.
 
     Raises:
         ProtocolError: a field is missing or has a wrong value.
@@ -97,9 +97,5 @@ def decode(payload: dict[str, Any], kind: type[A]) -> A:
 
 
 def decode_either(payload: dict[str, Any], one: type[A], other: type[B]) -> A | B:
-    """A payload as one of two structs: as ``one`` if it has the first field of that.
-
-    Raises:
-        ProtocolError: a field is missing or has a wrong value.
-    """
+    """Decode a payload as ``one`` if it has the first field of that, else as ``other``."""
     return decode(payload, one if one.__struct_encode_fields__[0] in payload else other)

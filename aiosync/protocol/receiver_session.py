@@ -12,15 +12,6 @@ import msgspec
 from aiosync.errors import HandshakeError, ProtocolError, SenderFullError
 from aiosync.protocol import allowed_frames
 from aiosync.protocol import frames as f
-from aiosync.protocol.events import (
-    Aborted,
-    Left,
-    Recalled,
-    ReceiverEvent,
-    UpdateArrived,
-    Verified,
-    Welcomed,
-)
 from aiosync.protocol.session import NONCE_SIZE, REASON, Session, proof_of
 from aiosync.protocol.text import clean
 
@@ -45,20 +36,10 @@ class ReceiverSession(Session):
 
     Args:
         token: the secret of both sides.
-        worker: this worker's index, 0 or more; -1: the sender chooses one.
-        pid: this process's id, which the sender watches; 0: the sender is on another machine.
-        model_id: the model that the worker wants. The sender refuses another model than its own.
-        codecs: encodings that this worker can decode.
-        before: the index that the sender chose before; -1: none.
-        signature: of the layout that the worker has; empty: none.
         ticket: from the last Welcome; empty: none.
 
-    Attributes:
-        state: the current state.
-        version: the newest version that the worker has committed; -1: none.
-        sender_pid: the sender's process id; 0: it has no meaning here.
-        have: the version whose bytes the worker still has, sent with each Fetch; -1: none.
-        maps: whether the worker can read the sender's memory, sent with each Fetch.
+    The other arguments are fields of :class:`~aiosync.protocol.frames.Hello`.
+
     """
 
     inbound = allowed_frames.FROM_SENDER
@@ -76,10 +57,13 @@ class ReceiverSession(Session):
         ticket: bytes = b"",
     ) -> None:
         super().__init__()
+        # Sent with each Fetch; see there.
         self.have = -1
         self.maps = False
         self.state = ReceiverState.GREETING
+        # The newest version that the worker has committed; -1: none.
         self.version = -1
+        # The sender's process id; 0: it has no meaning here.
         self.sender_pid = 0
         self._token = token
         self._ticket = ticket
@@ -108,24 +92,24 @@ class ReceiverSession(Session):
             )
         )
 
-    def receive(self, frame: f.Frame) -> list[ReceiverEvent]:
-        """Take one frame from the sender.
+    def receive(self, frame: f.Frame) -> list[f.Frame]:
+        """Handle one frame from the sender; returns the frames that the caller has to handle.
+
+        These are Accepted (the sender proved that it knows the token), Welcome, Update (to stage and commit),
+        Cut (fetch again), Abort and Bye, whose text is safe to print.
 
         Raises:
             HandshakeError: the sender refused this worker, or does not know the token.
-            ProtocolError: a frame that may not come in this state.
+            ProtocolError: the frame is not allowed in this state.
         """
         match self.state, frame:
             case ReceiverState.FETCHING, f.Update():
                 self.state = ReceiverState.HOLDING
                 self._round = frame.round
-                return [UpdateArrived(frame)]
+                return [frame]
             case ReceiverState.CLOSED, _:
                 return []
-            case (
-                (ReceiverState.GREETING | ReceiverState.PROVING | ReceiverState.JOINING),
-                f.Refused(),
-            ):
+            case ((ReceiverState.GREETING | ReceiverState.PROVING | ReceiverState.JOINING), f.Refused()):
                 self.state = ReceiverState.CLOSED
                 kind = SenderFullError if frame.retry else HandshakeError
                 reason = clean(frame.reason, REASON)
@@ -137,7 +121,7 @@ class ReceiverSession(Session):
             case ReceiverState.JOINING, f.Welcome():
                 self.state = ReceiverState.IDLE
                 self._eager = frame.eager
-                return [Welcomed(frame)]
+                return [frame]
             case ((ReceiverState.IDLE | ReceiverState.HOLDING), f.Notify()):
                 self._notified = True
                 self._fetch_if_wanted()
@@ -147,13 +131,13 @@ class ReceiverSession(Session):
             case ReceiverState.FETCHING, f.Cut():
                 self.state = ReceiverState.IDLE
                 self._wanting = False
-                return [Recalled()]
+                return [frame]
             case _, f.Abort():
-                return [Aborted(frame.joint)]
+                return [frame]
             case _, f.Bye():
                 self.state = ReceiverState.CLOSED
                 self._dropped = frame.dropped
-                return [Left(clean(frame.reason, REASON), frame.dropped, frame.replaced)]
+                return [msgspec.structs.replace(frame, reason=clean(frame.reason, REASON))]
             case _:
                 raise ProtocolError(f"no {type(frame).__name__} frame may come in state {self.state.value}")
 
@@ -179,21 +163,14 @@ class ReceiverSession(Session):
         self._fetch_if_wanted()
 
     def staged(self, *, copied: bool) -> None:
-        """Report that the held update waits to be committed.
-
-        Args:
-            copied: whether the worker no longer reads the sender's memory.
-        """
+        """Report that the held update waits to be committed. ``copied``: in the worker's own memory."""
         if self.state is ReceiverState.HOLDING:
             self.outgoing.append(f.Staged(round=self._round, copied=copied))
 
     def applied(self, version: int, seconds: dict[str, float], *, wanting: bool = False) -> None:
         """Acknowledge the held update, which is committed or was not newer than the current version.
 
-        Args:
-            version: the version that the worker runs on.
-            seconds: duration of each phase.
-            wanting: whether to fetch the next update together with the Ack.
+        ``seconds`` has the duration of each phase. ``wanting``: fetch the next update together with the Ack.
         """
         self.version = max(self.version, version)
         self._wanting |= wanting
@@ -214,12 +191,7 @@ class ReceiverSession(Session):
             self.outgoing.append(nack)
 
     def close(self, reason: str = "", *, dropped: bool = False) -> None:
-        """Send a Bye and close.
-
-        Args:
-            reason: for the sender's messages.
-            dropped: whether this worker still reads the sender's memory.
-        """
+        """Send a Bye and close. ``dropped``: this worker still reads the sender's memory."""
         if self.state not in (ReceiverState.GREETING, ReceiverState.PROVING, ReceiverState.CLOSED):
             self.outgoing.append(f.Bye(reason=reason, dropped=dropped))
         self.state = ReceiverState.CLOSED
@@ -230,7 +202,7 @@ class ReceiverSession(Session):
             self._dropped = False
             self.outgoing.append(f.Bye(reason="the worker has released the sender's memory"))
 
-    def _answer(self, challenge: f.Challenge) -> list[ReceiverEvent]:
+    def _answer(self, challenge: f.Challenge) -> list[f.Frame]:
         if len(challenge.nonce) != NONCE_SIZE:
             raise HandshakeError(f"a nonce has {NONCE_SIZE} bytes, not {len(challenge.nonce)}")
         self._sender_nonce = challenge.nonce
@@ -240,7 +212,7 @@ class ReceiverSession(Session):
         self.outgoing.append(f.Proof(proof=proof, claim=claim))
         return []
 
-    def _verify(self, accepted: f.Accepted) -> list[ReceiverEvent]:
+    def _verify(self, accepted: f.Accepted) -> list[f.Frame]:
         expected = proof_of(self._token, b"sender", self._sender_nonce, self._nonce)
         if not hmac.compare_digest(expected, accepted.proof):
             self.state = ReceiverState.CLOSED
@@ -252,7 +224,7 @@ class ReceiverSession(Session):
         self.state = ReceiverState.JOINING
         self.sender_pid = accepted.pid
         self.outgoing.append(f.Join())
-        return [Verified(accepted.pid)]
+        return [accepted]
 
     def _replies(self) -> bool:
         """End the hold and return whether to answer. The session may have closed while the update was

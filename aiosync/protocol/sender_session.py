@@ -28,26 +28,14 @@ import enum
 import hmac
 import os
 
+import msgspec
+
 from aiosync.errors import HandshakeError, ProtocolError
 from aiosync.protocol import allowed_frames
 from aiosync.protocol import frames as f
-from aiosync.protocol.events import (
-    Applied,
-    Fetched,
-    Greeted,
-    Left,
-    Rejected,
-    SenderEvent,
-    StageDone,
-)
+from aiosync.protocol.nack import printable
 from aiosync.protocol.session import NONCE_SIZE, REASON, Session, proof_of
 from aiosync.protocol.text import clean
-
-_MESSAGE = 8 * 1024
-"""Characters of a worker's error message that are kept."""
-
-_TRACEBACK = 32 * 1024
-"""Characters of a worker's traceback that are kept."""
 
 
 class SenderState(enum.Enum):
@@ -67,14 +55,7 @@ class SenderState(enum.Enum):
 class SenderSession(Session):
     """One worker's session, on the sender.
 
-    Args:
-        token: the secret of both sides.
-        pid: this process's id, which the worker watches; 0: the worker is on another machine.
-
-    Attributes:
-        state: the current state.
-        acked_version: the newest version that the worker has acknowledged; -1: none.
-        leased_round: round of the update that was offered last; -1: none.
+    ``pid`` is this process's id, which the worker watches; 0: the worker is on another machine.
     """
 
     inbound = allowed_frames.FROM_WORKER
@@ -82,7 +63,9 @@ class SenderSession(Session):
     def __init__(self, token: bytes, pid: int = 0) -> None:
         super().__init__()
         self.state = SenderState.GREETING
+        # The newest version that the worker has acknowledged; -1: none.
         self.acked_version = -1
+        # Round of the update that was offered last; -1: none.
         self.leased_round = -1
         self._leased_version = -1
         self._token = token
@@ -101,8 +84,12 @@ class SenderSession(Session):
         strangers = SenderState.GREETING, SenderState.PROVING, SenderState.CLOSED
         return self.state not in strangers
 
-    def receive(self, frame: f.Frame) -> list[SenderEvent]:
-        """Handle one frame from the worker; returns the resulting events.
+    def receive(self, frame: f.Frame) -> list[f.Frame]:
+        """Handle one frame from the worker; returns the frames that the caller has to handle.
+
+        These are the Hello of a worker that has proved that it knows the token (answer it with
+        :meth:`welcome` or :meth:`refuse`), Fetch (answer it with :meth:`offer`), Staged, Ack, Nack and Bye.
+        An Ack's own Fetch follows it. Texts are safe to print.
 
         Raises:
             HandshakeError: the worker has another protocol version or does not know the token.
@@ -111,13 +98,12 @@ class SenderSession(Session):
         match self.state, frame:
             case SenderState.LEASED, f.Ack() if frame.round == self.leased_round:
                 self._check_offered(frame)
-                applied = Applied(frame.round, frame.version, frame.seconds)
                 self.acked_version = frame.version
                 if frame.fetch is None:
                     self._end_lease()
-                    return [applied]
+                    return [frame]
                 self.state = SenderState.READY
-                return [applied, Fetched(frame.fetch.have, frame.fetch.maps)]
+                return [frame, frame.fetch]
             case SenderState.CLOSED, _:
                 return []
             case SenderState.GREETING, f.Hello():
@@ -128,20 +114,20 @@ class SenderSession(Session):
                 return self._greeted()
             case _, f.Bye():
                 self.state = SenderState.CLOSED
-                return [Left(clean(frame.reason, REASON), frame.dropped)]
+                return [msgspec.structs.replace(frame, reason=clean(frame.reason, REASON))]
             case ((SenderState.NOTIFIED | SenderState.IDLE | SenderState.LEASED), f.Fetch()):
                 self.state = SenderState.READY
-                return [Fetched(frame.have, frame.maps)]
+                return [frame]
             case SenderState.LEASED, f.Staged() if frame.round == self.leased_round:
-                return [StageDone(frame.round, frame.copied)]
+                return [frame]
             case SenderState.LEASED, f.Nack() if frame.round == self.leased_round:
                 self._check_offered(frame)
                 if frame.kind == "below":
                     self.acked_version = frame.version
                 self._end_lease()
-                return [Rejected(_cleaned(frame))]
+                return [printable(frame)]
             case ((SenderState.IDLE | SenderState.NOTIFIED), f.Nack()) if self.leased_round < 0:
-                return [Rejected(_cleaned(frame))]  # of the layout
+                return [printable(frame)]  # of the layout
             case _:
                 raise ProtocolError(f"no {type(frame).__name__} frame may come in state {self.state.value}")
 
@@ -189,11 +175,7 @@ class SenderSession(Session):
         self.outgoing.append(update)
 
     def recall(self, *, again: bool) -> None:
-        """Cancel the offered update before all of it was sent.
-
-        Args:
-            again: whether the worker may fetch the update, or a newer one, now.
-        """
+        """Cancel the offered update before all of it was sent. ``again``: the worker may fetch now."""
         self._expect(SenderState.LEASED)
         self.state = SenderState.IDLE
         self._notified = False
@@ -211,7 +193,7 @@ class SenderSession(Session):
             self.outgoing.append(f.Bye(reason=reason, dropped=dropped, replaced=replaced))
         self.state = SenderState.CLOSED
 
-    def _challenge(self, hello: f.Hello) -> list[SenderEvent]:
+    def _challenge(self, hello: f.Hello) -> list[f.Frame]:
         if hello.protocol != f.PROTOCOL_VERSION:
             raise HandshakeError(
                 f"worker {hello.worker} speaks protocol {hello.protocol}, this side {f.PROTOCOL_VERSION}"
@@ -224,7 +206,7 @@ class SenderSession(Session):
         self.outgoing.append(f.Challenge(nonce=self._nonce))
         return []
 
-    def _verify(self, answer: f.Proof) -> list[SenderEvent]:
+    def _verify(self, answer: f.Proof) -> list[f.Frame]:
         hello = self._hello
         assert hello is not None
         expected = proof_of(self._token, b"worker", hello.nonce, self._nonce)
@@ -241,10 +223,10 @@ class SenderSession(Session):
         self.outgoing.append(f.Accepted(proof=proof, pid=self._pid))
         return []
 
-    def _greeted(self) -> list[SenderEvent]:
+    def _greeted(self) -> list[f.Frame]:
         assert self._hello is not None
         self.state = SenderState.WELCOMING
-        return [Greeted(self._hello)]
+        return [self._hello]
 
     def _check_offered(self, answer: f.Ack | f.Nack) -> None:
         if answer.version != self._leased_version:
@@ -253,7 +235,7 @@ class SenderSession(Session):
             )
 
     def _end_lease(self) -> None:
-        """Go on after an answer: notify the worker if there is a newer round."""
+        """Continue after an answer: notify the worker if there is a newer round."""
         self.state = SenderState.IDLE
         if self._notified:
             self.state = SenderState.NOTIFIED
@@ -267,23 +249,3 @@ class SenderSession(Session):
     def _expect(self, state: SenderState) -> None:
         if self.state is not state:
             raise ProtocolError(f"expected state {state.value}, got {self.state.value}")
-
-
-def _cleaned(nack: f.Nack) -> f.Nack:
-    """Return the Nack with texts that are safe to print."""
-
-    def short(text: str) -> str:
-        return clean(text, f.MAX_TEXT)
-
-    return f.Nack(
-        round=nack.round,
-        version=nack.version,
-        kind=nack.kind,
-        error_type=short(nack.error_type),
-        message=clean(nack.message, _MESSAGE, lines=True),
-        traceback=clean(nack.traceback, _TRACEBACK, lines=True, keep_end=True),
-        missing=[short(name) for name in nack.missing],
-        unexpected=[short(name) for name in nack.unexpected],
-        differing={short(n): (short(a), short(b)) for n, (a, b) in nack.differing.items()},
-        omitted=nack.omitted,
-    )

@@ -1,7 +1,8 @@
 """The base of both sessions: which frames are allowed when, on each side of one connection.
 
-Sessions do no I/O. ``receive`` handles a frame that arrived and returns events. The other methods report what
-happened on this side. :meth:`Session.frames_to_send` returns the frames to send.
+Sessions do no I/O. ``receive`` handles a frame that arrived, and returns what is left for the caller to
+handle. The other methods report what happened on this side. :meth:`Session.frames_to_send` returns the frames
+to send.
 """
 
 from __future__ import annotations
@@ -33,16 +34,13 @@ def proof_of(key: bytes, role: bytes, mine: bytes, theirs: bytes) -> bytes:
 
 
 class Session:
-    """The common part of both sessions.
-
-    Attributes:
-        outgoing: the frames to send now, in order.
-        inbound: the frames that the peer may send after its authentication.
-    """
+    """The common part of both sessions."""
 
     inbound: ClassVar[allowed_frames.Inbound]
+    """The frames that the peer may send after its authentication."""
 
     def __init__(self) -> None:
+        # The frames to send now, in order.
         self.outgoing: list[f.Frame] = []
 
     def frames_to_send(self) -> list[f.Frame]:

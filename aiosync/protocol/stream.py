@@ -64,17 +64,15 @@ class StreamDecoder:
     its body is complete, and a Cut when the body is cancelled. Frames between the chunks are returned after
     it. After an error the decoder is unusable.
 
-    Attributes:
-        inbound: the frames that the peer may send.
-        framed: total size in bytes of the frames decoded so far.
-        sink: receives the bodies; None: no update may come.
-        bare: whether updates have no bodies.
     """
 
     def __init__(self, inbound: allowed_frames.Inbound = allowed_frames.GREETING) -> None:
         self.inbound = inbound
+        # Total size in bytes of the frames decoded so far.
         self.framed = 0
+        # Receives the bodies; None: no update may come.
         self.sink: BodySink | None = None
+        # Whether updates have no bodies.
         self.bare = False
         self._scratch = bytearray(framing.HEADER_SIZE + allowed_frames.MAX_GREETING)
         # The received bytes in ``_scratch`` that have not been decoded.

@@ -6,10 +6,7 @@ from __future__ import annotations
 def cut(text: str, limit: int, *, keep_end: bool = False) -> str:
     """Return at most ``limit`` characters of ``text``, with a note of how many are omitted.
 
-    Args:
-        text: any text.
-        limit: characters, note included; at least 40.
-        keep_end: whether to keep the end of the text rather than its beginning.
+    The note counts too, so ``limit`` is at least 40. ``keep_end``: keep the text's end, not its beginning.
     """
     if len(text) <= limit:
         return text
@@ -24,11 +21,7 @@ def clean(text: str, limit: int, *, lines: bool = False, keep_end: bool = False)
     A newline could forge a line of a log, and an escape sequence could control the reader's terminal. They
     are escaped as in a Python string literal.
 
-    Args:
-        text: text from a peer.
-        limit: characters, before they are escaped.
-        lines: whether newlines and tabs stay, as in a traceback.
-        keep_end: whether to keep the end of the text rather than its beginning.
+    ``limit`` counts characters before they are escaped. ``lines``: newlines and tabs stay, as in a traceback.
     """
     text = cut(text, limit, keep_end=keep_end)
     if text.isprintable():

@@ -85,8 +85,7 @@ class SenderConnection:
         if self.transport.secret is not None:
             self._token = self.transport.secret
             self.session = self._new_session()
-        welcomed = await self.transport.setup_connection_and_weights_on_receiver(self.session, deadline)
-        return welcomed.welcome
+        return await self.transport.setup_connection_and_weights_on_receiver(self.session, deadline)
 
     def adopt(self, welcome: Welcome) -> bool:
         """Follow this sender from now on. Return whether it is another one than before."""

@@ -20,8 +20,7 @@ from aiosync._endpoint import Endpoint, HomeLoop, OpenCalls
 from aiosync._options import OnSenderClose
 from aiosync.errors import NotConnectedError, ProtocolError, WorkerLostError
 from aiosync.events import EventSource, SchemeStats
-from aiosync.protocol.events import Left
-from aiosync.protocol.frames import Frame
+from aiosync.protocol.frames import Bye, Frame
 from aiosync.receiver.applier import WeightApplier
 from aiosync.receiver.connection import Connector, SenderConnection
 from aiosync.receiver.listeners import ReceiverReporter, UpdateListener
@@ -184,11 +183,11 @@ class WeightReceiver(Endpoint):
             raise
         for event in events:
             match event:
-                case Left(reason=reason, replaced=True):
+                case Bye(reason=reason, replaced=True):
                     self._end(reason, lost=True)
-                case Left(reason=reason, dropped=True):
+                case Bye(reason=reason, dropped=True):
                     self.connection_lost(reason)
-                case Left(reason=reason):
+                case Bye(reason=reason):
                     self._sender_closed(reason or "the sender has closed")
                 case _:
                     self._handler.handle(event)

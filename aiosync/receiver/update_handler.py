@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 
 from aiosync.events import EventSource, SchemeStats
-from aiosync.protocol.events import Aborted, Recalled, ReceiverEvent, UpdateArrived
-from aiosync.protocol.frames import Update
+from aiosync.protocol.frames import Abort, Cut, Frame, Update
 from aiosync.protocol.nack import nack_of
 from aiosync.receiver.connection import SenderConnection
 from aiosync.receiver.joint_commit import give_up
@@ -61,18 +60,18 @@ class UpdateHandler:
         self._reporter = reporter
         self._events = events
 
-    def handle(self, event: ReceiverEvent) -> None:
+    def handle(self, event: Frame) -> None:
         """Handle an event of the session that concerns updates.
 
         Raises:
             ProtocolError: an Update frame does not say where the update lies.
         """
         match event:
-            case UpdateArrived(update=update):
-                self._arrived(update)
-            case Recalled():
+            case Update():
+                self._arrived(event)
+            case Cut():
                 self.tell_state()
-            case Aborted(joint=joint):
+            case Abort(joint=joint):
                 give_up(joint, self._connection.worker, "the sender called it off")
             case _:
                 pass

@@ -68,8 +68,8 @@ class Admission:
         admitted = False
         try:
             deadline = transport.greeting or Deadline.after(self._listener.patience)
-            greeted = await transport.setup_connection_and_weights_on_sender(session, deadline)
-            refusal = self._admit(greeted.hello, transport, session)
+            hello = await transport.setup_connection_and_weights_on_sender(session, deadline)
+            refusal = self._admit(hello, transport, session)
             admitted = refusal is None
             if refusal is not None:
                 session.refuse(refusal.reason, retry=refusal.retry)

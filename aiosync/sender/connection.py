@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aiosync.errors import ProtocolError
-from aiosync.protocol.events import Applied, Fetched, Left, Rejected, SenderEvent, StageDone
-from aiosync.protocol.frames import Frame, Joint, Update, Welcome
+from aiosync.protocol.frames import Ack, Bye, Fetch, Frame, Joint, Nack, Staged, Update, Welcome
 from aiosync.protocol.sender_session import SenderSession, SenderState
 from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.base import MemoryAccess, OutboundTransfer, ProgressWatch
@@ -74,7 +73,7 @@ class WorkerConnection:
         self._current: SlotVersion | None = None
         self._current_lease: Lease | None = None
         # The worker's last Fetch: the version whose bytes it has, and whether it can read our memory.
-        self._fetched = Fetched()
+        self._fetched = Fetch()
         # Finds out whether the worker hangs while a version is in flight.
         self._progress = ProgressWatch(outbound, self.mark_unresponsive)
         # The worker has not answered for a while, or missed a deadline.
@@ -134,33 +133,33 @@ class WorkerConnection:
         self.died = True
         self.connection_lost(f"its process {self.pid} has ended")
 
-    def _handle(self, event: SenderEvent) -> None:
+    def _handle(self, event: Frame) -> None:
         match event:
-            case Applied():
+            case Ack():
                 first = self._current is None
                 if self.notified is not None:
                     self._clear_notified()
                 self._answered(accepted=True)
                 self._registry.acknowledged(self, event, first=first)
-            case Fetched():
+            case Fetch():
                 self._fetched = event
                 if self._in_flight is not None:  # the worker gives back what it has not answered for
                     self._keep_notified(self._in_flight)
                     self._answered(accepted=False)
                 if self.notified is not None:
                     self.offer_next()
-            case StageDone(copied=copied):
+            case Staged(copied=copied):
                 self.staged = True
                 if copied:
                     self._copied()
-            case Rejected(nack=nack):
-                below = nack.kind == "below"  # a relay has the version, a worker below it refused
+            case Nack(kind=kind):
+                below = kind == "below"  # a relay has the version, a worker below it refused
                 if not below:
                     self._cancel_joint(self._in_flight)
                 self._clear_notified()
                 self._answered(accepted=below)
-                self._registry.refused(self, nack)
-            case Left(reason=reason, dropped=dropped):
+                self._registry.refused(self, event)
+            case Bye(reason=reason, dropped=dropped):
                 # A worker that says that it was dropped has not released what it reads.
                 self._registry.lost(self, reason or "it closed its side", orderly=not dropped)
             case _:

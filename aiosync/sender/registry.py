@@ -12,8 +12,7 @@ from typing import TypeAlias
 from aiosync._deadline import DeadlineTimer
 from aiosync.errors import UnknownWorkerError, WorkerLostError
 from aiosync.events import EventKind, EventSource, SchemeStats, logger
-from aiosync.protocol.events import Applied
-from aiosync.protocol.frames import Hello, Joint, Nack
+from aiosync.protocol.frames import Ack, Hello, Joint, Nack
 from aiosync.protocol.nack import remote_error
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.reports import WorkerReport, WorkerState
@@ -255,7 +254,7 @@ class WorkerRegistry:
 
     # -- outcomes of connections --------------------------------------------------------------------
 
-    def acknowledged(self, connection: WorkerConnection, event: Applied, *, first: bool) -> None:
+    def acknowledged(self, connection: WorkerConnection, event: Ack, *, first: bool) -> None:
         """The worker runs on a version; ``first``: its first over this connection."""
         if first:
             self.joined.set()

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from aiosync.protocol.events import Fetched
-from aiosync.protocol.frames import Update
+from aiosync.protocol.frames import Fetch, Update
 from aiosync.transfer.slots import SlotVersion
 from aiosync.transports.base import Transport
 from aiosync.weights.arena import Slot
@@ -151,7 +150,7 @@ class OutboundTransfer(ABC):
     carries = True
 
     @abstractmethod
-    def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
+    def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:
         """What the Update frame says of this transfer, as msgpack can carry it.
 
         Args:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from aiosync.errors import ProtocolError
-from aiosync.protocol.events import Fetched
-from aiosync.protocol.frames import Update
+from aiosync.protocol.frames import Fetch, Update
 from aiosync.protocol.payloads import MappedPayload, decode, encode
 from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Transfer
 from aiosync.transfer.slots import SlotVersion
@@ -90,7 +89,7 @@ class MappedOutbound(OutboundTransfer):
         """Whether the version is whole."""
         return published.copying is None or published.copying.whole
 
-    def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
+    def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:
         pool, before = self._group.pool, self._announced
         if pool.revision == self._revision:
             return {"slot": published.slot.index}  # what encode() makes of it, in a fifth of the time

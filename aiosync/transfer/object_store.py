@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from aiosync.errors import ProtocolError
-from aiosync.protocol.events import Fetched
-from aiosync.protocol.frames import Update
+from aiosync.protocol.frames import Fetch, Update
 from aiosync.protocol.payloads import InlinePayload, ObjectPayload, decode_either, encode
 from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Transfer
 from aiosync.transfer.mapped import MappedInbound, MappedOutbound
@@ -192,7 +191,7 @@ class ObjectStoreOutbound(OutboundTransfer):
         self._connection.offer_next()
         self._stored = None
 
-    def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
+    def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:
         return encode(ObjectPayload(self.publisher.name, self.publisher.number))
 
     def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from aiosync.errors import ProtocolError, WorkerLostError
-from aiosync.protocol.events import Fetched
-from aiosync.protocol.frames import Update
+from aiosync.protocol.frames import Fetch, Update
 from aiosync.protocol.payloads import InlinePayload, ProcessGroupPayload, decode_either, encode
 from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Transfer
 from aiosync.transfer.broadcast import BroadcastGroup, send_by, tag_of
@@ -104,7 +103,7 @@ class InlineOutbound(OutboundTransfer):
 
     group: WorkerGroup
 
-    def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
+    def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:
         buffer = published.slot.segment.buffer[: self.group.pool.layout.nbytes]
         return encode(InlinePayload(buffer.numpy().tobytes()))
 
@@ -121,7 +120,7 @@ class ProcessGroupOutbound(OutboundTransfer):
     key: str  # names the process group that has only the sender and this worker
     member: ProcessGroupMember  # the sender's member of it
 
-    def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
+    def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:
         return encode(ProcessGroupPayload(self.key, rank=1, size=2))
 
     def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
@@ -157,7 +156,7 @@ class BroadcastOutbound(ProcessGroupOutbound):
     def can_start(self, published: SlotVersion) -> bool:
         return self.broadcast.can_start(published)
 
-    def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
+    def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:
         if self.broadcast.broadcasts(published):
             return encode(self.broadcast.payload(self._connection.worker))
         return super().payload(published, fetched)

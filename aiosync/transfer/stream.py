@@ -19,8 +19,7 @@ from torch import Tensor
 
 from aiosync.errors import ArenaAllocationError, ProtocolError
 from aiosync.protocol import framing, payloads
-from aiosync.protocol.events import Fetched
-from aiosync.protocol.frames import Chunk, End, Update
+from aiosync.protocol.frames import Chunk, End, Fetch, Update
 from aiosync.protocol.payloads import StreamPayload
 from aiosync.protocol.stream import BLOCK, block_count
 from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Transfer
@@ -162,7 +161,7 @@ class StreamOutbound(OutboundTransfer):
         if self.codec not in codecs:
             self.codec = "full"
 
-    def payload(self, published: SlotVersion, fetched: Fetched) -> dict[str, Any]:
+    def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:
         have = fetched.have
         partial = self.group.changes.since(have) is not None
         saves_bytes = self.codec == "delta" or have == published.version or partial

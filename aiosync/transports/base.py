@@ -11,8 +11,7 @@ from typing import ClassVar, NoReturn, Protocol, TypeAlias
 from aiosync._deadline import Deadline
 from aiosync.errors import AlreadyConnectedError, FrameError, ProtocolError, WorkerLostError
 from aiosync.protocol.allowed_frames import Inbound
-from aiosync.protocol.events import Greeted, Left, Verified, Welcomed
-from aiosync.protocol.frames import Frame
+from aiosync.protocol.frames import Accepted, Bye, Frame, Hello, Welcome
 from aiosync.protocol.framing import FrameDecoder, encode
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.sender_session import SenderSession
@@ -255,7 +254,7 @@ class Transport(ABC):
 
     async def setup_connection_and_weights_on_sender(
         self, session: SenderSession, deadline: Deadline
-    ) -> Greeted:
+    ) -> Hello:
         """Authenticate the worker, which then waits for its Welcome.
 
         Raises:
@@ -271,15 +270,15 @@ class Transport(ABC):
             finally:
                 self.flush(session)  # sends the reason to a refused worker
             for event in events:
-                if isinstance(event, Left):
+                if isinstance(event, Bye):
                     raise WorkerLostError((), event.reason)
-                if isinstance(event, Greeted):
+                if isinstance(event, Hello):
                     self.trust(session.inbound)
                     return event
 
     async def setup_connection_and_weights_on_receiver(
         self, session: ReceiverSession, deadline: Deadline
-    ) -> Welcomed:
+    ) -> Welcome:
         """Authenticate the sender and wait for its Welcome. After that the worker may fetch the weights.
 
         Raises:
@@ -298,13 +297,13 @@ class Transport(ABC):
                 ) from exc
             events = session.receive(frame)
             for event in events:
-                if isinstance(event, Verified):
+                if isinstance(event, Accepted):
                     self.trust(session.inbound)  # the Welcome may be longer than a greeting
             self.flush(session)
             for event in events:
-                if isinstance(event, Welcomed):
+                if isinstance(event, Welcome):
                     return event
-                if isinstance(event, Left):
+                if isinstance(event, Bye):
                     raise WorkerLostError((), f"it ended the handshake: {event.reason}")
 
     def flush(self, session: SenderSession | ReceiverSession) -> None:

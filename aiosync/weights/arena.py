@@ -58,10 +58,6 @@ class LentViews:
     If a user calls ``share_memory_()`` on a parameter, or puts it into a ``torch.multiprocessing`` queue,
     torch moves its storage into other memory. Such a tensor is made again before the slot is used again.
     Otherwise the next version in this slot would show the old values.
-
-    Args:
-        layout: the layout of the memory.
-        buffer: the memory; see :meth:`Layout.views`.
     """
 
     def __init__(self, layout: Layout, buffer: Tensor) -> None:
@@ -92,24 +88,15 @@ class LentViews:
 
 
 class LentTensors(dict[str, Tensor]):
-    """Entry name -> tensor.
+    """Entry name -> tensor."""
 
-    Attributes:
-        matched: (mark, result) that a binding has cached, so that the next commit of the same slot does not
-            compute the result again. The mark identifies the binding and its state.
-    """
-
+    # (mark, result) that a binding has cached, so that the next commit of the same slot does not compute the
+    # result again. The mark identifies the binding and its state.
     matched: tuple[object, Any] | None = None
 
 
 class Arena:
-    """Slots of one layout, and their memory.
-
-    Args:
-        layout: what a slot holds.
-        allocate: takes a number of bytes and returns a segment of at least that many.
-        max_slots: how many slots there may be at a time.
-    """
+    """Slots of one layout, and their memory. ``allocate`` returns a segment of at least so many bytes."""
 
     def __init__(self, layout: Layout, allocate: Callable[[int], Segment], max_slots: int = 3) -> None:
         self.layout = layout

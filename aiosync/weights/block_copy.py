@@ -54,8 +54,7 @@ class BlockCopy(Filling):
     ahead of the sending threads, as long as they are fast.
 
     Args:
-        buffer: 1-D uint8, in CPU memory.
-        nbytes: bytes of the buffer that are in use.
+        buffer: 1-D uint8, in CPU memory; its first ``nbytes`` bytes are in use.
         pairs: (view of the buffer, source). The constructor copies those that ``memmove`` cannot copy.
         block: size of a block in bytes.
         checked: whether to compute checksums.
@@ -87,7 +86,6 @@ class BlockCopy(Filling):
         self._give_way = ProcessorYielder()
 
     def ready(self, block: int) -> bool:
-        """Copy up to ``block`` and return true."""
         self._asked = max(self._asked, block)
         self._waiting = True
         self._copy_up_to(block)
@@ -101,11 +99,7 @@ class BlockCopy(Filling):
         return len(self._checksums) * self._block >= len(self._memory)
 
     def complete(self, *, paced: bool) -> None:
-        """Copy all blocks.
-
-        Args:
-            paced: whether to stay only a few blocks ahead of the threads that ask for blocks.
-        """
+        """Copy all blocks. ``paced``: stay only a few blocks ahead of the threads that ask for blocks."""
         last = -(-len(self._memory) // self._block) - 1
         while paced and len(self._checksums) <= last:
             self._nearer.clear()
@@ -125,8 +119,7 @@ class BlockCopy(Filling):
         return self._checksums[block]
 
     def on_more(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` at once: :meth:`ready` always returns true."""
-        callback()
+        callback()  # at once: ready() always returns true
 
     def _copy_up_to(self, block: int) -> None:
         done = self._checksums
@@ -136,9 +129,8 @@ class BlockCopy(Filling):
                 if len(done) <= block:
                     self._copy_until(self._start + begin + self._block)
                     copied = self._memory[begin : begin + self._block]
-                    done.append(
-                        checksum_of(copied) if self._checked else 0
-                    )  # the block is still in the cache
+                    # The block is still in the cache.
+                    done.append(checksum_of(copied) if self._checked else 0)
             self._give_way()
 
     def _copy_until(self, end: int) -> None:

@@ -59,13 +59,9 @@ def check_codec(codec: str) -> None:
 
 
 def encode(codec: Codec, block: memoryview, base: memoryview | None, width: int) -> tuple[str, Any] | None:
-    """Encode a block.
+    """Encode a block, whose length is a multiple of the elements' ``width`` in bytes.
 
-    Args:
-        codec: the codec.
-        block: the block's bytes, a multiple of ``width``.
-        base: the same block of a version that the other side has; None: there is none.
-        width: bytes of an element.
+    ``base`` is the same block of a version that the other side has; None: there is none.
 
     Returns:
         The encoding's name and the encoded bytes; ``("raw", block)`` if encoding does not make the block
@@ -83,13 +79,9 @@ def encode(codec: Codec, block: memoryview, base: memoryview | None, width: int)
 
 
 def decode(encoding: str, data: memoryview, block: memoryview, base: memoryview | None) -> None:
-    """Write the decoded block into ``block``.
+    """Decode ``data`` into ``block``, which has the block's length.
 
-    Args:
-        encoding: the encoding's name.
-        data: the encoded bytes.
-        block: where to write; its length is the block's.
-        base: the same block of the version that the sender encoded against; None: there is none.
+    ``base`` is the same block of the version that the sender encoded against; None: there is none.
 
     Raises:
         ProtocolError: the encoding is unknown, or ``data`` is invalid.
@@ -147,11 +139,7 @@ def _compress(data: NDArray[np.uint8]) -> bytes:
 
 
 def _decompress(data: memoryview, size: int) -> NDArray[np.uint8]:
-    """Decompress ``data``, which must give ``size`` bytes. No more memory than that is allocated.
-
-    Raises:
-        ProtocolError: ``data`` is invalid, or gives another size.
-    """
+    """Decompress ``data``, which must give ``size`` bytes. No more memory than that is allocated."""
     import zstandard
 
     try:

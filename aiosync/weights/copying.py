@@ -56,9 +56,6 @@ def nbytes_of(tensors: Iterable[Tensor]) -> int:
 def copy_pairs(pairs: Pairs) -> None:
     """Copy each second tensor into the first, converting dtype and device.
 
-    Args:
-        pairs: (destination, source) of equal shapes.
-
     Raises:
         InvalidArgumentError: the shapes differ, or a source's memory was freed.
     """
@@ -176,9 +173,8 @@ def _check_memory(source: Tensor) -> None:
 
 def _is_plain(destination: Tensor, source: Tensor) -> bool:
     """Return whether ``memmove`` can copy the tensor and the tensor is large enough to be divided."""
-    return (
-        destination.nbytes > INLINE_LIMIT and _is_memory_alike(destination, source) and source.data_ptr() != 0
-    )
+    large = destination.nbytes > INLINE_LIMIT
+    return large and _is_memory_alike(destination, source) and source.data_ptr() != 0
 
 
 def _is_memory_alike(destination: Tensor, source: Tensor) -> bool:
@@ -229,11 +225,7 @@ def _copy_ranges(alive: Pairs, ranges: Sequence[Range], cancelled: Callable[[], 
 
 
 def copy_with_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
-    """Copy with torch's kernels; returns false if ``cancelled()`` ended the copy early.
-
-    Raises:
-        InvalidArgumentError: a source's memory was freed.
-    """
+    """Copy with torch's kernels; returns false if ``cancelled()`` ended the copy early."""
     for _, source in pairs:
         _check_memory(source)
     with torch.no_grad():
@@ -252,7 +244,7 @@ def _await_devices(pairs: Pairs) -> None:
 
 
 def _batches(pairs: Pairs) -> Iterator[Pairs]:
-    if sum(destination.nbytes for destination, _ in pairs) <= _PIECE:
+    if nbytes_of(destination for destination, _ in pairs) <= _PIECE:
         if pairs:
             yield pairs
         return

@@ -24,11 +24,9 @@ _Path: TypeAlias = "tuple[str, ...]"
 
 
 def flatten_extra(root: str, state: object) -> dict[str, Tensor]:
-    """Return the named tensors of an extra state. None and empty mappings give no tensors.
+    """Return the named tensors of an extra state with the name ``root``, such as ``net.__extra_state__``.
 
-    Args:
-        root: the extra state's name, such as ``net.__extra_state__``.
-        state: the extra state.
+    None and empty mappings give no tensors.
 
     Raises:
         UnsupportedTensorError: a value is not a tensor, a number or a mapping of those.
@@ -132,9 +130,6 @@ def applying_extra_state(
         values: named tensors. Names that are not extra state, or of a submodule without extra state, are
             ignored.
         merge: for an update of some names only: whether to keep the other parts of a state.
-
-    Raises:
-        Exception: any exception of a ``set_extra_state``.
     """
     groups: dict[str, dict[str, Tensor]] = {}
     for name, value in values.items():

@@ -134,9 +134,7 @@ def check_sendable(name: str, module: nn.Module) -> None:
     A module that writes other entries into ``state_dict()``, such as packed or quantised weights, would be
     sent incompletely.
 
-    Args:
-        name: the module's dotted name.
-        module: the module. Its children are not checked.
+    The module's children are not checked.
 
     Raises:
         UnsupportedTensorError: the module's own ``_save_to_state_dict`` or a state-dict hook writes an entry

@@ -24,8 +24,7 @@ class Fit:
         whole: whether ``pairs`` has every entry.
         sharded: whether any tensor is a DTensor.
 
-    Raises:
-        As :meth:`Layout.fit`.
+    Raises as :meth:`Layout.fit`.
     """
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], *, strict: bool) -> None:
@@ -63,11 +62,8 @@ class KnownTensors(dict[str, Tensor]):
 
 
 def fit(layout: Layout, tensors: Mapping[str, Tensor], *, strict: bool) -> Fit:
-    """Match a source's tensors to a layout, or return the last match if it is still valid.
-
-    Raises:
-        As :meth:`Layout.fit`.
-    """
+    """Match a source's tensors to a layout, or return the last match if it is still valid. Raises as
+    :meth:`Layout.fit`."""
     if not isinstance(tensors, KnownTensors):
         return Fit(layout, tensors, strict=strict)
     found = tensors.fitted  # read once: another thread may send the same module with another layout

@@ -381,12 +381,9 @@ class Layout:
         Names, shapes and dtypes determine all offsets. They are computed again, and the given offsets must be
         equal. So entries cannot overlap, leave gaps or be misaligned.
 
-        Args:
-            obj: the received layout, as builtins.
-            max_entries: most entries and aliases together.
-
         Raises:
-            ProtocolError: :meth:`to_wire` cannot have returned ``obj``.
+            ProtocolError: there are more than ``max_entries`` entries and aliases, or :meth:`to_wire` cannot
+                have returned ``obj``.
         """
         decoded = decode_layout(obj, max_entries=max_entries)
         layout = cls(decoded.specs, decoded.aliases)

@@ -24,17 +24,9 @@ _MANY = 256
 
 
 class PrivateMapping:
-    """A private mapping of a file's first bytes.
+    """A private mapping of a file's first bytes. The file's descriptor may be closed afterwards.
 
-    Args:
-        fd: the file's descriptor. It may be closed afterwards.
-        nbytes: how many bytes to map.
-
-    Attributes:
-        buffer: the bytes, shape ``(nbytes,)``, dtype ``uint8``. It keeps them mapped.
-
-    Raises:
-        OSError: the file cannot be mapped.
+    ``buffer`` has the bytes, shape ``(nbytes,)``, dtype ``uint8``, and keeps them mapped.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -51,9 +43,8 @@ class PrivateMapping:
         """
         for start, nbytes in self._written():
             self._memory.madvise(mmap.MADV_DONTNEED, start, nbytes)
-            self.buffer[
-                start : start + nbytes : _PAGE
-            ].sum()  # maps the pages here, and not in a forward pass
+            # Maps the pages here, and not in a forward pass.
+            self.buffer[start : start + nbytes : _PAGE].sum()
 
     def written(self, ranges: Mapping[str, tuple[int, int]]) -> list[str]:
         """Return the names of the ranges (first byte, number of bytes) whose pages this process may have

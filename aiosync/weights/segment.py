@@ -35,12 +35,7 @@ _WORTH_HUGE_PAGES = 4 << 20
 
 
 class Segment:
-    """A 1-D ``uint8`` tensor, and a handle by which another process can map the same memory.
-
-    Attributes:
-        buffer: the memory, shape ``(nbytes,)``, dtype ``uint8``.
-        handle: argument of :meth:`attach` in another process; None: the memory is private.
-    """
+    """A 1-D ``uint8`` tensor, and a handle by which another process can map the same memory."""
 
     def __init__(
         self,
@@ -49,8 +44,8 @@ class Segment:
         release: Callable[[], None] | None = None,
         mapping: PrivateMapping | None = None,
     ) -> None:
-        self.buffer = buffer
-        self.handle = handle
+        self.buffer = buffer  # shape (nbytes,), dtype uint8
+        self.handle = handle  # argument of attach() in another process; None: the memory is private
         self._release = release
         self._mapping = mapping
 
@@ -122,13 +117,7 @@ class Segment:
         """
         try:
             match handle:
-                case {
-                    "kind": "memfd",
-                    "pid": int(pid),
-                    "fd": int(fd),
-                    "inode": int(inode),
-                    "nbytes": int(n),
-                }:
+                case {"kind": "memfd", "pid": int(pid), "fd": int(fd), "inode": int(inode), "nbytes": int(n)}:
                     return _map_existing(cls, f"/proc/{pid}/fd/{fd}", n, inode, handle, private=private)
                 case {"kind": "file", "path": str(path), "inode": int(inode), "nbytes": int(n)}:
                     return _map_existing(cls, path, n, inode, handle, private=private)
@@ -145,13 +134,8 @@ class Segment:
         """Open a descriptor of another process's shared memory, for reading.
 
         The file may change or be truncated at any time, so its bytes have to be checked. It is not mapped, so
-        it does not outlive the other process.
-
-        Args:
-            pid: id of the process.
-            fd: the file's descriptor in that process.
-            inode: the file's inode.
-            nbytes: the file's least size in bytes.
+        it does not outlive the other process. ``fd`` and ``inode`` name the file in process ``pid``;
+        ``nbytes`` is its least size.
 
         Raises:
             OSError: the file cannot be opened.
@@ -173,11 +157,8 @@ class Segment:
         return opened
 
     def renew(self) -> bool:
-        """Make privately attached memory show the owner's bytes again. Blocking.
-
-        Returns:
-            False if that failed, and the segment has to be attached again.
-        """
+        """Make privately attached memory show the owner's bytes again; returns false if that failed, and the
+        segment has to be attached again. Blocking."""
         try:
             if self._mapping is not None:
                 self._mapping.renew()
@@ -187,10 +168,7 @@ class Segment:
 
     def written(self, ranges: Mapping[str, tuple[int, int]]) -> Collection[str]:
         """Return the names of the parts of privately attached memory that this process may have written.
-
-        Args:
-            ranges: name of a part -> (first byte, number of bytes).
-        """
+        ``ranges``: name of a part -> (first byte, number of bytes)."""
         if self._mapping is None:
             return ()
         return self._mapping.written(ranges)

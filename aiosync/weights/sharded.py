@@ -19,14 +19,8 @@ from aiosync.errors import GatherError, InvalidArgumentError
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A part of a tensor.
-
-    Attributes:
-        whole: the whole tensor's shape.
-        offset: the part's first index in each dimension.
-        shape: the part's shape.
-        dtype: the tensor's dtype, as text.
-    """
+    """A part of a tensor: the whole tensor's shape, the part's first index in each dimension, the part's
+    shape, and the dtype as text."""
 
     whole: tuple[int, ...]
     offset: tuple[int, ...]

@@ -118,21 +118,14 @@ def get_strategy(name: str | WeightStrategy) -> WeightStrategy:
 
 
 def to_state_dict(weights: WeightSource) -> dict[str, Tensor]:
-    """Return weights in any form as a flat dict with dotted keys. The tensors are detached and share memory.
-
-    Raises:
-        As :func:`~aiosync.weights.named_tensors`.
-    """
+    """Return weights in any form as a flat dict with dotted keys. The tensors are detached and share
+    memory. Raises as :func:`~aiosync.weights.named_tensors`."""
     return named_tensors(weights)
 
 
 def to_tensordict(weights: WeightSource) -> TensorDictBase:
     """Return weights in any form as a nested TensorDict of batch size ``[]``, detached and sharing memory.
-
-    Raises:
-        InvalidArgumentError: a name is both a tensor and the start of another name; or as
-            :func:`~aiosync.weights.named_tensors`.
-    """
+    Raises as :func:`~aiosync.weights.named_tensors` and :func:`nested_tensordict`."""
     return nested_tensordict(named_tensors(weights))
 
 
@@ -166,11 +159,7 @@ def _placeable(values: dict[str, Tensor], slots: Mapping[str, Slot]) -> dict[str
 
 
 def _check(
-    values: Mapping[str, Tensor],
-    slots: Mapping[str, Slot],
-    optional: frozenset[str],
-    *,
-    strict: bool,
+    values: Mapping[str, Tensor], slots: Mapping[str, Slot], optional: frozenset[str], *, strict: bool
 ) -> None:
     tensors = {name: slot.tensor for name, slot in slots.items()}
     Layout.of(values).check_receiver(tensors, optional=optional, strict=strict)

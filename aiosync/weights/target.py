@@ -63,11 +63,7 @@ def receiver_tensors(destination: WeightTarget) -> dict[str, Tensor]:
 
 
 def receiver_slots(destination: WeightTarget) -> list[Slot]:
-    """Return all slots of the destination, aliases included.
-
-    Raises:
-        As :func:`receiver_tensors`.
-    """
+    """Return all slots of the destination, aliases included. Raises as :func:`receiver_tensors`."""
     if isinstance(destination, TensorDictBase | MutableMapping):
         slots = list(_mapping_slots(destination, ""))
     elif isinstance(destination, nn.Module):
@@ -132,10 +128,11 @@ def write(pairs: list[tuple[Slot, Tensor]], *, inplace: bool) -> None:
     values.
 
     All memory is allocated before anything is changed. Parameters stay the same objects. Those on ``meta``
-    are allocated on the value's device, and stay the same objects if torch can do that.
+    are allocated on the value's device, and stay the same objects if torch can do that. Values are only read,
+    and not kept.
 
     Args:
-        pairs: (slot, value). Values are only read, and not kept.
+        pairs: (slot, value).
         inplace: whether to write into the existing memory. If not, each tensor is pointed at new memory, and
             code that keeps the old memory sees the old values.
     """
@@ -230,8 +227,7 @@ def place_of(tensor: Tensor) -> tuple[int, Look]:
 
 
 def overlapping(targets: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors whose memory overlaps but is not the same. (Tensors over the same memory
-    are tied.)"""
+    """Return the names of tensors whose memory overlaps but is not the same (those are tied)."""
     found: list[str] = []
     end, last, key = 0, "", None
     memory = {name: target for name, target in targets.items() if target.numel() and not target.is_meta}
@@ -271,12 +267,9 @@ def as_inference(view: Tensor) -> Tensor:
 
 
 def write_into(target: Tensor, view: Tensor, undo: ExitStack | None) -> None:
-    """Copy ``view`` into the memory of ``target``.
+    """Copy ``view`` into the memory of ``target``, which has the same shape.
 
-    Args:
-        target: a tensor of a module.
-        view: a tensor of the same shape.
-        undo: gets a callback that restores ``target``; None: nothing is saved.
+    ``undo`` gets a callback that restores ``target``; None: nothing is saved.
     """
     # A tensor made in inference mode can be written only in that mode.
     with torch.inference_mode() if target.is_inference() else nullcontext():

@@ -60,15 +60,10 @@ def describe(tensor: Tensor) -> str:
 
 
 def check_dense(name: str, tensor: object, *, allow_meta: bool = True) -> None:
-    """Check that ``tensor`` is a tensor with strided memory and a dtype that can be sent.
-
-    Args:
-        name: the tensor's name, for the error.
-        tensor: the object to check.
-        allow_meta: whether the tensor may be on ``meta``.
+    """Check that ``tensor`` is a tensor with strided memory, or on ``meta``, of a dtype that can be sent.
 
     Raises:
-        UnsupportedTensorError: it is not. The error says what it is and what to do instead.
+        UnsupportedTensorError: it is not. The error says what ``name`` is and what to do instead.
     """
     # The fast path for almost every weight: this function runs for each tensor on each send.
     if (
@@ -147,11 +142,7 @@ def _same_bits(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
 
 
 def check_tied(tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
-    """Check that tied names have equal bits.
-
-    Args:
-        tensors: names -> values. Missing names are ignored.
-        ties: alias -> primary name, such as :attr:`Layout.aliases`.
+    """Check that tied names have equal bits. Missing names are ignored. ``ties``: alias -> primary name.
 
     Raises:
         LayoutMismatchError: tied names have different values.

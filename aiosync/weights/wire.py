@@ -20,27 +20,17 @@ _FIELDS = {"entries", "aliases", "nbytes"}
 
 
 class Decoded(NamedTuple):
-    """A peer's layout, each part valid by itself.
-
-    Attributes:
-        specs: name, shape and dtype of each entry.
-        aliases: alias -> name of its entry.
-        places: ``(offset, nbytes)`` of each entry. :class:`Layout` checks them.
-        nbytes: size of the buffer in bytes.
-    """
+    """A peer's layout, each part valid by itself."""
 
     specs: list[Spec]
     aliases: dict[str, str]
     places: list[tuple[int, int]]
+    """``(offset, nbytes)`` of each entry. :class:`Layout` checks them."""
     nbytes: int
 
 
 def decode_layout(obj: object, *, max_entries: int) -> Decoded:
-    """Check the types and ranges of all values in a layout.
-
-    Args:
-        obj: the received layout, as builtins.
-        max_entries: most entries and aliases together.
+    """Check the types and ranges of all values in a layout, which was received as builtins.
 
     Raises:
         ProtocolError: a type is wrong, a dtype is unknown, a size is out of range, a name appears twice, an

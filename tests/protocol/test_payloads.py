@@ -46,7 +46,7 @@ def test_whatever_comes_is_a_payload_or_a_protocol_error(found: dict[str, Any], 
         assert isinstance(payload, type(like))
 
 
-def test_the_struct_is_told_by_its_first_field() -> None:
+def test_the_first_field_says_which_struct() -> None:
     either = p.ProcessGroupPayload, p.InlinePayload
     assert isinstance(p.decode_either({"bytes": b"w"}, *either), p.InlinePayload)
     assert isinstance(p.decode_either({"group": "k", "rank": 1, "size": 2}, *either), p.ProcessGroupPayload)

@@ -175,7 +175,7 @@ def test_frames_out_of_place(frames: list[f.Frame]) -> None:
         decoder.feed(b"".join(map(framing.encode, frames)))
 
 
-def test_nobody_is_sent_weights_who_did_not_ask() -> None:
+def test_only_a_worker_that_fetched_is_sent_weights() -> None:
     decoder = StreamDecoder(ANY)
     with pytest.raises(ProtocolError, match="may not come here"):
         decoder.feed(_body([b"a"]))
