@@ -17,8 +17,10 @@ _ours: dict[int, Iterator[int]] = {}
 
 
 def free_port() -> int:
-    """A port of the loopback address that is free. The system gives it to no outgoing connection, and no other
-    process that runs these tests hands it out."""
+    """A port of the loopback address that is free.
+
+    The system gives it to no outgoing connection, and no other process of these tests hands it out.
+    """
     ports = _ours.get(os.getpid())
     if ports is None:
         ports = _ours[os.getpid()] = _range()
@@ -30,8 +32,10 @@ def free_port() -> int:
 
 
 def _range() -> Iterator[int]:
-    """Take a range of ports until this process ends, and cycle through it. The process that holds the first port
-    of a range has the range."""
+    """Take a range of ports until this process ends, and cycle through it.
+
+    The process that holds the first port of a range has the range.
+    """
     starts = list(range(_FIRST, _LAST, _SIZE))
     random.shuffle(starts)
     for start in starts:

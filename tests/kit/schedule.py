@@ -1,7 +1,8 @@
 """Which tests run in one process, and which of them start first.
 
-The unit that pytest-xdist gives to a process is one test function with all its parameters. Tests that share
-something expensive are one unit. A unit that takes long starts early, so that no process works alone at the end.
+The unit that pytest-xdist gives to a process is one test function with all its parameters. Tests that
+share something expensive are one unit. A unit that takes long starts early, so that no process works alone
+at the end.
 """
 
 from __future__ import annotations
