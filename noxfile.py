@@ -27,18 +27,26 @@ def install(session: nox.Session, extras: str) -> None:
     if not python.exists():
         session.run(sys.executable, "-m", "venv", "--clear", str(ENVIRONMENT), external=True)
     inputs = b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
-    stamp = ENVIRONMENT / f"installed-{extras.replace(',', '-')}"
     digest = hashlib.sha256(inputs).hexdigest()
-    if stamp.exists() and stamp.read_text() == digest:
+    stamps = {extra: ENVIRONMENT / f"installed-{extra}" for extra in extras.split(",")}
+    missing = [e for e, stamp in stamps.items() if not stamp.exists() or stamp.read_text() != digest]
+    if not missing:
         return
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
-    session.run(*pip, "-c", "constraints.txt", "-e", f".[{extras}]", external=True)
-    stamp.write_text(digest)
+    session.run(*pip, "-c", "constraints.txt", "-e", f".[{','.join(missing)}]", external=True)
+    for extra in missing:
+        stamps[extra].write_text(digest)
 
 
 def python(session: nox.Session, *args: str) -> None:
     """Run the shared environment's Python; after Ctrl-C it gets the time to end cleanly."""
     session.run(str(BIN / "python"), *args, external=True, interrupt_timeout=20.0)
+
+
+@nox.session
+def environment(session: nox.Session) -> None:
+    """What the sessions of .ci/run need, in one go: sessions that run side by side must not install."""
+    install(session, "cli,docs,lint,rl,test,types")
 
 
 @nox.session
@@ -50,9 +58,13 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The tests, without the soak, in two processes: `-- -n 0` for one."""
+    """The tests, without the soak, in four processes, since most tests wait for others: `-- -n 0` for one.
+
+    tests/kit/schedule.py says which tests run in the same process, and in which order.
+    """
     install(session, "test")
-    python(session, "-m", "pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
+    options = ["-n", "4", "--dist", "loadgroup", "--no-loadscope-reorder"]
+    python(session, "-m", "pytest", *options, *session.posargs)
 
 
 @nox.session

@@ -18,6 +18,7 @@ from aiosync.sync._portal import portal
 from tests.kit.leaks import Snapshot, mark_what_is_ours
 from tests.kit.processes import warm_up
 from tests.kit.rpc import World
+from tests.kit.schedule import arrange
 
 # torch looks up the name of whoever connects to a store. Where nobody answers that, it is not to take 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -65,6 +66,12 @@ def _warm_up_once(config: pytest.Config) -> None:
         # Collecting is quick from here on: what was imported is not looked through each time.
         gc.collect()
         gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Before pytest-xdist reads the marks."""
+    arrange(items, config.rootpath)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,13 +1,20 @@
-"""The conformance suite runs on both event loops here too."""
+"""One cluster for all tests here, and both event loops for the conformance suite."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.kit.loops import LOOPS
+from tests.ray.hosts import cluster
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _cluster() -> Iterator[None]:
+    with cluster():
+        yield
 
 
 def pytest_asyncio_loop_factories(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from tests.collectors.kit import ENVS, check, workers_of
 from tests.collectors.worlds import Counting, Failing, Odd, make_policy
 from tests.kit.clock import PATIENCE, SCALE
 from tests.kit.marked import mark
-from tests.ray.hosts import cluster
 
 ray = pytest.importorskip("ray")
 
@@ -24,12 +22,6 @@ OPTIONS: dict[str, Any] = {
     "frames_per_batch": 20,
     "timeout": 2 * PATIENCE,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cluster() -> Iterator[None]:
-    with cluster():
-        yield
 
 
 @pytest.mark.parametrize("sync", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from tests import conformance
 from tests.kit.cases import SchemeCase
-from tests.ray.hosts import cluster, hosted, hosted_modules, start_in_an_actor
+from tests.ray.hosts import hosted, hosted_modules, start_in_an_actor
 
 pytest.importorskip("ray")
 
@@ -34,12 +33,6 @@ _UP_TO_THE_METHOD = {
     "test_how_a_commit_reaches_the_parameters": "the method says it, and commit='copy' is refused",
 }
 """What does not hold for models that take weights by a method. What does instead: test_ray_modules.py."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cluster() -> Iterator[None]:
-    with cluster():
-        yield
 
 
 @pytest.fixture(params=RAY, ids=lambda case: case.name)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,7 +25,6 @@ from aiosync.transports.ray import object_store as ray_objects
 from tests.kit.clock import PATIENCE, SCALE, eventually, within
 from tests.kit.models import Uniform, fill
 from tests.ray.actors import AsyncHolder, Collector, Holder, Module, Roller
-from tests.ray.hosts import cluster
 
 ray = pytest.importorskip("ray")
 
@@ -37,12 +36,6 @@ PLANES: dict[str, dict[str, Any]] = {
     "distributed": {"data_plane": "distributed"},
 }
 """As on the driver's node; and as on others."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cluster() -> Iterator[None]:
-    with cluster():
-        yield
 
 
 def start(kind: type[Any], count: int, size: int, max_restarts: int = 0) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +18,8 @@ from aiosync.transports.ray.transport import RayActorTransport, RayTransport, pu
 from tests.kit.clock import BRIEF, PATIENCE, within
 from tests.kit.models import Norm, Other, Uniform, fill, value_of
 from tests.ray.actors import Collector, Module, Moduleless
-from tests.ray.hosts import cluster
 
 ray = pytest.importorskip("ray")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cluster() -> Iterator[None]:
-    with cluster():
-        yield
 
 
 def start(kind: type[Any], *args: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,15 +12,8 @@ from aiosync.sync.updaters import RayWeightUpdater
 from tests.kit.clock import PATIENCE
 from tests.kit.models import Uniform, fill, value_of
 from tests.ray.actors import Collector
-from tests.ray.hosts import cluster
 
 ray = pytest.importorskip("ray")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cluster() -> Iterator[None]:
-    with cluster():
-        yield
 
 
 @pytest.fixture(scope="module")
