@@ -366,7 +366,7 @@ async def test_the_blocking_updater_pushes_to_remote_objects() -> None:
 async def here() -> AsyncIterator[None]:
     """This process alone, with senders and workers in it."""
     # The last world of this process may have ended before the cancellation of a lookup arrived.
-    rpc_meeting._directory._asked.clear()
+    rpc_rendezvous._directory._asked.clear()
     world = World()
     try:
         yield
