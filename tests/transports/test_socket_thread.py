@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
@@ -13,7 +14,7 @@ from aiosync.protocol.frames import Bye, Frame
 from aiosync.protocol.framing import encode
 from aiosync.transports._offload import LoopThread
 from aiosync.transports.tcp.socket_thread import SocketThread
-from tests.kit.clock import eventually
+from tests.kit.clock import eventually, within
 
 
 class Owner:
@@ -77,3 +78,18 @@ async def test_a_write_that_fails(code: int, lost: bool) -> None:
         await connection.aclose()
         thread.close()
         theirs.close()
+
+
+async def test_two_tasks_close_one_connection() -> None:
+    ours, theirs = socket.socketpair()
+    thread, owner = LoopThread("test-socket"), Owner()
+    connection = SocketThread(
+        thread, ours, on_open=owner.on_open, on_frames=owner.on_frames, on_end=owner.on_end
+    )
+    connection.start(None)
+    await eventually(lambda: owner.open, "it is open")
+    try:
+        theirs.close()
+        await within(asyncio.gather(connection.aclose(), connection.aclose()))
+    finally:
+        thread.close()

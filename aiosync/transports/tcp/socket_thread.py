@@ -118,9 +118,11 @@ class SocketThread:
     async def aclose(self) -> None:
         """Cancel bodies, send the queued frames and end the connection. Bounded by :data:`_GRACE` seconds."""
         self.writer.cut()
-        closed = self._closed = self._home.create_future()
-        if self._thread.call(self._begin_close):
-            await closed
+        if self._closed is None:  # else another caller is closing it: both wait for the same end
+            self._closed = self._home.create_future()
+            if not self._thread.call(self._begin_close):
+                self._closed.set_result(None)
+        await asyncio.wait([self._closed])
 
     def refuse(self, refused: Refused) -> None:
         """Send ``refused`` without waiting (in plain before TLS is agreed on) and end the connection."""
