@@ -45,6 +45,20 @@ def check_timeout(seconds: float, origin: str) -> float:
     return seconds
 
 
+def seconds_of(timeout: float | None, default: float | None) -> float:
+    """The seconds that a call may take: its own ``timeout``, else the ``default``, else the environment's.
+
+    Raises:
+        InvalidArgumentError: a timeout that is negative or not finite.
+    """
+    if timeout is None:
+        return default if default is not None else default_timeout()
+    if type(timeout) in (int, float) and 0 < timeout < math.inf:
+        return timeout
+    # With zero a call returns what is there already, and does not wait.
+    return timeout if timeout == 0 else check_timeout(timeout, f"timeout={timeout!r}")
+
+
 class Deadline(msgspec.Struct, frozen=True):
     """A point in time.
 

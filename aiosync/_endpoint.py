@@ -87,19 +87,20 @@ class HomeLoop:
     def __init__(self, what: str) -> None:
         # The endpoint, for the error message.
         self._what = what
-        self._loop: asyncio.AbstractEventLoop | None = None
+        # Set when the endpoint connects.
+        self.loop: asyncio.AbstractEventLoop | None = None
 
     def enter(self) -> None:
         """Record the running loop at the first call; later calls raise as :meth:`check` does."""
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
+        if self.loop is None:
+            self.loop = asyncio.get_running_loop()
         self.check()
 
     def check(self) -> None:
         """Raise WrongEventLoopError if another loop runs here."""
-        if self._loop is None or self._loop is asyncio.get_running_loop():
+        if self.loop is None or self.loop is asyncio.get_running_loop():
             return
-        state = "is closed" if self._loop.is_closed() else "is not the one that runs here"
+        state = "is closed" if self.loop.is_closed() else "is not the one that runs here"
         raise WrongEventLoopError(
             f"{self._what} was connected on an event loop that {state}: call connect(), everything after it "
             "and aclose() within one asyncio.run(), or use the blocking classes of aiosync.sync, which have "
@@ -114,7 +115,7 @@ class HomeLoop:
     @property
     def closed(self) -> bool:
         """Whether the loop has been closed, so that nothing on it can end in order."""
-        return self._loop is not None and self._loop.is_closed()
+        return self.loop is not None and self.loop.is_closed()
 
 
 class OpenCalls:

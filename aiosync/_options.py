@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
-from aiosync._deadline import check_timeout, default_timeout
+from aiosync._deadline import check_timeout, seconds_of
 from aiosync.errors import InvalidArgumentError
 from aiosync.weights.binding import CommitMode
 from aiosync.weights.strategy import get_strategy
@@ -53,12 +53,7 @@ class SchemeOptions:
         Raises:
             InvalidArgumentError: a timeout that is negative or not finite.
         """
-        if timeout is None:
-            return self.timeout if self.timeout is not None else default_timeout()
-        if type(timeout) in (int, float) and 0 < timeout < math.inf:
-            return timeout
-        # With zero a call returns what is there already, and does not wait.
-        return timeout if timeout == 0 else check_timeout(timeout, f"timeout={timeout!r}")
+        return seconds_of(timeout, self.timeout)
 
 
 # Each check raises InvalidArgumentError. The message has the argument's name and the value.

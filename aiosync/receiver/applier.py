@@ -100,11 +100,11 @@ class WeightApplier(Applier):
 
     @property
     def nbytes(self) -> int:
-        return self.served.layout.nbytes if self.served.layout else 0
+        return 0 if self.served.layout is None else self.served.layout.nbytes
 
     @property
     def signature(self) -> str:
-        return self.served.layout.identity if self.served.layout else ""
+        return "" if self.served.layout is None else self.served.layout.identity
 
     # -- the connection --------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self
 
-from aiosync._deadline import Deadline
+from aiosync._deadline import Deadline, seconds_of
 from aiosync._endpoint import AsyncResource, Endpoint
 from aiosync.errors import (
     AlreadyConnectedError,
@@ -238,7 +238,7 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
             WorkerLostError: workers were lost.
             SyncTimeoutError: workers did not answer in time.
         """
-        deadline = Deadline.after(self._spec.seconds(timeout))
+        deadline = Deadline.after(seconds_of(timeout, self._spec.timeout))
         wait = self._spec.sync if wait is None else wait
         return await self._sending().send(weights, worker_ids, wait=wait, strict=strict, deadline=deadline)
 

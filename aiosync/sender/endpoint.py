@@ -8,6 +8,7 @@ in that, the version stays published and the answers are taken as they come.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, ExitStack, suppress
@@ -384,4 +385,5 @@ class WeightSender(Endpoint):
         """
         if self._closed:
             raise NotConnectedError("this sender is closed; make a new scheme to send again")
-        self.home.check()
+        if self.home.loop is not asyncio.get_running_loop():
+            self.home.check()
