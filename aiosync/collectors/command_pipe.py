@@ -9,6 +9,7 @@ import socket
 import struct
 import traceback
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Self
@@ -141,6 +142,7 @@ class Answer:
 # -- pipes ---------------------------------------------------------------------------------------------
 
 _HEAD = struct.Struct("!Q")
+_CHUNK = 1 << 16
 
 
 class CommandPipeClosed(Exception):
@@ -176,6 +178,25 @@ class CommandPipe(ABC):
         """Close this end; idempotent. Buffered messages are sent as far as the pipe takes them at once."""
 
 
+class _Reader(asyncio.StreamReader):
+    """Reads all that arrived before the connection failed.
+
+    A worker reports its error and closes its end. If this end writes after that, or if the worker has left a
+    message unread, the connection fails while the report is still in the socket or in this reader.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__()
+        self._sock = sock  # asyncio closes it after it has called set_exception()
+
+    def set_exception(self, exc: Exception) -> None:
+        """Treat the failure as the end of the stream."""
+        with suppress(OSError):
+            while data := os.read(self._sock.fileno(), _CHUNK):
+                self.feed_data(data)
+        self.feed_eof()
+
+
 class ProcessCommandPipe(CommandPipe):
     """A pipe between a process and its child, on an event loop. Messages are pickled: only this program's two
     processes have the pipe."""
@@ -192,6 +213,10 @@ class ProcessCommandPipe(CommandPipe):
         # A child of the environment that inherits this socket would keep it open after this process ends.
         close_in_children(sock)
         sock.setblocking(False)
+        reader, loop = _Reader(sock), asyncio.get_running_loop()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await loop.create_connection(lambda: protocol, sock=sock)
+        return cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
         return cls(*await asyncio.open_connection(sock=sock))
 
     def send(self, message: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Client, Connection, Listener
@@ -17,10 +18,12 @@ from aiosync.sender.worker_plan import model_of
 from aiosync.weights.strategy import WeightStrategy
 from tests.kit import child
 from tests.kit.cases import Recipe
-from tests.kit.clock import PATIENCE
+from tests.kit.clock import BRIEF, PATIENCE
 from tests.kit.processes import ROOT
 
-__all__ = ["cluster", "hosted", "hosted_modules", "start_in_an_actor"]
+__all__ = [
+    "cluster", "hosted", "hosted_modules", "keep", "start", "start_in_an_actor", "start_or_reuse",
+]  # fmt: skip
 
 _WARM = 3
 """Hosts that are kept ready: it takes seconds for a process to have imported everything."""
@@ -99,7 +102,46 @@ def cluster() -> Iterator[None]:
         yield
     finally:
         _hosts = None
+        _kept.clear()
         ray.shutdown()
+
+
+_kept: defaultdict[type[Any], list[Any]] = defaultdict(list)
+"""Class -> its actors that have finished a test. A new actor takes seconds to import torch."""
+
+
+def start(kind: type[Any], count: int, size: int, max_restarts: int = 0) -> list[Any]:
+    """New actors of this class."""
+    import ray
+
+    made = ray.remote(num_cpus=0, max_restarts=max_restarts)(kind)
+    return [made.remote(size) for _ in range(count)]
+
+
+def start_or_reuse(kind: type[Any], count: int, size: int) -> list[Any]:
+    """Actors of this class, with the attributes of new ones."""
+    import ray
+
+    reused = [_kept[kind].pop() for _ in range(min(count, len(_kept[kind])))]
+    ray.get([actor.__ray_call__.remote(_reset, size) for actor in reused], timeout=PATIENCE)
+    return reused + start(kind, count - len(reused), size)
+
+
+def _reset(actor: Any, size: int) -> None:
+    actor.__init__(size)
+
+
+def keep(kind: type[Any], actors: list[Any]) -> None:
+    """Have actors used again, those that live and have nothing to do."""
+    import ray
+
+    for actor in actors:
+        try:
+            ray.get(actor.__ray_ready__.remote(), timeout=BRIEF)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            ray.kill(actor)
+        else:
+            _kept[kind].append(actor)
 
 
 class Hosted(RayWeightSyncScheme):

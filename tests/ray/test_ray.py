@@ -25,6 +25,7 @@ from aiosync.transports.ray import object_store as ray_objects
 from tests.kit.clock import PATIENCE, SCALE, eventually, within
 from tests.kit.models import Uniform, fill
 from tests.ray.actors import AsyncHolder, Collector, Holder, Module, Roller
+from tests.ray.hosts import keep, start, start_or_reuse
 
 ray = pytest.importorskip("ray")
 
@@ -38,9 +39,8 @@ PLANES: dict[str, dict[str, Any]] = {
 """As on the driver's node; and as on others."""
 
 
-def start(kind: type[Any], count: int, size: int, max_restarts: int = 0) -> list[Any]:
-    made = ray.remote(num_cpus=0, max_restarts=max_restarts)(kind)
-    return [made.remote(size) for _ in range(count)]
+REUSED = Holder, AsyncHolder, Collector
+"""Those whose attributes are all of their state."""
 
 
 @asynccontextmanager
@@ -48,16 +48,24 @@ async def sender_to(
     kind: type[Any] = Holder, count: int = 2, size: int = 16, max_restarts: int = 0, **options: Any
 ) -> AsyncIterator[tuple[RayWeightSyncScheme, Uniform, list[Any]]]:
     """A connected sender, and actors."""
-    model, actors = Uniform(size=size), start(kind, count, size, max_restarts)
+    reused = kind in REUSED and not max_restarts
+    actors = start_or_reuse(kind, count, size) if reused else start(kind, count, size, max_restarts)
+    model = Uniform(size=size)
     scheme = RayWeightSyncScheme(timeout=PATIENCE, **{"share_memory": False, **options})
     scheme.init_on_sender(model_id="policy", model=model, actors=actors)
     try:
         await within(scheme.connect())
         yield scheme, model, actors
+    except BaseException:
+        reused = False
+        raise
     finally:
         await within(scheme.aclose())
-        for actor in actors:
-            ray.kill(actor)
+        if reused:
+            keep(kind, actors)
+        else:
+            for actor in actors:
+                ray.kill(actor)
 
 
 async def values(actors: list[Any]) -> list[float]:

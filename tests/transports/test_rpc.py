@@ -51,7 +51,8 @@ MANY = 20
 @asynccontextmanager
 async def world_of(workers: int) -> AsyncIterator[Sequence[BaseProcess]]:
     """This process is rank 0; as many others take part."""
-    context, address = multiprocessing.get_context("forkserver"), free_address()
+    # This process has torch, and no thread yet. A server to fork from would have to import torch first.
+    context, address = multiprocessing.get_context("fork"), free_address()
     processes = [context.Process(target=serve, args=(address, w, 1 + workers)) for w in range(workers)]
     try:
         for process in processes:
