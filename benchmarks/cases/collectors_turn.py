@@ -32,7 +32,12 @@ from torch import Tensor, nn
 WORKERS = 2
 DEADLINE = 60.0
 _SAMPLES = 5  # how often memory is sampled in a turn, apart from what is timed
-_CLASSES = {"shared": "SharedMem", "process": "MultiProcess", "tcp": "TCP", "rpc": "RPC"}
+_FAR: dict[str, tuple[str, dict[str, Any]]] = {
+    "ray": ("RayCollector", {"remote_configs": {"num_cpus": 1, "num_gpus": 0, "memory": 10**8}}),
+    "rpc": ("RPCCollector", {"launcher": "mp"}),
+    "distributed": ("DistributedCollector", {"launcher": "mp", "backend": "gloo"}),
+}
+"""torchrl's collectors whose workers may be on other machines."""
 
 Count: TypeAlias = tuple[int, int]
 """Frames whose weights were not those of the version that they claim, of how many."""
@@ -137,7 +142,7 @@ class _Tally:
         self._first = self._sampling = 0.0
 
     def arrived(self, found: Count) -> None:
-        """A batch: count its frames, and change the policy."""
+        """Count the frames of a batch, and change the policy."""
         self._number += 1
         self._first = self._first or time.perf_counter() - self._begun
         self._wrong += found[0]
@@ -167,7 +172,6 @@ class _Tally:
         return number == task.batches
 
     def turn(self) -> Turn:
-        """What was found."""
         taken = time.perf_counter() - self._started - self._sampling
         update = statistics.median(self._seconds)
         return Turn(self._total / taken, update, self._first, self._memory, self._wrong, self._total)
@@ -184,17 +188,11 @@ def _memory() -> int:
 
 async def _take_own_turn(task: Task, policy: Any) -> Turn:
     """aiosync's collector, with an event loop."""
-    collectors: Any = importlib.import_module("aiosync.collectors")
     tally = _Tally(task, policy)
-    async with collectors.MultiCollector(
-        [task.gymnasium] * WORKERS,
-        policy,
-        sync=task.host == "sync",
-        frames_per_batch=task.per_batch,
-        total_frames=-1,
-        track_policy_version=True,
-        timeout=DEADLINE,
-    ) as collector:
+    async with importlib.import_module("aiosync.collectors").MultiCollector(
+        [task.gymnasium] * WORKERS, policy, sync=task.host == "sync", frames_per_batch=task.per_batch,
+        total_frames=-1, track_policy_version=True, timeout=DEADLINE,
+    ) as collector:  # fmt: skip
         async for batch in collector:
             tally.arrived(_count(batch["marks"], batch["policy_version"]))
             with tally.timed():
@@ -207,20 +205,16 @@ async def _take_own_turn(task: Task, policy: Any) -> Turn:
 def _take_turn(task: Task, policy: Any) -> Turn:
     """torchrl's collectors, with a scheme of either library."""
     importlib.import_module("torchrl.collectors")
-    peers: Any = importlib.import_module("torchrl.weight_update")
-    library = importlib.import_module("aiosync.sync") if task.library == "aiosync" else peers
-    # torchrl has no scheme for some: its queues stand beside those.
-    make = getattr(
-        library,
-        f"{_CLASSES.get(task.scheme, task.scheme.title())}WeightSyncScheme",
-        peers.MultiProcessWeightSyncScheme,
-    )
+    library, backend = "aiosync.sync", task.scheme
+    if task.library == "torchrl":  # which has no TCP: its queues stand beside that
+        library, backend = "torchrl.weight_update", "process" if backend == "tcp" else backend
+    scheme = importlib.import_module(library).WeightSyncScheme.from_backend(backend)
     hosts = {"evaluator": _evaluator, "single": _process, "server": _process}
     # Imported for Ray only: the memory of all processes counts.
     cluster = task.host == "ray" and importlib.import_module("aiosync._demo").ray_cluster(store=2 << 30)
     with cluster or contextlib.nullcontext():
         tally = _Tally(task, policy)
-        with hosts.get(task.host, _collector)(task, make(), policy, tally) as (batches, update):
+        with hosts.get(task.host, _collector)(task, scheme, policy, tally) as (batches, update):
             for found in batches:
                 tally.arrived(found)
                 if update is not None:
@@ -235,24 +229,19 @@ def _take_turn(task: Task, policy: Any) -> Turn:
 def _collector(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
     """A collector of several workers."""
     collectors: Any = importlib.import_module("torchrl.collectors")
-    given: dict[str, Any] = {
+    tracked = {"track_policy_version": True}
+    given = {
         "frames_per_batch": task.per_batch,
         "total_frames": task.per_batch * (task.batches + task.warm_up + 1),
         "weight_sync_schemes": {"policy": scheme},
     }
-    if task.host in ("sync", "async"):
-        make = collectors.MultiSyncCollector if task.host == "sync" else collectors.MultiAsyncCollector
-        given["track_policy_version"] = True
+    if task.host in _FAR:
+        name, more = _FAR[task.host]
+        make = getattr(importlib.import_module("torchrl.collectors.distributed"), name)
+        given |= {"collector_class": collectors.Collector, "collector_kwargs": tracked, "sync": False, **more}
     else:
-        far: Any = importlib.import_module("torchrl.collectors.distributed")
-        kinds: dict[str, tuple[Any, dict[str, Any]]] = {
-            "ray": (far.RayCollector, {"remote_configs": {"num_cpus": 1, "num_gpus": 0, "memory": 10**8}}),
-            "rpc": (far.RPCCollector, {"launcher": "mp"}),
-            "distributed": (far.DistributedCollector, {"launcher": "mp", "backend": "gloo"}),
-        }
-        make, more = kinds[task.host]
-        given |= {"collector_kwargs": {"track_policy_version": True}, "sync": False, **more}
-        given["collector_class"] = collectors.Collector
+        make = getattr(collectors, f"Multi{task.host.title()}Collector")
+        given |= tracked
     collector = make([task.torchrl] * WORKERS, policy, **given)
     yield _counted(collector), collector.update_policy_weights_
     collector.shutdown()
@@ -279,14 +268,9 @@ def _evaluator(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
             yield found[-1]
 
     evaluator = collectors.Evaluator(
-        task.torchrl,
-        policy_factory=task.policy,
-        num_trajectories=max(1, task.per_batch // 10),
-        max_steps=200,
-        backend="process",
-        weight_sync_schemes={"policy": scheme},
-        metrics_fn=look,
-    )
+        task.torchrl, policy_factory=task.policy, num_trajectories=max(1, task.per_batch // 10),
+        max_steps=200, backend="process", weight_sync_schemes={"policy": scheme}, metrics_fn=look,
+    )  # fmt: skip
     yield batches(), None
     evaluator.shutdown()
 
@@ -323,14 +307,9 @@ def _act(task: Task, scheme: Any, conn: Connection[Count, Any]) -> None:
 
 def _collect(task: Task, scheme: Any) -> Iterator[Count]:
     collector = importlib.import_module("torchrl.collectors").Collector(
-        task.torchrl,
-        task.policy(),
-        frames_per_batch=task.per_batch,
-        total_frames=-1,
-        weight_recv_schemes={"policy": scheme},
-        worker_idx=0,
-        track_policy_version=True,
-    )
+        task.torchrl, task.policy(), frames_per_batch=task.per_batch, total_frames=-1,
+        weight_recv_schemes={"policy": scheme}, worker_idx=0, track_policy_version=True,
+    )  # fmt: skip
     return _counted(collector)
 
 
@@ -351,10 +330,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     task = Task(**json.loads(sys.argv[1]))
     policy = task.policy()
-    if task.own and task.library == "aiosync":
-        turn = uvloop.run(_take_own_turn(task, policy))
-    else:
-        turn = _take_turn(task, policy)
-    sys.stdout.write(f"\n{json.dumps(asdict(turn))}\n")
-    sys.stdout.flush()
+    own = task.own and task.library == "aiosync"
+    turn = uvloop.run(_take_own_turn(task, policy)) if own else _take_turn(task, policy)
+    print(f"\n{json.dumps(asdict(turn))}", flush=True)
     os._exit(0)  # torchrl's threads and processes of torch.distributed would hold up the exit
