@@ -6,7 +6,8 @@ import asyncio
 import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -18,7 +19,7 @@ from aiosync import sync
 from aiosync.sync._portal import portal
 from benchmarks.harness import options
 from benchmarks.harness.meters import summary
-from benchmarks.harness.tables import report
+from benchmarks.harness.results import report
 
 _BLOCK = 50
 
@@ -27,17 +28,11 @@ async def _nothing() -> None:
     return
 
 
-async def _await_nothing() -> None:
-    await asyncio.create_task(_nothing())
-
-
-def _time_calls(call: Callable[[], Any]) -> list[float]:
-    found = []
+def _time_calls(call: Callable[[], Any]) -> Iterator[float]:
     for _ in range(_BLOCK):
         started = time.perf_counter()
         call()
-        found.append(time.perf_counter() - started)
-    return found
+        yield time.perf_counter() - started
 
 
 async def _time_awaits(call: Callable[[], Any]) -> list[float]:
@@ -67,28 +62,29 @@ async def _time_awaited_sends() -> list[float]:
     return found
 
 
-def run(
+def blocking(
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of 50 calls of each.")] = 20,
     json: options.Json = None,
 ) -> None:
     """What a blocking call costs beside the coroutine that it runs."""
-    calls = portal()
     twin, receiver = _pair(sync.MemoryWeightSyncScheme())
     connecting = threading.Thread(target=receiver.connect)
     connecting.start()
     twin.connect()
     connecting.join()
-    nothing: tuple[list[float], list[float]] = [], []
-    sends: tuple[list[float], list[float]] = [], []
-    for _ in range(rounds):
-        nothing[0].extend(_time_calls(lambda: calls.call(_nothing)))
-        nothing[1].extend(uvloop.run(_time_awaits(_await_nothing)))
-        sends[0].extend(_time_calls(twin.send))
-        sends[1].extend(uvloop.run(_time_awaited_sends()))
-    receiver.close()
-    twin.close()
+    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "nothing": (
+            partial(portal().call, _nothing),
+            partial(_time_awaits, lambda: asyncio.create_task(_nothing())),
+        ),
+        "a send of 272 weights": (twin.send, _time_awaited_sends),
+    }
     with report("Blocking calls beside coroutines, microseconds", "blocking", json) as rows:
-        for name, samples in (("nothing", nothing), ("a send of 272 weights", sends)):
+        for name, (call, time_awaits) in calls.items():
+            samples: tuple[list[float], list[float]] = [], []
+            for _ in range(rounds):
+                samples[0].extend(_time_calls(call))
+                samples[1].extend(uvloop.run(time_awaits()))
             ours, limit = (summary(each, 1e6) for each in samples)
             rows.append(
                 {
@@ -100,3 +96,5 @@ def run(
                     "more, p50": ours.median - limit.median,
                 }
             )
+    receiver.close()
+    twin.close()

@@ -20,7 +20,7 @@ import typer
 from benchmarks.cases.collectors_turn import Task, Turn
 from benchmarks.harness import options
 from benchmarks.harness.meters import summary
-from benchmarks.harness.tables import Row, machine, print_rows, say, write
+from benchmarks.harness.results import Row, machine, print_rows, say, write
 
 ROOT = Path(__file__).parents[2]
 ENVS = options.Names(("cartpole", "pixels"))
@@ -47,7 +47,7 @@ MEASURES = (
 aiosync's own collectors have to be. Of frames more is better, of the others less."""
 
 
-def run(
+def collectors(
     inside_torchrl: Annotated[
         bool, typer.Option("--inside-torchrl", help="torchrl's collectors, with either library's schemes.")
     ] = False,

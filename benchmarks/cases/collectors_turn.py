@@ -298,31 +298,29 @@ def _process(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
 
 def _act(task: Task, scheme: Any, conn: Connection[Count, Any]) -> None:
     warnings.simplefilter("ignore")
-    try:
-        for found in (_serve if task.host == "server" else _collect)(task, scheme):
+    if task.host == "server":
+        batches = _serve(task, scheme)
+    else:
+        collectors: Any = importlib.import_module("torchrl.collectors")
+        collector = collectors.Collector(
+            task.torchrl, task.policy(), frames_per_batch=task.per_batch, total_frames=-1,
+            weight_recv_schemes={"policy": scheme}, worker_idx=0, track_policy_version=True,
+        )  # fmt: skip
+        batches = _counted(collector)
+    with contextlib.suppress(OSError):  # the trainer has closed its end
+        for found in batches:
             conn.send(found)
-    except OSError:  # the trainer has closed its end
-        os._exit(0)
-
-
-def _collect(task: Task, scheme: Any) -> Iterator[Count]:
-    collector = importlib.import_module("torchrl.collectors").Collector(
-        task.torchrl, task.policy(), frames_per_batch=task.per_batch, total_frames=-1,
-        weight_recv_schemes={"policy": scheme}, worker_idx=0, track_policy_version=True,
-    )  # fmt: skip
-    return _counted(collector)
+    os._exit(0)
 
 
 def _serve(task: Task, scheme: Any) -> Iterator[Count]:
     servers: Any = importlib.import_module("torchrl.modules.inference_server")
     server = servers.InferenceServer(task.policy(), servers.ThreadingTransport(), weight_sync=scheme)
     server.start()
-    client = server.client()
-    request = TensorDict({"observation": torch.randn(4)}, [])
+    client, request = server.client(), TensorDict({"observation": torch.randn(4)}, [])
     while True:
-        answers = [client(request) for _ in range(task.per_batch)]
-        marks = torch.stack([answer["marks"] for answer in answers])
-        yield _count(marks, torch.stack([answer["policy_version"] for answer in answers]).view(-1))
+        answers = torch.stack([client(request) for _ in range(task.per_batch)])
+        yield _count(answers["marks"], answers["policy_version"].view(-1))
 
 
 def main() -> None:

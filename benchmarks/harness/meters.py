@@ -48,10 +48,9 @@ def times(other: Spread | None, ours: Spread | None) -> float | None:
 
 @contextlib.asynccontextmanager
 async def ticking() -> AsyncIterator[list[float]]:
-    """Run a task that wants to wake every millisecond; yields its latenesses in seconds.
+    """Run a task that wants to wake every millisecond; yields by how many seconds each wake-up was late.
 
-    A loop that is blocked for 30 ms shows as one sample of 0.03. Timers of asyncio's own selector
-    loop are rounded up to whole milliseconds, so up to 0.001 is the loop's habit and not a stall.
+    asyncio's selector loop rounds timers up to whole milliseconds: up to 0.001 is not a stall.
     """
     late: list[float] = []
 
@@ -122,10 +121,7 @@ class MemoryPeak:
 
 
 def memory_of(pids: Iterable[int]) -> list[tuple[int, int]]:
-    """PSS, and PSS of shared memory, of each process in bytes; zeros where they cannot be read.
-
-    It takes milliseconds: the kernel walks the page tables of every process. On Linux only.
-    """
+    """PSS, and PSS of shared memory, of each process in bytes; zeros where they cannot be read."""
     tables = [proc(f"{pid}/smaps_rollup") for pid in pids]
     return [(in_bytes(table, "Pss"), in_bytes(table, "Pss_Shmem")) for table in tables]
 
