@@ -41,8 +41,7 @@ SCHEMES = options.Names(("distributed", "rpc"))
 RAY_SCHEMES = options.Names(("actors", "modules"))
 WARM_UP = 2  # turns that do not count
 DEADLINE = 300.0
-STALL_SENDS = 5
-SUSPENDED_SENDS = 8
+STALL_SENDS, SUSPENDED_SENDS = 5, 8
 STALL_SECONDS = 3.0  # for so long sends follow each other beside tickers: a percentile takes many ticks
 RAY_WARM_UP = 4  # sends until the pages of slots and store have been touched
 RAY_SENDS = 100  # that follow each other, beside a ticker, before the store is looked at again
@@ -70,12 +69,10 @@ async def _measure_link(link: str, mib: int, workers: int, rounds: int, folder: 
     address, bare = "tcp://127.0.0.1:0", ("127.0.0.1", 0)
     if link == "unix":
         address, bare = f"unix://{folder}/ours", f"{folder}/bare"
-    ours = Setup(
-        "aiosync", "tcp", ModelSpec(f"{mib} MiB", mib=mib), workers, modes=("still",),
-        options={"address": address, "tls": tls, "timeout": 120.0},
-    )  # fmt: skip
+    model, given = ModelSpec(f"{mib} MiB", mib=mib), {"address": address, "tls": tls}
+    ours = Setup("aiosync", "tcp", model, workers, ("still",), options=given)
     given = {"address": bare, "tls": tls}
-    blocking = replace(ours, contender="sockets", scheme=link, workers=1, options=given)
+    blocking = Setup("sockets", link, model, 1, ("still",), options=given)
     async with compare(DEADLINE, ours, blocking) as entries:
         await take_turns(entries, rounds, warm_up=WARM_UP)
         # After the turns: tickers would take processor time from one side of the comparison only.
@@ -86,9 +83,7 @@ async def _measure_link(link: str, mib: int, workers: int, rounds: int, folder: 
     case, limit = (entry.finish() for entry in entries)
     faster, stopped = times(limit.send, case.send), case.suspended
     return {
-        "link": link,
-        "MiB": mib,
-        "workers": workers,
+        **{"link": link, "MiB": mib, "workers": workers},
         "send, ms": case.outcome,
         "blocking, ms": limit.outcome,
         "ratio": workers * faster if faster else None,  # of bytes per second to all workers
@@ -126,10 +121,8 @@ def distributed(
         for scheme, model, count in product(schemes, models, workers):
             say(f"--- {scheme}, {model}, workers: {count}")
             # One send in a turn, also of the tiny model: each contender's wake-up counts.
-            base = Setup(
-                "", scheme, replace(MODELS[model], turn=1), count, modes=("known",),
-                options={"timeout": 120, "share_memory": not apart},
-            )  # fmt: skip
+            spec = replace(MODELS[model], turn=1)
+            base = Setup("", scheme, spec, count, ("known",), options={"share_memory": not apart})
             rows.append(asyncio.run(_measure_groups(base, rounds or MODELS[model].rounds, acting)))
 
 
@@ -152,9 +145,7 @@ async def _measure_groups(base: Setup, rounds: int, acting: bool) -> Row:
             await measure("stall", entries[:1], seconds=STALL_SECONDS)
     case, other, gloo = (entry.finish() for entry in entries)
     return {
-        "scheme": base.scheme,
-        "model": _with_size(base.model),
-        "workers": base.workers,
+        **{"scheme": base.scheme, "model": _with_size(base.model), "workers": base.workers},
         "aiosync, ms": case.outcome,
         "torchrl, ms": other.outcome,
         "times": times(other.send, case.send),
@@ -215,28 +206,24 @@ async def _measure_actors(kind: str, spec: ModelSpec, count: int, rounds: int, a
         importlib.import_module("ray").kill(actor)
     ours, theirs = (summary(each) for each in zip(*seconds[RAY_WARM_UP:], strict=True))
     return {
-        "actors of": kind,
-        "model": _with_size(spec),
-        "count": count,
+        **{"actors of": kind, "model": _with_size(spec), "count": count},
         "aiosync, ms": ours,
         "torchrl, ms": theirs,
         "times": times(theirs, ours),
         "stall p99, ms": Stall(spread(late)),
-        "store before, MiB": before,
-        "at most, MiB": held,
-        "after, MiB": await _settled(before),
+        **{"store before, MiB": before, "at most, MiB": held, "after, MiB": await _settled(before)},
     }
 
 
 def _actors(spec: ModelSpec, count: int, **given: Any) -> Any:
     """A model, aiosync's scheme and torchrl's for it, what torchrl's sends, and the actors of both."""
-    from benchmarks.contenders.torchrl import Holder, weight_update
+    from benchmarks.contenders.torchrl import Holder
 
     ray: Any = importlib.import_module("ray")
     ours, theirs = ([ray.remote(num_cpus=0)(Holder).remote(spec) for _ in range(count)] for _ in range(2))
     holder: Any = Holder(build_model(spec))
     holder.remote_collectors, holder.num_workers = theirs, count
-    peer: Any = weight_update.RayWeightSyncScheme()
+    peer = importlib.import_module("torchrl.weight_update").RayWeightSyncScheme()
     peer.kept = holder  # it has a weak reference
     peer.init_on_sender(model_id=MODEL_ID, context=holder)
     ray.get([actor.register.remote(peer, index) for index, actor in enumerate(theirs)])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+import timeit
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -26,13 +28,6 @@ _BLOCK = 50
 
 async def _nothing() -> None:
     return
-
-
-def _time_calls(call: Callable[[], Any]) -> Iterator[float]:
-    for _ in range(_BLOCK):
-        started = time.perf_counter()
-        call()
-        yield time.perf_counter() - started
 
 
 async def _time_awaits(call: Callable[[], Any]) -> list[float]:
@@ -83,16 +78,14 @@ def blocking(
         for name, (call, time_awaits) in calls.items():
             samples: tuple[list[float], list[float]] = [], []
             for _ in range(rounds):
-                samples[0].extend(_time_calls(call))
+                samples[0].extend(timeit.repeat(call, gc.enable, number=1, repeat=_BLOCK))
                 samples[1].extend(uvloop.run(time_awaits()))
             ours, limit = (summary(each, 1e6) for each in samples)
             rows.append(
                 {
                     "of": name,
-                    "blocking, p50": ours.median,
-                    "blocking, p99": ours.p99,
-                    "awaited, p50": limit.median,
-                    "awaited, p99": limit.p99,
+                    **{"blocking, p50": ours.median, "blocking, p99": ours.p99},
+                    **{"awaited, p50": limit.median, "awaited, p99": limit.p99},
                     "more, p50": ours.median - limit.median,
                 }
             )

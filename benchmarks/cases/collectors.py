@@ -20,30 +20,24 @@ import typer
 from benchmarks.cases.collectors_turn import Task, Turn
 from benchmarks.harness import options
 from benchmarks.harness.meters import summary
-from benchmarks.harness.results import Row, machine, print_rows, say, write
+from benchmarks.harness.results import Row, report, say
 
 ROOT = Path(__file__).parents[2]
 ENVS = options.Names(("cartpole", "pixels"))
 LIBRARIES = ("aiosync", "torchrl")
 HOSTS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("sync", "async", "single", "evaluator", "server"), ("shared", "process", "tcp")),
-    "distributed": ("distributed",),
-    "rpc": ("rpc",),
-    "ray": ("ray",),
+    **{name: (name,) for name in ("distributed", "rpc", "ray")},
 }
 """torchrl's collectors, and aiosync's schemes for each. torchrl has no TCP: its queues stand beside that."""
 OWN_HOSTS = ("sync", "async")
-QUICK_LOOKUP = "timeout:1 attempts:1"
-"""The resolver's options: where no name server answers, torch.distributed is not to wait for one."""
-
-
 MEASURES = (
     ("frames/s", "frames", 1, 1.5),
     ("update, ms", "update", 1e3, 3.0),
     ("first batch, s", "first", 1, 1 / 0.7),
     ("memory, MiB", "memory", 1 / (1 << 20), 1.0),
 )
-"""Of each figure: its name, the field of a turn and the factor from that's unit, and how many times better
+"""The name of each figure, its field of a turn, the factor to the unit of the name, and how many times better
 aiosync's own collectors have to be. Of frames more is better, of the others less."""
 
 
@@ -73,8 +67,8 @@ def collectors(
         for scheme, size in product(("shared",) if own else HOSTS[host], sizes)
     ]
     found: list[Row] = []
-    rows: list[Row] = []
-    try:
+    title = "aiosync and torchrl (medians; least - most), 2 workers"
+    with report(title, "collectors", json, found) as rows:
         for task in tasks:
             say(f"--- {task.env}, {task.host}, {task.scheme}, {task.parameters} further parameters")
             taken: dict[str, list[Turn]] = {library: [] for library in LIBRARIES}
@@ -82,9 +76,6 @@ def collectors(
                 taken[library].append(_take(replace(task, library=library)))
             rows += _rows(task, taken)
             found.append({**asdict(task), **taken})
-    finally:
-        print_rows("aiosync and torchrl (medians; least - most), 2 workers", rows)
-        write(json, {"machine": machine(), "collectors": found})
     if check and any(row["wanted"] and row["ok"] is False for row in rows):
         raise typer.Exit(1)
 
@@ -93,7 +84,8 @@ def _take(task: Task) -> Turn:
     """Take a turn in a process of its own, whose last line of output is the turn as JSON."""
     program = "from benchmarks.cases import collectors_turn; collectors_turn.main()"
     command = [sys.executable, "-c", program, jsons.dumps(asdict(task))]
-    environment = {**os.environ, "RES_OPTIONS": QUICK_LOOKUP}
+    # Where no name server answers, torch.distributed is not to wait for one.
+    environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
@@ -102,12 +94,8 @@ def _take(task: Task) -> Turn:
 
 
 def _rows(task: Task, taken: Mapping[str, Sequence[Turn]]) -> Iterator[Row]:
-    what = {
-        "environment": task.env,
-        "collector": task.host,
-        "scheme": task.scheme,
-        "parameters": f"{task.parameters / 1e6:.3g} M",
-    }
+    what = {"environment": task.env, "collector": task.host, "scheme": task.scheme}
+    what["parameters"] = f"{task.parameters / 1e6:.3g} M"
     for name, field, scale, target in MEASURES if task.own else MEASURES[:2]:
         ours, theirs = (
             summary([getattr(turn, field) for turn in taken[library]], scale) for library in LIBRARIES
@@ -119,8 +107,7 @@ def _rows(task: Task, taken: Mapping[str, Sequence[Turn]]) -> Iterator[Row]:
             "aiosync": ours,
             "torchrl": theirs,
             "times better": better,
-            "wanted": target if task.own else None,
-            "ok": better >= target if task.own else None,
+            **({"wanted": target, "ok": better >= target} if task.own else {"wanted": None, "ok": None}),
         }
     wrong = {
         library: f"{sum(turn.wrong for turn in turns)} of {sum(turn.total for turn in turns)}"

@@ -29,6 +29,8 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
+from benchmarks.harness.meters import memory_of
+
 WORKERS = 2
 DEADLINE = 60.0
 _SAMPLES = 5  # how often memory is sampled in a turn, apart from what is timed
@@ -89,7 +91,6 @@ class _Pixels(gym.Env[Any, Any]):
         self.observation_space = gym.spaces.Box(0, 255, (84, 84, 4), np.uint8)
         self.action_space = gym.spaces.Discrete(2)
         self._frames = np.random.default_rng(0).integers(0, 255, (16, 84, 84, 4), np.uint8)
-        self._step = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
@@ -102,7 +103,7 @@ class _Pixels(gym.Env[Any, Any]):
 
 
 class _Policy(nn.Module):
-    """A small policy. Its first parameter and its last are the version, and go with each action."""
+    """A small policy. With each action go marks: its first parameter before it, and its last after it."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -114,7 +115,6 @@ class _Policy(nn.Module):
         self.last = nn.Parameter(torch.zeros(()))
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """The action, and the marks: the first parameter before it and the last after it."""
         first = self.first.detach().clone()
         seen = observation[..., ::12, ::12, :].flatten(-3).float() / 255 if self._pixels else observation
         action = self.net(seen).argmax(-1)
@@ -178,12 +178,9 @@ class _Tally:
 
 
 def _memory() -> int:
-    found = 0
     this = psutil.Process()
-    for process in (this, *this.children(recursive=True)):
-        with contextlib.suppress(psutil.Error):
-            found += process.memory_full_info().pss
-    return found
+    pids = [process.pid for process in (this, *this.children(recursive=True))]
+    return sum(pss for pss, _ in memory_of(pids))
 
 
 async def _take_own_turn(task: Task, policy: Any) -> Turn:
@@ -319,7 +316,7 @@ def _serve(task: Task, scheme: Any) -> Iterator[Count]:
     server.start()
     client, request = server.client(), TensorDict({"observation": torch.randn(4)}, [])
     while True:
-        answers = torch.stack([client(request) for _ in range(task.per_batch)])
+        answers: Any = torch.stack([client(request) for _ in range(task.per_batch)])
         yield _count(answers["marks"], answers["policy_version"].view(-1))
 
 

@@ -60,12 +60,11 @@ def send(
         setups = [replace(base, contender=contender) for contender in contenders]
         # aiosync with one worker takes turns too, to compare with.
         one = replace(base, workers=1) if scheme == "shared" and 1 < count == max(workers) else None
-        blocks = _blocks(setups, one)
-        for block in blocks:
+        for block in _blocks(setups, one):
             say(f"--- {name}, {scheme}, workers: {count}")
             with_one = one if base in block else None
             for case in asyncio.run(_measure(block, with_one, turns, cut, deadline)):
-                case.turns = "all" if len(blocks) == 1 else "some"
+                case.turns = "all" if block == setups else "some"
                 results.cases.append(case)
     print_rows("send, in milliseconds: median (least - most)", _send_rows(results))
     print_rows("pauses, memory, reads", _side_rows(results))
@@ -84,8 +83,8 @@ async def _measure(
 ) -> list[Case]:
     first = setups[0]
     extra = max(2, min(20, rounds)) // min(cut, 2)
-    async with compare(deadline, *setups, *([with_one] if with_one else ())) as every:
-        *entries, one = every if with_one else [*every, None]
+    async with compare(deadline, *setups, *filter(None, [with_one])) as every:
+        entries, one = (every[:-1], every[-1]) if with_one else (every, None)
         limit = Memcpy(sizes(first.model)["nbytes"] // 4)
         copies = await take_turns(every, rounds, warm_up=WARM_UP, limit=limit)
         del limit  # it holds two model sizes
@@ -106,7 +105,7 @@ async def _measure(
 
 def _blocks(setups: list[Setup], one: Setup | None) -> list[list[Setup]]:
     """All contenders in one block, whose turns alternate; or one block for each if memory is short."""
-    needed = 2 + sum(_model_sizes(setup) for setup in [*setups, *([one] if one else ())])  # 2: the limit's
+    needed = 2 + sum(map(_model_sizes, [*setups, one] if one else setups))  # 2: the limit's
     available = in_bytes(proc("meminfo"), "MemAvailable")
     if not available or needed * sizes(setups[0].model)["nbytes"] <= MEMORY_SHARE * available:
         return [setups]
@@ -115,11 +114,10 @@ def _blocks(setups: list[Setup], one: Setup | None) -> list[list[Setup]]:
 
 def _model_sizes(setup: Setup) -> int:
     """How many model sizes a contender may hold, in all its processes together."""
-    if setup.scheme == "shared":
-        return {"aiosync": 4, "torchrl": 2, "torchrl-alias": 1}[setup.contender]
-    # The trainer's own and a fresh one; what is in transit; what each worker has.
-    workers = setup.workers
-    found = {"aiosync": 2 + 3 + 2 * workers, "torchrl": 2 + 1 + workers, "torchrl-alias": 2 + 1}
+    found = {"aiosync": 4, "torchrl": 2, "torchrl-alias": 1}
+    if setup.scheme == "process":  # the trainer's own and a fresh one; in transit; what each worker has
+        workers = setup.workers
+        found = {"aiosync": 2 + 3 + 2 * workers, "torchrl": 2 + 1 + workers, "torchrl-alias": 2 + 1}
     return found[setup.contender]
 
 

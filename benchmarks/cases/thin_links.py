@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import time
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import torch
@@ -65,52 +67,51 @@ class _Transformer(nn.Module):
         return out
 
 
-class _Training:
-    """AdamW on the chain, first with a large learning rate: moments and weights are then those of a run."""
+def _train(lr: float) -> Iterator[nn.Module]:
+    """AdamW on the chain; yields the model, at first and after each update.
 
-    def __init__(self, lr: float) -> None:
-        torch.manual_seed(0)
-        self.model = _Transformer()
-        self._dice = torch.Generator().manual_seed(1)
-        self._chain = torch.softmax(2 * torch.randn(WORDS, WORDS, generator=self._dice), -1)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        for _ in range(LEARNING_WARM_UP):
-            self.step()
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-
-    def step(self) -> None:
-        tokens = torch.randint(0, WORDS, (BATCH, 1), generator=self._dice)
+    A large learning rate precedes: moments and weights are then those of a run.
+    """
+    torch.manual_seed(0)
+    model, dice = _Transformer(), torch.Generator().manual_seed(1)
+    chain = torch.softmax(2 * torch.randn(WORDS, WORDS, generator=dice), -1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for number in itertools.count():
+        if number >= LEARNING_WARM_UP:
+            optimizer.param_groups[0]["lr"] = lr
+            yield model
+        tokens = torch.randint(0, WORDS, (BATCH, 1), generator=dice)
         for _ in range(LENGTH):
-            following = torch.multinomial(self._chain[tokens[:, -1]], 1, generator=self._dice)
+            following = torch.multinomial(chain[tokens[:, -1]], 1, generator=dice)
             tokens = torch.cat([tokens, following], 1)
-        logits = self.model(tokens[:, :-1])
+        logits = model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        self._optimizer.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        self._optimizer.step()
+        optimizer.step()
 
 
 async def _measure_codec(codec: Any, wire: torch.dtype, lr: float, mbit: float, updates: int) -> Row:
     """So many steps, each sent and compared bit by bit."""
-    training = _Training(lr)
+    training = _train(lr)
+    trained = next(training)
     cast = wire if wire is not torch.float32 else None
     scheme = aiosync.TCPWeightSyncScheme(codec=codec, cast=cast, timeout=120)
-    scheme.init_on_sender(model_id="policy", model=training.model, num_workers=1)
+    scheme.init_on_sender(model_id="policy", model=trained, num_workers=1)
     limit_rate(mbit, scheme)
     worker = aiosync.TCPWeightSyncScheme(scheme.address, timeout=120)
-    model = copy.deepcopy(training.model)
+    model = copy.deepcopy(trained)
     worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
     await asyncio.gather(scheme.connect(), worker.connect())
     seconds: list[float] = []
     async with worker.receiving():
         before = scheme.stats.wire_nbytes
         for _ in range(updates):
-            training.step()
+            next(training)
             begun = time.perf_counter()
             await scheme.send()
             seconds.append(time.perf_counter() - begun)
-            for (name, sent), got in zip(training.model.named_parameters(), model.parameters(), strict=True):
+            for (name, sent), got in zip(trained.named_parameters(), model.parameters(), strict=True):
                 if not torch.equal(sent.detach().to(wire), got.detach().to(wire)):
                     raise AssertionError(f"{name} differs from what was sent")
         nbytes = (scheme.stats.wire_nbytes - before) / updates
@@ -118,9 +119,7 @@ async def _measure_codec(codec: Any, wire: torch.dtype, lr: float, mbit: float, 
     await scheme.aclose()
     full = sum(p.numel() for p in model.parameters()) * wire.itemsize
     return {
-        "codec": codec,
-        "on the wire": str(wire).removeprefix("torch."),
-        "learning rate": f"{lr:g}",
+        **{"codec": codec, "on the wire": str(wire).removeprefix("torch."), "learning rate": f"{lr:g}"},
         "link": f"{mbit:g} Mbit/s" if mbit else "loopback",
         "kB per update": nbytes / 1e3,
         "times smaller": full / nbytes,
@@ -167,10 +166,8 @@ def relay(
 
 async def _measure_way(relays: int, mib: int, mbit: float, rounds: int) -> tuple[Case, float]:
     """One way's sends, and how many models the trainer sent for each."""
-    setup = Setup(
-        "aiosync", "tcp", ModelSpec(f"{mib} MiB", mib=mib), WORKERS, modes=("still",),
-        options={"timeout": 120.0}, extras={"relays": relays, "mbit": mbit},
-    )  # fmt: skip
+    model, extras = ModelSpec(f"{mib} MiB", mib=mib), {"relays": relays, "mbit": mbit}
+    setup = Setup("aiosync", "tcp", model, WORKERS, ("still",), extras=extras)
     sent: list[int] = []
     async with compare(DEADLINE, setup) as entries:
         for turns in (WARM_UP, rounds):

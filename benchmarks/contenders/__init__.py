@@ -41,11 +41,9 @@ class Setup:
     # torch RPC; with ``port`` they meet in a store and join a process group. The trainer is rank 0.
     extras: Mapping[str, Any] = field(default_factory=dict)
 
-    def ends(self) -> tuple[type[SenderEnd], type[WorkerEnd]]:
+    def ends(self) -> Any:  # tuple[type[SenderEnd], type[WorkerEnd]]
         """The classes of the contender's ends, by name: a run without torchrl does not need torchrl."""
-        ends: tuple[type[SenderEnd], type[WorkerEnd]]
-        ends = importlib.import_module(_module_of(self.contender)).ends(self)
-        return ends
+        return importlib.import_module(_module_of(self.contender)).ends(self)
 
 
 @dataclass(frozen=True, slots=True)

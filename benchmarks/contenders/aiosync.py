@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from typing import Any
 
 import aiosync
 from benchmarks.contenders import MODEL_ID, SenderEnd, Sent, Setup, Weights, WorkerEnd
 from benchmarks.harness.trainer import SPAWN, Remote
 
-TIMEOUT = 60.0  # seconds that any one call may take, unless the setup's options say otherwise
+TIMEOUT = 120.0  # seconds that any one call may take
 _SO_MAX_PACING_RATE = 47
-_BYTES_PER_MBIT = 1_000_000 // 8
 
 
 def limit_rate(mbit: float, scheme: Any) -> None:
     """Have the kernel send at most ``mbit`` megabits per second over each connection of a TCP sender (0: no
-    limit). Call it before the first connection is made."""
+    limit). A connection inherits the option of the listening socket, so call it before the first."""
     if mbit:
-        # An accepted connection inherits the options of the listening socket.
         listening: socket.socket = scheme._listener._socket
-        listening.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, int(mbit * _BYTES_PER_MBIT))
+        listening.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, int(mbit * 1e6 / 8))
 
 
 def ends(setup: Setup) -> tuple[type[SenderEnd], type[WorkerEnd]]:
@@ -35,23 +33,21 @@ def ends(setup: Setup) -> tuple[type[SenderEnd], type[WorkerEnd]]:
 
 
 def _make_scheme(setup: Setup) -> Any:
-    return aiosync.WeightSyncScheme.from_backend(setup.scheme, **{"timeout": TIMEOUT, **setup.options})
+    return aiosync.WeightSyncScheme.from_backend(setup.scheme, timeout=TIMEOUT, **setup.options)
 
 
 class _Sender(SenderEnd):
     def __post_init__(self) -> None:
-        extras = self.setup.extras
-        self._timeout = self.setup.options.get("timeout", TIMEOUT)
         self._scheme = _make_scheme(self.setup)
         self._relays: list[Remote] = []
         self._addresses: list[str] = []
         if self.setup.scheme != "rpc":  # which is initialized when this process has joined torch RPC
             self._initialize()
         if self.setup.scheme == "tcp":
-            mbit = extras.get("mbit", 0.0)
+            mbit = self.setup.extras.get("mbit", 0.0)
             limit_rate(mbit, self._scheme)
-            for _ in range(extras.get("relays", 0)):
-                self._relays.append(Remote(_Relay, self._scheme.address, mbit, self._timeout))
+            for _ in range(self.setup.extras.get("relays", 0)):
+                self._relays.append(Remote(_Relay, self._scheme.address, mbit))
 
     def _initialize(self) -> None:
         given: dict[str, Any] = {"num_workers": self.setup.workers}
@@ -68,8 +64,7 @@ class _Sender(SenderEnd):
             return self._scheme
         if not self._addresses:
             self._addresses = [await relay.call("address") for relay in self._relays]
-        address = self._addresses[index % len(self._addresses)]
-        return aiosync.TCPWeightSyncScheme(address, timeout=self._timeout)
+        return aiosync.TCPWeightSyncScheme(self._addresses[index % len(self._addresses)], timeout=TIMEOUT)
 
     async def connect(self) -> None:
         if self.setup.scheme == "rpc":
@@ -94,7 +89,7 @@ class _Sender(SenderEnd):
     async def close(self) -> None:
         await self._scheme.aclose()
         for relay in self._relays:
-            await relay.close(self._timeout)
+            await relay.close(TIMEOUT)
 
 
 class _Worker(WorkerEnd):
@@ -109,13 +104,11 @@ class _Worker(WorkerEnd):
         await self._scheme.connect()
         await self._receiving.enter_async_context(self._scheme.receiving())
 
-    def version(self) -> int | None:
-        version: int | None = self._scheme.version
-        return version
+    def version(self) -> Any:
+        return self._scheme.version
 
-    def pinned(self) -> AbstractAsyncContextManager[int | None]:
-        pinned: AbstractAsyncContextManager[int | None] = self._scheme.pinned()
-        return pinned
+    def pinned(self) -> Any:
+        return self._scheme.pinned()
 
     async def close(self) -> None:
         # The task that answers calls entered the receiver task, and leaves it too.
@@ -126,9 +119,9 @@ class _Worker(WorkerEnd):
 class _Relay:
     """A relay in a process of its own."""
 
-    def __init__(self, upstream: str, mbit: float, timeout: float) -> None:
-        above = aiosync.TCPWeightSyncScheme(upstream, timeout=timeout)
-        below = aiosync.TCPWeightSyncScheme(timeout=timeout)
+    def __init__(self, upstream: str, mbit: float) -> None:
+        above = aiosync.TCPWeightSyncScheme(upstream, timeout=TIMEOUT)
+        below = aiosync.TCPWeightSyncScheme(timeout=TIMEOUT)
         self._node = aiosync.WeightRelay(above, below, model_id=MODEL_ID)
         limit_rate(mbit, below)
         self._serving = asyncio.create_task(self._serve())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,13 +28,10 @@ class Stage:
     """
 
     def __init__(self, setup: Setup, deadline: float) -> None:
-        self.setup = setup
+        self.setup, self._deadline = setup, deadline
         self.workers: list[int] = []  # process ids, once built
-        self.cases = [
-            Case(Key(setup.model.name, setup.scheme, mode, setup.workers), setup.contender)
-            for mode in setup.modes
-        ]
-        self._deadline = deadline
+        keys = (Key(setup.model.name, setup.scheme, mode, setup.workers) for mode in setup.modes)
+        self.cases = [Case(key, setup.contender) for key in keys]
         self.trainer = Remote(Trainer, setup, uvloop=setup.uvloop, parent=True)
 
     @property
@@ -99,11 +95,9 @@ class Entry:
         case.samples = [seconds * 1e3 for seconds, _ in sends]
         case.first = spread([turn[0][0] for turn in self.turns])
         case.commit = spread([seconds for _, sent in sends for seconds in sent.commit])
-        phases = defaultdict(list)
-        for _, sent in sends:
-            for name, seconds in sent.phases.items():
-                phases[name].append(seconds)
-        case.phases = {name: summary(each).median for name, each in phases.items()}
+        phases = [sent.phases for _, sent in sends]
+        for name in dict.fromkeys(name for each in phases for name in each):
+            case.phases[name] = summary([each[name] for each in phases if name in each]).median
         return case
 
 

@@ -36,8 +36,8 @@ def spread(samples: Sequence[float], scale: float = 1e3) -> Spread | None:
 
 def summary(samples: Sequence[float], scale: float = 1e3) -> Spread:
     """:func:`spread` of at least one sample."""
-    found = spread(samples, scale)
-    assert found is not None, "nothing was measured"
+    if (found := spread(samples, scale)) is None:
+        raise ValueError("nothing was measured")
     return found
 
 

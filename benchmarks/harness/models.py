@@ -54,12 +54,8 @@ def _block(width: int) -> nn.Module:
 
 def sizes(spec: ModelSpec) -> dict[str, int]:
     """How large a model is: parameters, tensors, bytes."""
-    params = list(build_model(spec).parameters())
-    return {
-        "params": sum(p.numel() for p in params),
-        "tensors": len(params),
-        "nbytes": sum(p.nbytes for p in params),
-    }
+    sizes = [p.numel() for p in build_model(spec).parameters()]
+    return {"params": sum(sizes), "tensors": len(sizes), "nbytes": 4 * sum(sizes)}
 
 
 def fill(model: nn.Module, value: float) -> None:
@@ -70,11 +66,8 @@ def fill(model: nn.Module, value: float) -> None:
 
 
 class Probe:
-    """Reads a few elements of a model whose every element ought to be the same number.
-
-    The first and the last element of four tensors, from the first parameter to the last, so that a
-    half-applied update shows wherever it stopped. Parameters that a scheme *replaces* later are not seen.
-    """
+    """Reads the first and last element of four tensors, from the first parameter to the last, so that a
+    half-applied update shows wherever it stopped. Parameters that a scheme *replaces* later are not seen."""
 
     def __init__(self, model: nn.Module) -> None:
         params = [p for p in model.parameters() if p.numel()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
@@ -32,13 +32,13 @@ def draw(results: Results, path: Path) -> None:
     keys = {panel: [k for k in results.keys() if (k.scheme, k.mode) == panel] for panel in PANELS}
     panels = [panel for panel in PANELS if keys[panel]]
     figure = Figure(figsize=(12, 1.2 + 3.6 * len(panels)), layout="constrained")
-    legend = {}
+    legend: dict[str, Any] = {}
     for panel, ax in zip(panels, figure.subplots(len(panels), 1, squeeze=False)[:, 0], strict=True):
         _draw_panel(ax, results, keys[panel])
         ax.set_title(PANELS[panel], loc="left", fontsize=11)
         handles, labels = ax.get_legend_handles_labels()
         legend.update(zip(labels, handles, strict=True))
-    figure.legend(legend.values(), legend, loc="outside upper center", ncols=4, frameon=False)
+    figure.legend([*legend.values()], [*legend], loc="outside upper center", ncols=4, frameon=False)
     machine, loop = results.machine, "uvloop" if results.settings["uvloop"] else "asyncio"
     caption = f"{machine['cores']} cores, torch {machine['torch']}, torchrl {machine['torchrl']}, {loop}"
     figure.supxlabel(

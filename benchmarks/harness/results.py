@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -35,14 +35,17 @@ def say(what: str) -> None:
 
 
 @contextlib.contextmanager
-def report(title: str, name: str, path: Path | None) -> Iterator[list[Row]]:
-    """Collect rows of the case ``name``; at the end, also after an error, print and write them."""
+def report(
+    title: str, name: str, path: Path | None, figures: Sequence[Row] | None = None
+) -> Iterator[list[Row]]:
+    """Collect rows of the case ``name``; at the end, also after an error, print them and write ``figures``,
+    by default the rows."""
     rows: list[Row] = []
     try:
         yield rows
     finally:
         print_rows(title, rows)
-        write(path, {"machine": machine(), name: rows})
+        write(path, {"machine": machine(), name: rows if figures is None else figures})
 
 
 def print_rows(title: str, rows: Iterable[Row]) -> None:

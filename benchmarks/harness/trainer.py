@@ -35,8 +35,7 @@ SPAWN = get_context("spawn")
 JOIN_TIMEOUT = 10.0  # seconds that a worker's process may take to end after its end was closed
 IDLE = 0.3  # seconds of ticking without sends, for comparison
 PIN_EVERY = 64  # one read in so many holds its version pinned across an await and reads again afterwards
-LONG_PIN_EVERY = 64 * 128
-"""One read in so many keeps the pin long enough for the sender to begin its next update."""
+LONG_PIN_EVERY = 64 * 128  # one in so many for longer: the sender begins its next update meanwhile
 LONG_PIN = 0.02
 
 
@@ -119,34 +118,34 @@ def stopped(pids: list[int]) -> Iterator[None]:
 def _process_main(
     make: Callable[..., Any], args: Any, conn: Connection[Any, Any], uvloop: bool, parent: bool
 ) -> None:
+    async def serve() -> None:
+        """Answer calls until ``close`` has been answered or the caller has ended."""
+        served, method = make(*args), ""
+        with contextlib.suppress(EOFError, OSError):
+            while method != "close":
+                await anyio.wait_readable(conn)
+                method, arguments = conn.recv()
+                try:
+                    reply = "", await getattr(served, method)(**arguments)
+                # The boundary of the process: any error is a result for the caller.
+                except Exception:  # noqa: BLE001
+                    reply = traceback.format_exc(), None
+                conn.send(reply)
+
     if parent:
         os.setpgrp()  # with the processes that it starts
     factory = importlib.import_module("uvloop").new_event_loop if uvloop else None
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(_serve(make, args, conn))
+        runner.run(serve())
     if threading.active_count() > 1:
         # Threads that torchrl or gloo cannot end, because they wait for a sender, would hold up the exit.
         os._exit(0)
 
 
-async def _serve(make: Callable[..., Any], args: Any, conn: Connection[Any, Any]) -> None:
-    """Answer calls until ``close`` has been answered or the caller has ended."""
-    served, method = make(*args), ""
-    with contextlib.suppress(EOFError, OSError):
-        while method != "close":
-            await anyio.wait_readable(conn)
-            method, arguments = conn.recv()
-            try:
-                reply = "", await getattr(served, method)(**arguments)
-            # The boundary of the process: any error is a result for the caller.
-            except Exception:  # noqa: BLE001
-                reply = traceback.format_exc(), None
-            conn.send(reply)
-
-
 async def _connect(end: SenderEnd | WorkerEnd, name: str, rank: int) -> None:
     """Connect an end, once its process has joined what the setup says."""
-    extras, place = end.setup.extras, {"rank": rank, "world_size": 1 + end.setup.workers}
+    extras = end.setup.extras
+    place: dict[str, Any] = {"rank": rank, "world_size": 1 + end.setup.workers}
     if "rpc" in extras:
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{extras['rpc']}")
         # It blocks until all have joined.
@@ -174,7 +173,7 @@ class Trainer:
     async def build(self) -> list[int]:
         """Make the sender's end and spawn the workers; returns their process ids once all are up."""
         fill(self._model, 0.0)
-        self._end = self._setup.ends()[0](self._setup, self._model)
+        self._end: SenderEnd = self._setup.ends()[0](self._setup, self._model)
         for index in range(self._setup.workers):
             recipe = await self._end.recipe(index)
             self._workers.append(Remote(Worker, self._setup, recipe, index, uvloop=self._setup.uvloop))
@@ -291,7 +290,7 @@ class Worker:
     def __init__(self, setup: Setup, recipe: object, index: int) -> None:
         torch.set_num_threads(1)
         self._model = build_model(setup.model)
-        self._end = setup.ends()[1](setup, recipe, self._model, index)
+        self._end: WorkerEnd = setup.ends()[1](setup, recipe, self._model, index)
         self._counts = ReadCounts()
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._stopping = asyncio.Event()
