@@ -13,12 +13,8 @@ _MODULES = {
     **dict.fromkeys(("delta", "relay"), "thin_links"),
 }
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Measure aiosync beside other software and the machine's own limits, in one run and in turn.",
-)
+ABOUT = "Measure aiosync beside other software and the machine's own limits, in one run and in turn."
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=ABOUT)
 
 
 def _add(name: str) -> None:

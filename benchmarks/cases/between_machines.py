@@ -16,7 +16,6 @@ import importlib
 import tempfile
 import time
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,13 +64,10 @@ def network(
 
 async def _measure_link(link: str, mib: int, workers: int, rounds: int, folder: Path) -> Row:
     tls = _certificates(folder) if link == "tls" else None
-    bare: Any
-    address, bare = "tcp://127.0.0.1:0", ("127.0.0.1", 0)
-    if link == "unix":
-        address, bare = f"unix://{folder}/ours", f"{folder}/bare"
-    model, given = ModelSpec(f"{mib} MiB", mib=mib), {"address": address, "tls": tls}
+    unix, model = link == "unix", ModelSpec(f"{mib} MiB", mib=mib)
+    given: dict[str, Any] = {"address": f"unix://{folder}/ours" if unix else "tcp://127.0.0.1:0", "tls": tls}
     ours = Setup("aiosync", "tcp", model, workers, ("still",), options=given)
-    given = {"address": bare, "tls": tls}
+    given = {"address": f"{folder}/bare" if unix else ("127.0.0.1", 0), "tls": tls}
     blocking = Setup("sockets", link, model, 1, ("still",), options=given)
     async with compare(DEADLINE, ours, blocking) as entries:
         await take_turns(entries, rounds, warm_up=WARM_UP)
@@ -127,17 +123,16 @@ def distributed(
 
 
 async def _measure_groups(base: Setup, rounds: int, acting: bool) -> Row:
-    rpc = base.scheme == "rpc"
-    make: Any = partial(TCPStore, "127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stores = make(), make()  # each ends with its last reference
-    ports = [{"port": store.port} for store in stores]
+    setups: list[Setup] = []
+    stores: list[Any] = []  # each ends with its last reference
     with tempfile.TemporaryDirectory(prefix="aiosync-bench-") as folder:
-        ours, theirs = ({"rpc": f"{folder}/{name}"} if rpc else {} for name in ("aiosync", "torchrl"))
-        setups = (
-            replace(base, contender="aiosync", extras=ours),
-            replace(base, contender="torchrl", extras={**theirs, **ports[0]}),
-            replace(base, contender="gloo", extras=ports[1], workers=1),
-        )
+        for name in ("aiosync", "torchrl", "gloo"):
+            extras = {"rpc": f"{folder}/{name}"} if base.scheme == "rpc" and name != "gloo" else {}
+            if name != "aiosync":
+                stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+                extras["port"] = stores[-1].port
+            workers = 1 if name == "gloo" else base.workers
+            setups.append(replace(base, contender=name, workers=workers, extras=extras))
         async with compare(DEADLINE, *setups) as entries:
             if acting:
                 await measure("acting", entries[:2])

@@ -81,13 +81,8 @@ def blocking(
                 samples[0].extend(timeit.repeat(call, gc.enable, number=1, repeat=_BLOCK))
                 samples[1].extend(uvloop.run(time_awaits()))
             ours, limit = (summary(each, 1e6) for each in samples)
-            rows.append(
-                {
-                    "of": name,
-                    **{"blocking, p50": ours.median, "blocking, p99": ours.p99},
-                    **{"awaited, p50": limit.median, "awaited, p99": limit.p99},
-                    "more, p50": ours.median - limit.median,
-                }
-            )
+            row = {"of": name, "blocking, p50": ours.median, "blocking, p99": ours.p99}
+            row |= {"awaited, p50": limit.median, "awaited, p99": limit.p99}
+            rows.append(row | {"more, p50": ours.median - limit.median})
     receiver.close()
     twin.close()

@@ -42,9 +42,7 @@ aiosync's own collectors have to be. Of frames more is better, of the others les
 
 
 def collectors(
-    inside_torchrl: Annotated[
-        bool, typer.Option("--inside-torchrl", help="torchrl's collectors, with either library's schemes.")
-    ] = False,
+    inside_torchrl: Annotated[bool, typer.Option("--inside-torchrl", help="torchrl's collectors.")] = False,
     models: Annotated[options.Names | None, options.names_of(ENVS)] = None,
     schemes: Annotated[options.Names | None, options.names_of(HOSTS)] = None,
     parameters: Annotated[options.Numbers | None, options.numbers("Added to a small policy.")] = None,

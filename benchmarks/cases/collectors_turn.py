@@ -134,8 +134,8 @@ def _counted(collector: Any) -> Iterator[Count]:
 class _Tally:
     """Counts and times what a turn does."""
 
-    def __init__(self, task: Task, policy: Any) -> None:
-        self._task, self._policy = task, policy
+    def __init__(self, task: Task) -> None:
+        self._task, self.policy = task, task.policy()
         self._number = self._wrong = self._total = self._memory = 0
         self._seconds: list[float] = []
         self._begun = self._started = time.perf_counter()
@@ -148,8 +148,8 @@ class _Tally:
         self._wrong += found[0]
         self._total += found[1]
         with torch.no_grad():
-            self._policy.module.first.fill_(self._number)
-            self._policy.module.last.fill_(self._number)
+            self.policy.module.first.fill_(self._number)
+            self.policy.module.last.fill_(self._number)
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -183,11 +183,11 @@ def _memory() -> int:
     return sum(pss for pss, _ in memory_of(pids))
 
 
-async def _take_own_turn(task: Task, policy: Any) -> Turn:
+async def _take_own_turn(task: Task) -> Turn:
     """aiosync's collector, with an event loop."""
-    tally = _Tally(task, policy)
+    tally = _Tally(task)
     async with importlib.import_module("aiosync.collectors").MultiCollector(
-        [task.gymnasium] * WORKERS, policy, sync=task.host == "sync", frames_per_batch=task.per_batch,
+        [task.gymnasium] * WORKERS, tally.policy, sync=task.host == "sync", frames_per_batch=task.per_batch,
         total_frames=-1, track_policy_version=True, timeout=DEADLINE,
     ) as collector:  # fmt: skip
         async for batch in collector:
@@ -199,7 +199,7 @@ async def _take_own_turn(task: Task, policy: Any) -> Turn:
         return tally.turn()
 
 
-def _take_turn(task: Task, policy: Any) -> Turn:
+def _take_turn(task: Task) -> Turn:
     """torchrl's collectors, with a scheme of either library."""
     importlib.import_module("torchrl.collectors")
     library, backend = "aiosync.sync", task.scheme
@@ -210,8 +210,8 @@ def _take_turn(task: Task, policy: Any) -> Turn:
     # Imported for Ray only: the memory of all processes counts.
     cluster = task.host == "ray" and importlib.import_module("aiosync._demo").ray_cluster(store=2 << 30)
     with cluster or contextlib.nullcontext():
-        tally = _Tally(task, policy)
-        with hosts.get(task.host, _collector)(task, scheme, policy, tally) as (batches, update):
+        tally = _Tally(task)
+        with hosts.get(task.host, _collector)(task, scheme, tally) as (batches, update):
             for found in batches:
                 tally.arrived(found)
                 if update is not None:
@@ -223,7 +223,7 @@ def _take_turn(task: Task, policy: Any) -> Turn:
 
 
 @contextlib.contextmanager
-def _collector(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
+def _collector(task: Task, scheme: Any, tally: _Tally) -> Host:
     """A collector of several workers."""
     collectors: Any = importlib.import_module("torchrl.collectors")
     tracked = {"track_policy_version": True}
@@ -239,13 +239,13 @@ def _collector(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
     else:
         make = getattr(collectors, f"Multi{task.host.title()}Collector")
         given |= tracked
-    collector = make([task.torchrl] * WORKERS, policy, **given)
+    collector = make([task.torchrl] * WORKERS, tally.policy, **given)
     yield _counted(collector), collector.update_policy_weights_
     collector.shutdown()
 
 
 @contextlib.contextmanager
-def _evaluator(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
+def _evaluator(task: Task, scheme: Any, tally: _Tally) -> Host:
     """An evaluator with a process of its own, which it updates by itself before each evaluation. Its frames
     claim nothing, so that only torn ones are counted."""
     collectors: Any = importlib.import_module("torchrl.collectors")
@@ -261,7 +261,7 @@ def _evaluator(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
 
     def batches() -> Iterator[Count]:
         while True:
-            evaluator.evaluate(weights=policy)
+            evaluator.evaluate(weights=tally.policy)
             yield found[-1]
 
     evaluator = collectors.Evaluator(
@@ -273,10 +273,10 @@ def _evaluator(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
 
 
 @contextlib.contextmanager
-def _process(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
+def _process(task: Task, scheme: Any, tally: _Tally) -> Host:
     """A single collector, or an inference server, in a process that receives by a scheme."""
     context = multiprocessing.get_context("spawn")
-    scheme.init_on_sender(model_id="policy", model=policy, devices=[torch.device("cpu")], ctx=context)
+    scheme.init_on_sender(model_id="policy", model=tally.policy, devices=[torch.device("cpu")], ctx=context)
     conn, theirs = context.Pipe()
     process = context.Process(target=_act, args=(task, scheme, theirs), daemon=True)
     process.start()
@@ -287,7 +287,7 @@ def _process(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
         while conn.poll(DEADLINE):
             yield conn.recv()
 
-    yield batches(), lambda: scheme.send(weights=policy)
+    yield batches(), lambda: scheme.send(weights=tally.policy)
     conn.close()
     process.join(DEADLINE)
     scheme.shutdown()
@@ -324,8 +324,7 @@ def main() -> None:
     """Take the turn of the command line, and print it as the last line."""
     warnings.simplefilter("ignore")
     task = Task(**json.loads(sys.argv[1]))
-    policy = task.policy()
     own = task.own and task.library == "aiosync"
-    turn = uvloop.run(_take_own_turn(task, policy)) if own else _take_turn(task, policy)
+    turn = uvloop.run(_take_own_turn(task)) if own else _take_turn(task)
     print(f"\n{json.dumps(asdict(turn))}", flush=True)
     os._exit(0)  # torchrl's threads and processes of torch.distributed would hold up the exit

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import product
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,8 +27,7 @@ WARM_UP = 3  # turns before anything is counted: enough for every slot of an are
 MEMORY_SENDS = 4  # sends that the memory is sampled over
 MEMORY_SHARE = 0.85  # of the memory that is free when a block starts, how much its processes may take
 TORN_SENDS = 20  # sends per case, at least
-COMPARED = 20
-"""The others are read this many times less often: their torn reads are a share, aiosync's a count."""
+COMPARED = 20  # times fewer reads of the others: their torn reads are a share, aiosync's a count
 READING_DEADLINE = 900.0  # seconds that a million reads may take
 
 
@@ -123,8 +122,7 @@ def _model_sizes(setup: Setup) -> int:
 
 def _send_rows(results: Results) -> Iterator[Row]:
     for key, name in product(results.keys(), (*ABOUT, LIMIT)):
-        case = results.find(key, name)
-        if case is not None:
+        if case := results.find(key, name):
             yield {
                 **asdict(key),
                 "contender": name + (" (own block)" if case.turns == "some" else ""),
@@ -137,9 +135,7 @@ def _send_rows(results: Results) -> Iterator[Row]:
 
 
 def _side_rows(results: Results) -> Iterator[Row]:
-    for case in results.cases:
-        if case.contender == LIMIT or case.failure:
-            continue
+    for case in (case for case in results.cases if case.contender != LIMIT and not case.failure):
         memory, stall, reads = case.memory, case.stall or Stall(None), case.reads
         models = memory.shared / results.models[case.key.model]["nbytes"] if memory else 0
         yield {
@@ -210,14 +206,9 @@ async def _count_torn(setup: Setup, reads: int, deadline: float) -> Case:
 
 def _torn_row(case: Case) -> Row:
     found = case.reads or ReadCounts()
-    row = {
-        "sends": found.sends,
-        "versions seen": found.versions,
-        "reads": found.reads,
-        "torn": found.torn,
-        "share": f"{100 * found.torn / max(1, found.reads):.2f} %",
-        **{name: getattr(found, name) for name in ("leaked", "pinned", "moved", "skewed")},
-    }
+    row: dict[str, Any] = {"sends": found.sends, "versions seen": found.versions, "reads": found.reads}
+    row |= {"torn": found.torn, "share": f"{100 * found.torn / max(1, found.reads):.2f} %"}
+    row |= {name: getattr(found, name) for name in ("leaked", "pinned", "moved", "skewed")}
     if case.reads is None:
         row = dict.fromkeys(row) | {"sends": case.failure}
     return {"model": case.key.model, "scheme": case.key.scheme, "contender": case.contender, **row}

@@ -154,14 +154,13 @@ def relay(
             case, copies = asyncio.run(_measure_way(relays, mib, mbit, rounds))
             flat = flat or case.send
             longer = times(case.send, flat)
-            rows.append(
-                {
-                    "way": f"1 - {relays} - {WORKERS}" if relays else f"1 - {WORKERS}",
-                    "copies sent by the trainer": f"{copies:.3f}",
-                    "send, ms": case.outcome,
-                    "added by the level": longer - 1 if relays and longer else None,
-                }
-            )
+            row = {
+                "way": f"1 - {relays} - {WORKERS}" if relays else f"1 - {WORKERS}",
+                "copies sent by the trainer": f"{copies:.3f}",
+                "send, ms": case.outcome,
+                "added by the level": longer - 1 if relays and longer else None,
+            }
+            rows.append(row)
 
 
 async def _measure_way(relays: int, mib: int, mbit: float, rounds: int) -> tuple[Case, float]:

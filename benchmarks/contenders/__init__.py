@@ -122,8 +122,8 @@ ABOUT = {
     "torchrl": "the trainer's memory is really copied. shared: one shared buffer for all workers "
     "(params_map). process: each worker has weights of its own (device_map_fn)",
     "torchrl-alias": "set up as in torchrl's stand-alone example (weights=, devices=): the trainer's "
-    "tensors are moved into shared memory and the workers' parameters ARE them, so that "
-    "nothing is copied, and a worker sees each training step as it happens, unsent",
+    "tensors are moved into shared memory and the workers' parameters ARE them, so that nothing is copied, "
+    "and a worker sees each training step as it happens, unsent",
     "sockets": "one blocking socket: sendall out of a ready buffer, recv_into a warm one, and a byte back",
     "gloo": "one gloo send and receive of one tensor out of a ready buffer into a warm one, and a byte back",
 }

@@ -50,10 +50,9 @@ class _Sender(SenderEnd):
                 self._relays.append(Remote(_Relay, self._scheme.address, mbit))
 
     def _initialize(self) -> None:
-        given: dict[str, Any] = {"num_workers": self.setup.workers}
-        if self.setup.scheme == "tcp":
-            given = {}  # any worker may connect
-        elif self.setup.scheme in ("shared", "process"):
+        # To TCP, any worker may connect.
+        given: dict[str, Any] = {} if self.setup.scheme == "tcp" else {"num_workers": self.setup.workers}
+        if self.setup.scheme in ("shared", "process"):
             given["ctx"] = SPAWN
         self._scheme.init_on_sender(model_id=MODEL_ID, model=self.model, **given)
 

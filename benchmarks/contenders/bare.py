@@ -89,30 +89,24 @@ class _SocketWorker(WorkerEnd):
         self._thread.join()
 
 
-class _Group:
-    """The process group of the two, a buffer of the model's size, and a byte."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.group: Any = dist.group.WORLD
-        self.buffer = [_buffer(model)]
-        self.byte = [torch.zeros(1, dtype=torch.uint8)]
-
-
 class _GlooSender(SenderEnd):
     async def connect(self) -> None:
-        self._end = _Group(self.model)
+        self._group: Any = dist.group.WORLD
+        self._ready, self._byte = [_buffer(self.model)], [torch.zeros(1, dtype=torch.uint8)]
 
     async def send(self, weights: Weights | None, *, off_loop: bool = False) -> Sent:
-        self._end.group.send(self._end.buffer, 1, 1).wait()
-        self._end.group.recv(self._end.byte, 1, 2).wait()
+        self._group.send(self._ready, 1, 1).wait()
+        self._group.recv(self._byte, 1, 2).wait()
         return Sent()
 
 
 class _GlooWorker(WorkerEnd):
     async def connect(self) -> None:
-        threading.Thread(target=self._receive, args=(_Group(self.model),), daemon=True).start()
+        threading.Thread(target=self._receive, daemon=True).start()
 
-    def _receive(self, end: _Group) -> None:
+    def _receive(self) -> None:
+        group: Any = dist.group.WORLD
+        memory, byte = [_buffer(self.model)], [torch.zeros(1, dtype=torch.uint8)]
         while True:
-            end.group.recv(end.buffer, 0, 1).wait()
-            end.group.send(end.byte, 0, 2).wait()
+            group.recv(memory, 0, 1).wait()
+            group.send(byte, 0, 2).wait()

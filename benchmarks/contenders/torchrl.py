@@ -26,7 +26,7 @@ def ends(setup: Setup) -> tuple[type[SenderEnd], type[WorkerEnd]]:
     if setup.scheme == "rpc":
         return _RpcSender, WorkerEnd  # which does nothing: the sender makes a model there
     if setup.scheme == "distributed":
-        return _DistributedSender, _DistributedWorker
+        return _Sender, _DistributedWorker
     return _Sender, _Worker
 
 
@@ -64,15 +64,19 @@ class _Sender(SenderEnd):
 
     def _make_scheme(self) -> Any:
         workers = self.setup.workers
+        given: dict[str, Any] = {"model_id": MODEL_ID, "model": self.model, "num_workers": workers}
+        if self.setup.scheme == "distributed":
+            scheme: Any = weight_update.DistributedWeightSyncScheme(backend="gloo", sync=True)
+            scheme.init_on_sender(**given)
+            return scheme
         scheme = weight_update.WeightSyncScheme.from_backend(self.setup.scheme)
-        given: dict[str, Any] = {"model_id": MODEL_ID, "num_workers": workers}
         weights = TensorDict.from_module(self.model)
         if self.setup.contender == "torchrl-alias":
-            given |= {"weights": weights, "devices": [torch.device("cpu")] * workers}
+            given |= {"model": None, "weights": weights, "devices": [torch.device("cpu")] * workers}
         elif self.setup.scheme == "shared":
             given = {"params_map": dict.fromkeys(range(workers), weights.data.clone().share_memory_())}
         else:
-            given |= {"model": self.model, "device_map_fn": _own_copy}
+            given["device_map_fn"] = _own_copy
         scheme.init_on_sender(ctx=SPAWN, **given)
         return scheme
 
@@ -80,7 +84,7 @@ class _Sender(SenderEnd):
         return self._scheme
 
     async def connect(self) -> None:
-        self._scheme.connect()
+        await asyncio.to_thread(self._scheme.connect)
 
     async def send(self, weights: Weights | None, *, off_loop: bool = False) -> Sent:
         payload = None if self._send_nothing else weights if weights is not None else self.model
@@ -91,7 +95,9 @@ class _Sender(SenderEnd):
         return Sent()
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._scheme.shutdown)
+        # The others have no thread that waits, or one that cannot be stopped while it waits for the store.
+        if self.setup.scheme in ("shared", "process"):
+            await asyncio.to_thread(self._scheme.shutdown)
 
 
 class _Worker(WorkerEnd):
@@ -105,19 +111,6 @@ class _Worker(WorkerEnd):
 
     async def close(self) -> None:
         await asyncio.to_thread(self.recipe.shutdown)
-
-
-class _DistributedSender(_Sender):
-    def _make_scheme(self) -> Any:
-        scheme = weight_update.DistributedWeightSyncScheme(backend="gloo", sync=True)
-        scheme.init_on_sender(model_id=MODEL_ID, model=self.model, num_workers=self.setup.workers)
-        return scheme
-
-    async def connect(self) -> None:
-        await asyncio.to_thread(self._scheme.connect)
-
-    async def close(self) -> None:
-        """Nothing: its workers cannot be stopped while they wait for the store."""
 
 
 class _DistributedWorker(WorkerEnd):
@@ -139,7 +132,7 @@ class _RpcSender(_Sender):
     async def connect(self) -> None:
         self._holder = await asyncio.to_thread(self._register)
         self._scheme.init_on_sender(model_id=MODEL_ID, context=self._holder, num_workers=self.setup.workers)
-        await asyncio.to_thread(self._scheme.connect)
+        await super().connect()
 
     def _register(self) -> Any:
         """Make a holder in each worker; returns what torchrl's scheme expects of a collector."""
@@ -153,6 +146,3 @@ class _RpcSender(_Sender):
             rref.rpc_sync().register(weight_update.RPCWeightSyncScheme(), 1 + index)
             rref.rpc_sync()._connect_weights_scheme()
         return holder
-
-    async def close(self) -> None:
-        """Nothing: the workers have no thread that waits."""

@@ -14,18 +14,14 @@ from benchmarks.harness.meters import Memcpy, MemoryPeak, memory_of, memory_peak
 from benchmarks.harness.results import Case, Key, say
 from benchmarks.harness.trainer import Remote, RemoteError, Trainer, stopped
 
-BUILD_TIMEOUT = 300.0
-"""Seconds for a dozen processes to import torch, on two cores that other programs use too."""
+BUILD_TIMEOUT = 300.0  # for a dozen processes to import torch, on two cores that other programs use too
 CLOSE_TIMEOUT = 30.0
 SAMPLE_EVERY = 0.01  # seconds between two samples of the memory, at least
 SAMPLING_SHARE = 0.2  # how much of the time may go into sampling: a sample blocks processes that map memory
 
 
 class Stage:
-    """One contender's processes: a trainer, and the workers that the trainer spawned.
-
-    Any one call may take ``deadline`` seconds, except for starting and closing.
-    """
+    """One contender's processes: a trainer, and the workers that the trainer spawned."""
 
     def __init__(self, setup: Setup, deadline: float) -> None:
         self.setup, self._deadline = setup, deadline
@@ -129,17 +125,15 @@ async def take_turns(
     return copies
 
 
-async def measure(
-    name: str, entries: Sequence[Entry], *, timeout: float | None = None, **arguments: Any
-) -> None:
+async def measure(name: str, entries: Sequence[Entry], **arguments: Any) -> None:
     """Measure one more thing of each of these entries, one after the other.
 
     The ``name`` is that of a field of :class:`Case`: ``memory``, or a method of :class:`Trainer` too, with
-    its ``arguments``. A ``timeout`` in seconds replaces the deadline.
+    its ``arguments``. Among those, a ``timeout`` in seconds replaces the deadline.
     """
     for case, stage in ((entry.case, entry.stage) for entry in entries if entry.stage.alive):
         say(f"{name}: {case.contender}, {case.key.mode}")
-        arguments |= {"mode": case.key.mode, "timeout": timeout}
+        arguments["mode"] = case.key.mode
         found = await (stage.memory(**arguments) if name == "memory" else stage.call(name, **arguments))
         if stage.alive:
             setattr(case, name, found)

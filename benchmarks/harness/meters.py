@@ -55,12 +55,10 @@ async def ticking() -> AsyncIterator[list[float]]:
     late: list[float] = []
 
     async def tick() -> None:
-        due = time.perf_counter() + TICK
         while True:
+            due = time.perf_counter() + TICK
             await asyncio.sleep(TICK)
-            now = time.perf_counter()
-            late.append(max(0.0, now - due))
-            due = now + TICK
+            late.append(max(0.0, time.perf_counter() - due))
 
     task = asyncio.create_task(tick())
     await asyncio.sleep(0)  # the first deadline is set before the caller continues
@@ -106,11 +104,8 @@ def in_bytes(table: dict[str, str], name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
-    """Peak resident memory while sends were in progress, in bytes.
-
-    PSS counts a page shared by k processes as 1/k in each. A process grows over what it held before it
-    connected, with the model in memory.
-    """
+    """Peak resident memory while sends were in progress, in bytes. PSS counts a page shared by k processes as
+    1/k in each. A process grows over what it held before it connected, with the model in memory."""
 
     sender: int  # PSS
     worker: int  # the largest PSS of any one worker

@@ -41,9 +41,8 @@ def draw(results: Results, path: Path) -> None:
     figure.legend([*legend.values()], [*legend], loc="outside upper center", ncols=4, frameon=False)
     machine, loop = results.machine, "uvloop" if results.settings["uvloop"] else "asyncio"
     caption = f"{machine['cores']} cores, torch {machine['torch']}, torchrl {machine['torchrl']}, {loop}"
-    figure.supxlabel(
-        f"{caption}; contenders in turn in one run; less is better", fontsize=8, color="#555555"
-    )
+    caption += "; contenders in turn in one run; less is better"
+    figure.supxlabel(caption, fontsize=8, color="#555555")
     figure.savefig(path, dpi=130)
 
 

@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -35,9 +35,7 @@ def say(what: str) -> None:
 
 
 @contextlib.contextmanager
-def report(
-    title: str, name: str, path: Path | None, figures: Sequence[Row] | None = None
-) -> Iterator[list[Row]]:
+def report(title: str, name: str, path: Path | None, figures: Any = None) -> Iterator[list[Row]]:
     """Collect rows of the case ``name``; at the end, also after an error, print them and write ``figures``,
     by default the rows."""
     rows: list[Row] = []
@@ -63,14 +61,11 @@ def print_rows(title: str, rows: Iterable[Row]) -> None:
 
 def shown(value: Any) -> str:
     """A cell: of a spread the median, least and most; of None a dash."""
-    match value:
-        case None:
-            return "-"
-        case Spread():
-            return f"{shown(value.median)} ({shown(value.min)}-{shown(value.max)})"
-        case float():
-            return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return str(value)
+    if isinstance(value, Spread):
+        return f"{shown(value.median)} ({shown(value.min)}-{shown(value.max)})"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "-" if value is None else str(value)
 
 
 def write(path: Path | None, found: Row) -> None:
@@ -212,24 +207,20 @@ class Results:
         return dict.fromkeys(case.key for case in self.cases)
 
     def ratio(self, key: Key, over: str, under: str) -> float | None:
-        """Median of ``over`` divided by median of ``under``: how many times faster ``under`` is.
-
-        Of the limit, the copies in turn with the other count.
-        """
-        mine, theirs = (self.find(key, name) for name in (under, over))
-        if mine is None or theirs is None:
+        """How many times less the median of ``under`` is. The limit's is that in turn with the other."""
+        slow, fast = self.find(key, over), self.find(key, under)
+        if slow is None or fast is None:
             return None
-        return times(
-            mine.limit if over == LIMIT else theirs.send, theirs.limit if under == LIMIT else mine.send
-        )
+        return times(fast.limit if over == LIMIT else slow.send, slow.limit if under == LIMIT else fast.send)
 
     def conclude(self, json: Path | None, *, check: bool) -> None:
         """Write the results; with ``check``, print every target and exit with 1 if one was missed."""
         self.checks = list(check_targets(self))
-        ratios = [asdict(key) for key in self.keys()]
-        for ratio, key in zip(ratios, self.keys(), strict=True):
-            for other in ("torchrl", "torchrl-alias", LIMIT):
-                ratio[f"{other}_over_aiosync"] = self.ratio(key, other, "aiosync")
+        others = ("torchrl", "torchrl-alias", LIMIT)
+        ratios = [
+            asdict(key) | {f"{other}_over_aiosync": self.ratio(key, other, "aiosync") for other in others}
+            for key in self.keys()
+        ]
         write(json, {**asdict(self), "ratios": ratios})
         if check:
             marks = {True: "ok", False: "MISSED"}
@@ -239,8 +230,7 @@ class Results:
                 raise typer.Exit(1)
 
 
-SLACK_BYTES = 16 << 20
-"""Shared memory that is not weights: queues' semaphores, pages of the interpreter's own."""
+SLACK_BYTES = 16 << 20  # of shared memory that is not weights: semaphores, pages of the interpreter's own
 FASTER = (
     (Key("large", "shared", "plain", 1), LIMIT, 0.8),
     (Key("medium", "shared", "plain", 4), "torchrl", 4.0),
@@ -258,13 +248,10 @@ FASTER = (
 def check_targets(results: Results) -> Iterator[Check]:
     """Every target that this run measured, and every case of aiosync that failed."""
     for key, other, least in FASTER:
-        ratio = results.ratio(key, other, "aiosync")
-        if ratio is not None:
+        if (ratio := results.ratio(key, other, "aiosync")) is not None:
             what = f"{key}: {other} / aiosync, medians of send"
             yield Check(what, ratio, f">= {least:g}", ratio >= least)
-    for case in results.cases:
-        if case.contender != "aiosync":
-            continue
+    for case in (case for case in results.cases if case.contender == "aiosync"):
         if case.failure:
             yield Check(f"{case.key}: {case.failure}", None, "ok", ok=False)
             continue

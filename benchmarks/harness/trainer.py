@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -54,9 +54,7 @@ class Remote:
     which :meth:`kill` ends too; any other ends with this process.
     """
 
-    def __init__(
-        self, make: Callable[..., Any], *args: Any, uvloop: bool = False, parent: bool = False
-    ) -> None:
+    def __init__(self, make: Any, *args: Any, uvloop: bool = False, parent: bool = False) -> None:
         self._conn, theirs = SPAWN.Pipe()
         target = make, args, theirs, uvloop, parent
         self._process = SPAWN.Process(target=_process_main, args=target, daemon=not parent)
@@ -115,9 +113,7 @@ def stopped(pids: list[int]) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def _process_main(
-    make: Callable[..., Any], args: Any, conn: Connection[Any, Any], uvloop: bool, parent: bool
-) -> None:
+def _process_main(make: Any, args: Any, conn: Connection[Any, Any], uvloop: bool, parent: bool) -> None:
     async def serve() -> None:
         """Answer calls until ``close`` has been answered or the caller has ended."""
         served, method = make(*args), ""
@@ -156,11 +152,6 @@ async def _connect(end: SenderEnd | WorkerEnd, name: str, rank: int) -> None:
     await end.connect()
 
 
-def _leave(setup: Setup) -> None:
-    if "rpc" in setup.extras:
-        rpc.shutdown(graceful=False)
-
-
 class Trainer:
     """The model in training and the sender's end: the driver calls its methods."""
 
@@ -177,7 +168,7 @@ class Trainer:
         for index in range(self._setup.workers):
             recipe = await self._end.recipe(index)
             self._workers.append(Remote(Worker, self._setup, recipe, index, uvloop=self._setup.uvloop))
-        await self._ask_all("ready")
+        await self._ask_all("look")  # each answers once it is up
         return [worker.pid for worker in self._workers]
 
     async def connect(self) -> None:
@@ -235,8 +226,7 @@ class Trainer:
         return counts
 
     async def suspended(self, mode: Mode, sends: int) -> dict[str, Any]:
-        """Send to the others while the last worker is stopped (SIGSTOP): the spread of ``send``, and the most
-        ``memory`` of the slots in bytes."""
+        """Sends to the others while the last worker is stopped, and the most ``memory`` of the slots then."""
         seconds, memory = [], []
         with stopped([self._workers[-1].pid]):
             for _ in range(sends):
@@ -259,7 +249,8 @@ class Trainer:
         """Close both ends; no worker's process is left."""
         await self._end.close()
         await self._ask_all("close")
-        _leave(self._setup)
+        if "rpc" in self._setup.extras:
+            rpc.shutdown(graceful=False)
         for worker in self._workers:
             try:
                 await worker.wait_ended(JOIN_TIMEOUT)
@@ -295,9 +286,6 @@ class Worker:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._stopping = asyncio.Event()
 
-    async def ready(self) -> None:
-        """Return once the process is up."""
-
     async def connect(self) -> None:
         """Receive the initial weights."""
         await _connect(self._end, f"worker{self._end.index}", 1 + self._end.index)
@@ -325,7 +313,8 @@ class Worker:
         for task in self._tasks.values():
             task.cancel()
         await self._end.close()
-        _leave(self._end.setup)
+        if "rpc" in self._end.setup.extras:
+            rpc.shutdown(graceful=False)
 
     async def _act(self) -> None:
         """Roll a small policy out, as fast as possible."""
