@@ -64,19 +64,19 @@ class _Sender(SenderEnd):
 
     def _make_scheme(self) -> Any:
         workers = self.setup.workers
-        given: dict[str, Any] = {"model_id": MODEL_ID, "model": self.model, "num_workers": workers}
+        given: dict[str, Any] = {"model_id": MODEL_ID, "num_workers": workers}
         if self.setup.scheme == "distributed":
             scheme: Any = weight_update.DistributedWeightSyncScheme(backend="gloo", sync=True)
-            scheme.init_on_sender(**given)
+            scheme.init_on_sender(model=self.model, **given)
             return scheme
         scheme = weight_update.WeightSyncScheme.from_backend(self.setup.scheme)
         weights = TensorDict.from_module(self.model)
         if self.setup.contender == "torchrl-alias":
-            given |= {"model": None, "weights": weights, "devices": [torch.device("cpu")] * workers}
+            given |= {"weights": weights, "devices": [torch.device("cpu")] * workers}
         elif self.setup.scheme == "shared":
             given = {"params_map": dict.fromkeys(range(workers), weights.data.clone().share_memory_())}
         else:
-            given["device_map_fn"] = _own_copy
+            given |= {"model": self.model, "device_map_fn": _own_copy}
         scheme.init_on_sender(ctx=SPAWN, **given)
         return scheme
 
