@@ -79,7 +79,7 @@ async def _measure_link(link: str, mib: int, workers: int, rounds: int, folder: 
     case, limit = (entry.finish() for entry in entries)
     faster, stopped = times(limit.send, case.send), case.suspended
     return {
-        **{"link": link, "MiB": mib, "workers": workers},
+        "link": link, "MiB": mib, "workers": workers,
         "send, ms": case.outcome,
         "blocking, ms": limit.outcome,
         "ratio": workers * faster if faster else None,  # of bytes per second to all workers
@@ -87,7 +87,7 @@ async def _measure_link(link: str, mib: int, workers: int, rounds: int, folder: 
         "slots, models": case.counters.get("memory", 0) / (mib << 20),
         "one stopped: slots, models": stopped["memory"] / (mib << 20) if stopped else None,
         "one stopped: send, ms": stopped.get("send"),
-    }
+    }  # fmt: skip
 
 
 def _certificates(folder: Path) -> aiosync.TLSConfig:
@@ -140,14 +140,14 @@ async def _measure_groups(base: Setup, rounds: int, acting: bool) -> Row:
             await measure("stall", entries[:1], seconds=STALL_SECONDS)
     case, other, gloo = (entry.finish() for entry in entries)
     return {
-        **{"scheme": base.scheme, "model": _with_size(base.model), "workers": base.workers},
+        "scheme": base.scheme, "model": _with_size(base.model), "workers": base.workers,
         "aiosync, ms": case.outcome,
         "torchrl, ms": other.outcome,
         "times": times(other.send, case.send),
         "gloo, ms": gloo.outcome,
         "of gloo": times(gloo.send, case.send),
         "stall p99, ms": case.stall,
-    }
+    }  # fmt: skip
 
 
 def _with_size(spec: ModelSpec) -> str:
@@ -201,13 +201,13 @@ async def _measure_actors(kind: str, spec: ModelSpec, count: int, rounds: int, a
         importlib.import_module("ray").kill(actor)
     ours, theirs = (summary(each) for each in zip(*seconds[RAY_WARM_UP:], strict=True))
     return {
-        **{"actors of": kind, "model": _with_size(spec), "count": count},
+        "actors of": kind, "model": _with_size(spec), "count": count,
         "aiosync, ms": ours,
         "torchrl, ms": theirs,
         "times": times(theirs, ours),
         "stall p99, ms": Stall(spread(late)),
-        **{"store before, MiB": before, "at most, MiB": held, "after, MiB": await _settled(before)},
-    }
+        "store before, MiB": before, "at most, MiB": held, "after, MiB": await _settled(before),
+    }  # fmt: skip
 
 
 def _actors(spec: ModelSpec, count: int, **given: Any) -> Any:

@@ -119,12 +119,12 @@ async def _measure_codec(codec: Any, wire: torch.dtype, lr: float, mbit: float, 
     await scheme.aclose()
     full = sum(p.numel() for p in model.parameters()) * wire.itemsize
     return {
-        **{"codec": codec, "on the wire": str(wire).removeprefix("torch."), "learning rate": f"{lr:g}"},
+        "codec": codec, "on the wire": str(wire).removeprefix("torch."), "learning rate": f"{lr:g}",
         "link": f"{mbit:g} Mbit/s" if mbit else "loopback",
         "kB per update": nbytes / 1e3,
         "times smaller": full / nbytes,
         "send, ms": summary(seconds),
-    }
+    }  # fmt: skip
 
 
 def delta(
