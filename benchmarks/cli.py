@@ -7,29 +7,27 @@ import importlib
 import typer
 
 CASES = ("send", "torn", "network", "delta", "relay", "distributed", "ray", "collectors", "blocking")
+_MODULES = {
+    "torn": "send",
+    **dict.fromkeys(("network", "distributed", "ray"), "between_machines"),
+    **dict.fromkeys(("delta", "relay"), "thin_links"),
+}
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Measure aiosync beside other software and the machine's own limits, in one run and in turn.",
-)
+ABOUT = "Measure aiosync beside other software and the machine's own limits, in one run and in turn."
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=ABOUT)
 
 
 def _add(name: str) -> None:
-    """Make a command of the case's ``run``; or one that says what the case needs."""
-    module = f"benchmarks.cases.{name}"
+    """Make a command of the case; or one that says what the case needs."""
+    module = f"benchmarks.cases.{_MODULES.get(name, name)}"
     try:
-        app.command(name)(importlib.import_module(module).run)
+        app.command(name)(getattr(importlib.import_module(module), name))
     except ModuleNotFoundError as missing:
         error: BaseException = missing
         about = f"(needs {missing.name}, which is not installed)"
         if missing.name == module:
-            error = SystemExit(
-                f"aiosync bench {name} compares with other software: it is in aiosync's repository, and not "
-                "in the installed package"
-            )
-            about = "(in aiosync's repository only)"
+            why = "compares with other software: it is in aiosync's repository, and not in the installed"
+            error, about = SystemExit(f"aiosync bench {name} {why} package"), "(in aiosync's repository only)"
 
         def refuse() -> None:
             raise error

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import threading
 import time
+import timeit
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -18,26 +21,13 @@ from aiosync import sync
 from aiosync.sync._portal import portal
 from benchmarks.harness import options
 from benchmarks.harness.meters import summary
-from benchmarks.harness.tables import report
+from benchmarks.harness.results import report
 
 _BLOCK = 50
 
 
 async def _nothing() -> None:
     return
-
-
-async def _await_nothing() -> None:
-    await asyncio.create_task(_nothing())
-
-
-def _time_calls(call: Callable[[], Any]) -> list[float]:
-    found = []
-    for _ in range(_BLOCK):
-        started = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - started)
-    return found
 
 
 async def _time_awaits(call: Callable[[], Any]) -> list[float]:
@@ -67,36 +57,32 @@ async def _time_awaited_sends() -> list[float]:
     return found
 
 
-def run(
+def blocking(
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of 50 calls of each.")] = 20,
     json: options.Json = None,
 ) -> None:
     """What a blocking call costs beside the coroutine that it runs."""
-    calls = portal()
     twin, receiver = _pair(sync.MemoryWeightSyncScheme())
     connecting = threading.Thread(target=receiver.connect)
     connecting.start()
     twin.connect()
     connecting.join()
-    nothing: tuple[list[float], list[float]] = [], []
-    sends: tuple[list[float], list[float]] = [], []
-    for _ in range(rounds):
-        nothing[0].extend(_time_calls(lambda: calls.call(_nothing)))
-        nothing[1].extend(uvloop.run(_time_awaits(_await_nothing)))
-        sends[0].extend(_time_calls(twin.send))
-        sends[1].extend(uvloop.run(_time_awaited_sends()))
+    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "nothing": (
+            partial(portal().call, _nothing),
+            partial(_time_awaits, lambda: asyncio.create_task(_nothing())),
+        ),
+        "a send of 272 weights": (twin.send, _time_awaited_sends),
+    }
+    with report("Blocking calls beside coroutines, microseconds", "blocking", json) as rows:
+        for name, (call, time_awaits) in calls.items():
+            samples: tuple[list[float], list[float]] = [], []
+            for _ in range(rounds):
+                samples[0].extend(timeit.repeat(call, gc.enable, number=1, repeat=_BLOCK))
+                samples[1].extend(uvloop.run(time_awaits()))
+            ours, limit = (summary(each, 1e6) for each in samples)
+            row = {"of": name, "blocking, p50": ours.median, "blocking, p99": ours.p99}
+            row |= {"awaited, p50": limit.median, "awaited, p99": limit.p99}
+            rows.append(row | {"more, p50": ours.median - limit.median})
     receiver.close()
     twin.close()
-    with report("Blocking calls beside coroutines, microseconds", "blocking", json) as rows:
-        for name, samples in (("nothing", nothing), ("a send of 272 weights", sends)):
-            ours, limit = (summary(each, 1e6) for each in samples)
-            rows.append(
-                {
-                    "of": name,
-                    "blocking, p50": ours.median,
-                    "blocking, p99": ours.p99,
-                    "awaited, p50": limit.median,
-                    "awaited, p99": limit.p99,
-                    "more, p50": ours.median - limit.median,
-                }
-            )

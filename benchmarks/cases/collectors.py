@@ -13,52 +13,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
 from benchmarks.cases.collectors_turn import Task, Turn
 from benchmarks.harness import options
 from benchmarks.harness.meters import summary
-from benchmarks.harness.tables import Row, machine, print_rows, say, write
+from benchmarks.harness.results import Row, report, say
 
 ROOT = Path(__file__).parents[2]
 ENVS = options.Names(("cartpole", "pixels"))
 LIBRARIES = ("aiosync", "torchrl")
 HOSTS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("sync", "async", "single", "evaluator", "server"), ("shared", "process", "tcp")),
-    "distributed": ("distributed",),
-    "rpc": ("rpc",),
-    "ray": ("ray",),
+    **{name: (name,) for name in ("distributed", "rpc", "ray")},
 }
 """torchrl's collectors, and aiosync's schemes for each. torchrl has no TCP: its queues stand beside that."""
 OWN_HOSTS = ("sync", "async")
-QUICK_LOOKUP = "timeout:1 attempts:1"
-"""The resolver's options: where no name server answers, torch.distributed is not to wait for one."""
-
-
-class _Measure(NamedTuple):
-    """One figure of a turn."""
-
-    name: str  # with its unit
-    of: str  # the field of the turn
-    scale: float  # from the turn's unit to that of the name
-    target: float  # what the ratio has to be at least, of aiosync's own collectors
-    less: bool = True  # less is better
-
-
 MEASURES = (
-    _Measure("frames/s", "frames", 1, 1.5, less=False),
-    _Measure("update, ms", "update", 1e3, 3.0),
-    _Measure("first batch, s", "first", 1, 1 / 0.7),
-    _Measure("memory, MiB", "memory", 1 / (1 << 20), 1.0),
+    ("frames/s", "frames", 1, 1.5),
+    ("update, ms", "update", 1e3, 3.0),
+    ("first batch, s", "first", 1, 1 / 0.7),
+    ("memory, MiB", "memory", 1 / (1 << 20), 1.0),
 )
+"""The name of each figure, its field of a turn, the factor to the unit of the name, and how many times better
+aiosync's own collectors have to be. Of frames more is better, of the others less."""
 
 
-def run(
-    inside_torchrl: Annotated[
-        bool, typer.Option("--inside-torchrl", help="torchrl's collectors, with either library's schemes.")
-    ] = False,
+def collectors(
+    inside_torchrl: Annotated[bool, typer.Option("--inside-torchrl", help="torchrl's collectors.")] = False,
     models: Annotated[options.Names | None, options.names_of(ENVS)] = None,
     schemes: Annotated[options.Names | None, options.names_of(HOSTS)] = None,
     parameters: Annotated[options.Numbers | None, options.numbers("Added to a small policy.")] = None,
@@ -81,8 +65,8 @@ def run(
         for scheme, size in product(("shared",) if own else HOSTS[host], sizes)
     ]
     found: list[Row] = []
-    rows: list[Row] = []
-    try:
+    title = "aiosync and torchrl (medians; least - most), 2 workers"
+    with report(title, "collectors", json, found) as rows:
         for task in tasks:
             say(f"--- {task.env}, {task.host}, {task.scheme}, {task.parameters} further parameters")
             taken: dict[str, list[Turn]] = {library: [] for library in LIBRARIES}
@@ -90,9 +74,6 @@ def run(
                 taken[library].append(_take(replace(task, library=library)))
             rows += _rows(task, taken)
             found.append({**asdict(task), **taken})
-    finally:
-        print_rows("aiosync and torchrl (medians; least - most), 2 workers", rows)
-        write(json, {"machine": machine(), "collectors": found})
     if check and any(row["wanted"] and row["ok"] is False for row in rows):
         raise typer.Exit(1)
 
@@ -101,7 +82,8 @@ def _take(task: Task) -> Turn:
     """Take a turn in a process of its own, whose last line of output is the turn as JSON."""
     program = "from benchmarks.cases import collectors_turn; collectors_turn.main()"
     command = [sys.executable, "-c", program, jsons.dumps(asdict(task))]
-    environment = {**os.environ, "RES_OPTIONS": QUICK_LOOKUP}
+    # Where no name server answers, torch.distributed is not to wait for one.
+    environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
@@ -110,34 +92,24 @@ def _take(task: Task) -> Turn:
 
 
 def _rows(task: Task, taken: Mapping[str, Sequence[Turn]]) -> Iterator[Row]:
-    what = {
-        "environment": task.env,
-        "collector": task.host,
-        "scheme": task.scheme,
-        "parameters": f"{task.parameters / 1e6:.3g} M",
-    }
-    for measure in MEASURES if task.own else MEASURES[:2]:
+    what = {"environment": task.env, "collector": task.host, "scheme": task.scheme}
+    what["parameters"] = f"{task.parameters / 1e6:.3g} M"
+    for name, field, scale, target in MEASURES if task.own else MEASURES[:2]:
         ours, theirs = (
-            summary([getattr(turn, measure.of) for turn in taken[library]], measure.scale)
-            for library in LIBRARIES
+            summary([getattr(turn, field) for turn in taken[library]], scale) for library in LIBRARIES
         )
-        ratio = theirs.median / ours.median if measure.less else ours.median / theirs.median
+        better = ours.median / theirs.median if field == "frames" else theirs.median / ours.median
         yield {
             **what,
-            "figure": measure.name,
+            "figure": name,
             "aiosync": ours,
             "torchrl": theirs,
-            "times better": ratio,
-            "wanted": measure.target if task.own else None,
-            "ok": ratio >= measure.target if task.own else None,
+            "times better": better,
+            **({"wanted": target, "ok": better >= target} if task.own else {"wanted": None, "ok": None}),
         }
-    wrong = {library: sum(turn.wrong for turn in turns) for library, turns in taken.items()}
-    of = {library: sum(turn.total for turn in turns) for library, turns in taken.items()}
-    yield {
-        **what,
-        "figure": "wrong frames",
-        **{library: f"{wrong[library]} of {of[library]}" for library in LIBRARIES},
-        "times better": None,
-        "wanted": "0",
-        "ok": not wrong["aiosync"],
+    wrong = {
+        library: f"{sum(turn.wrong for turn in turns)} of {sum(turn.total for turn in turns)}"
+        for library, turns in taken.items()
     }
+    right = not any(turn.wrong for turn in taken["aiosync"])
+    yield {**what, "figure": "wrong frames", **wrong, "times better": None, "wanted": "0", "ok": right}

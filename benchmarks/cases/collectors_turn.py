@@ -29,10 +29,17 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
+from benchmarks.harness.meters import memory_of
+
 WORKERS = 2
 DEADLINE = 60.0
 _SAMPLES = 5  # how often memory is sampled in a turn, apart from what is timed
-_CLASSES = {"shared": "SharedMem", "process": "MultiProcess", "tcp": "TCP", "rpc": "RPC"}
+_FAR: dict[str, tuple[str, dict[str, Any]]] = {
+    "ray": ("RayCollector", {"remote_configs": {"num_cpus": 1, "num_gpus": 0, "memory": 10**8}}),
+    "rpc": ("RPCCollector", {"launcher": "mp"}),
+    "distributed": ("DistributedCollector", {"launcher": "mp", "backend": "gloo"}),
+}
+"""torchrl's collectors whose workers may be on other machines."""
 
 Count: TypeAlias = tuple[int, int]
 """Frames whose weights were not those of the version that they claim, of how many."""
@@ -84,7 +91,6 @@ class _Pixels(gym.Env[Any, Any]):
         self.observation_space = gym.spaces.Box(0, 255, (84, 84, 4), np.uint8)
         self.action_space = gym.spaces.Discrete(2)
         self._frames = np.random.default_rng(0).integers(0, 255, (16, 84, 84, 4), np.uint8)
-        self._step = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
@@ -97,7 +103,7 @@ class _Pixels(gym.Env[Any, Any]):
 
 
 class _Policy(nn.Module):
-    """A small policy. Its first parameter and its last are the version, and go with each action."""
+    """A small policy. With each action go marks: its first parameter before it, and its last after it."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -109,7 +115,6 @@ class _Policy(nn.Module):
         self.last = nn.Parameter(torch.zeros(()))
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """The action, and the marks: the first parameter before it and the last after it."""
         first = self.first.detach().clone()
         seen = observation[..., ::12, ::12, :].flatten(-3).float() / 255 if self._pixels else observation
         action = self.net(seen).argmax(-1)
@@ -129,22 +134,22 @@ def _counted(collector: Any) -> Iterator[Count]:
 class _Tally:
     """Counts and times what a turn does."""
 
-    def __init__(self, task: Task, policy: Any) -> None:
-        self._task, self._policy = task, policy
+    def __init__(self, task: Task) -> None:
+        self._task, self.policy = task, task.policy()
         self._number = self._wrong = self._total = self._memory = 0
         self._seconds: list[float] = []
         self._begun = self._started = time.perf_counter()
         self._first = self._sampling = 0.0
 
     def arrived(self, found: Count) -> None:
-        """A batch: count its frames, and change the policy."""
+        """Count the frames of a batch, and change the policy."""
         self._number += 1
         self._first = self._first or time.perf_counter() - self._begun
         self._wrong += found[0]
         self._total += found[1]
         with torch.no_grad():
-            self._policy.module.first.fill_(self._number)
-            self._policy.module.last.fill_(self._number)
+            self.policy.module.first.fill_(self._number)
+            self.policy.module.last.fill_(self._number)
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -167,34 +172,24 @@ class _Tally:
         return number == task.batches
 
     def turn(self) -> Turn:
-        """What was found."""
         taken = time.perf_counter() - self._started - self._sampling
         update = statistics.median(self._seconds)
         return Turn(self._total / taken, update, self._first, self._memory, self._wrong, self._total)
 
 
 def _memory() -> int:
-    found = 0
     this = psutil.Process()
-    for process in (this, *this.children(recursive=True)):
-        with contextlib.suppress(psutil.Error):
-            found += process.memory_full_info().pss
-    return found
+    pids = [process.pid for process in (this, *this.children(recursive=True))]
+    return sum(pss for pss, _ in memory_of(pids))
 
 
-async def _take_own_turn(task: Task, policy: Any) -> Turn:
+async def _take_own_turn(task: Task) -> Turn:
     """aiosync's collector, with an event loop."""
-    collectors: Any = importlib.import_module("aiosync.collectors")
-    tally = _Tally(task, policy)
-    async with collectors.MultiCollector(
-        [task.gymnasium] * WORKERS,
-        policy,
-        sync=task.host == "sync",
-        frames_per_batch=task.per_batch,
-        total_frames=-1,
-        track_policy_version=True,
-        timeout=DEADLINE,
-    ) as collector:
+    tally = _Tally(task)
+    async with importlib.import_module("aiosync.collectors").MultiCollector(
+        [task.gymnasium] * WORKERS, tally.policy, sync=task.host == "sync", frames_per_batch=task.per_batch,
+        total_frames=-1, track_policy_version=True, timeout=DEADLINE,
+    ) as collector:  # fmt: skip
         async for batch in collector:
             tally.arrived(_count(batch["marks"], batch["policy_version"]))
             with tally.timed():
@@ -204,23 +199,19 @@ async def _take_own_turn(task: Task, policy: Any) -> Turn:
         return tally.turn()
 
 
-def _take_turn(task: Task, policy: Any) -> Turn:
+def _take_turn(task: Task) -> Turn:
     """torchrl's collectors, with a scheme of either library."""
     importlib.import_module("torchrl.collectors")
-    peers: Any = importlib.import_module("torchrl.weight_update")
-    library = importlib.import_module("aiosync.sync") if task.library == "aiosync" else peers
-    # torchrl has no scheme for some: its queues stand beside those.
-    make = getattr(
-        library,
-        f"{_CLASSES.get(task.scheme, task.scheme.title())}WeightSyncScheme",
-        peers.MultiProcessWeightSyncScheme,
-    )
+    library, backend = "aiosync.sync", task.scheme
+    if task.library == "torchrl":  # which has no TCP: its queues stand beside that
+        library, backend = "torchrl.weight_update", "process" if backend == "tcp" else backend
+    scheme = importlib.import_module(library).WeightSyncScheme.from_backend(backend)
     hosts = {"evaluator": _evaluator, "single": _process, "server": _process}
     # Imported for Ray only: the memory of all processes counts.
     cluster = task.host == "ray" and importlib.import_module("aiosync._demo").ray_cluster(store=2 << 30)
     with cluster or contextlib.nullcontext():
-        tally = _Tally(task, policy)
-        with hosts.get(task.host, _collector)(task, make(), policy, tally) as (batches, update):
+        tally = _Tally(task)
+        with hosts.get(task.host, _collector)(task, scheme, tally) as (batches, update):
             for found in batches:
                 tally.arrived(found)
                 if update is not None:
@@ -232,34 +223,29 @@ def _take_turn(task: Task, policy: Any) -> Turn:
 
 
 @contextlib.contextmanager
-def _collector(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
+def _collector(task: Task, scheme: Any, tally: _Tally) -> Host:
     """A collector of several workers."""
     collectors: Any = importlib.import_module("torchrl.collectors")
-    given: dict[str, Any] = {
+    tracked = {"track_policy_version": True}
+    given = {
         "frames_per_batch": task.per_batch,
         "total_frames": task.per_batch * (task.batches + task.warm_up + 1),
         "weight_sync_schemes": {"policy": scheme},
     }
-    if task.host in ("sync", "async"):
-        make = collectors.MultiSyncCollector if task.host == "sync" else collectors.MultiAsyncCollector
-        given["track_policy_version"] = True
+    if task.host in _FAR:
+        name, more = _FAR[task.host]
+        make = getattr(importlib.import_module("torchrl.collectors.distributed"), name)
+        given |= {"collector_class": collectors.Collector, "collector_kwargs": tracked, "sync": False, **more}
     else:
-        far: Any = importlib.import_module("torchrl.collectors.distributed")
-        kinds: dict[str, tuple[Any, dict[str, Any]]] = {
-            "ray": (far.RayCollector, {"remote_configs": {"num_cpus": 1, "num_gpus": 0, "memory": 10**8}}),
-            "rpc": (far.RPCCollector, {"launcher": "mp"}),
-            "distributed": (far.DistributedCollector, {"launcher": "mp", "backend": "gloo"}),
-        }
-        make, more = kinds[task.host]
-        given |= {"collector_kwargs": {"track_policy_version": True}, "sync": False, **more}
-        given["collector_class"] = collectors.Collector
-    collector = make([task.torchrl] * WORKERS, policy, **given)
+        make = getattr(collectors, f"Multi{task.host.title()}Collector")
+        given |= tracked
+    collector = make([task.torchrl] * WORKERS, tally.policy, **given)
     yield _counted(collector), collector.update_policy_weights_
     collector.shutdown()
 
 
 @contextlib.contextmanager
-def _evaluator(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
+def _evaluator(task: Task, scheme: Any, tally: _Tally) -> Host:
     """An evaluator with a process of its own, which it updates by itself before each evaluation. Its frames
     claim nothing, so that only torn ones are counted."""
     collectors: Any = importlib.import_module("torchrl.collectors")
@@ -275,27 +261,22 @@ def _evaluator(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
 
     def batches() -> Iterator[Count]:
         while True:
-            evaluator.evaluate(weights=policy)
+            evaluator.evaluate(weights=tally.policy)
             yield found[-1]
 
     evaluator = collectors.Evaluator(
-        task.torchrl,
-        policy_factory=task.policy,
-        num_trajectories=max(1, task.per_batch // 10),
-        max_steps=200,
-        backend="process",
-        weight_sync_schemes={"policy": scheme},
-        metrics_fn=look,
-    )
+        task.torchrl, policy_factory=task.policy, num_trajectories=max(1, task.per_batch // 10),
+        max_steps=200, backend="process", weight_sync_schemes={"policy": scheme}, metrics_fn=look,
+    )  # fmt: skip
     yield batches(), None
     evaluator.shutdown()
 
 
 @contextlib.contextmanager
-def _process(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
+def _process(task: Task, scheme: Any, tally: _Tally) -> Host:
     """A single collector, or an inference server, in a process that receives by a scheme."""
     context = multiprocessing.get_context("spawn")
-    scheme.init_on_sender(model_id="policy", model=policy, devices=[torch.device("cpu")], ctx=context)
+    scheme.init_on_sender(model_id="policy", model=tally.policy, devices=[torch.device("cpu")], ctx=context)
     conn, theirs = context.Pipe()
     process = context.Process(target=_act, args=(task, scheme, theirs), daemon=True)
     process.start()
@@ -306,7 +287,7 @@ def _process(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
         while conn.poll(DEADLINE):
             yield conn.recv()
 
-    yield batches(), lambda: scheme.send(weights=policy)
+    yield batches(), lambda: scheme.send(weights=tally.policy)
     conn.close()
     process.join(DEADLINE)
     scheme.shutdown()
@@ -314,47 +295,36 @@ def _process(task: Task, scheme: Any, policy: Any, tally: _Tally) -> Host:
 
 def _act(task: Task, scheme: Any, conn: Connection[Count, Any]) -> None:
     warnings.simplefilter("ignore")
-    try:
-        for found in (_serve if task.host == "server" else _collect)(task, scheme):
+    if task.host == "server":
+        batches = _serve(task, scheme)
+    else:
+        collectors: Any = importlib.import_module("torchrl.collectors")
+        collector = collectors.Collector(
+            task.torchrl, task.policy(), frames_per_batch=task.per_batch, total_frames=-1,
+            weight_recv_schemes={"policy": scheme}, worker_idx=0, track_policy_version=True,
+        )  # fmt: skip
+        batches = _counted(collector)
+    with contextlib.suppress(OSError):  # the trainer has closed its end
+        for found in batches:
             conn.send(found)
-    except OSError:  # the trainer has closed its end
-        os._exit(0)
-
-
-def _collect(task: Task, scheme: Any) -> Iterator[Count]:
-    collector = importlib.import_module("torchrl.collectors").Collector(
-        task.torchrl,
-        task.policy(),
-        frames_per_batch=task.per_batch,
-        total_frames=-1,
-        weight_recv_schemes={"policy": scheme},
-        worker_idx=0,
-        track_policy_version=True,
-    )
-    return _counted(collector)
+    os._exit(0)
 
 
 def _serve(task: Task, scheme: Any) -> Iterator[Count]:
     servers: Any = importlib.import_module("torchrl.modules.inference_server")
     server = servers.InferenceServer(task.policy(), servers.ThreadingTransport(), weight_sync=scheme)
     server.start()
-    client = server.client()
-    request = TensorDict({"observation": torch.randn(4)}, [])
+    client, request = server.client(), TensorDict({"observation": torch.randn(4)}, [])
     while True:
-        answers = [client(request) for _ in range(task.per_batch)]
-        marks = torch.stack([answer["marks"] for answer in answers])
-        yield _count(marks, torch.stack([answer["policy_version"] for answer in answers]).view(-1))
+        answers: Any = torch.stack([client(request) for _ in range(task.per_batch)])
+        yield _count(answers["marks"], answers["policy_version"].view(-1))
 
 
 def main() -> None:
     """Take the turn of the command line, and print it as the last line."""
     warnings.simplefilter("ignore")
     task = Task(**json.loads(sys.argv[1]))
-    policy = task.policy()
-    if task.own and task.library == "aiosync":
-        turn = uvloop.run(_take_own_turn(task, policy))
-    else:
-        turn = _take_turn(task, policy)
-    sys.stdout.write(f"\n{json.dumps(asdict(turn))}\n")
-    sys.stdout.flush()
+    own = task.own and task.library == "aiosync"
+    turn = uvloop.run(_take_own_turn(task)) if own else _take_turn(task)
+    print(f"\n{json.dumps(asdict(turn))}", flush=True)
     os._exit(0)  # torchrl's threads and processes of torch.distributed would hold up the exit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -37,32 +37,32 @@ class Setup:
     modes: tuple[Mode, ...] = ("plain",)
     uvloop: bool = False  # whether its processes run uvloop
     options: Mapping[str, Any] = field(default_factory=dict)  # of aiosync's scheme; see ``bare`` for others
-    extras: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what the contender needs besides, see its module
+    # What the contender needs besides, see its module. With ``rpc`` its processes meet in a file and join
+    # torch RPC; with ``port`` they meet in a store and join a process group. The trainer is rank 0.
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
-    def ends(self) -> tuple[type[SenderEnd], type[WorkerEnd]]:
-        """The classes of the contender's ends."""
-        # By name: a run without torchrl does not need torchrl.
-        module = importlib.import_module(_module_of(self.contender))
-        ends: tuple[type[SenderEnd], type[WorkerEnd]] = module.ends(self)
-        return ends
+    def ends(self) -> Any:  # tuple[type[SenderEnd], type[WorkerEnd]]
+        """The classes of the contender's ends, by name: a run without torchrl does not need torchrl."""
+        return importlib.import_module(_module_of(self.contender)).ends(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
     """What a contender reports of one send; empty if it does not report it."""
 
-    commit: Mapping[int, float] = field(default_factory=dict)  # seconds that the commit took, by worker
+    commit: Sequence[float] = ()  # seconds that the commit took, of each worker
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds per phase at the sender
 
 
+@dataclass(eq=False)
 class SenderEnd:
-    """The sender's end, made with the trainer's model before any worker is started."""
+    """The sender's end. Its methods are in the order of the calls."""
 
-    def __init__(self, setup: Setup, model: nn.Module) -> None:
-        self.setup = setup
-        self.model = model
+    setup: Setup
+    model: nn.Module  # the trainer's
+
+    def __post_init__(self) -> None:
+        """Make the end, before any worker is started."""
 
     async def recipe(self, index: int) -> Any:
         """What worker ``index`` makes its end from, pickled while the worker's process is spawned."""
@@ -72,12 +72,9 @@ class SenderEnd:
         """Connect to the workers and hand out the initial weights."""
 
     async def send(self, weights: Weights | None, *, off_loop: bool = False) -> Sent:
-        """Send and wait until every worker has acknowledged that it applied the weights.
+        """Send, and wait until every worker has applied the ``weights``, or the model for None.
 
-        Args:
-            weights: the trainer's own model, a TensorDict of fresh tensors, or None: the model as the
-                sender knows it.
-            off_loop: call a library that blocks in a thread. An asynchronous library ignores it.
+        A library that blocks is called in a thread if ``off_loop``; an asynchronous library ignores it.
         """
         raise NotImplementedError
 
@@ -90,20 +87,20 @@ class SenderEnd:
         return {}
 
     async def close(self) -> None:
-        """Release this end."""
-
-    async def leave(self) -> None:
-        """Leave process groups. Called when the workers have closed their ends."""
+        """Release this end, before the workers'."""
 
 
+@dataclass(eq=False)
 class WorkerEnd:
-    """A worker's end, made with the worker's model and the recipe."""
+    """A worker's end."""
 
-    def __init__(self, setup: Setup, recipe: Any, model: nn.Module, index: int) -> None:
-        self.setup = setup
-        self.recipe = recipe
-        self.model = model
-        self.index = index
+    setup: Setup
+    recipe: Any
+    model: nn.Module  # the worker's
+    index: int
+
+    def __post_init__(self) -> None:
+        """Make the end."""
 
     async def connect(self) -> None:
         """Receive the initial weights, and apply each update from here on."""
@@ -125,8 +122,8 @@ ABOUT = {
     "torchrl": "the trainer's memory is really copied. shared: one shared buffer for all workers "
     "(params_map). process: each worker has weights of its own (device_map_fn)",
     "torchrl-alias": "set up as in torchrl's stand-alone example (weights=, devices=): the trainer's "
-    "tensors are moved into shared memory and the workers' parameters ARE them, so that "
-    "nothing is copied, and a worker sees each training step as it happens, unsent",
+    "tensors are moved into shared memory and the workers' parameters ARE them, so that nothing is copied, "
+    "and a worker sees each training step as it happens, unsent",
     "sockets": "one blocking socket: sendall out of a ready buffer, recv_into a warm one, and a byte back",
     "gloo": "one gloo send and receive of one tensor out of a ready buffer into a warm one, and a byte back",
 }

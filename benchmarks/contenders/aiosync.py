@@ -1,42 +1,30 @@
 """aiosync's schemes, as its README uses them, with every option at its default but those of the setup.
 
-Extras of a setup: ``mbit`` is the rate of each TCP connection in megabits per second (0: unlimited),
-``relays`` how many relays stand between the trainer and the workers, ``file`` where torch RPC meets.
+Extras of a setup: ``mbit`` is the rate of each TCP connection in megabits per second (0: unlimited), and
+``relays`` how many relays stand between the trainer and the workers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from typing import Any
-
-from torch import nn
-from torch.distributed import rpc
 
 import aiosync
 from benchmarks.contenders import MODEL_ID, SenderEnd, Sent, Setup, Weights, WorkerEnd
-from benchmarks.harness.process import SPAWN, Remote
+from benchmarks.harness.trainer import SPAWN, Remote
 
-TIMEOUT = 60.0  # seconds that any one call may take, unless the setup's options say otherwise
+TIMEOUT = 120.0  # seconds that any one call may take
 _SO_MAX_PACING_RATE = 47
-_BYTES_PER_MBIT = 1_000_000 // 8
 
 
 def limit_rate(mbit: float, scheme: Any) -> None:
     """Have the kernel send at most ``mbit`` megabits per second over each connection of a TCP sender (0: no
-    limit). Call it before the first connection is made."""
+    limit). A connection inherits the option of the listening socket, so call it before the first."""
     if mbit:
-        # An accepted connection inherits the options of the listening socket.
         listening: socket.socket = scheme._listener._socket
-        listening.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, int(mbit * _BYTES_PER_MBIT))
-
-
-async def join_rpc(setup: Setup, name: str, rank: int) -> None:
-    """Join torch RPC. The call blocks until all have joined, so a thread makes it."""
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{setup.extras['file']}")
-    world_size = 1 + setup.workers
-    await asyncio.to_thread(rpc.init_rpc, name, rank=rank, world_size=world_size, rpc_backend_options=options)
+        listening.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, int(mbit * 1e6 / 8))
 
 
 def ends(setup: Setup) -> tuple[type[SenderEnd], type[WorkerEnd]]:
@@ -45,29 +33,26 @@ def ends(setup: Setup) -> tuple[type[SenderEnd], type[WorkerEnd]]:
 
 
 def _make_scheme(setup: Setup) -> Any:
-    return aiosync.WeightSyncScheme.from_backend(setup.scheme, **{"timeout": TIMEOUT, **setup.options})
+    return aiosync.WeightSyncScheme.from_backend(setup.scheme, timeout=TIMEOUT, **setup.options)
 
 
 class _Sender(SenderEnd):
-    def __init__(self, setup: Setup, model: nn.Module) -> None:
-        super().__init__(setup, model)
-        self._timeout = setup.options.get("timeout", TIMEOUT)
-        self._scheme = _make_scheme(setup)
+    def __post_init__(self) -> None:
+        self._scheme = _make_scheme(self.setup)
         self._relays: list[Remote] = []
         self._addresses: list[str] = []
-        if setup.scheme != "rpc":  # which needs the RPC agent, and the agent needs the workers
+        if self.setup.scheme != "rpc":  # which is initialized when this process has joined torch RPC
             self._initialize()
-        if setup.scheme == "tcp":
-            mbit = setup.extras.get("mbit", 0.0)
+        if self.setup.scheme == "tcp":
+            mbit = self.setup.extras.get("mbit", 0.0)
             limit_rate(mbit, self._scheme)
-            relays = range(setup.extras.get("relays", 0))
-            self._relays = [Remote(_Relay, self._scheme.address, mbit, self._timeout) for _ in relays]
+            for _ in range(self.setup.extras.get("relays", 0)):
+                self._relays.append(Remote(_Relay, self._scheme.address, mbit))
 
     def _initialize(self) -> None:
-        given: dict[str, Any] = {"num_workers": self.setup.workers}
-        if self.setup.scheme == "tcp":
-            given = {}  # any worker may connect
-        elif self.setup.scheme in ("shared", "process"):
+        # To TCP, any worker may connect.
+        given: dict[str, Any] = {} if self.setup.scheme == "tcp" else {"num_workers": self.setup.workers}
+        if self.setup.scheme in ("shared", "process"):
             given["ctx"] = SPAWN
         self._scheme.init_on_sender(model_id=MODEL_ID, model=self.model, **given)
 
@@ -78,21 +63,18 @@ class _Sender(SenderEnd):
             return self._scheme
         if not self._addresses:
             self._addresses = [await relay.call("address") for relay in self._relays]
-        address = self._addresses[index % len(self._addresses)]
-        return aiosync.TCPWeightSyncScheme(address, timeout=self._timeout)
+        return aiosync.TCPWeightSyncScheme(self._addresses[index % len(self._addresses)], timeout=TIMEOUT)
 
     async def connect(self) -> None:
         if self.setup.scheme == "rpc":
-            await join_rpc(self.setup, "trainer", 0)
             self._initialize()
         expected = len(self._relays) or self.setup.workers
         await self._scheme.connect(**{"min_workers": expected} if self.setup.scheme == "tcp" else {})
 
     async def send(self, weights: Weights | None, *, off_loop: bool = False) -> Sent:
         report = await self._scheme.send(weights)
-        seconds = {index: worker.seconds for index, worker in report.workers.items()}
-        commit = {index: found["commit"] for index, found in seconds.items() if "commit" in found}
-        return Sent(commit, dict(report.seconds))
+        seconds = (worker.seconds for worker in report.workers.values())
+        return Sent([each["commit"] for each in seconds if "commit" in each], dict(report.seconds))
 
     async def send_past_last(self) -> None:
         *others, _ = self._scheme.workers
@@ -106,55 +88,39 @@ class _Sender(SenderEnd):
     async def close(self) -> None:
         await self._scheme.aclose()
         for relay in self._relays:
-            await relay.close(self._timeout)
-
-    async def leave(self) -> None:
-        if self.setup.scheme == "rpc":
-            rpc.shutdown(graceful=False)
+            await relay.close(TIMEOUT)
 
 
 class _Worker(WorkerEnd):
-    def __init__(self, setup: Setup, recipe: Any, model: nn.Module, index: int) -> None:
-        super().__init__(setup, recipe, model, index)
-        self._scheme = recipe or _make_scheme(setup)
+    def __post_init__(self) -> None:
+        self._scheme = self.recipe or _make_scheme(self.setup)
         self._receiving = AsyncExitStack()
-        if setup.scheme != "rpc":
-            self._initialize()
 
-    def _initialize(self) -> None:
+    async def connect(self) -> None:
         # Below a relay, indices are counted per relay: the relay gives them out.
         index = None if self.setup.extras.get("relays") else self.index
         self._scheme.init_on_receiver(model_id=MODEL_ID, model=self.model, worker_idx=index)
-
-    async def connect(self) -> None:
-        if self.setup.scheme == "rpc":
-            await join_rpc(self.setup, f"worker{self.index}", 1 + self.index)
-            self._initialize()
         await self._scheme.connect()
         await self._receiving.enter_async_context(self._scheme.receiving())
 
-    def version(self) -> int | None:
-        version: int | None = self._scheme.version
-        return version
+    def version(self) -> Any:
+        return self._scheme.version
 
-    def pinned(self) -> AbstractAsyncContextManager[int | None]:
-        pinned: AbstractAsyncContextManager[int | None] = self._scheme.pinned()
-        return pinned
+    def pinned(self) -> Any:
+        return self._scheme.pinned()
 
     async def close(self) -> None:
         # The task that answers calls entered the receiver task, and leaves it too.
         await self._receiving.aclose()
         await self._scheme.aclose()
-        if self.setup.scheme == "rpc":
-            rpc.shutdown(graceful=False)
 
 
 class _Relay:
     """A relay in a process of its own."""
 
-    def __init__(self, upstream: str, mbit: float, timeout: float) -> None:
-        above = aiosync.TCPWeightSyncScheme(upstream, timeout=timeout)
-        below = aiosync.TCPWeightSyncScheme(timeout=timeout)
+    def __init__(self, upstream: str, mbit: float) -> None:
+        above = aiosync.TCPWeightSyncScheme(upstream, timeout=TIMEOUT)
+        below = aiosync.TCPWeightSyncScheme(timeout=TIMEOUT)
         self._node = aiosync.WeightRelay(above, below, model_id=MODEL_ID)
         limit_rate(mbit, below)
         self._serving = asyncio.create_task(self._serve())

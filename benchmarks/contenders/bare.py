@@ -1,32 +1,22 @@
 """The fastest that a few lines of Python do: one warm buffer of the model's size, and a byte back.
 
 No weights are extracted and nothing is checked. ``sockets`` makes blocking calls, ``sendall`` and
-``recv_into``; options of its setup are ``unix`` for a Unix socket and ``tls`` for the certificates. ``gloo``
-is one send and one receive of one tensor; extra of its setup is the ``port`` of a store. Either has one
-worker, in which a thread receives.
+``recv_into``; options of its setup are the ``address`` to listen at and ``tls`` for the certificates.
+``gloo`` is one send and one receive of one tensor. Either has one worker, in which a thread receives.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import shutil
 import socket
-import ssl
-import tempfile
 import threading
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from benchmarks.contenders import SenderEnd, Sent, Setup, Weights, WorkerEnd
-
-LIMIT = timedelta(seconds=120)
 
 
 def ends(setup: Setup) -> tuple[type[SenderEnd], type[WorkerEnd]]:
@@ -38,20 +28,20 @@ def _buffer(model: nn.Module) -> Tensor:
     return torch.zeros(sum(parameter.nbytes for parameter in model.parameters()), dtype=torch.uint8)
 
 
-def _without_delay(sock: socket.socket) -> socket.socket:
-    if sock.family == socket.AF_INET:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def _socket(address: Any) -> socket.socket:
+    """A Unix socket for a path; or a TCP socket that sends at once, as those that it accepts do."""
+    if isinstance(address, str):
+        return socket.socket(socket.AF_UNIX)
+    sock = socket.socket()
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
 
 class _SocketSender(SenderEnd):
-    def __init__(self, setup: Setup, model: nn.Module) -> None:
-        super().__init__(setup, model)
-        self._ready = _buffer(model).numpy().data
-        self._folder = Path(tempfile.mkdtemp(prefix="aiosync-bench-"))
-        unix = setup.options["unix"]
-        self._listener = socket.socket(socket.AF_UNIX if unix else socket.AF_INET)
-        self._listener.bind(str(self._folder / "socket") if unix else ("127.0.0.1", 0))
+    def __post_init__(self) -> None:
+        self._ready = _buffer(self.model).numpy().data
+        self._listener = _socket(self.setup.options["address"])
+        self._listener.bind(self.setup.options["address"])
         self._listener.listen()
 
     async def recipe(self, index: int) -> Any:
@@ -61,12 +51,8 @@ class _SocketSender(SenderEnd):
         await asyncio.to_thread(self._accept)
 
     def _accept(self) -> None:
-        sock, tls = _without_delay(self._listener.accept()[0]), self.setup.options["tls"]
-        if tls is not None:
-            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            context.load_cert_chain(tls.certfile, tls.keyfile)
-            sock = context.wrap_socket(sock, server_side=True)
-        self._sock = sock
+        sock, tls = self._listener.accept()[0], self.setup.options["tls"]
+        self._sock = tls.for_sender().wrap_socket(sock, server_side=True) if tls else sock
         self._sock.recv(1)
 
     async def send(self, weights: Weights | None, *, off_loop: bool = False) -> Sent:
@@ -77,7 +63,6 @@ class _SocketSender(SenderEnd):
     async def close(self) -> None:
         self._sock.close()
         self._listener.close()
-        shutil.rmtree(self._folder)
 
 
 class _SocketWorker(WorkerEnd):
@@ -87,12 +72,9 @@ class _SocketWorker(WorkerEnd):
 
     def _receive(self) -> None:
         memory, tls = _buffer(self.model).numpy().data, self.setup.options["tls"]
-        sock = socket.socket(socket.AF_UNIX if isinstance(self.recipe, str) else socket.AF_INET)
+        sock = _socket(self.recipe)
         sock.connect(self.recipe)
-        sock = _without_delay(sock)
-        if tls is not None:
-            sock = tls.for_worker().wrap_socket(sock, server_hostname="localhost")
-        with sock:
+        with tls.for_worker().wrap_socket(sock, server_hostname="localhost") if tls else sock as sock:
             sock.sendall(b"r")
             while True:
                 got = 0
@@ -107,36 +89,24 @@ class _SocketWorker(WorkerEnd):
         self._thread.join()
 
 
-class _Group:
-    """A process group of two, a buffer of the model's size, and a byte."""
-
-    def __init__(self, setup: Setup, model: nn.Module, rank: int) -> None:
-        store: Any = TCPStore("127.0.0.1", setup.extras["port"], is_master=False, wait_for_workers=False)
-        self.group: Any = dist.ProcessGroupGloo(PrefixStore("bare", store), rank, 2, LIMIT)
-        self.buffer = [_buffer(model)]
-        self.byte = [torch.zeros(1, dtype=torch.uint8)]
-
-
 class _GlooSender(SenderEnd):
     async def connect(self) -> None:
-        self._end = await asyncio.to_thread(_Group, self.setup, self.model, 0)
+        self._group: Any = dist.group.WORLD
+        self._ready, self._byte = [_buffer(self.model)], [torch.zeros(1, dtype=torch.uint8)]
 
     async def send(self, weights: Weights | None, *, off_loop: bool = False) -> Sent:
-        self._end.group.send(self._end.buffer, 1, 1).wait()
-        self._end.group.recv(self._end.byte, 1, 2).wait()
+        self._group.send(self._ready, 1, 1).wait()
+        self._group.recv(self._byte, 1, 2).wait()
         return Sent()
-
-    async def close(self) -> None:
-        del self._end
 
 
 class _GlooWorker(WorkerEnd):
     async def connect(self) -> None:
-        end = await asyncio.to_thread(_Group, self.setup, self.model, 1)
-        threading.Thread(target=self._receive, args=(end,), daemon=True).start()
+        threading.Thread(target=self._receive, daemon=True).start()
 
-    def _receive(self, end: _Group) -> None:
-        with contextlib.suppress(RuntimeError):  # the sender has closed its connection
-            while True:
-                end.group.recv(end.buffer, 0, 1).wait()
-                end.group.send(end.byte, 0, 2).wait()
+    def _receive(self) -> None:
+        group: Any = dist.group.WORLD
+        memory, byte = [_buffer(self.model)], [torch.zeros(1, dtype=torch.uint8)]
+        while True:
+            group.recv(memory, 0, 1).wait()
+            group.send(byte, 0, 2).wait()

@@ -1,8 +1,8 @@
 """torchrl's schemes, used as its documentation says, and as its collectors use them.
 
 ``shared`` and ``process`` stand alone. ``torchrl`` copies the trainer's memory, ``torchrl-alias`` does not.
-``distributed`` and ``rpc`` send tensor by tensor over the default process group of their processes, which
-meet in a store of their own: worker 0 is rank 1, and torchrl's worker 1.
+``distributed`` and ``rpc`` send tensor by tensor over the default process group: worker 0 is rank 1, and
+torchrl's worker 1.
 """
 
 from __future__ import annotations
@@ -11,25 +11,22 @@ import asyncio
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import rpc
 from torchrl import weight_update
 
 from benchmarks.contenders import MODEL_ID, SenderEnd, Sent, Setup, Weights, WorkerEnd
-from benchmarks.contenders.aiosync import join_rpc
 from benchmarks.harness.models import ModelSpec, build_model
-from benchmarks.harness.process import SPAWN
+from benchmarks.harness.trainer import SPAWN
 
 
 def ends(setup: Setup) -> tuple[type[SenderEnd], type[WorkerEnd]]:
     """Ends of the scheme. torchrl applies updates in a thread of its own, or in the sender's calls."""
     if setup.scheme == "rpc":
-        return _RpcSender, _RpcWorker
+        return _RpcSender, WorkerEnd  # which does nothing: the sender makes a model there
     if setup.scheme == "distributed":
-        return _DistributedSender, _DistributedWorker
+        return _Sender, _DistributedWorker
     return _Sender, _Worker
 
 
@@ -38,44 +35,41 @@ def _own_copy(worker_idx: int, weights: TensorDict) -> TensorDict:
     return weights.clone()
 
 
-async def _join_default_group(setup: Setup, rank: int) -> None:
-    port, size = setup.extras["port"], 1 + setup.workers
-    store: Any = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    await asyncio.to_thread(dist.init_process_group, "gloo", store=store, rank=rank, world_size=size)
+class Holder:
+    """Holds a policy and its scheme: in torchrl's words, a collector. A trainer makes it in a worker."""
 
-
-class _Holder:
-    """Holds a policy and its scheme: in torchrl's words, a collector."""
-
-    def __init__(self, policy: nn.Module) -> None:
+    def __init__(self, policy: nn.Module | ModelSpec) -> None:
+        if isinstance(policy, ModelSpec):
+            torch.set_num_threads(1)
+            policy = build_model(policy)
         self.policy = policy
-        self.scheme: Any = None
 
-    def register(self, worker_idx: int) -> None:
-        """Receive by torchrl's RPC scheme. The sender calls it."""
-        self.scheme = weight_update.RPCWeightSyncScheme()
-        self.scheme.init_on_receiver(model_id=MODEL_ID, context=self, worker_idx=worker_idx)
-        self.scheme.connect(worker_idx=worker_idx)
+    def register(self, scheme: Any, worker_idx: int) -> None:
+        """Receive by this scheme."""
+        self.scheme, self.worker_idx = scheme, worker_idx
+        scheme.init_on_receiver(model_id=MODEL_ID, context=self, worker_idx=worker_idx)
 
-    def _receive_weights_scheme(self) -> None:
+    def _connect_weights_scheme(self, model_version: int | None = None) -> None:
+        self.scheme.connect(worker_idx=self.worker_idx)
+
+    def _receive_weights_scheme(self, model_version: int | None = None) -> None:
         self.scheme.receive()
 
 
-def _make_holder(spec: ModelSpec) -> _Holder:
-    return _Holder(build_model(spec))
-
-
 class _Sender(SenderEnd):
-    def __init__(self, setup: Setup, model: nn.Module) -> None:
-        super().__init__(setup, model)
+    def __post_init__(self) -> None:
         self._scheme = self._make_scheme()
         # The documented call for aliased shared memory is send() without weights: nothing to copy.
-        self._send_nothing = setup.contender == "torchrl-alias" and setup.scheme == "shared"
+        self._send_nothing = (self.setup.contender, self.setup.scheme) == ("torchrl-alias", "shared")
 
     def _make_scheme(self) -> Any:
         workers = self.setup.workers
-        scheme = weight_update.WeightSyncScheme.from_backend(self.setup.scheme)
         given: dict[str, Any] = {"model_id": MODEL_ID, "num_workers": workers}
+        if self.setup.scheme == "distributed":
+            scheme: Any = weight_update.DistributedWeightSyncScheme(backend="gloo", sync=True)
+            scheme.init_on_sender(model=self.model, **given)
+            return scheme
+        scheme = weight_update.WeightSyncScheme.from_backend(self.setup.scheme)
         weights = TensorDict.from_module(self.model)
         if self.setup.contender == "torchrl-alias":
             given |= {"weights": weights, "devices": [torch.device("cpu")] * workers}
@@ -90,7 +84,7 @@ class _Sender(SenderEnd):
         return self._scheme
 
     async def connect(self) -> None:
-        self._scheme.connect()
+        await asyncio.to_thread(self._scheme.connect)
 
     async def send(self, weights: Weights | None, *, off_loop: bool = False) -> Sent:
         payload = None if self._send_nothing else weights if weights is not None else self.model
@@ -101,15 +95,16 @@ class _Sender(SenderEnd):
         return Sent()
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._scheme.shutdown)
+        # The others have no thread that waits, or one that cannot be stopped while it waits for the store.
+        if self.setup.scheme in ("shared", "process"):
+            await asyncio.to_thread(self._scheme.shutdown)
 
 
 class _Worker(WorkerEnd):
     """The caller's thread stays free: a thread of torchrl's applies updates."""
 
-    def __init__(self, setup: Setup, recipe: Any, model: nn.Module, index: int) -> None:
-        super().__init__(setup, recipe, model, index)  # torchrl keeps only a weak reference to the model
-        recipe.init_on_receiver(model_id=MODEL_ID, model=model, worker_idx=index)
+    def __post_init__(self) -> None:
+        self.recipe.init_on_receiver(model_id=MODEL_ID, model=self.model, worker_idx=self.index)
 
     async def connect(self) -> None:
         await asyncio.to_thread(self.recipe.connect, worker_idx=self.index)
@@ -118,29 +113,13 @@ class _Worker(WorkerEnd):
         await asyncio.to_thread(self.recipe.shutdown)
 
 
-class _DistributedSender(_Sender):
-    def _make_scheme(self) -> Any:
-        scheme = weight_update.DistributedWeightSyncScheme(backend="gloo", sync=True)
-        scheme.init_on_sender(model_id=MODEL_ID, model=self.model, num_workers=self.setup.workers)
-        return scheme
-
-    async def connect(self) -> None:
-        await _join_default_group(self.setup, 0)
-        await asyncio.to_thread(self._scheme.connect)
-
-    async def close(self) -> None:
-        """Nothing: its workers cannot be stopped while they wait for the store."""
-
-
 class _DistributedWorker(WorkerEnd):
-    def __init__(self, setup: Setup, recipe: Any, model: nn.Module, index: int) -> None:
-        super().__init__(setup, recipe, model, 1 + index)
-        self._context = _Holder(model)
-        recipe.init_on_receiver(model_id=MODEL_ID, context=self._context, worker_idx=self.index)
+    def __post_init__(self) -> None:
+        self._holder = Holder(self.model)
+        self._holder.register(self.recipe, 1 + self.index)
 
     async def connect(self) -> None:
-        await _join_default_group(self.setup, self.index)
-        await asyncio.to_thread(self.recipe.connect, worker_idx=self.index)
+        await asyncio.to_thread(self._holder._connect_weights_scheme)
 
 
 class _RpcSender(_Sender):
@@ -151,36 +130,19 @@ class _RpcSender(_Sender):
         return None
 
     async def connect(self) -> None:
-        await join_rpc(self.setup, "trainer", 0)
-        await _join_default_group(self.setup, 0)
-        self._context = await asyncio.to_thread(self._register)
-        self._scheme.init_on_sender(model_id=MODEL_ID, context=self._context, num_workers=self.setup.workers)
-        await asyncio.to_thread(self._scheme.connect)
+        self._holder = await asyncio.to_thread(self._register)
+        self._scheme.init_on_sender(model_id=MODEL_ID, context=self._holder, num_workers=self.setup.workers)
+        await super().connect()
 
     def _register(self) -> Any:
         """Make a holder in each worker; returns what torchrl's scheme expects of a collector."""
-        context: Any = _Holder(self.model)
-        context.collector_class = _Holder
-        names = [f"worker{index}" for index in range(self.setup.workers)]
-        context.collector_infos = [rpc.get_worker_info(name) for name in names]
-        context.collector_rrefs = [rpc.remote(name, _make_holder, args=(self.setup.model,)) for name in names]
-        for index, rref in enumerate(context.collector_rrefs):
-            rref.rpc_sync().register(1 + index)
-        return context
-
-    async def close(self) -> None:
-        """Nothing: the workers have no thread that waits."""
-
-    async def leave(self) -> None:
-        rpc.shutdown(graceful=False)
-
-
-class _RpcWorker(WorkerEnd):
-    """The sender's calls apply updates, to a model that the sender has made here."""
-
-    async def connect(self) -> None:
-        await join_rpc(self.setup, f"worker{self.index}", 1 + self.index)
-        await _join_default_group(self.setup, 1 + self.index)
-
-    async def close(self) -> None:
-        rpc.shutdown(graceful=False)
+        holder: Any = Holder(self.model)
+        holder.collector_class = Holder
+        holder.collector_infos = [rpc.get_worker_info(f"worker{i}") for i in range(self.setup.workers)]
+        holder.collector_rrefs = [
+            rpc.remote(info, Holder, args=(self.setup.model,)) for info in holder.collector_infos
+        ]
+        for index, rref in enumerate(holder.collector_rrefs):
+            rref.rpc_sync().register(weight_update.RPCWeightSyncScheme(), 1 + index)
+            rref.rpc_sync()._connect_weights_scheme()
+        return holder

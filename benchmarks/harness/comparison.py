@@ -4,50 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.contenders import Sent, Setup
-from benchmarks.harness.meters import Memcpy, MemoryPeak, memory_of, memory_peak, spread
-from benchmarks.harness.process import Remote, RemoteError
-from benchmarks.harness.results import Case, Key
-from benchmarks.harness.tables import say
-from benchmarks.harness.trainer import Trainer
+from benchmarks.harness.meters import Memcpy, MemoryPeak, memory_of, memory_peak, spread, summary
+from benchmarks.harness.results import Case, Key, say
+from benchmarks.harness.trainer import Remote, RemoteError, Trainer, stopped
 
-BUILD_TIMEOUT = 300.0
-"""Seconds for a dozen processes to import torch, on two cores that other programs use too."""
+BUILD_TIMEOUT = 300.0  # for a dozen processes to import torch, on two cores that other programs use too
 CLOSE_TIMEOUT = 30.0
 SAMPLE_EVERY = 0.01  # seconds between two samples of the memory, at least
 SAMPLING_SHARE = 0.2  # how much of the time may go into sampling: a sample blocks processes that map memory
 
 
 class Stage:
-    """One contender's processes: a trainer, and the workers that the trainer spawned.
-
-    Any one call may take ``deadline`` seconds, except for starting and closing.
-    """
+    """One contender's processes: a trainer, and the workers that the trainer spawned."""
 
     def __init__(self, setup: Setup, deadline: float) -> None:
-        self.setup = setup
+        self.setup, self._deadline = setup, deadline
         self.workers: list[int] = []  # process ids, once built
-        self.cases = [
-            Case(Key(setup.model.name, setup.scheme, mode, setup.workers), setup.contender)
-            for mode in setup.modes
-        ]
-        self._deadline = deadline
+        keys = (Key(setup.model.name, setup.scheme, mode, setup.workers) for mode in setup.modes)
+        self.cases = [Case(key, setup.contender) for key in keys]
         self.trainer = Remote(Trainer, setup, uvloop=setup.uvloop, parent=True)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the contender has not failed."""
+        return self.cases[0].status == "ok"
+
     async def call(self, method: str, *, timeout: float | None = None, **arguments: Any) -> Any:
-        """Call the trainer within the deadline, or ``timeout``. Raises :class:`RemoteError`."""
-        return await self.trainer.call(method, timeout=timeout or self._deadline, **arguments)
+        """Call the trainer within the deadline, or ``timeout``; None if this contender has failed."""
+        with self._noted():
+            return await self.trainer.call(method, timeout=timeout or self._deadline, **arguments)
 
     async def build(self) -> None:
         """Wait until the workers are up; memory is counted from here."""
-        self.workers = await self.call("build", timeout=BUILD_TIMEOUT)
+        self.workers = await self.call("build", timeout=BUILD_TIMEOUT) or []
         self._base = memory_of([self.trainer.pid, *self.workers])
 
     async def memory(self, **arguments: Any) -> MemoryPeak | None:
@@ -62,20 +57,22 @@ class Stage:
         await burst
         return memory_peak(self._base, [*samples, memory_of(pids)])
 
-    async def attempt(self, action: Awaitable[Any]) -> Any:
-        """Await ``action`` and return its result; None if this contender fails, which its cases note."""
-        try:
-            return await action
-        except RemoteError as failure:
-            say(f"{self.setup.contender}: {failure.status}")
-            self.trainer.kill()
-            for case in self.cases:
-                case.status, case.error = failure.status, str(failure)
+    async def close(self) -> None:
+        """Close the trainer, which closes the workers."""
+        with self._noted():
+            await self.trainer.close(CLOSE_TIMEOUT)
 
-    @property
-    def alive(self) -> bool:
-        """Whether the contender has not failed."""
-        return self.cases[0].status == "ok"
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Have the cases note the first failure. It ends the processes."""
+        try:
+            yield
+        except RemoteError as failure:
+            self.trainer.kill()
+            if self.alive:
+                say(f"{self.setup.contender}: {failure.status}")
+                for case in self.cases:
+                    case.status, case.error = failure.status, str(failure)
 
 
 @dataclass(slots=True)
@@ -93,107 +90,72 @@ class Entry:
         case.send = spread([seconds for seconds, _ in sends])
         case.samples = [seconds * 1e3 for seconds, _ in sends]
         case.first = spread([turn[0][0] for turn in self.turns])
-        case.commit = spread([seconds for _, sent in sends for seconds in sent.commit.values()])
-        phases: dict[str, list[float]] = {}
-        for _, sent in sends:
-            for name, seconds in sent.phases.items():
-                phases.setdefault(name, []).append(seconds)
-        case.phases = {name: found.median for name, each in phases.items() if (found := spread(each))}
+        case.commit = spread([seconds for _, sent in sends for seconds in sent.commit])
+        phases = [sent.phases for _, sent in sends]
+        for name in dict.fromkeys(name for each in phases for name in each):
+            case.phases[name] = summary([each[name] for each in phases if name in each]).median
         return case
 
 
-class Comparison:
-    """Contenders that take turns, with an entry for each mode of each. A contender that fails is a result,
-    and the others continue."""
+async def take_turns(
+    entries: Sequence[Entry], rounds: int, *, warm_up: int, limit: Memcpy | None = None, alone: bool = False
+) -> list[float]:
+    """A B C, B C A, C A B: which contender comes first changes from round to round.
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self.entries = [Entry(stage, case) for stage in stages for case in stage.cases]
+    Before ``rounds`` turns of each that count, ``warm_up`` turns do not. The ``limit`` is taken before each
+    round, as often as a turn has sends; returns its seconds. With ``alone`` the workers of the other
+    contenders are stopped (SIGSTOP) during a turn. A contender that fails is a result: the others continue.
+    """
+    copies: list[float] = []
+    for number in range(warm_up + rounds):
+        if number in (0, warm_up):
+            say(f"{rounds} rounds" if number == warm_up else "warming up")
+            copies.clear()
+            for entry in entries:
+                entry.turns.clear()
+        alive = [entry for entry in entries if entry.stage.alive]
+        cut = number % max(1, len(alive))
+        if limit is not None:
+            copies.extend(limit.take(number) for _ in range(entries[0].stage.setup.model.turn))
+        for entry in alive[cut:] + alive[:cut]:
+            others = {other.stage for other in alive if alone and other.stage is not entry.stage}
+            with stopped([pid for other in others for pid in other.workers]):
+                if turn := await entry.stage.call("turn", mode=entry.case.key.mode):
+                    entry.turns.append(turn)
+    return copies
 
-    async def take_turns(
-        self, rounds: int, *, warm_up: int, limit: Memcpy | None = None, alone: bool = False
-    ) -> list[float]:
-        """A B C, B C A, C A B: which contender comes first changes from round to round.
 
-        Args:
-            rounds: turns of each that count.
-            warm_up: turns of each before those.
-            limit: taken before each round, as often as a turn has sends.
-            alone: stop the other contenders' workers (SIGSTOP) during a turn.
+async def measure(name: str, entries: Sequence[Entry], **arguments: Any) -> None:
+    """Measure one more thing of each of these entries, one after the other.
 
-        Returns:
-            Seconds of each copy of the limit.
-        """
-        copies: list[float] = []
-        for number in range(warm_up + rounds):
-            if number in (0, warm_up):
-                say(f"{rounds} rounds" if number == warm_up else "warming up")
-                copies.clear()
-                for entry in self.entries:
-                    entry.turns.clear()
-            alive = [entry for entry in self.entries if entry.stage.alive]
-            cut = number % max(1, len(alive))
-            if limit is not None:
-                copies.extend(limit.take(number) for _ in range(self.entries[0].stage.setup.model.turn))
-            for entry in alive[cut:] + alive[:cut]:
-                stage = entry.stage
-                others = {other.stage for other in alive if alone and other.stage is not stage}
-                with _suspended([pid for other in others for pid in other.workers]):
-                    if stage.alive and (
-                        turn := await stage.attempt(stage.call("turn", mode=entry.case.key.mode))
-                    ):
-                        entry.turns.append(turn)
-        return copies
-
-    async def each(
-        self, name: str, entries: Sequence[Entry], *, timeout: float | None = None, **arguments: Any
-    ) -> None:
-        """Measure one thing of each of these entries, one after the other.
-
-        Args:
-            name: of a field of :class:`Case`: ``memory``, or that of a method of :class:`Trainer`.
-            entries: of this comparison.
-            timeout: seconds, if the deadline does not suit.
-            arguments: of the method, besides the mode.
-        """
-        for case, stage in ((entry.case, entry.stage) for entry in entries if entry.stage.alive):
-            say(f"{name}: {case.contender}, {case.key.mode}")
-            arguments |= {"mode": case.key.mode, "timeout": timeout}
-            call = stage.memory(**arguments) if name == "memory" else stage.call(name, **arguments)
-            found = await stage.attempt(call)
-            if stage.alive:
-                setattr(case, name, found)
+    The ``name`` is that of a field of :class:`Case`: ``memory``, or a method of :class:`Trainer` too, with
+    its ``arguments``. Among those, a ``timeout`` in seconds replaces the deadline.
+    """
+    for case, stage in ((entry.case, entry.stage) for entry in entries if entry.stage.alive):
+        say(f"{name}: {case.contender}, {case.key.mode}")
+        arguments["mode"] = case.key.mode
+        found = await (stage.memory(**arguments) if name == "memory" else stage.call(name, **arguments))
+        if stage.alive:
+            setattr(case, name, found)
 
 
 @contextlib.asynccontextmanager
-async def compare(deadline: float, *setups: Setup) -> AsyncIterator[Comparison]:
+async def compare(deadline: float, *setups: Setup) -> AsyncIterator[list[Entry]]:
     """Build and connect contenders, whose steps may take ``deadline`` seconds each; close them at the end.
 
-    No process is left afterwards. A case notes a failure of its contender's end, too.
+    There is an entry for each mode of each. No process is left afterwards. A case notes a failure of its
+    contender's end, too.
     """
     stages: list[Stage] = []
     try:
         say("starting the workers")
         stages.extend(Stage(setup, deadline) for setup in setups)
         # At the same time: most of it is importing, and none of it is measured.
-        await asyncio.gather(*(stage.attempt(stage.build()) for stage in stages))
+        await asyncio.gather(*(stage.build() for stage in stages))
         for stage in stages:
-            if stage.alive:
-                await stage.attempt(stage.call("connect"))
-        yield Comparison(stages)
-        await asyncio.gather(
-            *(stage.attempt(stage.trainer.close(CLOSE_TIMEOUT)) for stage in stages if stage.alive)
-        )
+            await stage.call("connect")
+        yield [Entry(stage, case) for stage in stages for case in stage.cases]
+        await asyncio.gather(*(stage.close() for stage in stages))
     finally:
         for stage in stages:
             stage.trainer.kill()
-
-
-@contextlib.contextmanager
-def _suspended(pids: list[int]) -> Iterator[None]:
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)

@@ -36,8 +36,8 @@ def spread(samples: Sequence[float], scale: float = 1e3) -> Spread | None:
 
 def summary(samples: Sequence[float], scale: float = 1e3) -> Spread:
     """:func:`spread` of at least one sample."""
-    found = spread(samples, scale)
-    assert found is not None, "nothing was measured"
+    if (found := spread(samples, scale)) is None:
+        raise ValueError("nothing was measured")
     return found
 
 
@@ -48,20 +48,17 @@ def times(other: Spread | None, ours: Spread | None) -> float | None:
 
 @contextlib.asynccontextmanager
 async def ticking() -> AsyncIterator[list[float]]:
-    """Run a task that wants to wake every millisecond; yields its latenesses in seconds.
+    """Run a task that wants to wake every millisecond; yields by how many seconds each wake-up was late.
 
-    A loop that is blocked for 30 ms shows as one sample of 0.03. Timers of asyncio's own selector
-    loop are rounded up to whole milliseconds, so up to 0.001 is the loop's habit and not a stall.
+    asyncio's selector loop rounds timers up to whole milliseconds: up to 0.001 is not a stall.
     """
     late: list[float] = []
 
     async def tick() -> None:
-        due = time.perf_counter() + TICK
         while True:
+            due = time.perf_counter() + TICK
             await asyncio.sleep(TICK)
-            now = time.perf_counter()
-            late.append(max(0.0, now - due))
-            due = now + TICK
+            late.append(max(0.0, time.perf_counter() - due))
 
     task = asyncio.create_task(tick())
     await asyncio.sleep(0)  # the first deadline is set before the caller continues
@@ -107,11 +104,8 @@ def in_bytes(table: dict[str, str], name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
-    """Peak resident memory while sends were in progress, in bytes.
-
-    PSS counts a page shared by k processes as 1/k in each. A process grows over what it held before it
-    connected, with the model in memory.
-    """
+    """Peak resident memory while sends were in progress, in bytes. PSS counts a page shared by k processes as
+    1/k in each. A process grows over what it held before it connected, with the model in memory."""
 
     sender: int  # PSS
     worker: int  # the largest PSS of any one worker
@@ -122,10 +116,7 @@ class MemoryPeak:
 
 
 def memory_of(pids: Iterable[int]) -> list[tuple[int, int]]:
-    """PSS, and PSS of shared memory, of each process in bytes; zeros where they cannot be read.
-
-    It takes milliseconds: the kernel walks the page tables of every process. On Linux only.
-    """
+    """PSS, and PSS of shared memory, of each process in bytes; zeros where they cannot be read."""
     tables = [proc(f"{pid}/smaps_rollup") for pid in pids]
     return [(in_bytes(table, "Pss"), in_bytes(table, "Pss_Shmem")) for table in tables]
 

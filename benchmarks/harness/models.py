@@ -10,29 +10,21 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One model, by its sizes.
-
-    A model of ``mib`` MiB is 64 equal tensors. Of the others, one without blocks is a policy for a small
-    environment (an MLP with two hidden layers); any other is a stack of transformer blocks between two
-    embeddings. Nothing is computed with it.
-    """
+    """One model, by its sizes. Nothing is computed with it."""
 
     name: str  # on the command line and in the results
     width: int = 0  # features per layer
-    blocks: int = 0  # transformer blocks of 12 tensors each; 0 makes the MLP
-    vocab: int = 0  # rows of the embedding at either end (unused by the MLP)
+    blocks: int = 0  # of a transformer, 12 tensors each; 0: an MLP with two hidden layers
+    vocab: int = 0  # rows of the transformer's embedding at either end
     rounds: int = 0  # turns per contender where the command line names none
     turn: int = 1  # sends in one turn: several where a send takes less time than a wake-up
-    mib: int = 0
+    mib: int = 0  # of this many MiB, in 64 equal tensors, instead of all that
 
 
-MODELS: dict[str, ModelSpec] = {
-    spec.name: spec
-    for spec in (
-        ModelSpec("tiny", width=128, rounds=40, turn=10),  # 20 k parameters, 6 tensors
-        ModelSpec("medium", width=704, blocks=4, vocab=850, rounds=40),  # 25 M, 52 tensors
-        ModelSpec("large", width=1344, blocks=12, vocab=3000, rounds=12),  # 256 Mi = 1 GiB, 148
-    )
+MODELS = {
+    "tiny": ModelSpec("tiny", width=128, rounds=40, turn=10),  # 20 k parameters, 6 tensors
+    "medium": ModelSpec("medium", width=704, blocks=4, vocab=850, rounds=40),  # 25 M, 52 tensors
+    "large": ModelSpec("large", width=1344, blocks=12, vocab=3000, rounds=12),  # 256 Mi = 1 GiB, 148
 }
 TORN_MODELS = (
     ModelSpec("16MB", width=288, blocks=4, vocab=32),
@@ -42,21 +34,16 @@ TORN_MODELS = (
 
 def build_model(spec: ModelSpec) -> nn.Module:
     """The model on the CPU, its memory reserved but not yet written (so not yet resident)."""
-    width = spec.width
-    model: nn.Module
+    width, layers = spec.width, list[nn.Module]()
     with torch.device("meta"):
         if spec.mib:
-            model = nn.ParameterList(torch.empty((spec.mib << 20) // 4 // 64) for _ in range(64))
+            layers += [nn.ParameterList(torch.empty((spec.mib << 20) // 4 // 64) for _ in range(64))]
         elif spec.blocks:
-            embed, head = nn.Embedding(spec.vocab, width), nn.Linear(width, spec.vocab, bias=False)
-            model = nn.Sequential(
-                embed, *(_block(width) for _ in range(spec.blocks)), nn.LayerNorm(width), head
-            )
+            layers += [nn.Embedding(spec.vocab, width), *(_block(width) for _ in range(spec.blocks))]
+            layers += [nn.LayerNorm(width), nn.Linear(width, spec.vocab, bias=False)]
         else:
-            model = nn.Sequential(
-                nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 10)
-            )
-    return model.to_empty(device="cpu")
+            layers += [nn.Linear(16, width), nn.Tanh(), nn.Linear(width, width), nn.Linear(width, 10)]
+        return nn.Sequential(*layers).to_empty(device="cpu")
 
 
 def _block(width: int) -> nn.Module:
@@ -67,12 +54,8 @@ def _block(width: int) -> nn.Module:
 
 def sizes(spec: ModelSpec) -> dict[str, int]:
     """How large a model is: parameters, tensors, bytes."""
-    params = list(build_model(spec).parameters())
-    return {
-        "params": sum(p.numel() for p in params),
-        "tensors": len(params),
-        "nbytes": sum(p.nbytes for p in params),
-    }
+    sizes = [p.numel() for p in build_model(spec).parameters()]
+    return {"params": sum(sizes), "tensors": len(sizes), "nbytes": 4 * sum(sizes)}
 
 
 def fill(model: nn.Module, value: float) -> None:
@@ -83,11 +66,8 @@ def fill(model: nn.Module, value: float) -> None:
 
 
 class Probe:
-    """Reads a few elements of a model whose every element ought to be the same number.
-
-    The first and the last element of four tensors, from the first parameter to the last, so that a
-    half-applied update shows wherever it stopped. Parameters that a scheme *replaces* later are not seen.
-    """
+    """Reads the first and last element of four tensors, from the first parameter to the last, so that a
+    half-applied update shows wherever it stopped. Parameters that a scheme *replaces* later are not seen."""
 
     def __init__(self, model: nn.Module) -> None:
         params = [p for p in model.parameters() if p.numel()]

@@ -24,41 +24,39 @@ class Numbers(tuple[int, ...]):
     """Numbers, on the command line with commas."""
 
 
-def _split(text: str | Iterable[Any]) -> list[str]:
-    """The parts of an option's text; a default is a tuple already."""
-    parts = text.split(",") if isinstance(text, str) else map(str, text)
-    return [part.strip() for part in parts if part.strip()]
+def _listed(make: Any, valid: Callable[[str], bool], expected: str, **given: Any) -> Any:
+    """An option whose text lists ``valid`` parts, of which ``make`` makes its value."""
+
+    def parse(text: str | Iterable[Any]) -> Any:
+        parts = text.split(",") if isinstance(text, str) else map(str, text)  # a default is a tuple already
+        found = [part.strip() for part in parts if part.strip()]
+        if not found or not all(map(valid, found)):
+            raise typer.BadParameter(f"expected {expected}, with commas, got {text!r}")
+        return make(found)
+
+    return typer.Option(parser=parse, **given)
 
 
 def names_of(known: Collection[str], check: Callable[[Names], Names] | None = None) -> Any:
     """An option that takes some of the ``known`` names."""
-    expected = ", ".join(known)
-
-    def parse(text: str) -> Names:
-        found = _split(text)
-        if not found or not set(found) <= set(known):
-            raise typer.BadParameter(f"expected some of {expected}, with commas, got {text!r}")
-        return Names(found)
-
-    return typer.Option(parser=parse, metavar="NAMES", callback=check, help=f"Of {expected}.")
+    expected, about = f"some of {', '.join(known)}", f"Of {', '.join(known)}."
+    return _listed(Names, known.__contains__, expected, metavar="NAMES", callback=check, help=about)
 
 
 def numbers(about: str) -> Any:
     """An option that takes positive numbers."""
 
-    def parse(text: str) -> Numbers:
-        found = _split(text)
-        if not found or not all(part.isdecimal() and int(part) for part in found):
-            raise typer.BadParameter(f"expected whole numbers of at least 1, with commas, got {text!r}")
-        return Numbers(map(int, found))
+    def valid(part: str) -> bool:
+        return part.isdecimal() and int(part) > 0
 
-    return typer.Option(parser=parse, metavar="NUMBERS", help=about)
+    expected = "whole numbers of at least 1"
+    return _listed(lambda parts: Numbers(map(int, parts)), valid, expected, metavar="NUMBERS", help=about)
 
 
 def _check_contenders(names: Names) -> Names:
-    missing = [name for name in names if not installed(name)]
-    if missing:
-        raise typer.BadParameter(f"{missing[0]} needs torchrl, and a checkout of aiosync's repository")
+    for name in names:
+        if not installed(name):
+            raise typer.BadParameter(f"{name} needs torchrl, and a checkout of aiosync's repository")
     return names
 
 

@@ -1,17 +1,96 @@
-"""What a comparison found, as plain data, and the figures that aiosync is meant to reach."""
+"""What a comparison found, as tables on a terminal and as JSON, and the figures that aiosync is to reach."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import importlib.metadata
+import json as jsons
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from benchmarks.contenders import LIMIT
-from benchmarks.harness.meters import MemoryPeak, Spread, times
-from benchmarks.harness.tables import machine, print_rows, write
+from benchmarks.harness.meters import MemoryPeak, Spread, in_bytes, proc, times
+
+START = time.monotonic()
+
+Row: TypeAlias = Mapping[str, Any]
+"""Figures by the names of their columns, units included."""
+
+
+def say(what: str) -> None:
+    """Print a line, with the seconds since the start, on standard error."""
+    print(f"[{time.monotonic() - START:6.1f} s] {what}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def report(title: str, name: str, path: Path | None, figures: Any = None) -> Iterator[list[Row]]:
+    """Collect rows of the case ``name``; at the end, also after an error, print them and write ``figures``,
+    by default the rows."""
+    rows: list[Row] = []
+    try:
+        yield rows
+    finally:
+        print_rows(title, rows)
+        write(path, {"machine": machine(), name: rows if figures is None else figures})
+
+
+def print_rows(title: str, rows: Iterable[Row]) -> None:
+    """Print rows of the same columns."""
+    table = Table(title=Text(f"\n{title}"), title_justify="left", title_style="bold")
+    for row in rows:
+        # As Text, a bracket is a bracket and not a style.
+        if not table.columns:
+            for name in row:
+                table.add_column(Text(name), overflow="fold")
+        table.add_row(*(Text(shown(value)) for value in row.values()))
+    # A file or a pipe has no width to keep to.
+    Console(width=None if Console().is_terminal else 220).print(table)
+
+
+def shown(value: Any) -> str:
+    """A cell: of a spread the median, least and most; of None a dash."""
+    if isinstance(value, Spread):
+        return f"{shown(value.median)} ({shown(value.min)}-{shown(value.max)})"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "-" if value is None else str(value)
+
+
+def write(path: Path | None, found: Row) -> None:
+    """Write figures, dataclasses among them, as JSON, if a path is given."""
+    if path is not None:
+        path.write_text(jsons.dumps(found, indent=1, default=asdict) + "\n", encoding="utf-8")
+
+
+def machine() -> dict[str, object]:
+    """What the figures depend on; nothing that identifies the machine or its owner."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": proc("cpuinfo").get("model name", platform.processor()),
+        # In a container a process may use fewer cores than the machine has.
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "memory_bytes": in_bytes(proc("meminfo"), "MemTotal") or None,
+        "python": platform.python_version(),
+        "torch_threads": torch.get_num_threads(),
+        **{name: _version(name) for name in ("torch", "tensordict", "torchrl", "aiosync", "uvloop")},
+    }
+
+
+def _version(distribution: str) -> str | None:
+    found = importlib.metadata.distributions(name=distribution)
+    return next((each.version for each in found), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +102,13 @@ class Key:
     mode: str  # what a send gets, see benchmarks.contenders.Mode
     workers: int
 
+    @property
+    def count(self) -> str:
+        """How many workers, in words."""
+        return "1 worker" if self.workers == 1 else f"{self.workers} workers"
+
     def __str__(self) -> str:
-        workers = "1 worker" if self.workers == 1 else f"{self.workers} workers"
-        return f"{self.scheme}, {self.model}, {workers}, {self.mode}"
+        return f"{self.scheme}, {self.model}, {self.count}, {self.mode}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +146,9 @@ class Case:
     contender: str
     status: str = "ok"  # or "failed", "timeout", "died", with ``error`` saying how
     error: str = ""
-    # "all" contenders alive and in turn (A B C A B C), or only "some": where memory is short, the others
-    # run in a block of their own, with the limit in turn with them too.
+    # "all" contenders took turns; or only "some": where memory is short, each is alone with the limit.
     turns: str = "all"
-    # From the call of send to the last worker's acknowledgement that it has applied.
-    send: Spread | None = None
+    send: Spread | None = None  # until the last worker has acknowledged that it has applied
     samples: list[float] = field(default_factory=list)  # every one of those, in order
     first: Spread | None = None  # the first of each turn, right after another contender had the processor
     limit: Spread | None = None  # one warm memcpy of the same bytes, taken in turn with these
@@ -79,8 +160,7 @@ class Case:
     reads: ReadCounts | None = None
     verified: bool | None = None  # whether every worker held the sent value at the end of the rounds
     counters: dict[str, int] = field(default_factory=dict)  # see benchmarks.contenders.SenderEnd.stats
-    # Sends to the other workers while one is stopped (SIGSTOP), and the sender's slots then.
-    suspended: dict[str, Any] = field(default_factory=dict)
+    suspended: dict[str, Any] = field(default_factory=dict)  # see benchmarks.harness.trainer.Trainer
     acting: bool = False  # whether the workers rolled out meanwhile
 
     @property
@@ -88,6 +168,11 @@ class Case:
         """How the contender failed, in a few words; empty if it did not."""
         last = self.error.strip().splitlines()[-1] if self.error else ""
         return "" if self.status == "ok" else f"{self.status}: {last[:60]}"
+
+    @property
+    def outcome(self) -> str | Spread | None:
+        """The sends, or how the contender failed."""
+        return self.failure or self.send
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,33 +200,25 @@ class Results:
         """The case of ``contender`` in the measurement ``key``, if it was taken."""
         # The limit knows no modes: it is one copy either way.
         wanted = replace(key, mode="plain") if contender == LIMIT else key
-        found = (case for case in self.cases if case.contender == contender and case.key == wanted)
-        return next(found, None)
+        return next((case for case in self.cases if (case.contender, case.key) == (contender, wanted)), None)
 
     def keys(self) -> dict[Key, None]:
         """Every measurement once, in the order taken."""
         return dict.fromkeys(case.key for case in self.cases)
 
     def ratio(self, key: Key, over: str, under: str) -> float | None:
-        """Median of ``over`` divided by median of ``under``: how many times faster ``under`` is."""
-        return times(self._send(key, over, under), self._send(key, under, over))
-
-    def _send(self, key: Key, contender: str, other: str) -> Spread | None:
-        """The contender's sends; for the limit, the copies in turn with the other."""
-        case = self.find(key, other if contender == LIMIT else contender)
-        if case is None:
+        """How many times less the median of ``under`` is. The limit's is that in turn with the other."""
+        slow, fast = self.find(key, over), self.find(key, under)
+        if slow is None or fast is None:
             return None
-        return case.limit if contender == LIMIT else case.send
+        return times(fast.limit if over == LIMIT else slow.send, slow.limit if under == LIMIT else fast.send)
 
     def conclude(self, json: Path | None, *, check: bool) -> None:
         """Write the results; with ``check``, print every target and exit with 1 if one was missed."""
         self.checks = list(check_targets(self))
         others = ("torchrl", "torchrl-alias", LIMIT)
         ratios = [
-            {
-                **asdict(key),
-                **{f"{other}_over_aiosync": self.ratio(key, other, "aiosync") for other in others},
-            }
+            asdict(key) | {f"{other}_over_aiosync": self.ratio(key, other, "aiosync") for other in others}
             for key in self.keys()
         ]
         write(json, {**asdict(self), "ratios": ratios})
@@ -153,12 +230,7 @@ class Results:
                 raise typer.Exit(1)
 
 
-COMMIT_MS = 5.0
-STALL_MS = 5.0
-SHARED_MODEL_SIZES = 3.0
-SLACK_BYTES = 16 << 20
-"""Shared memory that is not weights: queues' semaphores, pages of the interpreter's own."""
-SCALING = 1.15  # four workers of the shared scheme against one, large model, taken in turn
+SLACK_BYTES = 16 << 20  # of shared memory that is not weights: semaphores, pages of the interpreter's own
 FASTER = (
     (Key("large", "shared", "plain", 1), LIMIT, 0.8),
     (Key("medium", "shared", "plain", 4), "torchrl", 4.0),
@@ -176,19 +248,15 @@ FASTER = (
 def check_targets(results: Results) -> Iterator[Check]:
     """Every target that this run measured, and every case of aiosync that failed."""
     for key, other, least in FASTER:
-        ratio = results.ratio(key, other, "aiosync")
-        if ratio is not None:
+        if (ratio := results.ratio(key, other, "aiosync")) is not None:
             what = f"{key}: {other} / aiosync, medians of send"
             yield Check(what, ratio, f">= {least:g}", ratio >= least)
-    for case in results.cases:
-        if case.contender != "aiosync":
-            continue
+    for case in (case for case in results.cases if case.contender == "aiosync"):
         if case.failure:
             yield Check(f"{case.key}: {case.failure}", None, "ok", ok=False)
             continue
-        if case.verified is not None:
-            what = f"{case.key}: every worker holds what was sent"
-            yield Check(what, case.verified, "true", case.verified)
+        if (held := case.verified) is not None:
+            yield Check(f"{case.key}: every worker holds what was sent", held, "true", held)
         for what, got, most in _limits(results, case):
             yield Check(f"{case.key}: {what}", got, f"<= {most:g}", got <= most)
 
@@ -197,18 +265,16 @@ def _limits(results: Results, case: Case) -> Iterator[tuple[str, float, float]]:
     """Figures of a case of aiosync, and what each may be at most."""
     key = case.key
     if key == Key("large", "shared", "plain", 4) and case.send and case.one_worker:
-        ratio = case.send.median / case.one_worker.median
-        yield "send over that of 1 worker in turn", ratio, SCALING
-    if case.reads:
-        reads = case.reads
+        yield "send over that of 1 worker in turn", case.send.median / case.one_worker.median, 1.15
+    if reads := case.reads:
         yield f"torn or moved reads of {reads.reads}", reads.torn + reads.moved, 0
         yield "reads that saw a change never sent", reads.leaked, 0
     if case.commit and key.scheme == "shared":
-        yield "longest commit pause, ms", case.commit.max, COMMIT_MS
+        yield "longest commit pause, ms", case.commit.max, 5.0
     if case.stall and key.model == "large":
         for side, late in (("sender", case.stall.sender), ("worker", case.stall.worker)):
             if late:
-                yield f"event-loop stall p99 at the {side}, ms", late.p99, STALL_MS
+                yield f"event-loop stall p99 at the {side}, ms", late.p99, 5.0
     if case.memory and key.model == "large":
         shared = max(0, case.memory.shared - SLACK_BYTES) / results.models[key.model]["nbytes"]
-        yield "shared memory in all, model sizes", shared, SHARED_MODEL_SIZES
+        yield "shared memory in all, model sizes", shared, 3.0
