@@ -72,7 +72,8 @@ class WeightActorMixin:
         found = _endpoints_of(self).get(model_id)
         if found is None:
             raise NotConnectedError(f"no sender of {model_id!r} has connected to this actor yet")
-        return found.model_applier.pinned(Deadline.after(default_timeout() if timeout is None else timeout))
+        deadline = Deadline.after(default_timeout() if timeout is None else timeout)
+        return found.model_applier.gate.pinned(deadline, found.applier)
 
     def weight_version(self, model_id: str = "policy") -> int:
         """The version in service; -1 as long as no sender has connected."""

@@ -5,69 +5,65 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from aiosync._deadline import Deadline
 from aiosync.errors import NotConnectedError, ProtocolError
-from aiosync.protocol.frames import Welcome
 from aiosync.receiver.commit_gate import LOCK, CommitGate, CommitJob, commit_now, submit
 from aiosync.receiver.forward_guard import ForwardGuard
 from aiosync.receiver.joint_commit import JointPart, drop_out, join, leave
 from aiosync.receiver.listeners import UpdateListener, in_format
-from aiosync.receiver.served_model import ServedModel, own_copies
-from aiosync.receiver.staging import StagingBuffers
-from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate, check_same_layout
-from aiosync.transfer.base import InboundTransfer, MemoryAccess, Transfer
+from aiosync.receiver.staging import StagingBuffers, own_copies
+from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate
+from aiosync.transfer.base import Transfer
 from aiosync.transports._offload import Offloader
 from aiosync.transports.base import Transport
-from aiosync.weights.binding import Staged
+from aiosync.weights.binding import Binding, Staged
 from aiosync.weights.copying import copy_few
 from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.target import WeightTarget, receiver_tensors
 
-__all__ = ["WeightApplier"]
-
-# Who reads, in this task and those that it has started: a body inside a body is the same reader.
-_reader: ContextVar[object] = ContextVar("aiosync_reader")
-
 
 class WeightApplier(Applier):
-    """Applies updates to one model.
+    """Applies updates to one model."""
 
-    Args:
-        served: the model.
-        strategy: in which form a context gets weights.
-        model_id: the model's name.
-        worker: this worker's index.
-        transfer: makes the transfer by which updates arrive.
-
-    Attributes:
-        served: the model and the weights in service.
-        gate: blocks commits while a reader uses the model.
-    """
+    binding: Binding  # the model's, to the sender's layout; set by bind()
 
     def __init__(
         self,
-        served: ServedModel,
+        model: WeightTarget | None,
+        listener: UpdateListener,
         strategy: WeightStrategy,
         model_id: str | None,
         worker: int,
         transfer: Transfer,
+        *,
+        may_view: bool,
+        make_binding: Callable[[Layout], Binding],
     ) -> None:
-        self.served = served
         super().__init__(worker)
+        # Blocks commits while a reader uses the model.
         self.gate = CommitGate()
-        self._strategy = strategy
+        # None: the caller only reads `weights`.
+        self._model = model
+        self._listen(listener)
+        self._strategy = strategy  # the form in which the listener gets weights
         self._model_id = model_id
         self._transfer = transfer
+        # Whether the model may view the sender's memory. False if other code writes into its parameters.
+        self._may_view = may_view
+        # Takes a layout, and returns the binding to it of the model that the caller has then.
+        self._make_binding = make_binding
         # The device of the sender's weights.
         self._source = torch.device("cpu")
+        # Whether the version in service lies in the sender's memory.
+        self._viewing = False
+        # Whether the model's own memory, which the first commit replaced, is still to be freed.
+        self._leftover = False
         self._offloader = Offloader("aiosync-receiver")
         self._back_buffers: StagingBuffers | None = None
         self._guard: ForwardGuard | None = None
@@ -78,47 +74,23 @@ class WeightApplier(Applier):
         # Held while an update is staged.
         self._staging = asyncio.Lock()
 
-    @property
-    def version(self) -> int:
-        return self.served.version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self.served.version = version
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        return self.served.weights
-
-    @property
-    def ready(self) -> bool:
-        return self._back_buffers is not None
-
-    @property
-    def memory(self) -> int:
-        return self._back_buffers.nbytes if self._back_buffers else 0
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.served.layout is None else self.served.layout.nbytes
-
-    @property
-    def signature(self) -> str:
-        return "" if self.served.layout is None else self.served.layout.identity
+    def _listen(self, listener: UpdateListener) -> None:
+        self._listener = listener
+        # The version that the listener was last notified of by _acting().
+        self._acted = -1
+        # What a commit calls; None, if that does nothing.
+        own = type(listener).committed is not UpdateListener.committed
+        self._notify_commit = listener.committed if own else None
 
     # -- the connection --------------------------------------------------------------------------
 
-    def open(self, wire_layout: object, device: str) -> None:
+    def bind(self, layout: Layout, device: str) -> None:
         try:
             self._source = torch.device(device)
         except RuntimeError as exc:
-            raise ProtocolError(
-                f"this process does not have the device of the sender's weights: {exc}"
-            ) from exc
-        self.served.bind(Layout.from_wire(wire_layout))
-
-    def check_layout(self, welcome: Welcome) -> None:
-        check_same_layout(self.served.binding.layout, welcome)
+            trouble = f"this process does not have the device of the sender's weights: {exc}"
+            raise ProtocolError(trouble) from exc
+        self.binding = self._make_binding(layout)
 
     async def prepare(self, transport: Transport) -> None:
         inbound, back_buffers = self.inbound, self._back_buffers
@@ -126,8 +98,8 @@ class WeightApplier(Applier):
         if inbound is None or back_buffers is None or inbound.access.lent != transport.maps:
             # The first connection, or one of another kind than before.
             before = back_buffers
-            inbound = self._transfer.inbound(self.served.binding.layout, transport, self._source)
-            back_buffers = self._back_buffers_for(inbound)
+            inbound = self._transfer.inbound(self.binding.layout, transport, self._source)
+            back_buffers = StagingBuffers(self.binding, inbound, self._source, may_view=self._may_view)
         if before is not None:
             await self._offloader.run(lambda _: back_buffers.reserve())
         elif not inbound.access.lent:
@@ -138,39 +110,33 @@ class WeightApplier(Applier):
             before.close()
         inbound.attach(transport)
 
-    def _back_buffers_for(self, inbound: InboundTransfer) -> StagingBuffers:
-        views = inbound.access.viewable and self.served.may_view
-        copies = inbound.access is not MemoryAccess.PRIVATE and not views
-        return StagingBuffers(self.served.binding, inbound, self._source, copies=copies)
-
     async def reserve(self) -> None:
         back_buffers = self._back_buffers
         assert back_buffers is not None
 
         def warm(_: object) -> None:
             back_buffers.reserve()
-            self.served.forget_leftover()
+            self._forget_leftover()
 
         await self._offloader.run(warm)
 
-    @property
-    def _views_sender(self) -> bool:
-        """Whether the next commit makes the model view the sender's memory."""
-        return self.served.may_view and self.inbound is not None and self.inbound.access.viewable
-
-    @property
-    def needs_sender(self) -> bool:
-        # The model will view it there, or its dtype may change before the commit, which converts anew then.
-        return self._views_sender or (self._back_buffers is not None and self._back_buffers.converts)
+    def _forget_leftover(self) -> None:
+        """Free the memory that the model had before its first commit. Blocking."""
+        self.binding.forget_replaced()
+        self._leftover = False
 
     async def detach(self) -> None:
-        if self.served.viewing:
+        if self._viewing:
             # Where there is a model, it has the weights.
-            await self._offloader.run(lambda _: self._take_over(keep=self.served.model is None))
+            await self._offloader.run(lambda _: self._take_over(keep=self._model is None))
 
     def _take_over(self, *, keep: bool) -> None:
+        """Copy the version in service into memory of this process. ``keep``: ``weights`` stay readable."""
         assert self.inbound is not None
-        self.served.take_over(self.inbound.is_lent, keep=keep)
+        self.binding.detach(self.inbound.is_lent)
+        self.binding.forget_replaced()
+        self.weights = {name: t.clone() for name, t in self.weights.items()} if keep else {}
+        self._viewing = False
 
     # -- other threads, other models -------------------------------------------------------------
 
@@ -178,22 +144,25 @@ class WeightApplier(Applier):
         """Keep commits out of the model's forward passes, and call the context in threads.
 
         For a model and a context that other threads than this event loop's use (the blocking twins).
-
-        Args:
-            patience: seconds that a forward pass waits for a commit.
+        ``patience``: seconds that a forward pass waits for a commit.
         """
         self._patience = patience
-        model = self.served.model
-        if isinstance(model, nn.Module) and self._guard is None:
-            self._guard = ForwardGuard(self.gate, model, patience, self.served.acting)
+        if isinstance(self._model, nn.Module) and self._guard is None:
+            self._guard = ForwardGuard(self.gate, self._model, patience, self._acting)
 
-    def _remove_guard(self) -> None:
-        guard, self._guard = self._guard, None
-        if guard is not None:
-            guard.remove()
+    def _acting(self) -> None:
+        """A forward pass begins. Notify the listener if it is the first with the version in service."""
+        if self._acted != self.version >= 0:
+            self._acted = self.version
+            self._listener.acting(self.version)
+
+    def _unguard(self) -> None:
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
 
     async def rebind(self, model: WeightTarget | None, listener: UpdateListener, *, may_view: bool) -> None:
-        """Go on with another model, or with another listener.
+        """Apply updates to another model from now on, or notify another listener.
 
         Another model gets a copy of the weights in service, in memory of its own.
 
@@ -209,63 +178,64 @@ class WeightApplier(Applier):
             await asyncio.wait([asyncio.wrap_future(waiting.done)])
 
     async def _rebind(self, model: WeightTarget | None, listener: UpdateListener, may_view: bool) -> None:
-        served, inbound = self.served, self.inbound
+        inbound, former = self.inbound, self._model
         if self._back_buffers is None or inbound is None:
             raise NotConnectedError("this receiver was closed before it had another model")
-        if model is not served.model or may_view != served.may_view:
-            former, another = served.model, served.make_binding(served.binding.layout)
-            views = served.weights or (receiver_tensors(former) if former is not None else {})
+        if model is not former or may_view != self._may_view:
+            another = self._make_binding(self.binding.layout)
+            views = self.weights or (receiver_tensors(former) if former is not None else {})
             own = await self._offloader.run(lambda _: own_copies(views, model))
             with LOCK:
                 another.commit(Staged(own, frozenset(own), frozenset(own)))
             if model is not former:  # from now on the sender may write over what it views
-                await self._offloader.run(lambda _: served.binding.detach(inbound.is_lent))
+                await self._offloader.run(lambda _: self.binding.detach(inbound.is_lent))
             # Nothing is awaited from here on: a cancelled call has switched all or nothing.
-            served.rebind(another, model, own, may_view=may_view)
-            self._back_buffers = self._back_buffers_for(inbound)
+            self.binding, self._model, self._may_view, self.weights = another, model, may_view, own
+            self._viewing, self._leftover = False, True
+            self._back_buffers = StagingBuffers(another, inbound, self._source, may_view=may_view)
             if self._patience is not None:
-                self._remove_guard()
+                self._unguard()
                 self.guard_forwards(self._patience)
-        served.listen(listener)
+        if listener is not self._listener:
+            self._listen(listener)
 
     # -- one update ------------------------------------------------------------------------------
 
     async def stage(self, pending: PendingUpdate) -> None:
         started = time.perf_counter()
         async with self._staging:
-            back_buffers, served = self._back_buffers, self.served
-            if back_buffers is None or self.inbound is None:
+            back_buffers, inbound, update = self._back_buffers, self.inbound, pending.update
+            if back_buffers is None or inbound is None:
                 raise NotConnectedError("this receiver was closed before it had staged an update")
-            if served.leftover:
-                await self._offloader.run(lambda _: served.forget_leftover())
-            served.binding.refresh()
-            if back_buffers.generation != served.binding.generation:
+            if self._leftover:
+                await self._offloader.run(lambda _: self._forget_leftover())
+            self.binding.refresh()
+            if back_buffers.generation != self.binding.generation:
                 # The worker has given the model another dtype, another device or other layers.
-                back_buffers = self._back_buffers = self._back_buffers_for(self.inbound)
-            if not self.inbound.is_here(pending.update):
-                await self.inbound.arrive(pending.update)
-            names = pending.names = served.names_of(pending.update)
-            if back_buffers.is_quick(pending.update):
-                staged, pairs = back_buffers.stage(pending.update, names)
+                back_buffers = StagingBuffers(self.binding, inbound, self._source, may_view=self._may_view)
+                self._back_buffers = back_buffers
+            if not inbound.is_here(update):
+                await inbound.arrive(update)
+            names = pending.names = back_buffers.names_of(update, self.version)
+            if back_buffers.is_quick(update):
+                staged, pairs = back_buffers.stage(update, names)
                 copy_few(pairs)
             else:
-                staged, pairs = await self._offloader.run(lambda _: back_buffers.stage(pending.update, names))
+                staged, pairs = await self._offloader.run(lambda _: back_buffers.stage(update, names))
                 await self._offloader.copy(pairs)
-            served.binding.check(staged.views)
-            if served.listener.cascades:
+            if self.binding.ties:
+                self.binding.check(staged.views)
+            if self._listener.cascades:
                 await self._cascade(staged.views)
             pending.staged, pending.back_buffers = staged, back_buffers
         pending.seconds["stage"] = time.perf_counter() - started
 
     def has_staged(self, pending: PendingUpdate) -> bool:
-        return (
-            pending.staged is not None
-            and pending.back_buffers is self._back_buffers
-            and not self._staging.locked()
-        )
+        usable = pending.back_buffers is self._back_buffers and not self._staging.locked()
+        return pending.staged is not None and usable
 
     async def _cascade(self, views: Mapping[str, Tensor]) -> None:
-        listener, model_id = self.served.listener, self._model_id or "policy"
+        listener, model_id = self._listener, self._model_id or "policy"
         weights = in_format(self._strategy, views)
         if self._patience is None:
             result = listener.updating(model_id, weights)
@@ -274,48 +244,57 @@ class WeightApplier(Applier):
         if inspect.isawaitable(result):
             await result
 
+    @property
+    def needs_sender(self) -> bool:
+        # The model will view it there, or its dtype may change before the commit, which converts anew then.
+        buffers = self._back_buffers
+        return buffers is not None and (buffers.views_sender or buffers.converts)
+
     def take_at_once(self, pending: PendingUpdate) -> bool:
-        back_buffers, served, inbound = self._back_buffers, self.served, self.inbound
-        assert back_buffers is not None and inbound is not None
-        binding = served.binding
-        quick = inbound.is_here(pending.update) and back_buffers.is_quick(pending.update)
+        inbound, back_buffers, binding = self.inbound, self._back_buffers, self.binding
+        assert inbound is not None and back_buffers is not None
+        update = pending.update
+        if update.joint is not None or self._listener.cascades or self._leftover or self._staging.locked():
+            return False
         if back_buffers.converts:
             binding.refresh()  # otherwise the change of a dtype is found when the value that was sent is gone
         rebound = back_buffers.generation != binding.generation
-        held_up = served.leftover or rebound or self._staging.locked()
-        if pending.update.joint is not None or served.listener.cascades or held_up or not quick:
+        if rebound or not (inbound.is_here(update) and back_buffers.is_quick(update)):
             return False
         started = time.perf_counter()
-        if pending.update.names is not None:
-            pending.names = served.names_of(pending.update)
-        staged, pairs = back_buffers.stage(pending.update, pending.names)
+        if update.names is not None:
+            pending.names = back_buffers.names_of(update, self.version)
+        staged, pairs = back_buffers.stage(update, pending.names)
         if pairs:
             copy_few(pairs)
-        binding.check(staged.views)
+        if binding.ties:
+            binding.check(staged.views)
         pending.staged, pending.back_buffers = staged, back_buffers
         pending.seconds["stage"] = time.perf_counter() - started
-        return self._commit_now(pending)
+        return self._commit_at_once(pending, back_buffers)
 
-    def _commit_now(self, pending: PendingUpdate) -> bool:
-        if not commit_now(self.gate, self.served.commit, pending, self._views_sender):
+    def _commit_at_once(self, pending: PendingUpdate, back_buffers: StagingBuffers) -> bool:
+        """Commit if the model has no reader. Return whether that was done."""
+        if not commit_now(self.gate, self._put_in_service, pending):
             return False
         pending.seconds["wait"] = 0.0
-        self._committed(pending)
+        if back_buffers.hears_commits:
+            back_buffers.committed(pending.names)
         return True
 
     async def commit(self, pending: PendingUpdate, on_wait: Callable[[], None]) -> None:
+        back_buffers, joint = pending.back_buffers, pending.update.joint
         if self._back_buffers is None:
             raise Overtaken
-        started = time.perf_counter()
-        joint = pending.update.joint
-        if joint is None and self._commit_now(pending):
+        assert back_buffers is not None
+        if joint is None and self._commit_at_once(pending, back_buffers):
             return
+        started = time.perf_counter()
         job: CommitJob | JointPart
         if joint is None:
-            job = submit([self.gate], lambda: self.served.commit(pending, self._views_sender))
+            job = submit([self.gate], lambda: self._put_in_service(pending))
         else:
-            part = self.served.committing
-            job = join(joint, self.worker, self.gate, lambda: part(pending, self._views_sender))
+            job = join(joint, self.worker, self.gate, lambda: self._in_service(pending))
         if not job.done.done():
             self._waiting = job
             on_wait()
@@ -328,7 +307,7 @@ class WeightApplier(Applier):
                 elif joint is not None:
                     leave(job)
                 if pending.committed:
-                    self._committed(pending)
+                    back_buffers.committed(pending.names)
                 raise
             finally:
                 self._waiting = None
@@ -336,15 +315,51 @@ class WeightApplier(Applier):
                     done.exception()  # read here, raised below
         if job.done.cancelled():
             raise Overtaken
-        error = job.done.exception()
-        if error is not None:
-            raise error
+        job.done.result()
         pending.seconds["wait"] = time.perf_counter() - started - pending.seconds.get("commit", 0.0)
-        self._committed(pending)
+        back_buffers.committed(pending.names)
 
-    def _committed(self, pending: PendingUpdate) -> None:
-        if pending.back_buffers is not None and pending.back_buffers.hears_commits:
-            pending.back_buffers.committed(pending.names)
+    def _put_in_service(self, pending: PendingUpdate) -> None:
+        """Commit a staged update. Runs in any thread, while no reader uses the model."""
+        staged, names = pending.staged, pending.names
+        assert staged is not None
+        started = time.perf_counter()
+        self.binding.commit(staged, names)
+        self._record(pending, staged, started)
+
+    @contextmanager
+    def _in_service(self, pending: PendingUpdate) -> Iterator[None]:
+        """As :meth:`_put_in_service`, for a part of a joint update. Undo the commit if the body raises."""
+        staged = pending.staged
+        assert staged is not None
+        started = time.perf_counter()
+        before = self.version, self.weights, self._viewing
+        try:
+            with self.binding.committing(staged, pending.names, reversible=True):
+                self._record(pending, staged, started)
+                yield
+        except BaseException:
+            self.version, self.weights, self._viewing = before
+            pending.committed = False
+            raise
+
+    def _record(self, pending: PendingUpdate, staged: Staged, started: float) -> None:
+        """Record which version is in service now, and notify the listener."""
+        if pending.names is None or not self.weights:
+            self.weights = staged.views
+        else:  # an entry that was not sent stays where it is, unless the sender will write into that memory
+            kept = [name for name in self.weights if name in staged.lasting and name not in pending.names]
+            before = {name: self.weights[name] for name in kept}
+            before |= {name: before[name].clone() for name in kept if name in staged.leaving}
+            self.weights = {**staged.views, **before}
+        views_sender = pending.back_buffers is not None and pending.back_buffers.views_sender
+        self.version = pending.update.version
+        self._leftover |= views_sender and not self._viewing
+        self._viewing = views_sender
+        pending.committed = True
+        if self._notify_commit is not None:
+            self._notify_commit(self.version)
+        pending.seconds["commit"] = time.perf_counter() - started
 
     def overtake(self) -> None:
         match self._waiting:
@@ -353,44 +368,33 @@ class WeightApplier(Applier):
             case JointPart() as part:
                 drop_out(part)
 
-    @asynccontextmanager
-    async def pinned(self, deadline: Deadline) -> AsyncIterator[int]:
-        """Block commits for the length of the body. Yield the number of the version in service.
-
-        Raises:
-            SyncTimeoutError: a commit waited for other readers until the deadline.
-        """
-        reader, ticket = _reader.get(None) or object(), object()
-        await self.gate.enter(ticket, reader, deadline)
-        reset = _reader.set(reader)
-        try:
-            yield self.version
-        finally:
-            self.gate.leave(ticket)
-            with suppress(ValueError):  # an abandoned generator is closed in another context than its own
-                _reader.reset(reset)
-
     # -- the end ---------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> int:
+        return self._back_buffers.nbytes if self._back_buffers else 0
 
     async def close(self) -> None:
         """Release everything. The model keeps its version, in memory of its own."""
-        self._remove_guard()
+        self._unguard()
         back_buffers, self._back_buffers = self._back_buffers, None
         self.overtake()
         async with self._staging:  # an update that is being staged is finished first
             try:
-                if self.served.viewing:
+                if self._viewing:
                     await self._offloader.run(lambda _: self._take_over(keep=False))
             finally:
-                if back_buffers is not None:
-                    back_buffers.close()
-                self._offloader.close()
+                self._release(back_buffers)
 
     def abandon_loop(self) -> None:
-        self._remove_guard()
+        self._unguard()
         back_buffers, self._back_buffers = self._back_buffers, None
-        if self.served.viewing:
+        if self._viewing:
             self._take_over(keep=False)
+        self._release(back_buffers)
+
+    def _release(self, back_buffers: StagingBuffers | None) -> None:
+        self.inbound = None
         if back_buffers is not None:
             back_buffers.close()
         self._offloader.close()

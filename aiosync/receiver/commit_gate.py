@@ -17,35 +17,37 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
 from aiosync._deadline import Deadline
 
-__all__ = ["LOCK", "CommitGate", "CommitJob", "commit_now", "submit"]
+if TYPE_CHECKING:
+    from aiosync.receiver.updates import Applier
 
 # The bare lock is entered without running Python code, so that an interrupt (Ctrl-C) cannot come between
 # taking it and the body that gives it back.
 LOCK = threading.RLock()
 _changed = threading.Condition(LOCK)
+# The reader of this task and of those that it has started: a body inside a body is the same reader.
+_reader: ContextVar[object] = ContextVar("aiosync_reader")
 os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
 
 
 class CommitJob:
-    """One commit that waits for its gates.
-
-    Attributes:
-        done: resolves when the commit has run, with its exception if it raised; cancelled if it was
-            withdrawn before.
-    """
+    """One commit that waits for its gates."""
 
     def __init__(self, gates: Sequence[CommitGate], commit: Callable[[], None]) -> None:
         self.gates = tuple(gates)
+        # Resolves when the commit has run, with the exception that it raised; cancelled if it was withdrawn.
         self.done: Future[None] = Future()
         self._commit = commit
 
     def withdraw(self) -> bool:
-        """Take the commit back; false if it has run already."""
+        """Cancel the commit. Return False if it has run already."""
         with LOCK:
             if self.done.done():
                 return False
@@ -65,8 +67,7 @@ class CommitJob:
             except Exception as exc:  # noqa: BLE001 - the future carries it to the caller of submit()
                 self.done.set_exception(exc)
             except BaseException as exc:  # noqa: BLE001 - raised below
-                # It was this thread that was to be interrupted, not the commit, which has been taken
-                # back and is made again.
+                # The interrupt was for this thread and not for the commit, which was undone and runs again.
                 interrupts.append(exc)
             else:
                 self.done.set_result(None)
@@ -80,10 +81,10 @@ class CommitJob:
 
 
 class CommitGate:
-    """Knows the readers of one model.
+    """Keeps the readers of one model, and the commits that wait for them.
 
-    A reader enters with a ticket, anything that is its own; leaving with it twice does no harm. Tickets
-    of the same ``reader`` (a task, a thread) pass when one of them holds up what the others wait for.
+    A reader enters with a ticket, any object of its own; leaving with it twice does no harm. A ticket passes
+    a waiting commit if another ticket of the same ``reader`` (a task, a thread) holds that commit up.
     """
 
     def __init__(self) -> None:
@@ -123,14 +124,28 @@ class CommitGate:
             except TimeoutError:
                 raise deadline.error("pin", hint="a commit waits for other readers to leave") from None
 
+    @asynccontextmanager
+    async def pinned(self, deadline: Deadline, applier: Applier) -> AsyncIterator[int]:
+        """Block commits for the length of the body. Yield the number of the version in service.
+
+        Raises:
+            SyncTimeoutError: a commit waited for other readers until the deadline.
+        """
+        reader, ticket = _reader.get(None) or object(), object()
+        await self.enter(ticket, reader, deadline)
+        reset = _reader.set(reader)
+        try:
+            yield applier.version
+        finally:
+            self.leave(ticket)
+            with suppress(ValueError):  # an abandoned generator is closed in another context than its own
+                _reader.reset(reset)
+
     def enter_blocking(self, ticket: object, reader: object, seconds: float, *, force: bool = False) -> bool:
-        """Become a reader in a thread, after ``seconds`` of waiting at most.
+        """Become a reader in a thread, after ``seconds`` of waiting at most. Return whether it has entered.
 
         Args:
-            force: enter then all the same.
-
-        Returns:
-            Whether the reader has entered.
+            force: enter after that time even if a commit still waits.
         """
         with LOCK:
             entered = _changed.wait_for(lambda: self._open_to(reader), timeout=seconds) or force
@@ -145,10 +160,7 @@ class CommitGate:
 
 
 def commit_now(gate: CommitGate, commit: Callable[..., None], *args: object) -> bool:
-    """Call ``commit(*args)`` if the gate has no reader and no waiting commit. Return whether it was called.
-
-    The short way: no job is made.
-    """
+    """Call ``commit(*args)`` if the gate has no reader and no waiting commit. Return whether it did."""
     with LOCK:
         if gate._inside or gate._waiting:
             return False

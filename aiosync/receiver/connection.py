@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -37,43 +38,35 @@ _LONGEST_ATTEMPT = 15.0
 """Seconds that each attempt has at most, so that an attempt at a dead address is not the last one."""
 
 
+@dataclass(eq=False)
 class SenderConnection:
-    """One connection at a time, its session, and the watch over the sender's process.
+    """One connection at a time, its session, and the watch over the sender's process."""
 
-    Args:
-        make_transport: makes a transport to the sender, not open yet.
-        token: the secret that the sender must know.
-        model_id: the sender's name of the model.
-        worker: this worker's index; -1: the sender chooses one.
-    """
+    make_transport: Callable[[], Transport]  # not open yet
+    token: bytes  # the secret that the sender must know
+    model_id: str | None  # the sender's name of the model
+    worker: int  # this worker's index; -1: the sender chooses one
+    # The id of the sender that this worker follows; "" before the first.
+    instance: str = ""
+    # Why the connection was lost; "" while it is open.
+    down: str = ""
+    _watch: ProcessWatch | None = None
+    _signature: str = ""
+    _ticket: bytes = b""
 
-    def __init__(
-        self, make_transport: Callable[[], Transport], token: bytes, model_id: str | None, worker: int
-    ) -> None:
-        self.worker = worker
-        # The id of the sender that this worker follows; "" before the first.
-        self.instance = ""
-        # Why the connection was lost; "" while it is open.
-        self.down = ""
-        self._make_transport = make_transport
-        self._token = token
-        self._model_id = model_id
-        self._encodings = known_encodings()
-        self._watch: ProcessWatch | None = None
+    def __post_init__(self) -> None:
         # The index that this worker asks for in each Hello.
-        self._asked = worker
-        self._signature = ""
-        self._ticket = b""
-        self.transport = make_transport()
+        self._asked = self.worker
+        self.transport = self.make_transport()
         self.session = self._new_session()
 
     def _new_session(self) -> ReceiverSession:
         return ReceiverSession(
-            self._token,
+            self.token,
             self._asked,
             pid=os.getpid() if self.transport.same_machine else 0,
-            model_id=self._model_id,
-            codecs=self._encodings,
+            model_id=self.model_id,
+            codecs=known_encodings(),
             before=self.worker,
             signature=self._signature,
             ticket=self._ticket,
@@ -83,7 +76,7 @@ class SenderConnection:
         """Connect and authenticate. Call :meth:`adopt` with the Welcome to follow its sender."""
         self.transport = await self.transport.reach(deadline)
         if self.transport.secret is not None:
-            self._token = self.transport.secret
+            self.token = self.transport.secret
             self.session = self._new_session()
         return await self.transport.setup_connection_and_weights_on_receiver(self.session, deadline)
 
@@ -113,13 +106,12 @@ class SenderConnection:
     async def renew(self, signature: str) -> None:
         """Close the connection and make another one, not open yet.
 
-        Args:
-            signature: of the layout that this worker has; "": none.
+        ``signature``: of the layout that this worker has; "": none.
         """
         self.unwatch()
         await self.transport.aclose()
         self._signature = signature
-        self.transport = self._make_transport()
+        self.transport = self.make_transport()
         self.session = self._new_session()
 
     def unwatch(self) -> None:
@@ -146,39 +138,23 @@ class SenderConnection:
         await self.transport.aclose()
 
 
+@dataclass(eq=False)
 class Connector:
-    """Connects to the sender: the same one again, or another at its address.
+    """Connects to the sender: the same one again, or another at its address."""
 
-    Args:
-        applier: applies updates.
-        connection: the way to the sender.
-        handler: answers updates.
-        reporter: emits events.
-        seconds: for how long to try after each loss; 0: not at all.
-        start: begins to read frames from the new connection.
-        give_up: called with the reason when the sender was not found again.
-    """
-
-    def __init__(
-        self,
-        applier: Applier,
-        connection: SenderConnection,
-        handler: UpdateHandler,
-        reporter: ReceiverReporter,
-        seconds: float,
-        start: Callable[[], None],
-        give_up: Callable[[str], None],
-    ) -> None:
-        self.seconds = seconds
-        self._applier = applier
-        self._connection = connection
-        self._handler = handler
-        self._reporter = reporter
-        self._start = start
-        self._give_up = give_up
-        # Reconnects after the connection was lost. A task of its own, so that the timeout of a receive()
-        # does not cut an attempt short.
-        self._search: asyncio.Task[bool] | None = None
+    applier: Applier
+    connection: SenderConnection
+    handler: UpdateHandler
+    reporter: ReceiverReporter
+    # For how long to try after each loss; 0: not at all.
+    seconds: float
+    # Begins to read frames from the new connection.
+    start: Callable[[], None]
+    # Called with the reason if the sender was not found again.
+    give_up: Callable[[str], None]
+    # Reconnects after the connection was lost. A task of its own, so that the timeout of a receive() does not
+    # cut an attempt short.
+    _search: asyncio.Task[bool] | None = field(default=None, init=False)
 
     async def join(self, deadline: Deadline) -> None:
         """Connect for the first time. Updates arrive from now on.
@@ -189,36 +165,23 @@ class Connector:
             HandshakeError: it refused this worker.
             LayoutMismatchError: its weights do not fit the model. The sender gets the same error.
         """
-        applier, connection = self._applier, self._connection
-        welcome = await self._welcomed(deadline)
-        applier.worker = welcome.worker
-        applier.follow(welcome.via)
-        connection.adopt(welcome)
-        try:
-            applier.open(welcome.layout, welcome.device)
-        except (LayoutMismatchError, ProtocolError, TypeError) as exc:
-            connection.session.declined(nack_of(welcome.version, exc))
-            self._handler.failed(exc)
-            raise
-        await applier.prepare(connection.transport)
-        self._handler.tell_state()
-        self._start()
+        await self._settle_in(await self._welcomed(deadline))
 
     async def _welcomed(self, deadline: Deadline) -> Welcome:
         """Connect until the sender welcomes this worker. Retry while the sender is full."""
         for pause in pauses(deadline):
             try:
-                return await self._connection.meet(deadline)
+                return await self.connection.meet(deadline)
             except SenderFullError as exc:
                 trouble = str(exc)
             except WorkerLostError as exc:
                 # The sender accepted and then closed the connection: it may be restarting.
-                if self._handler.closed or not (self.seconds and self._connection.transport.reached):
+                if self.handler.closed or not (self.seconds and self.connection.transport.reached):
                     raise
                 trouble = exc.reason
             await asyncio.sleep(pause)
-            await self._connection.renew("")
-            self._connection.transport.trouble = trouble
+            await self.connection.renew("")
+            self.connection.transport.trouble = trouble
         raise TimeoutError
 
     @property
@@ -233,7 +196,7 @@ class Connector:
         """
         search = self._search
         if search is None or search.done():
-            search = self._search = asyncio.create_task(self._find_or_give_up(), name="aiosync-reconnecting")
+            search = self._search = asyncio.create_task(self._find_sender(), name="aiosync-reconnecting")
         await asyncio.wait([search])
         return not search.cancelled() and search.result()
 
@@ -243,18 +206,12 @@ class Connector:
             self._search.cancel()
             await asyncio.wait([self._search])
 
-    async def _find_or_give_up(self) -> bool:
-        failure = await self._find_sender()
-        if failure:
-            self._give_up(failure)
-        return not failure
-
-    async def _find_sender(self) -> str:
-        """Reconnect within ``seconds``. Return "" if that succeeded, else why the sender was given up."""
-        connection = self._connection
+    async def _find_sender(self) -> bool:
+        """Reconnect within ``seconds``, else give the sender up. Return whether that succeeded."""
+        connection = self.connection
         # The sender does not reuse the slot that this process views until this process has reconnected or
         # ended; or, if the sender dropped this worker, until this side has closed the connection.
-        await self._applier.detach()
+        await self.applier.detach()
         connection.confirm_release()
         reason, last = connection.down, ""
         deadline = Deadline.after(self.seconds)
@@ -273,40 +230,51 @@ class Connector:
                 last = f"; tried to connect again for {self.seconds:g} s: {exc}"
             else:
                 logger.info("worker %d is connected again", connection.worker)
-                self._reporter.emit("connected", message="again")
-                return ""
+                self.reporter.emit("connected", message="again")
+                return True
         logger.warning("worker %d gives the sender up: %s%s", connection.worker, reason, last)
-        return reason + last
+        self.give_up(reason + last)
+        return False
 
     async def _connect(self, deadline: Deadline) -> None:
-        connection = self._connection
+        connection, layout = self.connection, self.applier.layout
         # A sender that gets the signature assumes that this worker acts on some version.
-        await connection.renew(self._applier.signature if self._applier.version >= 0 else "")
+        await connection.renew(layout.identity if layout is not None and self.applier.version >= 0 else "")
         try:
-            await self._settle_in(deadline)
+            await self._settle_in(await connection.meet(deadline))
         except BaseException:
             # Without this the sender would wait for a worker that has left.
             await connection.aclose("the worker has given up connecting again")
             raise
 
-    async def _settle_in(self, deadline: Deadline) -> None:
-        applier, connection = self._applier, self._connection
-        welcome = await connection.meet(deadline)
+    async def _settle_in(self, welcome: Welcome) -> None:
+        """Follow the sender that has welcomed this worker. Updates arrive from now on.
+
+        Raises:
+            LayoutMismatchError: its weights do not fit the model, or it has another layout than before.
+        """
+        applier, connection = self.applier, self.connection
         applier.worker = welcome.worker
         applier.follow(welcome.via)
+        first = applier.layout is None
+        if first:
+            connection.adopt(welcome)  # also if the layout is refused: the events have the worker's index
         try:
-            applier.check_layout(welcome)
-        except LayoutMismatchError as exc:
-            connection.session.declined(nack_of(welcome.version, exc))
+            applier.open(welcome)
+        except (LayoutMismatchError, ProtocolError, TypeError) as exc:
+            if first or isinstance(exc, LayoutMismatchError):
+                connection.session.declined(nack_of(welcome.version, exc))
+            if first:
+                self.handler.failed(exc)
             raise
         # Versions count per sender. Another sender at the same address begins anew; follow that one.
         if connection.adopt(welcome):
             before = applier.version
-            self._handler.served = -1
+            self.handler.served = -1
             # Also if no version is in service here: a relay's workers may have one already.
             applier.follow_another()
             if before >= 0:
-                self._reporter.followed(before, welcome.version)
+                self.reporter.followed(before, welcome.version)
         await applier.prepare(connection.transport)
-        self._handler.tell_state()
-        self._start()
+        self.handler.tell_state()
+        self.start()

@@ -20,9 +20,10 @@ from aiosync._endpoint import Endpoint, HomeLoop, OpenCalls
 from aiosync._options import OnSenderClose
 from aiosync.errors import NotConnectedError, ProtocolError, WorkerLostError
 from aiosync.events import EventSource, SchemeStats
-from aiosync.protocol.frames import Bye, Frame
+from aiosync.protocol.frames import Abort, Bye, Cut, Frame, Update
 from aiosync.receiver.applier import WeightApplier
 from aiosync.receiver.connection import Connector, SenderConnection
+from aiosync.receiver.joint_commit import give_up
 from aiosync.receiver.listeners import ReceiverReporter, UpdateListener
 from aiosync.receiver.update_handler import UpdateHandler
 from aiosync.receiver.updates import Applier
@@ -30,8 +31,6 @@ from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.transports.base import Transport
 from aiosync.weights.target import WeightTarget
-
-__all__ = ["WeightReceiver"]
 
 
 class WeightReceiver(Endpoint):
@@ -74,8 +73,7 @@ class WeightReceiver(Endpoint):
         self._returned = 0
         # Set by each event that a waiting receiver loop has to look at.
         self._changed = asyncio.Event()
-        # Whether the receiver loop waits for an update.
-        self._idle = False
+        self._idle = False  # whether the receiver loop waits for an update
         # Held by the task that applies updates: the receiver loop, or receive().
         self._taker = asyncio.Lock()
         # The scope of the body of receiving(). It expires only if the sender is lost.
@@ -141,13 +139,12 @@ class WeightReceiver(Endpoint):
             async with self._calls.call(deadline.remaining()):
                 await self._settle_in(deadline)
             self._returned = self._handler.stats.updates
-        except TimeoutError as exc:
+        except BaseException as exc:
             await self.aclose()
+            if not isinstance(exc, TimeoutError):
+                raise
             hint = self.transport.trouble or "the sender did not answer"
             raise deadline.error("connect", hint=hint) from exc
-        except BaseException:
-            await self.aclose()
-            raise
 
     async def _settle_in(self, deadline: Deadline) -> None:
         await self._connector.join(deadline)
@@ -183,14 +180,18 @@ class WeightReceiver(Endpoint):
             raise
         for event in events:
             match event:
+                case Update():
+                    self._handler.arrived(event)
                 case Bye(reason=reason, replaced=True):
                     self._end(reason, lost=True)
                 case Bye(reason=reason, dropped=True):
                     self.connection_lost(reason)
                 case Bye(reason=reason):
                     self._sender_closed(reason or "the sender has closed")
-                case _:
-                    self._handler.handle(event)
+                case Cut():
+                    self._handler.tell_state()
+                case Abort(joint=joint):
+                    give_up(joint, self._connection.worker, "the sender called it off")
         if session.outgoing:
             self._connection.flush()
         if session.superseded:
@@ -234,7 +235,7 @@ class WeightReceiver(Endpoint):
     async def receiving(self) -> AsyncIterator[None]:
         """Run the receiver loop beside the body.
 
-        When the sender says goodbye the loop ends, the body goes on and the model keeps its version.
+        When the sender says goodbye the loop ends, the body continues and the model keeps its version.
 
         Raises:
             NotConnectedError: not connected, or the loop runs already.
@@ -276,7 +277,7 @@ class WeightReceiver(Endpoint):
             NotConnectedError: it is not connected, or has been closed.
             WrongEventLoopError: it lives on another event loop.
         """
-        if self._closed or not self.applier.ready:
+        if self._closed or self.applier.inbound is None:
             raise NotConnectedError("connect() first: this receiver is not connected")
         self.home.check()
 
@@ -338,8 +339,7 @@ class WeightReceiver(Endpoint):
     async def _await_pending(self, *, idle: bool = False) -> bool:
         """Wait for an update. Return False when the sender has gone.
 
-        Args:
-            idle: the receiver loop waits, so that an update may be applied as soon as its frame arrives.
+        ``idle``: the receiver loop waits, so that an update may be applied as soon as its frame arrives.
         """
         connection, self._idle = self._connection, idle
         try:
@@ -362,9 +362,9 @@ class WeightReceiver(Endpoint):
     # -- close --------------------------------------------------------------------------------------
 
     def pinned(self, deadline: Deadline) -> AbstractAsyncContextManager[int]:
-        """See :meth:`WeightApplier.pinned`."""
+        """Block commits for the length of the body. Raises as :meth:`CommitGate.pinned`."""
         self.check_open()
-        return self.model_applier.pinned(deadline)
+        return self.model_applier.gate.pinned(deadline, self.applier)
 
     async def rebind(self, model: WeightTarget | None, listener: UpdateListener, *, may_view: bool) -> None:
         """See :meth:`WeightApplier.rebind`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -72,54 +73,34 @@ def weakly(context: Any) -> Callable[[], Any]:
         return lambda: context
 
 
+@dataclass(eq=False)
 class ReceiverReporter:
-    """Emits a receiver's events, with its version and its worker index.
+    """Emits a receiver's events, with its version and its worker index."""
 
-    Args:
-        events: gets the events.
-        model_id: the sender's name of the model.
-        applier: has the version.
-        connection: has the worker index.
-    """
-
-    def __init__(
-        self, events: EventSource, model_id: str | None, applier: Applier, connection: SenderConnection
-    ) -> None:
-        self.model_id = model_id
-        self._events = events
-        self._applier = applier
-        self._connection = connection
+    events: EventSource
+    model_id: str | None  # the sender's name of the model
+    applier: Applier
+    connection: SenderConnection
 
     def emit(self, kind: EventKind, *, seconds: Mapping[str, float] | None = None, message: str = "") -> None:
         """Emit an event."""
-        worker = self._connection.worker
-        self._events.emit(
-            kind, self.model_id, self._applier.version, worker, seconds=seconds, message=message
-        )
+        worker, version = self.connection.worker, self.applier.version
+        self.events.emit(kind, self.model_id, version, worker, seconds=seconds, message=message)
 
     def disconnected(self, reason: str) -> None:
         """The connection was lost, and this worker tries to find the sender again."""
-        logger.warning(
-            "worker %d has lost the sender (%s); it goes on with version %d and tries to connect again",
-            self._connection.worker,
-            reason,
-            self._applier.version,
-        )
+        words = "worker %d has lost the sender (%s); version %d stays in service; it tries to connect again"
+        logger.warning(words, self.connection.worker, reason, self.applier.version)
         self.emit("lost", message=reason)
 
     def sender_closed(self, reason: str, *, level: int) -> None:
         """The sender has closed in order, which is logged at this level."""
-        logger.log(
-            level,
-            "the sender of worker %d has closed (%s): version %d stays in service",
-            self._connection.worker,
-            reason,
-            self._applier.version,
-        )
+        words = "the sender of worker %d has closed (%s): version %d stays in service"
+        logger.log(level, words, self.connection.worker, reason, self.applier.version)
 
     def followed(self, before: int, version: int) -> None:
         """This worker follows another sender, whose versions begin anew."""
-        worker = self._connection.worker
+        worker = self.connection.worker
         words = f"followed another sender: {before} → {version}"
         logger.warning("worker %d %s", worker, words)
-        self._events.emit("followed", self.model_id, version, worker, message=words, previous=before)
+        self.events.emit("followed", self.model_id, version, worker, message=words, previous=before)

@@ -14,54 +14,52 @@ from aiosync.weights.binding import Binding, Staged
 from aiosync.weights.copying import INLINE_LIMIT, Pairs
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
-
-__all__ = ["StagingBuffers"]
+from aiosync.weights.target import WeightTarget, receiver_tensors
 
 
 class StagingBuffers:
     """Turns an update that has arrived into the tensors to commit.
 
     A tensor that a parameter will view must have its dtype and device, so entries that differ are converted
-    into memory of this process; with ``copies`` so is everything else, and the memory that the update
-    arrived in is needed only until it is staged. Large buffers are copied too, since a worker writes into
-    its buffers.
+    into memory of this process. If the model may not view the memory that the update arrived in, so is
+    everything else, and that memory is needed only until the update is staged. Large buffers are copied too,
+    since a worker writes into its buffers.
 
     Args:
         binding: the model, bound to the sender's layout.
         inbound: where updates are.
-        device: where that is.
-        copies: whether to copy everything.
-
-    Attributes:
-        generation: the binding's when this was made; see :attr:`Binding.generation`.
-        converts: whether entries are staged in other dtypes than they are sent in.
-        hears_commits: whether :meth:`committed` has anything to do.
+        device: the device of that memory.
+        may_view: whether the model may view memory of other processes.
     """
 
     def __init__(
-        self, binding: Binding, inbound: InboundTransfer, device: torch.device, *, copies: bool
+        self, binding: Binding, inbound: InboundTransfer, device: torch.device, *, may_view: bool
     ) -> None:
-        self.copies = copies
+        private = inbound.access is MemoryAccess.PRIVATE
+        # Whether a commit makes the model view the sender's memory.
+        self.views_sender = may_view and inbound.access.viewable
+        # The binding's when this was made; see Binding.generation.
         self.generation = binding.generation
         self._staged_for = -1 if _differing(binding) else binding.generation
         self._layout = binding.layout
         self._inbound = inbound
-        self._written = inbound.written
-        self._buffers = _double_buffers(binding, inbound, device, copies)
+        self._buffers = _double_buffers(binding, inbound, device, not private and not self.views_sender)
+        # Whether entries are staged in other dtypes than they are sent in.
         self.converts = any(buffer.converts for buffer in self._buffers)
         everything = frozenset(binding.layout.names)
         staged = frozenset(name for buffer in self._buffers for name in buffer.names)
-        self._own = everything if inbound.access is MemoryAccess.PRIVATE else staged
+        self._own = everything if private else staged
         self._lasting = staged if inbound.access.lent else everything
+        # Whether committed() has anything to do.
         self.hears_commits = bool(self._buffers) or not inbound.access.lent or inbound.written is not None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this process has taken for staging."""
+        """Bytes that this process has allocated for staging."""
         return self._inbound.nbytes + sum(buffer.nbytes for buffer in self._buffers)
 
     def reserve(self) -> None:
-        """Take all memory now, so that later updates run into warm pages."""
+        """Allocate all memory now, so that later updates are written into warm pages. Blocking."""
         self._inbound.reserve()
         for buffer in self._buffers:
             buffer.reserve()
@@ -71,6 +69,14 @@ class StagingBuffers:
         if self._layout.nbytes <= INLINE_LIMIT:
             return True
         return not self._buffers and self._inbound.is_quick(update)
+
+    def names_of(self, update: Update, version: int) -> Collection[str] | None:
+        """The names that an update changes in a model that has this version, aliases included; None: all."""
+        # The update names what changed since its base. A model that has another version needs all entries.
+        if update.names is None or update.base != version:
+            return None
+        names = set(update.names)
+        return names.union(alias for alias, name in self._layout.aliases.items() if name in names)
 
     def stage(self, update: Update, names: Collection[str] | None) -> tuple[Staged, Pairs]:
         """The tensors to commit, and the (destination, source) pairs that have to be copied before. Blocking;
@@ -86,21 +92,16 @@ class StagingBuffers:
         """
         arrived, source = self._inbound.find(update)
         leaving = () if names is None else self._inbound.make_room(names)
-        if not self._buffers:
-            return self._staged(source, leaving), []
-        views = dict(source)
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for buffer in self._buffers:
-            pairs += buffer.stage(arrived, source, names)
-            views |= buffer.views(names)
-        for alias, name in self._layout.aliases.items():
-            views[alias] = views[name]
-        return self._staged(views, leaving), pairs
-
-    def _staged(self, views: Mapping[str, Tensor], leaving: Collection[str]) -> Staged:
-        return Staged(
-            views, self._own, self._lasting, self._staged_for, self._written, leaving, self._is_lent
-        )
+        views, pairs = source, list[tuple[Tensor, Tensor]]()
+        if self._buffers:
+            views = dict(source)
+            for buffer in self._buffers:
+                pairs += buffer.stage(arrived, source, names)
+                views |= buffer.views(names)
+            for alias, name in self._layout.aliases.items():
+                views[alias] = views[name]
+        own, lasting, written = self._own, self._lasting, self._inbound.written
+        return Staged(views, own, lasting, self._staged_for, written, leaving, self._is_lent), pairs
 
     def _is_lent(self, address: int) -> bool:
         return self._inbound.is_lent(address) or any(buffer.has(address) for buffer in self._buffers)
@@ -112,7 +113,7 @@ class StagingBuffers:
             buffer.committed(names)
 
     def close(self) -> None:
-        """Let go of everything; tensors in service stay valid."""
+        """Release everything; tensors in service stay valid."""
         self._inbound.close()
 
 
@@ -123,22 +124,20 @@ class _BackBuffers:
 
     Args:
         layout: the entries, in the dtypes that the model has.
-        device: where.
+        device: the device of both places.
         names: the entries and their aliases.
-        arriving: what arrives.
-
-    Attributes:
-        converts: whether entries have other dtypes here than where they arrive.
+        arriving: the layout of what arrives.
     """
 
     def __init__(
         self, layout: Layout, device: torch.device, names: Collection[str], arriving: Layout
     ) -> None:
         self.names = names
+        # Whether entries have other dtypes here than where they arrive.
         self.converts = any(entry.dtype is not arriving[entry.name].dtype for entry in layout)
         self._layout = layout
         self._device = device
-        # Whether it looks just like what arrives, so that it can be copied in one piece.
+        # Whether both layouts are the same, so that an update can be copied in one piece.
         self._whole = layout.entries == arriving.entries
         self._sides: list[tuple[Segment, LentViews]] = []
         # The side that each entry is staged into next.
@@ -148,21 +147,18 @@ class _BackBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes taken."""
         return sum(segment.nbytes for segment, _ in self._sides)
 
     def has(self, address: int) -> bool:
-        """Whether an address lies in this memory."""
         return any(segment.has(address) for segment, _ in self._sides)
 
     def reserve(self) -> None:
-        """Take both sides."""
         while len(self._sides) < 2:
             segment = Segment.private(self._layout.nbytes, self._device)
             self._sides.append((segment, LentViews(self._layout, segment.buffer)))
 
     def stage(self, arrived: Tensor, source: Mapping[str, Tensor], names: Collection[str] | None) -> Pairs:
-        """What has to be copied, given the buffer that an update arrived in and its views."""
+        """The copies to make, given the buffer that an update arrived in and its views."""
         self.reserve()
         sides = set(self._back.values())
         if self._whole and names is None and len(sides) == 1:
@@ -225,3 +221,13 @@ def _double_buffers(
         here = {name for name in layout.names if layout[name].name in mine}
         found.append(_BackBuffers(mine, device, here, layout))
     return found
+
+
+def own_copies(views: Mapping[str, Tensor], model: WeightTarget | None) -> dict[str, Tensor]:
+    """Copies of weights, each on the device and of the dtype of the model's tensor. Blocking."""
+    targets = receiver_tensors(model) if model is not None else {}
+    like = {name: target for name, target in targets.items() if not target.is_meta}
+    return {
+        name: view.to(like[name].device, like[name].dtype, copy=True) if name in like else view.clone()
+        for name, view in views.items()
+    }

@@ -19,26 +19,20 @@ from aiosync.weights.layout import Layout
 if TYPE_CHECKING:
     from aiosync.receiver.staging import StagingBuffers
 
-__all__ = ["Applier", "Overtaken", "PendingUpdate", "check_same_layout"]
-
 
 class PendingUpdate(msgspec.Struct, eq=False):
-    """An update that has arrived and is not committed yet.
-
-    Attributes:
-        update: the sender's frame.
-        staged: its tensors, once they can be committed.
-        names: the entries that were sent, aliases included; None: all.
-        back_buffers: the buffers that it was staged in.
-        seconds: phase (``stage``, ``wait``, ``commit``) -> seconds that it took.
-        committed: whether it is in service.
-    """
+    """An update that has arrived and is not committed yet."""
 
     update: Update
+    # The tensors to commit; None: it is not staged yet.
     staged: Staged | None = None
+    # The entries that were sent, aliases included; None: all.
     names: Collection[str] | None = None
+    # The buffers that it was staged in.
     back_buffers: StagingBuffers | None = None
+    # Phase (``stage``, ``wait``, ``commit``) -> seconds that it took.
     seconds: dict[str, float] = {}
+    # Whether it is in service.
     committed: bool = False
 
 
@@ -47,13 +41,12 @@ class Overtaken(Exception):
 
 
 class Applier(ABC):
-    """What a receiver does with updates: apply them to a model, or hand them on to other workers.
+    """What a receiver does with updates: apply them to a model, or forward them to other workers.
 
     All methods are called on the receiver's event loop, in this order::
 
         follow(via)                  the sender has welcomed this worker
-        open(layout, device)         once: the sender's layout is known; or, after a reconnection,
-        check_layout(welcome)
+        open(welcome)                the sender's layout is known; the first time: bind(layout, device)
         prepare(transport)           updates arrive over this connection
         for each update:
             may_fetch, make_room()   before the Fetch is sent
@@ -63,20 +56,25 @@ class Applier(ABC):
             commit(pending, on_wait)
             forget()                 instead, if the update will not be committed
         reserve()                    once, after the first update
-        detach()                     the connection is lost
+        disconnected(), detach()     the connection is lost; the methods above are called again for another
         close()
 
     Attributes:
+        worker: this worker's index; -1: the sender has not assigned one yet.
+        version: the version in service, -1 before the first.
+        weights: the tensors in service, name -> tensor.
+        layout: the sender's layout; None before :meth:`open`.
+        inbound: the transfer by which updates arrive; None before :meth:`prepare`.
         may_fetch: whether the next update may be fetched now.
     """
 
     may_fetch = True
 
     def __init__(self, worker: int) -> None:
-        # The version in service, -1 before the first.
-        self.version = -1
         self.worker = worker
-        # The transfer by which updates arrive, once there is a connection.
+        self.version = -1
+        self.weights: Mapping[str, Tensor] = {}
+        self.layout: Layout | None = None
         self.inbound: InboundTransfer | None = None
 
     # -- the connection --------------------------------------------------------------------------
@@ -93,38 +91,28 @@ class Applier(ABC):
         """Follow another sender. The version in service counts as older than all of its versions."""
         self.version = -1
 
-    @abstractmethod
-    def open(self, wire_layout: object, device: str) -> None:
-        """Get ready for updates of this layout.
-
-        Args:
-            wire_layout: the sender's layout, as it came.
-            device: the device of the sender's weights.
+    def open(self, welcome: Welcome) -> None:
+        """Get ready for updates of the sender's layout; after a reconnection, check that it is the same.
 
         Raises:
-            LayoutMismatchError: model and layout do not fit.
+            LayoutMismatchError: model and layout do not fit, or the sender has another layout than before.
             ProtocolError: the layout is malformed, or this process does not have the device.
             UnsupportedTensorError: the model has a tensor that cannot be received into.
         """
+        if self.layout is None:
+            layout = Layout.from_wire(welcome.layout)
+            self.bind(layout, welcome.device)
+            self.layout = layout
+        elif welcome.layout is not None or welcome.signature != self.layout.identity:
+            found = Layout.from_wire(welcome.layout)
+            if found != self.layout:
+                self.layout.check_receiver(found)
+                changed = "ties or an order of entries that it did not have before"
+                raise LayoutMismatchError(unexpected=[changed])
 
-    @property
     @abstractmethod
-    def ready(self) -> bool:
-        """Whether updates can be staged."""
-
-    @property
-    @abstractmethod
-    def signature(self) -> str:
-        """The signature of the layout; "" before :meth:`open`."""
-
-    @abstractmethod
-    def check_layout(self, welcome: Welcome) -> None:
-        """Check that the sender still has the layout of :meth:`open`, after a reconnection.
-
-        Raises:
-            LayoutMismatchError: the sender has another layout.
-            ProtocolError: the layout is malformed.
-        """
+    def bind(self, layout: Layout, device: str) -> None:
+        """Get ready for updates of this layout, whose weights are on this device. Raises as :meth:`open`."""
 
     @abstractmethod
     async def prepare(self, transport: Transport) -> None:
@@ -134,12 +122,12 @@ class Applier(ABC):
         """Allocate all memory that later updates need."""
         return
 
-    async def detach(self) -> None:
-        """The connection is lost: stop using the sender's memory."""
-        return
-
     def disconnected(self) -> None:
         """Called when the connection to the sender is lost."""
+        return
+
+    async def detach(self) -> None:
+        """The connection is lost: stop using the sender's memory."""
         return
 
     # -- one update ------------------------------------------------------------------------------
@@ -152,11 +140,6 @@ class Applier(ABC):
     def have(self) -> int:
         """The version whose bytes, as they arrived, this process still has; -1 for none."""
         return self.version if self.inbound is not None and not self.inbound.access.lent else -1
-
-    @property
-    def can_read_sender(self) -> bool:
-        """Whether blocks of the next update may be left in the sender's memory."""
-        return self.inbound is not None and self.inbound.can_read_sender
 
     @property
     def needs_sender(self) -> bool:
@@ -179,9 +162,9 @@ class Applier(ABC):
             Exception: what mapping, checking or the context raises; ``pending`` is as it was.
         """
 
-    @abstractmethod
     def has_staged(self, pending: PendingUpdate) -> bool:
         """Whether an update is staged and can be committed."""
+        return pending.staged is not None
 
     @abstractmethod
     async def commit(self, pending: PendingUpdate, on_wait: Callable[[], None]) -> None:
@@ -205,24 +188,12 @@ class Applier(ABC):
         """
         return
 
-    # -- figures ---------------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def weights(self) -> Mapping[str, Tensor]:
-        """The tensors in service, name -> tensor."""
+    # -- the end ---------------------------------------------------------------------------------
 
     @property
     def memory(self) -> int:
         """Bytes that staging has allocated in this process."""
         return 0
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of one version."""
-
-    # -- the end ---------------------------------------------------------------------------------
 
     @abstractmethod
     async def close(self) -> None:
@@ -231,18 +202,3 @@ class Applier(ABC):
     def abandon_loop(self) -> None:
         """Release what can be released after the endpoint's event loop has been closed."""
         return
-
-
-def check_same_layout(bound: Layout, welcome: Welcome) -> None:
-    """Check that a sender has the layout that it had before.
-
-    Raises:
-        LayoutMismatchError: it has another layout.
-        ProtocolError: the layout is malformed.
-    """
-    if welcome.layout is None and welcome.signature == bound.identity:
-        return
-    found = Layout.from_wire(welcome.layout)
-    if found != bound:
-        bound.check_receiver(found)
-        raise LayoutMismatchError(unexpected=["ties or an order of entries that it did not have before"])

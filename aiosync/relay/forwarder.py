@@ -11,14 +11,12 @@ import asyncio
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from torch import Tensor
-
 from aiosync._deadline import Deadline
 from aiosync.errors import NotConnectedError, RelayRingError
 from aiosync.events import SchemeStats
-from aiosync.protocol.frames import Chunk, End, Update, Welcome
+from aiosync.protocol.frames import Chunk, End, Update
 from aiosync.protocol.nack import DownstreamError
-from aiosync.receiver.updates import Applier, PendingUpdate, check_same_layout
+from aiosync.receiver.updates import Applier, PendingUpdate
 from aiosync.schemes.tcp import RelayParts
 from aiosync.sender.lost_workers import AwayWorkers
 from aiosync.sender.pending_acks import PendingAcks, first_failure
@@ -138,7 +136,6 @@ class RelayForwarder(Applier):
         self._home = asyncio.get_running_loop()
         self._host = BackgroundTasks("aiosync-relay")
         self._copier = Offloader("aiosync-relay")
-        self._layout: Layout | None = None
         self._group: WorkerGroup | None = None
         self._publisher: Publisher | None = None
         # Receives updates; and the slot that is leased for the next one.
@@ -184,32 +181,11 @@ class RelayForwarder(Applier):
             self._group.forget_newest()
             self._landing.front = None
 
-    def open(self, wire_layout: object, device: str) -> None:
-        layout = self._layout = Layout.from_wire(wire_layout)
+    def bind(self, layout: Layout, device: str) -> None:
         pool = SlotPool(layout, Segment.private, self._options.max_slots)
         self._group = WorkerGroup((), CPU, pool, self._copier, streams="checked")
         self._publisher = Publisher([self._group], self.registry, self._host)
         self._landing = _RelayLanding(layout, self)
-
-    @property
-    def ready(self) -> bool:
-        return self.inbound is not None
-
-    @property
-    def signature(self) -> str:
-        return "" if self._layout is None else self._layout.identity
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._layout is None else self._layout.nbytes
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        return {}
-
-    def check_layout(self, welcome: Welcome) -> None:
-        assert self._layout is not None
-        check_same_layout(self._layout, welcome)
 
     async def prepare(self, transport: Transport) -> None:
         assert self._landing is not None
@@ -290,9 +266,6 @@ class RelayForwarder(Applier):
             raise NotConnectedError("this relay was closed before an update was whole")
         _, views = self._landing.find(pending.update)  # its blocks are in the slot already
         pending.staged = Staged(views, frozenset(), frozenset())
-
-    def has_staged(self, pending: PendingUpdate) -> bool:
-        return pending.staged is not None
 
     async def commit(self, pending: PendingUpdate, on_wait: Callable[[], None]) -> None:
         """Wait until the workers have answered.

@@ -19,7 +19,6 @@ from aiosync.errors import AlreadyConnectedError, InvalidArgumentError, NotIniti
 from aiosync.receiver.applier import WeightApplier
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.receiver.listeners import UpdateListener
-from aiosync.receiver.served_model import ServedModel
 from aiosync.receiver.updates import Applier
 from aiosync.schemes.contexts import first_worker, listener_for
 from aiosync.schemes.state import SchemeState
@@ -307,8 +306,16 @@ class SchemeRecipe(SchemeState, ABC):
             raise NotInitializedError("a receiver needs its worker_idx, here or in init_on_receiver()")
         asked = -1 if self._worker_idx is None else self._worker_idx
         if not isinstance(self._endpoint, WeightReceiver):
-            served = ServedModel(self._model, self._follower, may_view=self._may_view, bind=self._bind)
-            applier = WeightApplier(served, self._strategy, self._model_id, asked, self._make_transfer())
+            applier = WeightApplier(
+                self._model,
+                self._follower,
+                self._strategy,
+                self._model_id,
+                asked,
+                self._make_transfer(),
+                may_view=self._may_view,
+                make_binding=self._bind,
+            )
             self._endpoint = self._make_receiver(applier, self._model_id)
         return self._endpoint
 

@@ -74,7 +74,8 @@ class Binding:
         self.layout = layout
         self.generation = 0
         self._strategy = strategy
-        self._ties = Layout.of(receiver_tensors(model)).aliases if model is not None else {}
+        # The model's own tied names, alias -> name: check() compares their values.
+        self.ties = Layout.of(receiver_tensors(model)).aliases if model is not None else {}
 
     def needs(self) -> Mapping[str, Tensor]:
         """Return name -> tensor that will view the committed memory, which needs the tensor's device and
@@ -100,13 +101,12 @@ class Binding:
         return False
 
     def check(self, views: Mapping[str, Tensor]) -> None:
-        """Check the values of an update.
+        """Check the values of an update. Call it only if there are :attr:`ties`.
 
         Raises:
             LayoutMismatchError: two names of one tied tensor have different values.
         """
-        if self._ties:
-            check_tied(views, self._ties)
+        check_tied(views, self.ties)
 
     @contextmanager
     def committing(

@@ -158,7 +158,7 @@ class ModuleBinding(Binding):
         self._in_place = False
         self._copied_looks = [place_of(target) for target in copies.values()]
         self._structure = structure
-        self._ties = Layout.of(entries).aliases
+        self.ties = Layout.of(entries).aliases
         self._tied = tied
         self._overlapping = overlapping(copies)
         self._meta = any(target.is_meta for target in targets.values())
@@ -203,7 +203,7 @@ class ModuleBinding(Binding):
         views = staged.views
         if self._meta:
             self._materialize(views)
-        if changed:
+        if changed and self.ties:
             self.check(views)
         extra = {n: views[n] for n in self._extra if names is None or n in names}
         with (

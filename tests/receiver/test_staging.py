@@ -59,7 +59,7 @@ def test_buffers_are_never_put_where_others_read(access: MemoryAccess, viewed: s
     there = torch.ones(layout.nbytes, dtype=torch.uint8)
     inbound = _There(layout, there, access)
     binding = ModuleBinding(model, layout, "flip")
-    back_buffers = StagingBuffers(binding, inbound, CPU, copies=False)
+    back_buffers = StagingBuffers(binding, inbound, CPU, may_view=True)
     update = Update(round=0, version=0, payload={})
     for _ in range(3):
         staged, pairs = back_buffers.stage(update, None)

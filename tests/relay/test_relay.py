@@ -277,8 +277,9 @@ async def test_a_relay_answers_for_a_worker_that_is_away(back_for_a_moment: bool
             proxy.cut()
             await eventually(lambda: not relay.workers, "the relay has noticed")
             if back_for_a_moment:
-                signature = worker.scheme.get_receiver().applier.signature
-                again: Any = {"ticket": ticket_of(worker.scheme), "signature": signature}
+                layout = worker.scheme.get_receiver().applier.layout
+                assert layout is not None
+                again: Any = {"ticket": ticket_of(worker.scheme), "signature": layout.identity}
                 await (await RawWorker.join(relay._downstream, before=0, **again)).close()
                 await eventually(lambda: not relay.workers, "the relay has noticed")
             fill(model, 2)
