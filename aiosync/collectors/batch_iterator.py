@@ -45,7 +45,7 @@ class BatchIterator(Controls):
         self._finished: deque[DeliveredBatch] = deque()
         self._next_lock = asyncio.Lock()
         self._active_pauses = 0
-        # Counts all pauses, so that a timeout during a pause can be told from others.
+        # Counts all pauses, so that a timeout during a pause is distinguished from others.
         self._pauses_begun = 0
         self._not_paused = asyncio.Event()
         self._not_paused.set()
