@@ -19,10 +19,9 @@ from typer.testing import CliRunner
 from benchmarks.cli import CASES, app
 from benchmarks.harness.meters import spread
 from benchmarks.harness.results import Case, Key, Results, check_targets
+from tests.kit.clock import PROGRAM
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMEOUT = 120.0
-"""Seconds; it takes about ten, most of them for importing torch in six processes."""
 
 
 def _run(options: str) -> None:
@@ -31,7 +30,7 @@ def _run(options: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=TIMEOUT,
+        timeout=PROGRAM,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -216,7 +215,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], subpr
             env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
             capture_output=True,
             text=True,
-            timeout=TIMEOUT,
+            timeout=PROGRAM,
             check=False,
         )
 

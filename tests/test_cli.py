@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from aiosync import _doctor, cli
 from aiosync._demo import LoopTicker
 from aiosync.errors import SyncTimeoutError
+from tests.kit.clock import PROGRAM
 
 DEMO = [sys.executable, "-m", "aiosync.cli", "demo"]
-PATIENCE = 120.0
 
 runner = CliRunner()
 
@@ -99,7 +99,7 @@ def test_demo_ends_with_a_table_and_a_picture(scheme: str, tmp_path: Path) -> No
         [*DEMO, "--scheme", scheme, "--updates", "3", "--out", str(picture)],
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=PROGRAM,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -136,11 +136,11 @@ def test_ctrl_c_ends_the_demo_cleanly(tmp_path: Path) -> None:
         assert len(workers) >= 2
         # As a terminal does: to the trainer and to its workers at once.
         os.killpg(process.pid, signal.SIGINT)
-        after, _ = process.communicate(timeout=PATIENCE)
+        after, _ = process.communicate(timeout=PROGRAM)
     assert process.returncode == 130, before + after
     assert "Stopped by Ctrl-C" in after
     assert "Traceback" not in after
-    _, alive = psutil.wait_procs(workers, timeout=PATIENCE)
+    _, alive = psutil.wait_procs(workers, timeout=PROGRAM)
     assert not alive
 
 

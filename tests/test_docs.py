@@ -12,10 +12,10 @@ import pytest
 
 import aiosync
 from aiosync import errors
+from tests.kit.clock import PROGRAM
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PATIENCE = 120.0
 
 
 def blocks() -> Iterator[tuple[str, str]]:
@@ -43,7 +43,7 @@ def test_block_runs_as_pasted(where: str, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=PROGRAM,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.clock import PATIENCE
+from tests.kit.clock import PATIENCE, PROGRAM
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -31,11 +31,11 @@ def test_trainer_and_workers_in_terminals_of_their_own(tmp_path: Path) -> None:
         assert trainer.stdout is not None
         assert "waiting for the first worker" in trainer.stdout.readline()
         workers = [_start("tcp_worker.py", "--address", address, "--reconnect-for", "1") for _ in range(2)]
-        said, complained = trainer.communicate(timeout=2 * PATIENCE)
+        said, complained = trainer.communicate(timeout=PROGRAM)
         assert trainer.returncode == 0, complained
         assert "version 4 in" in said
         assert "joined 0" in said
-        heard = [worker.communicate(timeout=2 * PATIENCE) for worker in workers]
+        heard = [worker.communicate(timeout=PROGRAM) for worker in workers]
         # One of them may have come too late; whoever was there has the last version.
         assert any("acting with version 4" in out for out, _ in heard), heard
         # They have looked for another trainer.
@@ -54,7 +54,7 @@ def _torchrun(*args: str) -> str:
         ],
         capture_output=True,
         text=True,
-        timeout=4 * PATIENCE,
+        timeout=PROGRAM,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
@@ -77,7 +77,7 @@ def test_async_actors_that_play() -> None:
         [sys.executable, str(EXAMPLES / "ray_actors.py"), "--updates", "10"],
         capture_output=True,
         text=True,
-        timeout=4 * PATIENCE,
+        timeout=PROGRAM,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
@@ -88,7 +88,7 @@ def test_async_actors_that_play() -> None:
 def test_a_script_of_torchrls_users() -> None:
     pytest.importorskip("torchrl")
     learner = _start("classic_collector.py", "--updates", "5", "--frames", "400")
-    said, complained = learner.communicate(timeout=4 * PATIENCE)
+    said, complained = learner.communicate(timeout=PROGRAM)
     assert learner.returncode == 0, complained
     assert "update 5: mean return" in said
 
@@ -97,7 +97,7 @@ def test_a_script_of_torchrls_users() -> None:
 def test_ppo_with_both_kinds_of_batches(mode: str, tmp_path: Path) -> None:
     picture = tmp_path / "ppo.png"
     learner = _start("async_ppo.py", "--mode", mode, "--seeds", "1", "--updates", "12", "--out", str(picture))
-    said, complained = learner.communicate(timeout=4 * PATIENCE)
+    said, complained = learner.communicate(timeout=PROGRAM)
     assert learner.returncode == 0, complained
     assert "seed 0: return" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -114,6 +114,6 @@ def test_ppo_learns(mode: str, tmp_path: Path) -> None:
 
 def test_slow_environments() -> None:
     player = _start("async_envs.py", "--frames", "1600")
-    said, complained = player.communicate(timeout=4 * PATIENCE)
+    said, complained = player.communicate(timeout=PROGRAM)
     assert player.returncode == 0, complained
     assert "3200 would be ideal" in said

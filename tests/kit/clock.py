@@ -7,7 +7,7 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-__all__ = ["BRIEF", "PATIENCE", "SCALE", "eventually", "steps", "within"]
+__all__ = ["BRIEF", "PATIENCE", "PROGRAM", "SCALE", "eventually", "steps", "within"]
 
 T = TypeVar("T")
 
@@ -16,6 +16,10 @@ SCALE = float(os.environ.get("AIOSYNC_TEST_SCALE", "1"))
 
 PATIENCE = 30.0 * SCALE
 """Seconds for what has to happen. Only a failing test waits that long."""
+
+PROGRAM = 8 * PATIENCE
+"""Seconds for a whole program, which starts interpreters and clusters of its own: on a machine whose cores are
+taken by others it takes ten times as long. Only a program that hangs takes that long."""
 
 BRIEF = 0.3 * SCALE
 """Seconds for a deadline that has to pass. Each test that has one waits that long."""
