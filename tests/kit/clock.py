@@ -18,8 +18,8 @@ PATIENCE = 30.0 * SCALE
 """Seconds for what has to happen. Only a failing test waits that long."""
 
 PROGRAM = 8 * PATIENCE
-"""Seconds for a whole program, which starts interpreters and clusters of its own. Where the cores are taken by
-others it takes ten times as long as on an idle machine; only one that hangs takes all of this."""
+"""Seconds for a whole program, which starts interpreters and clusters of its own. If others take the cores it
+takes ten times as long as on an idle machine; only one that hangs takes all of this."""
 
 BRIEF = 0.3 * SCALE
 """Seconds for a deadline that has to pass. Each test that has one waits that long."""
