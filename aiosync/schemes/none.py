@@ -17,6 +17,8 @@ from aiosync.schemes.base import WeightSyncScheme
 from aiosync.transfer.base import Transfer
 from aiosync.transports.base import Listener, Transport
 
+_NOTHING = "there is nothing to connect to in NoWeightSyncScheme"
+
 
 class NullEndpoint(Endpoint):
     """A sender and a receiver in one: every call succeeds at once. A send counts a version."""
@@ -130,10 +132,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
         Raises:
             NotConnectedError: always.
         """
-        raise NotConnectedError("there is nothing to connect to in NoWeightSyncScheme")
+        raise NotConnectedError(_NOTHING)
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
-        raise NotImplementedError  # init_on_sender() makes no listener
+        raise NotConnectedError(_NOTHING)  # not reached: init_on_sender() makes no listener
 
     def _make_transfer(self) -> Transfer:
-        raise NotImplementedError  # nor does connect() make a transfer
+        raise NotConnectedError(_NOTHING)  # not reached: connect() makes no transfer
