@@ -1,4 +1,4 @@
-"""Deadlines. A public call makes one deadline and passes it through all layers."""
+"""Deadlines, and what waits for them. A public call makes one deadline and passes it through all layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from contextlib import asynccontextmanager
 
 import msgspec
 
@@ -21,6 +23,13 @@ _LONGEST_PAUSE = 2.0
 
 _DEFAULT_TIMEOUT = 120.0
 """Seconds that a call may take if the call, the scheme and the environment give no timeout."""
+
+LATE_AFTER = 2.0
+"""Seconds without an answer and without a byte moved, after which a worker counts as unresponsive: the slots
+that it holds then do not count towards ``max_slots``."""
+
+_SAMPLE = 0.5
+"""Seconds between two checks of whether bytes move."""
 
 
 def default_timeout() -> float:
@@ -141,6 +150,121 @@ class DeadlineTimer:
                 waiter.set_result(None)
         if earliest < math.inf:
             self._set(earliest)
+
+
+class ProgressWatch:
+    """Watches one operation of a peer after the other, and notices when one makes no progress.
+
+    Args:
+        progress: returns a value that changes as long as bytes move; None: that cannot be measured.
+        on_stall: called when it has not changed for :data:`LATE_AFTER` seconds.
+    """
+
+    def __init__(self, progress: Callable[[], Hashable] | None, on_stall: Callable[[], None]) -> None:
+        self._progress = progress
+        self._on_stall = on_stall
+        self._loop = asyncio.get_running_loop()
+        self._running = False
+        # (progress, when it last changed)
+        self._moved: tuple[Hashable, float] = (None, 0.0)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """An operation has begun."""
+        self._running = True
+        self._moved = self._progress() if self._progress else None, self._loop.time()
+        if self._timer is None:
+            # One timer serves many operations: making one costs as much as a tenth of a small send.
+            self._timer = self._loop.call_later(min(_SAMPLE, LATE_AFTER), self._check)
+
+    def stop(self) -> None:
+        """The operation has ended."""
+        self._running = False
+
+    def idle_seconds(self) -> float:
+        """Seconds without progress, as far as was checked."""
+        moved, now = self._progress() if self._progress else None, self._loop.time()
+        if moved != self._moved[0]:
+            self._moved = moved, now
+        return now - self._moved[1]
+
+    def _check(self) -> None:
+        self._timer = None
+        if not self._running:
+            return
+        left = LATE_AFTER - self.idle_seconds()
+        if left > 0:
+            self._timer = self._loop.call_later(min(_SAMPLE, left), self._check)
+        else:
+            self._on_stall()
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class FairLock:
+    """A first-in, first-out lock.
+
+    :meth:`release` hands the lock to the call that has waited longest. The lock is not free in between, so a
+    later call cannot overtake an earlier one.
+    """
+
+    def __init__(self) -> None:
+        # Whether a call holds the lock.
+        self.locked = False
+        self._waiters: deque[asyncio.Future[None]] = deque()
+
+    @asynccontextmanager
+    async def hold(self, deadline: Deadline | None = None) -> AsyncIterator[None]:
+        """Hold the lock for the length of the body. Raises as :meth:`acquire`."""
+        if not self.acquire_nowait():
+            await self.acquire(deadline)
+        try:
+            yield
+        finally:
+            self.release()
+
+    def acquire_nowait(self) -> bool:
+        """Acquire the lock if it is free. Return whether it was acquired."""
+        if self.locked:
+            return False
+        self.locked = True
+        return True
+
+    async def acquire(self, deadline: Deadline | None) -> None:
+        """Wait for the lock and acquire it. Call this after :meth:`acquire_nowait` has returned False.
+
+        Args:
+            deadline: when to give up; None: wait without a limit, for a holder that is about to end.
+
+        Raises:
+            SyncTimeoutError: other calls held the lock until the deadline.
+        """
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            async with asyncio.timeout(deadline.remaining() if deadline is not None else None):
+                await waiter
+        except BaseException as exc:
+            if waiter.done() and not waiter.cancelled():
+                self.release()  # the lock was handed over in the same turn in which this call was cancelled
+            elif waiter in self._waiters:
+                self._waiters.remove(waiter)
+            if deadline is None or not isinstance(exc, TimeoutError):
+                raise
+            raise deadline.error("stage", hint="an earlier send was still copying") from None
+
+    def release(self) -> None:
+        """Hand the lock to the call that has waited longest, or free it if no call waits."""
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():  # a done one was cancelled, and its call has not run since
+                waiter.set_result(None)
+                return
+        self.locked = False
 
 
 def pauses(deadline: Deadline) -> Iterator[float]:

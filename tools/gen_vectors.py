@@ -16,6 +16,7 @@ from aiosync.protocol import frames as f
 from aiosync.protocol import framing
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.sender_session import SenderSession
+from aiosync.protocol.session import Session
 from aiosync.schemes.tcp import _derived
 from aiosync.weights.codec import Codec, checksum_of, digest_of
 from aiosync.weights.codec import encode as encode_block
@@ -23,6 +24,12 @@ from aiosync.weights.layout import Layout
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "protocol" / "vectors"
 TOKEN = "00112233445566778899aabbccddeeff"
+
+
+def _drain(session: Session) -> list[f.Frame]:
+    frames = list(session.outgoing)
+    session.outgoing.clear()
+    return frames
 
 
 def greeting() -> dict[str, Any]:
@@ -33,14 +40,14 @@ def greeting() -> dict[str, Any]:
     )
     sender = SenderSession(key)
     worker._nonce, sender._nonce = bytes(range(100, 116)), bytes(range(200, 216))
-    (hello,) = worker.frames_to_send()
+    (hello,) = _drain(worker)
     assert isinstance(hello, f.Hello)
     said: list[f.Frame] = [f.Hello(**{**_fields(hello), "nonce": worker._nonce})]
     for _ in range(2):
         sender.receive(said[-1])
-        said += sender.frames_to_send()
+        said += _drain(sender)
         worker.receive(said[-1])
-        said += worker.frames_to_send()
+        said += _drain(worker)
     return {"token": TOKEN, "ticket": ticket.hex(), "stream": b"".join(map(framing.encode, said)).hex()}
 
 

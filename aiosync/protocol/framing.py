@@ -13,10 +13,11 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import msgspec
 
-from aiosync.errors import FrameError
+from aiosync.errors import FrameError, ProtocolError
 from aiosync.protocol.allowed_frames import GREETING, Inbound
 from aiosync.protocol.frames import PROTOCOL_VERSION, Frame, Update
 from aiosync.protocol.text import clean
@@ -35,6 +36,8 @@ _MAGIC = b"AS"
 _TLS_RECORD = b"\x16\x03"
 HEADER_SIZE = _HEADER.size
 
+A = TypeVar("A", bound=msgspec.Struct)
+B = TypeVar("B", bound=msgspec.Struct)
 
 _encoder = msgspec.msgpack.Encoder()
 _last_update: tuple[Update, bytes] | None = None
@@ -166,3 +169,27 @@ class FrameDecoder:
             return frame
         except _UNREADABLE:
             return None
+
+
+def encode_payload(payload: msgspec.Struct) -> dict[str, Any]:
+    """Return the payload of an Update frame, a struct of a transfer, as the frame has it: a msgpack map."""
+    found: dict[str, Any] = msgspec.to_builtins(payload, builtin_types=(bytes,))
+    return found
+
+
+def decode_payload(update: Update, kind: type[A]) -> A:
+    """Return the payload of an Update frame as a struct.
+
+    Raises:
+        ProtocolError: a field is missing or has a wrong value.
+    """
+    try:
+        return msgspec.convert(update.payload, kind)
+    except msgspec.ValidationError as exc:
+        trouble = f"an update's payload cannot be used: {exc}: {update.payload!r:.80}"
+        raise ProtocolError(trouble) from exc
+
+
+def decode_either(update: Update, one: type[A], other: type[B]) -> A | B:
+    """Decode the payload as ``one`` if it has the first field of that, else as ``other``."""
+    return decode_payload(update, one if one.__struct_encode_fields__[0] in update.payload else other)

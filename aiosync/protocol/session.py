@@ -1,14 +1,15 @@
 """The base of both sessions: which frames are allowed when, on each side of one connection.
 
 Sessions do no I/O. ``receive`` handles a frame that arrived, and returns what is left for the caller to
-handle. The other methods report what happened on this side. :meth:`Session.frames_to_send` returns the frames
-to send.
+handle. The other methods report what happened on this side. :attr:`Session.outgoing` is the queue of
+frames to send.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from collections import deque
 from typing import ClassVar
 
 from aiosync.protocol import allowed_frames
@@ -40,10 +41,5 @@ class Session:
     """The frames that the peer may send after its authentication."""
 
     def __init__(self) -> None:
-        # The frames to send now, in order.
-        self.outgoing: list[f.Frame] = []
-
-    def frames_to_send(self) -> list[f.Frame]:
-        """Remove and return the frames to send now, in order."""
-        out, self.outgoing = self.outgoing, []
-        return out
+        # The frames to send now, in order. The caller sends them and removes them.
+        self.outgoing: deque[f.Frame] = deque()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from aiosync.errors import NotConnectedError, ProtocolError
-from aiosync.receiver.commit_gate import LOCK, CommitGate, CommitJob, commit_now, submit
+from aiosync.receiver.commit_gate import LOCK, CommitGate, CommitJob, submit
 from aiosync.receiver.forward_guard import ForwardGuard
 from aiosync.receiver.joint_commit import JointPart, drop_out, join, leave
 from aiosync.receiver.listeners import UpdateListener, in_format
@@ -275,8 +275,10 @@ class WeightApplier(Applier):
 
     def _commit_at_once(self, pending: PendingUpdate, back_buffers: StagingBuffers) -> bool:
         """Commit if the model has no reader. Return whether that was done."""
-        if not commit_now(self.gate, self._put_in_service, pending):
-            return False
+        with LOCK:
+            if self.gate.inside or self.gate.waiting:
+                return False
+            self._put_in_service(pending)
         pending.seconds["wait"] = 0.0
         if back_buffers.hears_commits:
             back_buffers.committed(pending.names)

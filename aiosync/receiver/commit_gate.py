@@ -56,7 +56,7 @@ class CommitJob:
             return True
 
     def _ready(self) -> bool:
-        return not any(gate._inside for gate in self.gates)
+        return not any(gate.inside for gate in self.gates)
 
     def _run(self) -> None:
         self._leave()
@@ -76,7 +76,7 @@ class CommitJob:
 
     def _leave(self) -> None:
         for gate in self.gates:
-            gate._waiting.remove(self)
+            gate.waiting.remove(self)
         _changed.notify_all()
 
 
@@ -88,22 +88,24 @@ class CommitGate:
     """
 
     def __init__(self) -> None:
-        self._inside: dict[object, object] = {}
-        self._waiting: list[CommitJob] = []
+        # Ticket -> its reader; and the commits that wait for them. Where both are empty, a commit may run at
+        # once, in the body of :data:`LOCK`. Only this module changes them.
+        self.inside: dict[object, object] = {}
+        self.waiting: list[CommitJob] = []
 
     def try_enter(self, ticket: object, reader: object) -> bool:
         """Become a reader, unless a commit waits that ``reader`` is not already holding up."""
         with LOCK:
             if not self._open_to(reader):
                 return False
-            self._inside[ticket] = reader
+            self.inside[ticket] = reader
             return True
 
     def leave(self, ticket: object) -> None:
         """Stop being a reader; runs the commit that waited for this, if there is one."""
         with LOCK:
-            if self._inside.pop(ticket, None) is not None:
-                for job in list(self._waiting):
+            if self.inside.pop(ticket, None) is not None:
+                for job in list(self.waiting):
                     if job._ready():
                         job._run()
 
@@ -115,7 +117,7 @@ class CommitGate:
         """
         while not self.try_enter(ticket, reader):
             with LOCK:
-                job = self._waiting[-1] if self._waiting else None
+                job = self.waiting[-1] if self.waiting else None
             if job is None:
                 continue
             try:
@@ -150,22 +152,13 @@ class CommitGate:
         with LOCK:
             entered = _changed.wait_for(lambda: self._open_to(reader), timeout=seconds) or force
             if entered:
-                self._inside[ticket] = reader
+                self.inside[ticket] = reader
             return entered
 
     def _open_to(self, reader: object) -> bool:
-        return not self._waiting or any(
-            reader in gate._inside.values() for job in self._waiting for gate in job.gates
+        return not self.waiting or any(
+            reader in gate.inside.values() for job in self.waiting for gate in job.gates
         )
-
-
-def commit_now(gate: CommitGate, commit: Callable[..., None], *args: object) -> bool:
-    """Call ``commit(*args)`` if the gate has no reader and no waiting commit. Return whether it did."""
-    with LOCK:
-        if gate._inside or gate._waiting:
-            return False
-        commit(*args)
-        return True
 
 
 def submit(gates: Sequence[CommitGate], commit: Callable[[], None]) -> CommitJob:
@@ -173,7 +166,7 @@ def submit(gates: Sequence[CommitGate], commit: Callable[[], None]) -> CommitJob
     job = CommitJob(gates, commit)
     with LOCK:
         for gate in gates:
-            gate._waiting.append(job)
+            gate.waiting.append(job)
         if job._ready():
             job._run()
     return job

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aiosync.protocol.frames import Update
 from aiosync.transfer.base import InboundTransfer, MemoryAccess
-from aiosync.weights.arena import LentViews
+from aiosync.transfer.mapped import LentViews
 from aiosync.weights.binding import Binding, Staged
 from aiosync.weights.copying import INLINE_LIMIT, Pairs
 from aiosync.weights.layout import Layout

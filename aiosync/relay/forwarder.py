@@ -11,7 +11,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from aiosync._deadline import Deadline
+from aiosync._deadline import LATE_AFTER, Deadline
 from aiosync.errors import NotConnectedError, RelayRingError
 from aiosync.events import SchemeStats
 from aiosync.protocol.frames import Chunk, End, Update
@@ -25,7 +25,6 @@ from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.slot_write import SlotWrite
 from aiosync.sender.worker_group import WorkerGroup
 from aiosync.sender.worker_plan import CPU
-from aiosync.transfer.base import LATE_AFTER
 from aiosync.transfer.slots import JointParts, SlotPool
 from aiosync.transfer.stream import StreamInbound
 from aiosync.transports._offload import Offloader

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from aiosync._deadline import ProgressWatch
 from aiosync.errors import ProtocolError
 from aiosync.protocol.frames import Ack, Bye, Fetch, Frame, Joint, Nack, Staged, Update, Welcome
 from aiosync.protocol.sender_session import SenderSession, SenderState
 from aiosync.sender.worker_group import WorkerGroup
-from aiosync.transfer.base import MemoryAccess, OutboundTransfer, ProgressWatch
+from aiosync.transfer.base import MemoryAccess, OutboundTransfer
 from aiosync.transfer.slots import JointParts, Lease, LeaseKind, SlotVersion, release_all
 from aiosync.transports.base import Transport
 from aiosync.transports.process_watch import ProcessWatch
@@ -75,7 +76,8 @@ class WorkerConnection:
         # The worker's last Fetch: the version whose bytes it has, and whether it can read our memory.
         self._fetched = Fetch()
         # Finds out whether the worker hangs while a version is in flight.
-        self._progress = ProgressWatch(outbound, self.mark_unresponsive)
+        moved = (lambda: outbound.moved) if outbound.carries else None
+        self._progress = ProgressWatch(moved, self.mark_unresponsive)
         # The worker has not answered for a while, or missed a deadline.
         self.unresponsive = False
         # Its process has ended.
@@ -140,7 +142,7 @@ class WorkerConnection:
                 if self.notified is not None:
                     self._clear_notified()
                 self._answered(accepted=True)
-                self._registry.acknowledged(self, event, first=first)
+                self._registry.awaited.acknowledged(self.worker, event, first=first)
             case Fetch():
                 self._fetched = event
                 if self._in_flight is not None:  # the worker gives back what it has not answered for
@@ -225,7 +227,7 @@ class WorkerConnection:
         if joint is not None and joint.is_cancelled_for(self.worker):
             self.session.abort(joint.mark.id)  # the worker refuses the part as soon as it arrives
         self.session.offer(self._start(published, joint))
-        self.transport.write(*self.session.frames_to_send())
+        self.transport.flush(self.session)
         if self.outbound.carries:
             self.outbound.start(published, lambda: self._sent(published))
 

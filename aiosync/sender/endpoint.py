@@ -279,7 +279,8 @@ class WeightSender(Endpoint):
             )
         if worker_ids is None and type(weights) is dict and is_per_worker(weights):
             worker_ids = list(weights)
-        targets = self.registry.resolve(worker_ids)
+        registry = self.registry
+        targets = set(registry.workers) if worker_ids is None else registry.resolve(worker_ids)
         sources = await self.source.extract(weights, targets)
         self.check_open()
         publisher = self.publisher

@@ -19,7 +19,8 @@ from aiosync.errors import (
     SyncTimeoutError,
     WorkerLostError,
 )
-from aiosync.events import EventSource, logger
+from aiosync.events import EventKind, EventSource, logger
+from aiosync.protocol.frames import Ack
 from aiosync.reports import SendReport, WorkerReport
 
 if TYPE_CHECKING:
@@ -106,8 +107,12 @@ class PendingAcks:
 class AwaitedAcks:
     """The answers that calls wait for at the moment, one :class:`PendingAcks` for each call."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_id: str | None, events: EventSource) -> None:
         self.tracked: list[PendingAcks] = []
+        # Set when a worker has answered for its first version.
+        self.joined = asyncio.Event()
+        self._model_id = model_id
+        self._events = events
 
     def track(self, acks: PendingAcks) -> None:
         """Settle ``acks`` with the workers' answers until :meth:`untrack`."""
@@ -130,6 +135,17 @@ class AwaitedAcks:
         """A worker's answer, for all calls that wait for it, whatever version they wait for."""
         for acks in self.tracked:
             acks.settle(report)
+
+    def acknowledged(self, worker: int, ack: Ack, *, first: bool) -> None:
+        """A worker runs on a version; ``first``: its first over this connection."""
+        if first:
+            self.joined.set()
+        report = WorkerReport(worker, "applied", ack.version, ack.seconds)
+        for acks in self.tracked:
+            acks.settle(report, ack.version)
+        if self._events.hooks:
+            kind: EventKind = "joined" if first else "applied"
+            self._events.emit(kind, self._model_id, ack.version, worker, seconds=ack.seconds)
 
     def answered(self, report: WorkerReport, version: int) -> bool:
         """A worker's answer for a version. Return whether a call waited for it."""
@@ -225,7 +241,7 @@ class AckWaiter:
         Raises:
             SyncTimeoutError: there were fewer when the deadline passed.
         """
-        joined = self._registry.joined
+        joined = self._registry.awaited.joined
         try:
             async with asyncio.timeout(deadline.remaining()):
                 while self._running() < count:

@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from aiosync._deadline import Deadline
+from aiosync._deadline import Deadline, FairLock
 from aiosync.errors import InvalidArgumentError, NotConnectedError
-from aiosync.sender.extraction import Sources
-from aiosync.sender.fair_lock import FairLock
+from aiosync.sender.extraction import Fit, Sources, fit
 from aiosync.sender.pending_acks import PendingAcks
 from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.sharded.gather import ShardGather
@@ -31,7 +30,6 @@ from aiosync.transfer.slots import JointParts
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.weights.copying import copy_few
-from aiosync.weights.index import Fit, fit
 from aiosync.weights.layout import Layout
 
 

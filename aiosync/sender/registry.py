@@ -12,7 +12,7 @@ from typing import TypeAlias
 from aiosync._deadline import DeadlineTimer
 from aiosync.errors import UnknownWorkerError, WorkerLostError
 from aiosync.events import EventKind, EventSource, SchemeStats, logger
-from aiosync.protocol.frames import Ack, Hello, Joint, Nack
+from aiosync.protocol.frames import Hello, Joint, Nack
 from aiosync.protocol.nack import remote_error
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.reports import WorkerReport, WorkerState
@@ -61,10 +61,8 @@ class WorkerRegistry:
         self.connections: dict[int, WorkerConnection] = {}
         self.records = WorkerRecords()
         # The answers that calls wait for, and what ends those calls at their deadlines.
-        self.awaited = AwaitedAcks()
+        self.awaited = AwaitedAcks(model_id, events)
         self.timer = DeadlineTimer()
-        # Set when a worker runs on a version for the first time.
-        self.joined = asyncio.Event()
         self.admission = Admission(token, listener, self._admit)
         self.indices = WorkerIndices(elastic=elastic)
         self.stats = stats
@@ -254,16 +252,6 @@ class WorkerRegistry:
 
     # -- outcomes of connections --------------------------------------------------------------------
 
-    def acknowledged(self, connection: WorkerConnection, event: Ack, *, first: bool) -> None:
-        """The worker runs on a version; ``first``: its first over this connection."""
-        if first:
-            self.joined.set()
-        worker = connection.worker
-        self.awaited.answered(WorkerReport(worker, "applied", event.version, event.seconds), event.version)
-        if self._events.hooks:
-            kind: EventKind = "joined" if first else "applied"
-            self._emit(kind, event.version, worker, seconds=event.seconds)
-
     def refused(self, connection: WorkerConnection, nack: Nack) -> None:
         """The worker refused a version."""
         worker, version = connection.worker, connection.session.acked_version
@@ -271,7 +259,7 @@ class WorkerRegistry:
         if version < 0:
             self.admission.note(connection.transport, str(error))
         self.stats.failures += 1
-        self.joined.set()  # a relay may have the version although it refuses it
+        self.awaited.joined.set()  # a relay may have the version although it refuses it
         report = WorkerReport(worker, "failed", version, error=error)
         if not self.awaited.answered(report, nack.version):
             self.records[worker].unreported = error

@@ -22,13 +22,13 @@ from aiosync.errors import (
     NotConnectedError,
     SyncTimeoutError,
 )
+from aiosync.sender.extraction import Fit
 from aiosync.sender.slot_write import SlotWrite
 from aiosync.transfer.base import Streams
 from aiosync.transfer.slots import ChangeLog, JointParts, Lease, LeaseKind, SlotPool, SlotVersion
 from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Slot
 from aiosync.weights.copying import INLINE_LIMIT
-from aiosync.weights.index import Fit
 from aiosync.weights.segment import Segment
 from aiosync.weights.sharded import is_sharded
 

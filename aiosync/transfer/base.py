@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -23,14 +22,6 @@ if TYPE_CHECKING:
 
 Streams: TypeAlias = Literal["", "plain", "checked"]
 """Whether versions are sent block after block, while the last are still being copied; and with checksums."""
-
-
-LATE_AFTER = 2.0
-"""Seconds without an answer and without a byte moved, after which a worker counts as unresponsive: the slots
-that it holds then do not count towards ``max_slots``."""
-
-_SAMPLE = 0.5
-"""Seconds between two checks of whether bytes move."""
 
 
 class MemoryAccess(enum.Enum):
@@ -205,59 +196,6 @@ class OutboundTransfer(ABC):
         return None
 
 
-class ProgressWatch:
-    """Watches the transfer of one version after the other to a worker.
-
-    Args:
-        outbound: the transfer.
-        on_stall: called when no byte has moved for a while and the worker has not answered.
-    """
-
-    def __init__(self, outbound: OutboundTransfer, on_stall: Callable[[], None]) -> None:
-        self._outbound = outbound
-        self._on_stall = on_stall
-        self._loop = asyncio.get_running_loop()
-        self._running = False
-        # (progress of the transfer, when it last changed)
-        self._moved: tuple[Hashable, float] = (None, 0.0)
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        """A version was sent to the worker."""
-        self._running = True
-        self._moved = self._outbound.moved if self._outbound.carries else None, self._loop.time()
-        if self._timer is None:
-            # One timer serves many updates: making one costs as much as a tenth of a small send.
-            self._timer = self._loop.call_later(min(_SAMPLE, LATE_AFTER), self._check)
-
-    def stop(self) -> None:
-        """The worker has answered."""
-        self._running = False
-
-    def idle_seconds(self) -> float:
-        """Seconds for which no byte has moved, as far as was checked."""
-        moved, now = self._outbound.moved, self._loop.time()
-        if moved != self._moved[0]:
-            self._moved = moved, now
-        return now - self._moved[1]
-
-    def _check(self) -> None:
-        self._timer = None
-        if not self._running:
-            return
-        left = LATE_AFTER - self.idle_seconds()
-        if left > 0:
-            self._timer = self._loop.call_later(min(_SAMPLE, left), self._check)
-        else:
-            self._on_stall()
-
-    def close(self) -> None:
-        """Stop watching."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
 class InboundTransfer(ABC):
     """The worker's side of a transfer.
 
@@ -278,7 +216,7 @@ class InboundTransfer(ABC):
             forget()             it will not be committed
         close()                  release everything
 
-    A subclass must implement :meth:`is_quick`, :meth:`find` and :meth:`close`.
+    A subclass must implement :meth:`is_here`, :meth:`is_quick`, :meth:`find` and :meth:`close`.
 
     Attributes:
         access: how this worker uses the memory that :meth:`find` returns.
@@ -305,9 +243,9 @@ class InboundTransfer(ABC):
             ProtocolError: a field is missing in the frame, or has a wrong value.
         """
 
+    @abstractmethod
     def is_here(self, update: Update) -> bool:
         """Whether :meth:`find` can be called without :meth:`arrive`."""
-        return True
 
     async def arrive(self, update: Update) -> None:
         """Wait until the bytes have arrived. If cancelled, the transfer goes on and can be awaited again.

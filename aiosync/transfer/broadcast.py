@@ -17,9 +17,11 @@ import logging
 import secrets
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from aiosync.protocol.payloads import ProcessGroupPayload
+import msgspec
+from msgspec import Meta
+
 from aiosync.protocol.stream import BLOCK
 from aiosync.transfer.base import TransferConnection
 from aiosync.transfer.slots import SlotVersion
@@ -35,6 +37,14 @@ Ended = Callable[[BaseException | None], None]
 
 _PATIENCE = 0.5
 """Seconds that workers which have sent a Fetch wait for the others."""
+
+
+class ProcessGroupPayload(msgspec.Struct, frozen=True):
+    """What an Update frame says of a version that comes through a process group."""
+
+    group: str  # its key
+    rank: Annotated[int, Meta(ge=1, le=1 << 16)]  # the worker's; the sender is rank 0
+    size: Annotated[int, Meta(ge=2, le=1 << 16)]  # the number of ranks
 
 
 def tag_of(round_: int) -> int:

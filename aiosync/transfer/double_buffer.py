@@ -10,6 +10,7 @@ from torch import Tensor
 from aiosync.errors import ProtocolError
 from aiosync.protocol.frames import Update
 from aiosync.transfer.base import InboundTransfer
+from aiosync.transfer.mapped import LentViews
 from aiosync.weights.arena import Arena, Slot
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
@@ -31,6 +32,8 @@ class DoubleBuffer(InboundTransfer):
         self._layout = layout
         self._entries = [entry.name for entry in layout]
         self._arena = Arena(layout, lambda nbytes: Segment.private(nbytes, device), max_slots=2)
+        # Index of a slot -> its tensors for the model to view.
+        self._lent: dict[int, LentViews] = {}
         # The slot of the update that arrived last.
         self._slot: Slot | None = None
         # The slot that has the bytes of the version in service, as they arrived.
@@ -67,12 +70,19 @@ class DoubleBuffer(InboundTransfer):
             raise ProtocolError("an update arrived that was not requested")
         return self._slot.segment.buffer[: self._layout.nbytes]
 
+    def is_here(self, update: Update) -> bool:
+        return True
+
     def is_quick(self, update: Update) -> bool:
         return True
 
     def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
         assert self._slot is not None
-        return self._slot.segment.buffer, self._slot.lent.tensors()
+        buffer = self._slot.segment.buffer
+        views = self._lent.get(self._slot.index)
+        if views is None:
+            views = self._lent[self._slot.index] = LentViews(self._layout, buffer)
+        return buffer, views.tensors()
 
     def is_lent(self, address: int) -> bool:
         return any(slot.segment.has(address) for slot in self._arena.slots)

@@ -2,25 +2,76 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from aiosync.errors import ProtocolError
 from aiosync.protocol.frames import Fetch, Update
-from aiosync.protocol.payloads import MappedPayload, decode, encode
+from aiosync.protocol.framing import decode_payload, encode_payload
 from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Transfer
 from aiosync.transfer.slots import SlotVersion
 from aiosync.transports.base import Transport
-from aiosync.weights.arena import LentViews
+from aiosync.weights.arena import LentTensors
 from aiosync.weights.layout import Layout
 from aiosync.weights.private_mapping import AVAILABLE
 from aiosync.weights.segment import Segment
 
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
+
+
+SlotIndex: TypeAlias = Annotated[int, Meta(ge=0)]
+
+
+class MappedPayload(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an Update frame says of a version that the worker maps."""
+
+    slot: SlotIndex
+    # (index, handle) of the slots that were added since the last update over this connection.
+    new: list[tuple[SlotIndex, dict[str, Any]]] = []
+    # The slots that were removed since.
+    gone: list[SlotIndex] = []
+
+
+class LentViews:
+    """The tensors of a slot as a worker's parameters view them.
+
+    If a user calls ``share_memory_()`` on a parameter, or puts it into a ``torch.multiprocessing`` queue,
+    torch moves its storage into other memory. Such a tensor is made again before the slot is used again.
+    Otherwise the next version in this slot would show the old values.
+    """
+
+    def __init__(self, layout: Layout, buffer: Tensor) -> None:
+        self._layout = layout
+        self._buffer = buffer
+        # Filled when a storage drops its memory. Comparing the address of each tensor at each update would
+        # take longer than the rest of a small update's staging. On a device the addresses are compared.
+        self._moved: list[object] = []
+        self._watches: list[object] = []
+        self._make()
+
+    def _make(self) -> None:
+        moved: list[object] = []
+        watches: list[object] = []
+        views = self._layout.views(
+            self._buffer, lambda memory: watches.append(weakref.ref(memory, moved.append))
+        )
+        self._tensors, self._moved, self._watches = LentTensors(views), moved, watches
+        self._addresses = None if self._buffer.is_cpu else [*map(Tensor.data_ptr, views.values())]
+
+    def tensors(self) -> LentTensors:
+        """Return entry name -> tensor in the memory, aliases included. Do not change the dict."""
+        if self._moved or (
+            self._addresses is not None and [*map(Tensor.data_ptr, self._tensors.values())] != self._addresses
+        ):
+            self._make()
+        return self._tensors
 
 
 class MappedTransfer(Transfer):
@@ -92,12 +143,12 @@ class MappedOutbound(OutboundTransfer):
     def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:
         pool, before = self._group.pool, self._announced
         if pool.revision == self._revision:
-            return {"slot": published.slot.index}  # what encode() makes of it, in a fifth of the time
+            return {"slot": published.slot.index}  # what encode_payload() makes of it, in a fifth of the time
         self._revision, slots = pool.revision, list(pool.slots)
         now = self._announced = [slot.index for slot in slots]
         new = [(slot.index, slot.segment.handle or {}) for slot in slots if slot.index not in before]
         gone = [index for index in before if index not in now]
-        return encode(MappedPayload(published.slot.index, new, gone))
+        return encode_payload(MappedPayload(published.slot.index, new, gone))
 
 
 class MappedInbound(InboundTransfer):
@@ -130,7 +181,7 @@ class MappedInbound(InboundTransfer):
 
     def expect(self, update: Update) -> None:
         """Note which slots the sender has now."""
-        payload = decode(update.payload, MappedPayload)
+        payload = decode_payload(update, MappedPayload)
         self._expected = update, payload
         if len(update.payload) == 1:
             return
@@ -139,6 +190,9 @@ class MappedInbound(InboundTransfer):
             self._announced.pop(index, None)
         self._announced.update(payload.new)
 
+    def is_here(self, update: Update) -> bool:
+        return True
+
     def is_quick(self, update: Update) -> bool:
         """Whether no slot has to be mapped, or searched for pages that were written."""
         return not self._private and not self._announced
@@ -146,7 +200,7 @@ class MappedInbound(InboundTransfer):
     def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
         expected = self._expected
         known = expected is not None and expected[0] is update
-        slot = (expected[1] if known and expected else decode(update.payload, MappedPayload)).slot
+        slot = (expected[1] if known and expected else decode_payload(update, MappedPayload)).slot
         if self._private:
             before = self._attached.get(slot)
             if before is not None and not before[0].renew():

@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from aiosync.errors import ProtocolError
 from aiosync.protocol.frames import Fetch, Update
-from aiosync.protocol.payloads import InlinePayload, ObjectPayload, decode_either, encode
+from aiosync.protocol.framing import decode_either, encode_payload
 from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Transfer
 from aiosync.transfer.mapped import MappedInbound, MappedOutbound
-from aiosync.transfer.process_group import BackgroundInbound, InlineOutbound, allocate_near
+from aiosync.transfer.process_group import BackgroundInbound, InlineOutbound, InlinePayload, allocate_near
 from aiosync.transfer.slots import SlotVersion
 from aiosync.transports._offload import DetachedThread
 from aiosync.transports.base import Listener, Transport
@@ -30,6 +31,13 @@ from aiosync.weights.segment import Segment
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
     from aiosync.transfer.base import TransferConnection
+
+
+class ObjectPayload(msgspec.Struct, frozen=True):
+    """What an Update frame says of a version in the object store."""
+
+    object: str  # the name by which the reference is kept
+    number: int  # which of the objects kept by that name it is
 
 
 @dataclass(eq=False)
@@ -192,7 +200,7 @@ class ObjectStoreOutbound(OutboundTransfer):
         self._stored = None
 
     def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:
-        return encode(ObjectPayload(self.publisher.name, self.publisher.number))
+        return encode_payload(ObjectPayload(self.publisher.name, self.publisher.number))
 
     def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
         self.publisher.start_reading(self)
@@ -220,7 +228,7 @@ class ObjectStoreInbound(BackgroundInbound):
 
     def expect(self, update: Update) -> None:
         """Start to get the object, which may have to come from another node."""
-        payload = decode_either(update.payload, ObjectPayload, InlinePayload)
+        payload = decode_either(update, ObjectPayload, InlinePayload)
         if isinstance(payload, InlinePayload):
             future = Future[Tensor]()
             future.set_result(torch.frombuffer(bytearray(payload.data), dtype=torch.uint8))

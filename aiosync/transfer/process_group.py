@@ -9,14 +9,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor
 
 from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.frames import Fetch, Update
-from aiosync.protocol.payloads import InlinePayload, ProcessGroupPayload, decode_either, encode
+from aiosync.protocol.framing import decode_either, encode_payload
 from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Transfer
-from aiosync.transfer.broadcast import BroadcastGroup, send_by, tag_of
+from aiosync.transfer.broadcast import BroadcastGroup, ProcessGroupPayload, send_by, tag_of
 from aiosync.transfer.double_buffer import DoubleBuffer
 from aiosync.transfer.mapped import MappedInbound, MappedOutbound
 from aiosync.transfer.slots import SlotVersion
@@ -37,6 +38,12 @@ if TYPE_CHECKING:
     from aiosync.transfer.base import TransferConnection
 
 Collective: TypeAlias = Literal["p2p", "broadcast"]
+
+
+class InlinePayload(msgspec.Struct, frozen=True, rename={"data": "bytes"}):
+    """What an Update frame says of a version that it carries itself."""
+
+    data: bytes
 
 
 @dataclass(eq=False)
@@ -105,7 +112,7 @@ class InlineOutbound(OutboundTransfer):
 
     def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:
         buffer = published.slot.segment.buffer[: self.group.pool.layout.nbytes]
-        return encode(InlinePayload(buffer.numpy().tobytes()))
+        return encode_payload(InlinePayload(buffer.numpy().tobytes()))
 
     def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
         on_sent()
@@ -121,7 +128,7 @@ class ProcessGroupOutbound(OutboundTransfer):
     member: ProcessGroupMember  # the sender's member of it
 
     def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:
-        return encode(ProcessGroupPayload(self.key, rank=1, size=2))
+        return encode_payload(ProcessGroupPayload(self.key, rank=1, size=2))
 
     def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
         def ended(error: BaseException | None) -> None:
@@ -158,7 +165,7 @@ class BroadcastOutbound(ProcessGroupOutbound):
 
     def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:
         if self.broadcast.broadcasts(published):
-            return encode(self.broadcast.payload(self._connection.worker))
+            return encode_payload(self.broadcast.payload(self._connection.worker))
         return super().payload(published, fetched)
 
     def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
@@ -217,7 +224,7 @@ class ProcessGroupInbound(BackgroundInbound, DoubleBuffer):
 
     def expect(self, update: Update) -> None:
         """Start to receive the bytes: the sender is sending them."""
-        payload = decode_either(update.payload, ProcessGroupPayload, InlinePayload)
+        payload = decode_either(update, ProcessGroupPayload, InlinePayload)
         if isinstance(payload, InlinePayload):
             if len(payload.data) != self._layout.nbytes:
                 raise ProtocolError(

@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from aiosync.errors import ArenaAllocationError, ProtocolError
-from aiosync.protocol import framing, payloads
+from aiosync.protocol import framing
 from aiosync.protocol.frames import Chunk, End, Fetch, Update
-from aiosync.protocol.payloads import StreamPayload
 from aiosync.protocol.stream import BLOCK, block_count
 from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Transfer
 from aiosync.transfer.double_buffer import DoubleBuffer
@@ -39,6 +39,15 @@ if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
 
 _NOTHING = memoryview(b"")
+
+
+class StreamPayload(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an Update frame says of a version that follows in blocks."""
+
+    # The version that blocks are encoded against; -1: none.
+    base: int
+    # The descriptor and the inode of the sender's memory, if the worker is to read blocks there.
+    memory: tuple[int, int] | None = None
 
 
 @dataclass(eq=False)
@@ -171,7 +180,7 @@ class StreamOutbound(OutboundTransfer):
         if fetched.maps and self.codec == "full" and handle is not None and handle["kind"] == "memfd":
             memory = handle["fd"], handle["inode"]
         self._encoding = Encoding(self.codec, base, shared=memory is not None)
-        return payloads.encode(StreamPayload(base, memory))
+        return framing.encode_payload(StreamPayload(base, memory))
 
     def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
         key = (published.round, self._encoding)
@@ -261,7 +270,7 @@ class StreamInbound(DoubleBuffer):
         slot, front = self._slots()
         if slot is None:
             raise ProtocolError("an update arrived that was not requested")
-        payload = payloads.decode(update.payload, StreamPayload)
+        payload = framing.decode_payload(update, StreamPayload)
         based = payload.base != -1
         self._base = _memory_of(front, self._layout.nbytes) if front is not None and based else None
         self._slot = slot

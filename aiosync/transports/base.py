@@ -309,7 +309,9 @@ class Transport(ABC):
     def flush(self, session: SenderSession | ReceiverSession) -> None:
         """Send the session's outgoing frames."""
         if session.outgoing:
-            self.write(*session.frames_to_send())
+            frames = tuple(session.outgoing)
+            session.outgoing.clear()
+            self.write(*frames)
 
     # -- for subclasses ---------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ memory of a slot is kept as long as the slot may be needed again.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -18,73 +17,29 @@ from aiosync.weights.segment import Segment
 
 
 class Slot:
-    """The memory of one version.
-
-    Attributes:
-        index: its number, never used twice in one arena.
-        segment: its memory.
-        views: entry name -> tensor in that memory (aliases included). Writes through these tensors must reach
-            the slot, so they are never handed out: see :meth:`fresh_views` and :class:`LentViews`.
-        leases: the reasons for which the slot must not be written; only
-            :class:`~aiosync.transfer.slots.SlotPool` changes them.
-        version: the version that the slot holds, -1 while it is empty or being written.
-    """
+    """The memory of one version."""
 
     def __init__(self, index: int, segment: Segment, layout: Layout) -> None:
+        # Its number, never used twice in one arena.
         self.index = index
         self.segment = segment
+        # The reasons for which the slot must not be written. Only :class:`SlotPool` changes them.
         self.leases: set[Any] = set()
+        # The version that the slot holds; -1 while it is empty or being written.
         self.version = -1
         self._layout = layout
 
     @cached_property
     def views(self) -> dict[str, Tensor]:
-        """Entry name -> tensor in the slot, of the layout's shapes and dtypes."""
-        return self._layout.views(self.segment.buffer)
+        """Entry name -> tensor in the slot, aliases included, of the layout's shapes and dtypes.
 
-    @cached_property
-    def lent(self) -> LentViews:
-        """The slot's tensors for a model's parameters to view."""
-        return LentViews(self._layout, self.segment.buffer)
+        Writes through these tensors must reach the slot, so they are never given to users.
+        """
+        return self._layout.views(self.segment.buffer)
 
     def fresh_views(self) -> dict[str, Tensor]:
         """Return new tensors over the slot's memory, which the caller may re-point or reshape."""
         return self._layout.views(self.segment.buffer)
-
-
-class LentViews:
-    """The tensors of a slot as a worker's parameters view them.
-
-    If a user calls ``share_memory_()`` on a parameter, or puts it into a ``torch.multiprocessing`` queue,
-    torch moves its storage into other memory. Such a tensor is made again before the slot is used again.
-    Otherwise the next version in this slot would show the old values.
-    """
-
-    def __init__(self, layout: Layout, buffer: Tensor) -> None:
-        self._layout = layout
-        self._buffer = buffer
-        # Filled when a storage drops its memory. Comparing the address of each tensor at each update would
-        # take longer than the rest of a small update's staging. On a device the addresses are compared.
-        self._moved: list[object] = []
-        self._watches: list[object] = []
-        self._make()
-
-    def _make(self) -> None:
-        moved: list[object] = []
-        watches: list[object] = []
-        views = self._layout.views(
-            self._buffer, lambda memory: watches.append(weakref.ref(memory, moved.append))
-        )
-        self._tensors, self._moved, self._watches = LentTensors(views), moved, watches
-        self._addresses = None if self._buffer.is_cpu else [*map(Tensor.data_ptr, views.values())]
-
-    def tensors(self) -> LentTensors:
-        """Return entry name -> tensor in the memory, aliases included. Do not change the dict."""
-        if self._moved or (
-            self._addresses is not None and [*map(Tensor.data_ptr, self._tensors.values())] != self._addresses
-        ):
-            self._make()
-        return self._tensors
 
 
 class LentTensors(dict[str, Tensor]):

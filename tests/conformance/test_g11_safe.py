@@ -28,6 +28,7 @@ from tests.kit.cases import Recipe, SchemeCase
 from tests.kit.clock import PATIENCE, within
 from tests.kit.local import LocalCluster
 from tests.kit.models import Uniform, fill, value_of
+from tests.kit.raw_peer import drain
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets")
 
@@ -122,7 +123,7 @@ async def test_a_proof_that_was_overheard_proves_nothing() -> None:
     hello = frames.Hello(protocol=frames.PROTOCOL_VERSION, worker=0, pid=0, nonce=b"n" * 16)
     first.receive(hello)
     second.receive(hello)
-    (challenge,) = first.frames_to_send()
+    (challenge,) = drain(first)
     assert isinstance(challenge, frames.Challenge)
     proof = frames.Proof(proof=proof_of(token, b"worker", hello.nonce, challenge.nonce))
     with pytest.raises(HandshakeError):

@@ -13,14 +13,22 @@ from aiosync import TCPWeightSyncScheme
 from aiosync.protocol import allowed_frames, framing
 from aiosync.protocol import frames as f
 from aiosync.protocol.receiver_session import ReceiverSession
+from aiosync.protocol.session import Session
 from aiosync.protocol.stream import StreamDecoder
 from aiosync.transports.tcp.address import Address
 from tests.kit.clock import within
 
-__all__ = ["ANY", "RawWorker", "hello"]
+__all__ = ["ANY", "RawWorker", "drain", "hello"]
 
 ANY = allowed_frames.Inbound(allowed_frames.MAX_FRAME, msgspec.msgpack.Decoder(f.Frame))
 """All kinds of frames, from either side."""
+
+
+def drain(session: Session) -> list[f.Frame]:
+    """Remove and return the frames that a session has to send."""
+    frames = list(session.outgoing)
+    session.outgoing.clear()
+    return frames
 
 
 class _Discard:
@@ -77,10 +85,10 @@ class RawWorker:
 
     async def step(self) -> f.Frame:
         """Say what the session has to say, and take one frame into it."""
-        self.say(*self.session.frames_to_send())
+        self.say(*drain(self.session))
         frame = await self.hear()
         self.session.receive(frame)
-        self.say(*self.session.frames_to_send())
+        self.say(*drain(self.session))
         return frame
 
     def say(self, *frames: f.Frame) -> None:

@@ -13,6 +13,7 @@ from aiosync.errors import HandshakeError, ProtocolError
 from aiosync.protocol import frames as f
 from aiosync.protocol.receiver_session import ReceiverSession, ReceiverState
 from aiosync.protocol.sender_session import SenderSession, SenderState
+from tests.kit.raw_peer import drain
 
 TOKEN = b"t" * 32
 
@@ -29,9 +30,9 @@ def greet(sender: SenderSession, receiver: ReceiverSession) -> list[f.Frame]:
     """Take both through the handshake, up to the welcome; what the sender's side heard."""
     events: list[f.Frame] = []
     for _ in range(3):
-        for frame in receiver.frames_to_send():
+        for frame in drain(receiver):
             events += sender.receive(frame)
-        for answer in sender.frames_to_send():
+        for answer in drain(sender):
             receiver.receive(answer)
     return events
 
@@ -44,16 +45,16 @@ def joined(*, eager: bool = False) -> tuple[SenderSession, ReceiverSession]:
     sender.welcome(welcome)
     sender.publish(0)
     receiver.wanting = True
-    first, notify = sender.frames_to_send()
+    first, notify = drain(sender)
     assert receiver.receive(first) == [welcome]
     assert receiver.receive(notify) == []
-    for frame in receiver.frames_to_send():
+    for frame in drain(receiver):
         assert sender.receive(frame) == [f.Fetch()]
     sender.offer(_update(0))
-    for frame in sender.frames_to_send():
+    for frame in drain(sender):
         assert receiver.receive(frame) == [_update(0)]
     receiver.applied(0, {})
-    for frame in receiver.frames_to_send():
+    for frame in drain(receiver):
         sender.receive(frame)
     return sender, receiver
 
@@ -75,8 +76,8 @@ class Exchange(RuleBasedStateMachine):
         self.sender, self.receiver = joined(eager=eager)
 
     def _move(self) -> None:
-        self.to_worker.extend(self.sender.frames_to_send())
-        self.to_sender.extend(self.receiver.frames_to_send())
+        self.to_worker.extend(drain(self.sender))
+        self.to_sender.extend(drain(self.receiver))
 
     def _offer(self) -> None:
         if self.sender.state is SenderState.READY and self.sender.leased_round < self.published:
@@ -185,7 +186,7 @@ def test_neither_side_takes_a_stranger() -> None:
     sender = SenderSession(TOKEN)
     with pytest.raises(HandshakeError, match="token"):
         greet(sender, receiver)
-    (refused,) = sender.frames_to_send()
+    (refused,) = drain(sender)
     with pytest.raises(HandshakeError, match="token"):
         receiver.receive(refused)
     assert receiver.state is ReceiverState.CLOSED
@@ -193,7 +194,7 @@ def test_neither_side_takes_a_stranger() -> None:
 
 def test_an_impostor_of_the_sender_is_found_out() -> None:
     receiver = ReceiverSession(TOKEN, 0)
-    receiver.frames_to_send()
+    drain(receiver)
     assert receiver.receive(f.Challenge(nonce=b"n" * 16)) == []
     with pytest.raises(HandshakeError, match="token"):
         receiver.receive(f.Accepted(proof=b"p" * 32, pid=0))
@@ -206,7 +207,7 @@ def test_a_stranger_gets_nothing_that_a_token_can_be_tried_on() -> None:
     for sender in senders:
         sender._nonce = b"n" * 16
         sender.receive(f.Hello(protocol=f.PROTOCOL_VERSION, worker=0, pid=0, nonce=b"m" * 16))
-    said = [sender.frames_to_send() for sender in senders]
+    said = [drain(sender) for sender in senders]
     assert said == [[f.Challenge(nonce=b"n" * 16)]] * 3
 
 
@@ -224,14 +225,14 @@ def test_a_worker_that_is_turned_away_hears_why() -> None:
     assert isinstance(event, f.Hello)
     assert event.worker == 7
     sender.refuse("there is no worker 7")
-    (refused,) = sender.frames_to_send()
+    (refused,) = drain(sender)
     with pytest.raises(HandshakeError, match="there is no worker 7"):
         receiver.receive(refused)
 
 
 def test_a_worker_that_gives_up_in_the_handshake_has_left() -> None:
     sender, receiver = SenderSession(TOKEN), ReceiverSession(TOKEN, 0)
-    (hello,) = receiver.frames_to_send()
+    (hello,) = drain(receiver)
     sender.receive(hello)
     assert sender.receive(f.Bye(reason="enough")) == [f.Bye(reason="enough")]
     assert sender.state is SenderState.CLOSED
@@ -251,9 +252,9 @@ def _offering(round_: int) -> SenderSession:
     sender, receiver = joined()
     sender.publish(1)
     receiver.wanting = True
-    (notify,) = sender.frames_to_send()
+    (notify,) = drain(sender)
     receiver.receive(notify)
-    (fetch,) = receiver.frames_to_send()
+    (fetch,) = drain(receiver)
     sender.receive(fetch)
     sender.offer(_update(round_))
     return sender
@@ -298,12 +299,12 @@ def test_text_from_a_peer_can_be_printed() -> None:
 def test_an_eager_worker_asks_in_advance() -> None:
     sender, receiver = joined(eager=True)
     receiver.wanting = True
-    (fetch,) = receiver.frames_to_send()
+    (fetch,) = drain(receiver)
     assert sender.receive(fetch) == [f.Fetch()]
     sender.publish(1)
-    assert sender.frames_to_send() == []  # the update says it all
+    assert drain(sender) == []  # the update says it all
     sender.offer(_update(1))
-    (update,) = sender.frames_to_send()
+    (update,) = drain(sender)
     assert receiver.receive(update) == [_update(1)]
 
 
@@ -311,44 +312,44 @@ def test_an_eager_worker_asks_in_advance() -> None:
 def test_an_answer_brings_the_next_fetch_along(newer: bool) -> None:
     sender, receiver = joined(eager=True)
     receiver.wanting = True
-    (fetch,) = receiver.frames_to_send()
+    (fetch,) = drain(receiver)
     sender.receive(fetch)
     sender.publish(1)
     sender.offer(_update(1))
-    for frame in sender.frames_to_send():
+    for frame in drain(sender):
         receiver.receive(frame)
     if newer:
         sender.publish(2)
-        (notify,) = sender.frames_to_send()
+        (notify,) = drain(sender)
         receiver.receive(notify)
     receiver.have = 1
     receiver.applied(1, {}, wanting=True)
-    (ack,) = receiver.frames_to_send()
+    (ack,) = drain(receiver)
     assert sender.receive(ack) == [ack, f.Fetch(have=1)]
-    assert sender.frames_to_send() == []  # it is asked for already
+    assert drain(sender) == []  # it is asked for already
     sender.publish(2)
     sender.offer(_update(2))
-    (update,) = sender.frames_to_send()
+    (update,) = drain(sender)
     assert receiver.receive(update) == [_update(2)]
 
 
 def test_who_does_not_want_the_next_only_answers() -> None:
     sender, receiver = joined(eager=True)
     receiver.wanting = True
-    for frame in receiver.frames_to_send():
+    for frame in drain(receiver):
         sender.receive(frame)
     sender.publish(1)
     sender.offer(_update(1))
-    for frame in sender.frames_to_send():
+    for frame in drain(sender):
         receiver.receive(frame)
     receiver.applied(1, {})
-    (ack,) = receiver.frames_to_send()
+    (ack,) = drain(receiver)
     assert sender.receive(ack) == [ack]
     sender.publish(2)
-    (notify,) = sender.frames_to_send()
+    (notify,) = drain(sender)
     assert receiver.receive(notify) == []
     receiver.wanting = True
-    (fetch,) = receiver.frames_to_send()
+    (fetch,) = drain(receiver)
     assert sender.receive(fetch) == [f.Fetch()]
 
 
@@ -357,10 +358,10 @@ def test_a_layout_that_does_not_do_is_declined() -> None:
     greet(sender, receiver)
     sender.welcome(f.Welcome(layout={}, version=0, worker=0, instance="i"))
     sender.publish(0)
-    for frame in sender.frames_to_send():
+    for frame in drain(sender):
         receiver.receive(frame)
     receiver.declined(_nack(0))
-    (nack,) = receiver.frames_to_send()
+    (nack,) = drain(receiver)
     assert sender.receive(nack) == [_nack(0)]
 
 
@@ -368,9 +369,9 @@ def test_abort_and_bye_are_heard_in_every_state() -> None:
     sender, receiver = joined()
     sender.abort("j")
     sender.close("done", dropped=True)
-    abort, bye = sender.frames_to_send()
+    abort, bye = drain(sender)
     assert receiver.receive(abort) == [f.Abort(joint="j")]
     assert receiver.receive(bye) == [f.Bye(reason="done", dropped=True)]
     assert receiver.receive(f.Notify(round=3)) == []
     receiver.applied(4, {})
-    assert receiver.frames_to_send() == []  # the session is closed
+    assert drain(receiver) == []  # the session is closed

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from aiosync.receiver.commit_gate import CommitGate, commit_now, submit
+from aiosync.receiver.commit_gate import CommitGate, submit
 from aiosync.receiver.forward_guard import ForwardGuard
 from tests.kit.clock import PATIENCE
 
@@ -48,8 +48,8 @@ def test_a_guarded_forward_pass_keeps_commits_out() -> None:
     def commit() -> None:
         module.weight.data = torch.ones(1)
 
-    assert not commit_now(gate, commit)
     job = submit([gate], commit)
+    assert not job.done.done()
     module.go_on.set()
     thread.join()
     assert out == [torch.zeros(1)]
@@ -236,7 +236,7 @@ def test_modules_of_other_makes(kind: str) -> None:
     }
     module = makers[kind]()
     seen: list[int] = []
-    guard = ForwardGuard(gate, module, PATIENCE, lambda: seen.append(len(gate._inside)))
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: seen.append(len(gate.inside)))
     module(TensorDict({"x": X}, [3]) if kind == "tensordict" else X)
     assert seen == [1]
     guard.remove()
@@ -247,5 +247,5 @@ def test_a_forward_pass_that_raises_leaves_the_gate() -> None:
     guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
     with pytest.raises(RuntimeError):
         module(torch.zeros(3))
-    assert commit_now(gate, lambda: None)
+    assert submit([gate], lambda: None).done.done()
     guard.remove()

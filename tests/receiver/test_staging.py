@@ -25,6 +25,9 @@ class _There(InboundTransfer):
         self._buffer = buffer
         self._layout = layout
 
+    def is_here(self, update: Update) -> bool:
+        return True
+
     def is_quick(self, update: Update) -> bool:
         return True
 

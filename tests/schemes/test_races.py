@@ -30,12 +30,12 @@ from aiosync import (
     SharedMemWeightSyncScheme,
     SyncTimeoutError,
     WorkerLostError,
+    _deadline,
     atomic,
 )
 from aiosync.protocol.frames import Fetch, Joint, Update
 from aiosync.receiver import joint_commit as joint
 from aiosync.receiver.commit_gate import CommitGate
-from aiosync.transfer import base as transfer_base
 from aiosync.transfer.base import MemoryAccess
 from aiosync.transfer.mapped import MappedInbound
 from aiosync.transfer.slots import LeaseKind
@@ -104,7 +104,7 @@ def test_a_joint_commit_and_its_calling_off_take_the_same_lock() -> None:
 
 
 async def test_a_hung_worker_does_not_starve_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_base, "LATE_AFTER", BRIEF)
+    monkeypatch.setattr(_deadline, "LATE_AFTER", BRIEF)
     async with LocalCluster(SHARED, sync=False) as cluster:
         hung, well = cluster.workers
         _hang(hung)
@@ -336,7 +336,7 @@ def test_memory_that_could_not_be_mapped_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_no_memory_for_a_slot_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_base, "LATE_AFTER", BRIEF)
+    monkeypatch.setattr(_deadline, "LATE_AFTER", BRIEF)
     async with LocalCluster(SHARED, sync=False) as cluster:
         hung, well = cluster.workers
         (group,) = groups_of(cluster.scheme)

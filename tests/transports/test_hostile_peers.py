@@ -30,7 +30,7 @@ from tests.kit.certificates import certificates
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalWorker
 from tests.kit.models import Uniform, fill, value_of
-from tests.kit.raw_peer import RawWorker, hello
+from tests.kit.raw_peer import RawWorker, drain, hello
 from tests.kit.tcp import TOKEN, join, make_worker, sender_of
 from tests.protocol.test_budget import AFTER, BEFORE, frame_of
 
@@ -253,7 +253,7 @@ async def test_an_end_of_a_connection_while_it_is_admitted_leaves_its_index_free
         while not isinstance(frame, f.Challenge):
             frame = await peer.step()
         peer.session.receive(await peer.hear())
-        peer.say(*3 * peer.session.frames_to_send())
+        peer.say(*3 * drain(peer.session))
         await peer.rest()
         await peer.close()
         await eventually(lambda: set(scheme.workers) == {0}, "it has gone")

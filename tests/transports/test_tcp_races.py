@@ -31,6 +31,7 @@ from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.ports import free_port
 from tests.kit.proxy import ChaosProxy
+from tests.kit.raw_peer import drain
 from tests.kit.relay import connect, relay_below, serve
 from tests.kit.seams import binding_of, connections_of, lose_connection
 from tests.kit.tcp import TOKEN, break_off, join, make_worker, sender_of
@@ -288,10 +289,10 @@ def test_a_notify_that_crosses_a_cut() -> None:
     assert session.receive(f.Notify(round=3)) == []
     session.receive(f.Cut())
     assert session.state is ReceiverState.IDLE
-    session.frames_to_send()
+    drain(session)
     session.receive(f.Notify(round=3))
     session.wanting = True
-    assert [type(frame) for frame in session.frames_to_send()] == [f.Fetch]
+    assert [type(frame) for frame in drain(session)] == [f.Fetch]
 
 
 async def test_who_is_merely_slow_is_not_cut() -> None:

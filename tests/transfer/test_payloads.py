@@ -10,16 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiosync.errors import ProtocolError
-from aiosync.protocol import payloads as p
+from aiosync.protocol.frames import Update
+from aiosync.protocol.framing import decode_either, decode_payload, encode_payload
+from aiosync.transfer.broadcast import ProcessGroupPayload
+from aiosync.transfer.mapped import MappedPayload
+from aiosync.transfer.object_store import ObjectPayload
+from aiosync.transfer.process_group import InlinePayload
+from aiosync.transfer.stream import StreamPayload
 
 PAYLOADS: list[msgspec.Struct] = [
-    p.MappedPayload(3),
-    p.MappedPayload(3, [(1, {"name": "x"})], [0, 2]),
-    p.StreamPayload(-1),
-    p.StreamPayload(7, (4, 1234)),
-    p.ProcessGroupPayload("key", 1, 3),
-    p.ObjectPayload("name", 12),
-    p.InlinePayload(b"weights"),
+    MappedPayload(3),
+    MappedPayload(3, [(1, {"name": "x"})], [0, 2]),
+    StreamPayload(-1),
+    StreamPayload(7, (4, 1234)),
+    ProcessGroupPayload("key", 1, 3),
+    ObjectPayload("name", 12),
+    InlinePayload(b"weights"),
 ]
 
 anything = st.recursive(
@@ -30,16 +36,20 @@ anything = st.recursive(
 FIELDS = sorted({name for payload in PAYLOADS for name in type(payload).__struct_encode_fields__})
 
 
+def _update(payload: dict[str, Any]) -> Update:
+    return Update(round=0, version=0, payload=payload)
+
+
 @pytest.mark.parametrize("payload", PAYLOADS, ids=repr)
 def test_a_payload_survives_the_wire(payload: msgspec.Struct) -> None:
-    wire = msgspec.msgpack.encode(p.encode(payload))
-    assert p.decode(msgspec.msgpack.decode(wire), type(payload)) == payload
+    wire = msgspec.msgpack.encode(encode_payload(payload))
+    assert decode_payload(_update(msgspec.msgpack.decode(wire)), type(payload)) == payload
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), anything), st.sampled_from(PAYLOADS))
 def test_whatever_comes_is_a_payload_or_a_protocol_error(found: dict[str, Any], like: msgspec.Struct) -> None:
     try:
-        payload = p.decode(found, type(like))
+        payload = decode_payload(_update(found), type(like))
     except ProtocolError as exc:
         assert "payload" in str(exc)
     else:
@@ -47,10 +57,11 @@ def test_whatever_comes_is_a_payload_or_a_protocol_error(found: dict[str, Any], 
 
 
 def test_the_first_field_says_which_struct() -> None:
-    either = p.ProcessGroupPayload, p.InlinePayload
-    assert isinstance(p.decode_either({"bytes": b"w"}, *either), p.InlinePayload)
-    assert isinstance(p.decode_either({"group": "k", "rank": 1, "size": 2}, *either), p.ProcessGroupPayload)
+    either = ProcessGroupPayload, InlinePayload
+    assert isinstance(decode_either(_update({"bytes": b"w"}), *either), InlinePayload)
+    group = _update({"group": "k", "rank": 1, "size": 2})
+    assert isinstance(decode_either(group, *either), ProcessGroupPayload)
     with pytest.raises(ProtocolError, match="missing required field"):
-        p.decode_either({}, *either)
+        decode_either(_update({}), *either)
     with pytest.raises(ProtocolError, match="rank"):
-        p.decode_either({"group": "k", "rank": 0, "size": 2}, *either)
+        decode_either(_update({"group": "k", "rank": 0, "size": 2}), *either)

@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from aiosync._deadline import Deadline
+from aiosync._deadline import Deadline, FairLock
 from aiosync.errors import SyncTimeoutError
-from aiosync.sender.fair_lock import FairLock
 
 
 async def _hold(lock: FairLock, until: asyncio.Event) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aiosync.weights.arena import LentViews
+from aiosync.transfer.mapped import LentViews
 from aiosync.weights.layout import Layout
 
 LAYOUT = Layout(

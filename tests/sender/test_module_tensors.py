@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aiosync.weights.index import module_tensors
+from aiosync.sender.extraction import module_tensors
 
 
 def test_what_is_changed_is_found() -> None:
