@@ -1,7 +1,8 @@
-"""Count the files of the package that run in one small ``send``, and the calls between its functions.
+"""Count the files of the package that run in one ``send``, and the calls between its functions.
 
-Usage: ``python tools/send_path.py shared|process|tcp [--calls]``. The trainer is this process, the worker a
-spawned one; both are counted in steady state, by ``sys.setprofile``.
+Usage: ``python tools/send_path.py shared|process|tcp|distributed|ray [--calls]``. The trainer is this
+process, the worker a spawned one. What their event loops run is counted in steady state, by
+``sys.setprofile``.
 """
 
 from __future__ import annotations
@@ -9,17 +10,31 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
+import pickle
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import ray
 import torch
 
 import aiosync
 
 PACKAGE = str(Path(aiosync.__file__).parent) + "/"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "process": {},
+    "tcp": {},
+    "distributed": {"share_memory": False},
+    "ray": {"share_memory": False},
+}
+"""Scheme -> its options, so that the bytes take the way that they take between machines."""
+
+SIDE = {"distributed": 1024, "ray": 1024}
+"""Scheme -> the features of its model: small ones are sent in the update message."""
+
 WARM_UP = 3
 """Versions before the one that is counted."""
 
@@ -49,12 +64,21 @@ class Recorder:
         self.calls.append(Call(path.removeprefix(PACKAGE), frame.f_code.co_qualname, origin))
 
 
-def work(scheme: aiosync.WeightSyncScheme, pipe: Connection[Any, Any]) -> None:
+def model_for(backend: str) -> torch.nn.Module:
+    """The model that is sent."""
+    side = SIDE.get(backend, 4)
+    return torch.nn.Linear(side, side)
+
+
+def work(recipe: aiosync.WeightSyncScheme | bytes, pipe: Connection[Any, Any]) -> None:
     """The worker: record the update after the warm-up, and send its calls through ``pipe``."""
     recorder = Recorder()
+    if isinstance(recipe, bytes):  # it has the handle of an actor, which needs Ray to be unpickled
+        ray.init(address="auto", log_to_driver=False)
+    scheme: aiosync.WeightSyncScheme = pickle.loads(recipe) if isinstance(recipe, bytes) else recipe
 
     async def main() -> None:
-        scheme.init_on_receiver(model_id="policy", model=torch.nn.Linear(4, 2), worker_idx=0)
+        scheme.init_on_receiver(model_id="policy", model=model_for(scheme.backends[0]), worker_idx=0)
         async with scheme, scheme.receiving():
             await asyncio.to_thread(pipe.recv)  # the warm-up is over
             sys.setprofile(recorder)
@@ -68,13 +92,15 @@ def work(scheme: aiosync.WeightSyncScheme, pipe: Connection[Any, Any]) -> None:
 
 
 def count(backend: str) -> dict[str, list[Call]]:
-    """Side -> the calls of one small ``send`` of the scheme with this name."""
-    model, recorder = torch.nn.Linear(4, 2), Recorder()
-    scheme = aiosync.WeightSyncScheme.from_backend(backend)
+    """Side -> the calls of one ``send`` of the scheme with this name."""
+    model, recorder = model_for(backend), Recorder()
+    if backend == "ray":
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    scheme = aiosync.WeightSyncScheme.from_backend(backend, **OPTIONS[backend])
     scheme.init_on_sender(model_id="policy", model=model, num_workers=1)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    worker = context.Process(target=work, args=(scheme, theirs))
+    worker = context.Process(target=work, args=(pickle.dumps(scheme) if backend == "ray" else scheme, theirs))
     worker.start()
 
     async def main() -> list[Call]:
@@ -98,7 +124,7 @@ def count(backend: str) -> dict[str, list[Call]]:
 def main() -> None:
     """Print the counts, and with ``--calls`` each call."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("scheme", choices=["shared", "process", "tcp"])
+    parser.add_argument("scheme", choices=list(OPTIONS))
     parser.add_argument("--calls", action="store_true", help="print each call")
     options = parser.parse_args()
     sides = count(options.scheme)
