@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from aiosync._deadline import LATE_AFTER, Deadline
 from aiosync.errors import NotConnectedError, RelayRingError
-from aiosync.events import SchemeStats
 from aiosync.protocol.frames import Chunk, End, Update
 from aiosync.protocol.nack import DownstreamError
 from aiosync.receiver.updates import Applier, PendingUpdate
@@ -144,15 +143,9 @@ class RelayForwarder(Applier):
         self._publication: Publication | None = None
         self._listener = parts.listener
         self._transfer = parts.transfer
+        deliver = parts.transfer.outbound
         self.registry = WorkerRegistry(
-            (),
-            model_id,
-            parts.listener,
-            parts.token,
-            elastic=True,
-            deliver=parts.transfer.outbound,
-            events=parts.events,
-            stats=SchemeStats(),
+            set(), model_id, parts.listener, parts.token, True, deliver, parts.events
         )
         self._id = self.registry.via[-1]
         self._away = self.registry.away = AwayWorkers(parts.reconnect_for)
@@ -182,7 +175,7 @@ class RelayForwarder(Applier):
 
     def bind(self, layout: Layout, device: str) -> None:
         pool = SlotPool(layout, Segment.private, self._options.max_slots)
-        self._group = WorkerGroup((), CPU, pool, self._copier, streams="checked")
+        self._group = WorkerGroup(set(), CPU, pool, self._copier, "checked")
         self._publisher = Publisher([self._group], self.registry, self._host)
         self._landing = _RelayLanding(layout, self)
 

@@ -7,6 +7,7 @@ flight* (the worker got the Update frame and has not answered), and *current* (t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiosync._deadline import ProgressWatch
@@ -26,65 +27,47 @@ PATIENCE = 1.0
 """Seconds without a byte moved, after which an update that is being sent may be taken back."""
 
 
+@dataclass(eq=False)
 class WorkerConnection:
-    """A connected worker. It reports three outcomes to the registry: acknowledged, refused, lost.
+    """A connected worker. The registry gets three outcomes: acknowledged, refused, lost."""
 
-    Args:
-        worker: its index.
-        pid: its process, for noticing its end; 0 if unknown.
-        transport: the connection.
-        session: its session, after the handshake.
-        group: the workers that share its copy of the weights.
-        outbound: how versions get there.
-        welcome: makes its Welcome frame, once its group has a version.
-        registry: gets the outcomes.
-    """
+    worker: int
+    pid: int  # its process, for noticing its end; 0 if unknown
+    transport: Transport
+    session: SenderSession  # after the handshake
+    group: WorkerGroup  # the workers that share its copy of the weights
+    outbound: OutboundTransfer  # how versions get there
+    _welcome: Callable[[], Welcome]  # makes its Welcome frame, once its group has a version
+    _registry: WorkerRegistry
+    # The version that the worker was notified of and has not fetched.
+    notified: SlotVersion | None = field(default=None, init=False)
+    _notified_lease: Lease | None = field(default=None, init=False)
+    # The version that was notified and whose slot is being overwritten, until the copy has ended.
+    _revoked: SlotVersion | None = field(default=None, init=False)
+    # The version that the worker was sent and has not answered for.
+    _in_flight: SlotVersion | None = field(default=None, init=False)
+    # The slots that the worker may read for that; empty once it has copied the version.
+    _reading: list[Lease] = field(default_factory=list, init=False)
+    # Whether the worker has staged the version in flight and waits to commit it.
+    staged: bool = field(default=False, init=False)
+    # The version that the worker acknowledged last; its slot is leased if the worker's model views it.
+    _current: SlotVersion | None = field(default=None, init=False)
+    _current_lease: Lease | None = field(default=None, init=False)
+    # The worker's last Fetch: the version whose bytes it has, and whether it can read our memory.
+    _fetched: Fetch = field(default_factory=Fetch, init=False)
+    # The worker has not answered for a while, or missed a deadline.
+    unresponsive: bool = field(default=False, init=False)
+    # Its process has ended.
+    died: bool = field(default=False, init=False)
+    # The worker is gone: nothing is sent or leased any more.
+    _detached: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        worker: int,
-        pid: int,
-        transport: Transport,
-        session: SenderSession,
-        group: WorkerGroup,
-        outbound: OutboundTransfer,
-        welcome: Callable[[], Welcome],
-        registry: WorkerRegistry,
-    ) -> None:
-        self.worker = worker
-        self.pid = pid
-        self.transport = transport
-        self.session = session
-        self.group = group
-        self.outbound = outbound
-        self._welcome = welcome
-        self._registry = registry
-        # The version that the worker was notified of and has not fetched.
-        self.notified: SlotVersion | None = None
-        self._notified_lease: Lease | None = None
-        # The version that was notified and whose slot is being overwritten, until the copy has ended.
-        self._revoked: SlotVersion | None = None
-        # The version that the worker was sent and has not answered for.
-        self._in_flight: SlotVersion | None = None
-        # The slots that the worker may read for that; empty once it has copied the version.
-        self._reading: list[Lease] = []
-        # Whether the worker has staged the version in flight and waits to commit it.
-        self.staged = False
-        # The version that the worker acknowledged last; its slot is leased if the worker's model views it.
-        self._current: SlotVersion | None = None
-        self._current_lease: Lease | None = None
-        # The worker's last Fetch: the version whose bytes it has, and whether it can read our memory.
-        self._fetched = Fetch()
-        # Finds out whether the worker hangs while a version is in flight.
+    def __post_init__(self) -> None:
+        outbound = self.outbound
         moved = (lambda: outbound.moved) if outbound.carries else None
+        # Finds out whether the worker hangs while a version is in flight.
         self._progress = ProgressWatch(moved, self.mark_unresponsive)
-        # The worker has not answered for a while, or missed a deadline.
-        self.unresponsive = False
-        # Its process has ended.
-        self.died = False
-        # The worker is gone: nothing is sent or leased any more.
-        self._detached = False
-        self._watch = ProcessWatch(pid, self._process_ended)
+        self._watch = ProcessWatch(self.pid, self._process_ended)
         outbound.attach(self)
 
     @property

@@ -69,14 +69,7 @@ class WeightSender(Endpoint):
         self._leader = leader
         self.model_id = model_id
         self.registry = WorkerRegistry(
-            plan.workers,
-            model_id,
-            listener,
-            token,
-            elastic=plan.elastic,
-            deliver=transfer.outbound,
-            events=events,
-            stats=SchemeStats(),
+            set(plan.workers), model_id, listener, token, plan.elastic, transfer.outbound, events
         )
         self.transfer = transfer
         self._events = events
@@ -218,9 +211,8 @@ class WeightSender(Endpoint):
                 layout = Layout.of(sources[number], cast=self.spec.cast, optional=optional)
                 allocate = partial(self.transfer.allocate, device=plan.device)
                 pool = SlotPool(layout, allocate, self.spec.max_slots)
-                group = WorkerGroup(
-                    plan.workers, plan.device, pool, self._offloader, streams=self.transfer.streams
-                )
+                workers, streams = set(plan.workers), self.transfer.streams
+                group = WorkerGroup(workers, plan.device, pool, self._offloader, streams)
                 self._groups.append(group)
                 # Two at once: the first send after this one then runs into warm pages too.
                 await group.reserve(2)

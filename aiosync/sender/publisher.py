@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -60,37 +61,24 @@ class Publication(msgspec.Struct, eq=False):
     started: float = msgspec.field(default_factory=time.perf_counter)
 
 
+@dataclass(eq=False)
 class Publisher:
-    """Publishes one sender's versions.
+    """Publishes one sender's versions."""
 
-    Args:
-        groups: the copies of the weights; filled by the sender when it opens.
-        registry: the workers.
-        host: runs background tasks.
-        first_version: the number of the first version.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[WorkerGroup],
-        registry: WorkerRegistry,
-        host: BackgroundTasks,
-        first_version: int = 0,
-    ) -> None:
-        # The version last published, -1 before the first.
-        self.version = -1
-        self._first = first_version
-        self.groups = groups
-        self._registry = registry
-        self._host = host
-        # The number of the last publication; it is never used twice.
-        self._round = -1
-        # Whether nothing more may be published.
-        self.stopped = False
-        # Resolved by stop(), to interrupt a gathering of shards.
-        self._stopping: asyncio.Future[None] | None = None
-        # Held by the one ``send`` that may prepare and publish.
-        self.lock = FairLock()
+    groups: Sequence[WorkerGroup]  # the copies of the weights; filled by the sender when it opens
+    _registry: WorkerRegistry
+    _host: BackgroundTasks
+    _first: int = 0  # the number of the first version
+    # The version last published, -1 before the first.
+    version: int = field(default=-1, init=False)
+    # The number of the last publication; it is never used twice.
+    _round: int = field(default=-1, init=False)
+    # Whether nothing more may be published.
+    stopped: bool = field(default=False, init=False)
+    # Resolved by stop(), to interrupt a gathering of shards.
+    _stopping: asyncio.Future[None] | None = field(default=None, init=False)
+    # Held by the one ``send`` that may prepare and publish.
+    lock: FairLock = field(default_factory=FairLock, init=False)
 
     async def stop(self) -> None:
         """Publish nothing more, and wait until no copy is running.

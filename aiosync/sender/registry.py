@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import TypeAlias
 
@@ -30,58 +31,39 @@ Deliver: TypeAlias = Callable[[Transport, WorkerGroup], OutboundTransfer]
 """Makes the transfer of a group's versions over a connection."""
 
 
+@dataclass(eq=False)
 class WorkerRegistry:
-    """The workers of one sender.
+    """The workers of one sender."""
 
-    Args:
-        workers: the indices that are served.
-        model_id: a worker that asks for another model is refused.
-        listener: where workers connect.
-        token: the secret that they must know.
-        elastic: whether workers are taken as they come, and are not expected any more when they have gone.
-        deliver: makes the transfer of a group's versions over a connection.
-        events: gets what happens to workers.
-        stats: the sender's figures.
-    """
+    workers: set[int]  # the indices that are served: a send without ``worker_ids`` goes to all of them
+    _model_id: str | None  # a worker that asks for another model is refused
+    _listener: Listener  # where workers connect
+    token: InitVar[bytes]  # the secret that they must know
+    elastic: bool  # workers are taken as they come, and are not expected any more when they have gone
+    _deliver: Deliver
+    _events: EventSource
+    stats: SchemeStats = field(default_factory=SchemeStats, init=False)
+    connections: dict[int, WorkerConnection] = field(default_factory=dict, init=False)
+    records: WorkerRecords = field(default_factory=WorkerRecords, init=False)
+    # What ends calls at their deadlines.
+    timer: DeadlineTimer = field(default_factory=DeadlineTimer, init=False)
+    # Of a relay: the workers whose connection broke and that may still act on an older version.
+    away: AwayWorkers | None = field(default=None, init=False)
+    _instance: str = field(default_factory=partial(secrets.token_hex, 8), init=False)
+    # Bytes sent over connections that have ended.
+    _wire_nbytes: int = field(default=0, init=False)
+    _host: BackgroundTasks | None = field(default=None, init=False)
+    _lost_workers: LostWorkers = field(default_factory=LostWorkers, init=False)
+    # Connections of dropped workers whose Bye has not come yet.
+    _lingering: dict[Transport, DroppedConnection] = field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        workers: Iterable[int],
-        model_id: str | None,
-        listener: Listener,
-        token: bytes,
-        *,
-        elastic: bool,
-        deliver: Deliver,
-        events: EventSource,
-        stats: SchemeStats,
-    ) -> None:
-        # The indices that a send without ``worker_ids`` goes to.
-        self.workers = set(workers)
-        self.connections: dict[int, WorkerConnection] = {}
-        self.records = WorkerRecords()
-        # The answers that calls wait for, and what ends those calls at their deadlines.
-        self.awaited = AwaitedAcks(model_id, events)
-        self.timer = DeadlineTimer()
-        self.admission = Admission(token, listener, self._admit)
-        self.indices = WorkerIndices(elastic=elastic)
-        self.stats = stats
-        # Of a relay: the workers whose connection broke and that may still act on an older version.
-        self.away: AwayWorkers | None = None
-        self._model_id = model_id
-        self._listener = listener
-        self._elastic = elastic
-        self._deliver = deliver
-        self._events = events
-        self._instance = secrets.token_hex(8)
+    def __post_init__(self, token: bytes) -> None:
+        # The answers that calls wait for.
+        self.awaited = AwaitedAcks(self._model_id, self._events)
+        self.admission = Admission(token, self._listener, self._admit)
+        self.indices = WorkerIndices(elastic=self.elastic)
         # The ids of the senders that an update passes before it gets to a worker, this one last.
         self.via: Sequence[str] = (self._instance,)
-        # Bytes sent over connections that have ended.
-        self._wire_nbytes = 0
-        self._host: BackgroundTasks | None = None
-        self._lost_workers = LostWorkers()
-        # Connections of dropped workers whose Bye has not come yet.
-        self._lingering: dict[Transport, DroppedConnection] = {}
 
     async def open(self, host: BackgroundTasks, groups: Sequence[WorkerGroup]) -> None:
         """Let workers connect; each group has a version to welcome them with."""
@@ -287,7 +269,7 @@ class WorkerRegistry:
         acts = version >= 0 or (hello is not None and bool(hello.signature))
         if self.away is not None and acts and not orderly and not connection.died:
             self.away.add(worker)
-        if self._elastic:
+        if self.elastic:
             # Any number of such workers may come and go: nothing is kept of one that has gone.
             self.workers.discard(worker)
             connection.group.workers.discard(worker)

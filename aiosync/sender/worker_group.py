@@ -9,7 +9,7 @@ into a slot as soon as one is free. So such a sender never waits, and no queue g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,50 +36,36 @@ if TYPE_CHECKING:
     from aiosync.sender.connection import WorkerConnection
 
 
+@dataclass(eq=False)
 class WorkerGroup:
-    """Workers that share one copy of the weights.
+    """Workers that share one copy of the weights."""
 
-    Args:
-        workers: their indices.
-        device: where the copy lies.
-        pool: its slots.
-        offloader: the threads that copy.
-        streams: whether versions are sent block after block, and with checksums.
-    """
+    workers: set[int]
+    device: torch.device  # where the copy lies
+    pool: SlotPool
+    offloader: Offloader  # the threads that copy
+    streams: Streams  # whether versions are sent block after block, and with checksums
+    # Worker -> its connection; the registry adds and removes them.
+    connections: dict[int, WorkerConnection] = field(default_factory=dict, init=False)
+    # The newest version in a slot.
+    newest: SlotVersion | None = field(default=None, init=False)
+    _newest_lease: Lease | None = field(default=None, init=False)
+    # A newer version that waits for a slot, and the workers that it is for.
+    overflow: SlotVersion | None = field(default=None, init=False)
+    _overflow_targets: set[int] = field(default_factory=set, init=False)
+    _overflow_slot: Slot | None = field(default=None, init=False)
+    # Whether a task is copying the overflow version into a slot.
+    draining: bool = field(default=False, init=False)
+    # Worker -> the newest version that was for it.
+    addressed: dict[int, int] = field(default_factory=dict, init=False)
+    # The entries that each version is about.
+    changes: ChangeLog = field(default_factory=ChangeLog, init=False)
+    # Whether the sender is being closed.
+    stopped: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        workers: Iterable[int],
-        device: torch.device,
-        pool: SlotPool,
-        offloader: Offloader,
-        *,
-        streams: Streams = "",
-    ) -> None:
-        self.workers = set(workers)
-        # Worker -> its connection; the registry adds and removes them.
-        self.connections: dict[int, WorkerConnection] = {}
-        self.device = device
-        self.pool = pool
-        self.streams = streams
-        self.offloader = offloader
+    def __post_init__(self) -> None:
         # Whether a version is so small that no thread is needed to write it.
-        self.writes_inline = device.type == "cpu" and pool.layout.nbytes <= INLINE_LIMIT
-        # The newest version in a slot.
-        self.newest: SlotVersion | None = None
-        self._newest_lease: Lease | None = None
-        # A newer version that waits for a slot, and the workers that it is for.
-        self.overflow: SlotVersion | None = None
-        self._overflow_targets: set[int] = set()
-        self._overflow_slot: Slot | None = None
-        # Whether a task is copying the overflow version into a slot.
-        self.draining = False
-        # Worker -> the newest version that was for it.
-        self.addressed: dict[int, int] = {}
-        # The entries that each version is about.
-        self.changes = ChangeLog()
-        # Whether the sender is being closed.
-        self.stopped = False
+        self.writes_inline = self.device.type == "cpu" and self.pool.layout.nbytes <= INLINE_LIMIT
 
     async def reserve(self, count: int) -> None:
         """Allocate this many slots."""
