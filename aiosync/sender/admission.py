@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from aiosync._deadline import Deadline
@@ -40,27 +42,16 @@ class Refusal(NamedTuple):
     retry: bool = False
 
 
+@dataclass(eq=False)
 class Admission:
-    """Authenticates each new connection and hands it to the registry.
+    """Authenticates each new connection and hands it to the registry."""
 
-    Args:
-        token: the secret that workers must know.
-        listener: says how long a handshake may take.
-        admit: admits a worker, or returns why not.
-    """
-
-    def __init__(
-        self,
-        token: bytes,
-        listener: Listener,
-        admit: Callable[[Hello, Transport, SenderSession], Refusal | None],
-    ) -> None:
-        # The reasons of the last refusals.
-        self.refused: list[str] = []
-        self._token = token
-        self._listener = listener
-        self._admit = admit
-        self._log = LogLimit(logger)
+    _token: bytes  # the secret that workers must know
+    _listener: Listener  # says how long a handshake may take
+    _admit: Callable[[Hello, Transport, SenderSession], Refusal | None]  # admits a worker, or returns why not
+    # The reasons of the last refusals.
+    refused: list[str] = field(default_factory=list, init=False)
+    _log: LogLimit = field(default_factory=partial(LogLimit, logger), init=False)
 
     async def greet(self, transport: Transport) -> None:
         """Authenticate a connection. It ends as an admitted worker's, or is closed."""
@@ -103,6 +94,7 @@ class Admission:
         self._log.flush()
 
 
+@dataclass(eq=False)
 class Tickets:
     """The secrets of the workers that are connected, or whose connection broke a moment ago.
 
@@ -110,12 +102,11 @@ class Tickets:
     index of such a worker.
     """
 
-    def __init__(self) -> None:
-        # Of each index the tickets that its worker may have: the one that it showed last, and the one
-        # that was issued since. The connection may break before the worker has read its Welcome.
-        self._tickets: dict[int, list[bytes]] = {}
-        # Worker whose connection broke -> until when its index is reserved, in monotonic seconds.
-        self._until: dict[int, float] = {}
+    # Of each index the tickets that its worker may have: the one that it showed last, and the one
+    # that was issued since. The connection may break before the worker has read its Welcome.
+    _tickets: dict[int, list[bytes]] = field(default_factory=dict)
+    # Worker whose connection broke -> until when its index is reserved, in monotonic seconds.
+    _until: dict[int, float] = field(default_factory=dict)
 
     def issue(self, worker: int) -> bytes:
         """A new ticket for the worker that has this index from now on."""
@@ -150,17 +141,17 @@ class Tickets:
         return set(self._tickets)
 
 
+@dataclass(eq=False)
 class WorkerIndices:
-    """The indices that a sender gives out; ``elastic``: a worker may have any index."""
+    """The indices that a sender gives out."""
 
-    def __init__(self, *, elastic: bool) -> None:
-        # The groups that workers are admitted to.
-        self.groups: Sequence[WorkerGroup] = ()
-        # Prove that an index is a worker's own.
-        self.tickets = Tickets()
-        self._elastic = elastic
-        # Workers that a caller is adding -> the group that each will be in.
-        self._expected: dict[int, WorkerGroup] = {}
+    _elastic: bool  # a worker may have any index
+    # The groups that workers are admitted to.
+    groups: Sequence[WorkerGroup] = ()
+    # Prove that an index is a worker's own.
+    tickets: Tickets = field(default_factory=Tickets)
+    # Workers that a caller is adding -> the group that each will be in.
+    _expected: dict[int, WorkerGroup] = field(default_factory=dict)
 
     def known(self) -> set[int]:
         """The indices that this sender gives out, also those of workers that were dropped."""

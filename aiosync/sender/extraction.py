@@ -6,6 +6,7 @@ Both are cached while the same module is sent and has not changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -32,21 +33,15 @@ def is_per_worker(weights: Any) -> bool:
     return type(weights) is dict and bool(weights) and all(isinstance(key, int) for key in weights)
 
 
+@dataclass(eq=False)
 class WeightSource:
-    """Finds the weights that a call of ``send`` is to send.
+    """Finds the weights that a call of ``send`` is to send."""
 
-    Args:
-        plan: the workers, and the weights to send by default.
-        resolve: takes the argument of a call (weights, a dotted path, or None) and returns the weights.
-        strategy: returns the scheme's strategy, which the user may set at any time.
-    """
-
-    def __init__(
-        self, plan: SenderPlan, resolve: Callable[[Any], Any], strategy: Callable[[], WeightStrategy]
-    ) -> None:
-        self.plan = plan
-        self._resolve = resolve
-        self._strategy = strategy
+    plan: SenderPlan  # the workers, and the weights to send by default
+    # Takes the argument of a call (weights, a dotted path, or None) and returns the weights.
+    _resolve: Callable[[Any], Any]
+    # Returns the scheme's strategy, which the user may set at any time.
+    _strategy: Callable[[], WeightStrategy]
 
     async def extract(self, weights: Any, targets: set[int]) -> Sources:
         """The weights as named tensors, for each group that a target is in; without targets, for all groups.

@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -69,6 +70,7 @@ class WorkerRecords(dict[int, WorkerRecord]):
         return {worker: error for worker, error in found.items() if error is not None}
 
 
+@dataclass(eq=False)
 class LostWorkers:
     """Keeps the leases of processes that lost their connection but run on.
 
@@ -76,10 +78,9 @@ class LostWorkers:
     connects again, or when the worker confirms that it has released the slots.
     """
 
-    def __init__(self) -> None:
-        # By worker and process, because a worker's index may go to another process.
-        self._watches: dict[tuple[int, int], ProcessWatch] = {}
-        self._leases: dict[tuple[int, int], list[Lease]] = {}
+    # By worker and process, because a worker's index may go to another process.
+    _watches: dict[tuple[int, int], ProcessWatch] = field(default_factory=dict)
+    _leases: dict[tuple[int, int], list[Lease]] = field(default_factory=dict)
 
     def keep(self, worker: int, pid: int, leases: list[Lease]) -> list[Lease]:
         """Keep leases until the process has ended.
@@ -123,15 +124,12 @@ class LostWorkers:
         self._leases.clear()
 
 
+@dataclass(eq=False)
 class DroppedConnection:
-    """The sink of a dropped worker's connection, which waits for the worker's Bye or for the end.
+    """The sink of a dropped worker's connection, which waits for the worker's Bye or for the end."""
 
-    Args:
-        on_end: called once; with True if the worker's Bye confirms that it reads no slot any more.
-    """
-
-    def __init__(self, on_end: Callable[[bool], None]) -> None:
-        self._on_end: Callable[[bool], None] | None = on_end
+    # Called once; with True if the worker's Bye confirms that it reads no slot any more.
+    _on_end: Callable[[bool], None] | None
 
     def frame_received(self, frame: Frame) -> None:
         """Handle the worker's Bye; ignore all other frames."""
@@ -148,18 +146,14 @@ class DroppedConnection:
             on_end(released)
 
 
+@dataclass(eq=False)
 class AwayWorkers:
-    """Workers of a relay that were disconnected without a goodbye, and may still act on an older version.
+    """Workers of a relay that were disconnected without a goodbye, and may still act on an older version."""
 
-    Args:
-        patience: seconds after which a worker that has not come back has given up its relay.
-    """
-
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
-        # Worker -> when its connection broke, in monotonic seconds.
-        self._since: dict[int, float] = {}
-        self._returned = asyncio.Event()
+    _patience: float  # seconds after which a worker that has not come back has given up its relay
+    # Worker -> when its connection broke, in monotonic seconds.
+    _since: dict[int, float] = field(default_factory=dict, init=False)
+    _returned: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def add(self, worker: int) -> None:
         self._since[worker] = time.monotonic()

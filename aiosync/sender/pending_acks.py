@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiosync._deadline import Deadline, DeadlineTimer
@@ -28,14 +29,7 @@ if TYPE_CHECKING:
 
 
 class PendingAcks:
-    """Waits for the answers of some workers.
-
-    Args:
-        version: the version that the workers have to reach.
-        workers: their indices.
-        phase: the phase that an error names for a worker that has not answered and has not staged.
-        versions: the version that a worker has to reach, where that differs.
-    """
+    """Waits until some workers have answered for the version that they have to reach."""
 
     def __init__(
         self,
@@ -46,13 +40,15 @@ class PendingAcks:
         versions: Mapping[int, int] | None = None,
     ) -> None:
         self.version = version
+        # The phase that an error names for a worker that has not answered and has not staged.
         self.phase: Phase = phase
+        # Worker -> the version that it has to reach, where that is another one.
+        self._versions = versions or {}
         # Worker -> its answer; and the workers that have not answered.
         self.reports: dict[int, WorkerReport] = {}
         self.pending = set(workers)
         # Whether a worker has answered anything but that it has the version.
         self.troubled = False
-        self._versions = versions or {}
         self._refused = 0
         self._waiter: asyncio.Future[None] | None = None
 
@@ -104,15 +100,15 @@ class PendingAcks:
         return not self.pending
 
 
+@dataclass(eq=False)
 class AwaitedAcks:
     """The answers that calls wait for at the moment, one :class:`PendingAcks` for each call."""
 
-    def __init__(self, model_id: str | None, events: EventSource) -> None:
-        self.tracked: list[PendingAcks] = []
-        # Set when a worker has answered for its first version.
-        self.joined = asyncio.Event()
-        self._model_id = model_id
-        self._events = events
+    _model_id: str | None
+    _events: EventSource
+    tracked: list[PendingAcks] = field(default_factory=list, init=False)
+    # Set when a worker has answered for its first version.
+    joined: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def track(self, acks: PendingAcks) -> None:
         """Settle ``acks`` with the workers' answers until :meth:`untrack`."""
@@ -167,16 +163,14 @@ class AwaitedAcks:
                 acks.settle(WorkerReport(worker, "lost", version_of(worker), error=error))
 
 
+@dataclass(eq=False)
 class AckWaiter:
     """Waits for the workers' answers, and makes the report or the one error of a call."""
 
-    def __init__(
-        self, registry: WorkerRegistry, options: SchemeOptions, model_id: str | None, events: EventSource
-    ) -> None:
-        self._registry = registry
-        self._options = options
-        self._model_id = model_id
-        self._events = events
+    _registry: WorkerRegistry
+    _options: SchemeOptions
+    _model_id: str | None
+    _events: EventSource
 
     # -- waits ------------------------------------------------------------------------------------
 

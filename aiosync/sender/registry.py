@@ -61,7 +61,7 @@ class WorkerRegistry:
         # The answers that calls wait for.
         self.awaited = AwaitedAcks(self._model_id, self._events)
         self.admission = Admission(token, self._listener, self._admit)
-        self.indices = WorkerIndices(elastic=self.elastic)
+        self.indices = WorkerIndices(self.elastic)
         # The ids of the senders that an update passes before it gets to a worker, this one last.
         self.via: Sequence[str] = (self._instance,)
 

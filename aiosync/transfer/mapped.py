@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
@@ -74,21 +75,14 @@ class LentViews:
         return self._tensors
 
 
+@dataclass(eq=False)
 class MappedTransfer(Transfer):
-    """Workers map the sender's slots.
+    """Workers map the sender's slots."""
 
-    Args:
-        access: whether a worker's model views a slot, or copies it.
-        allocate: takes a number of bytes and a device, and makes a segment that workers can map.
-    """
-
-    def __init__(
-        self,
-        access: MemoryAccess = MemoryAccess.VIEWED,
-        allocate: Callable[[int, torch.device], Segment] = Segment.shared,
-    ) -> None:
-        self._access = access
-        self._allocate_segment = allocate
+    # Whether a worker's model views a slot, or copies it.
+    _access: MemoryAccess = MemoryAccess.VIEWED
+    # Takes a number of bytes and a device, and makes a segment that workers can map.
+    _allocate_segment: Callable[[int, torch.device], Segment] = Segment.shared
 
     def allocate(self, nbytes: int, device: torch.device) -> Segment:
         return self._allocate_segment(nbytes, device)
@@ -115,26 +109,21 @@ class PrivatelyMappedTransfer(Transfer):
 
     def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
         if self._is_private(source):
-            return MappedInbound(layout, MemoryAccess.VIEWED, private=True)
+            return MappedInbound(layout, MemoryAccess.VIEWED, True)
         return MappedInbound(layout, MemoryAccess.READ_ONCE)
 
 
+@dataclass(eq=False)
 class MappedOutbound(OutboundTransfer):
-    """The sender's side. Each update names the slots that were added or removed since the last one.
+    """The sender's side. Each update names the slots that were added or removed since the last one."""
 
-    Args:
-        group: the worker's group.
-        access: see :class:`OutboundTransfer`.
-    """
+    _group: WorkerGroup
+    access: MemoryAccess
+    # The indices of the slots that the worker knows, and the pool's revision that they are of.
+    _announced: list[int] = field(default_factory=list, init=False)
+    _revision: int = field(default=-1, init=False)
 
     carries = False
-
-    def __init__(self, group: WorkerGroup, access: MemoryAccess) -> None:
-        self.access = access
-        self._group = group
-        # The indices of the slots that the worker knows, and the pool's revision that they are of.
-        self._announced: list[int] = []
-        self._revision = -1
 
     def can_start(self, published: SlotVersion) -> bool:
         """Whether the version is whole."""
@@ -151,28 +140,24 @@ class MappedOutbound(OutboundTransfer):
         return encode_payload(MappedPayload(published.slot.index, new, gone))
 
 
+@dataclass(eq=False)
 class MappedInbound(InboundTransfer):
-    """The worker's side: maps a slot when an update first names it.
+    """The worker's side: maps a slot when an update first names it."""
 
-    Args:
-        layout: what a slot holds.
-        access: see :class:`InboundTransfer`.
-        private: map copy-on-write, so that what this process writes stays its own.
-    """
+    _layout: Layout
+    access: MemoryAccess
+    _private: bool = False  # map copy-on-write: what this process writes stays its own
+    # Slot -> its mapping and the tensors in it.
+    _attached: dict[int, tuple[Segment, LentViews]] = field(default_factory=dict, init=False)
+    # Slot -> its handle, until it is mapped.
+    _announced: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)
+    # The update that arrived last, and where it lies.
+    _expected: tuple[Update, MappedPayload] | None = field(default=None, init=False)
+    _found: Segment | None = field(default=None, init=False)
+    _current: Segment | None = field(default=None, init=False)
 
-    def __init__(self, layout: Layout, access: MemoryAccess, *, private: bool = False) -> None:
-        self.access = access
-        self._private = private
-        self._layout = layout
-        # Slot -> its mapping and the tensors in it.
-        self._attached: dict[int, tuple[Segment, LentViews]] = {}
-        # Slot -> its handle, until it is mapped.
-        self._announced: dict[int, dict[str, Any]] = {}
-        # The update that arrived last, and where it lies.
-        self._expected: tuple[Update, MappedPayload] | None = None
-        self._found: Segment | None = None
-        self._current: Segment | None = None
-        if private:
+    def __post_init__(self) -> None:
+        if self._private:
             self.written = self._written
 
     def attach(self, transport: Transport) -> None:
