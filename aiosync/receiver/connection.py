@@ -94,8 +94,8 @@ class SenderConnection:
         self._watch = ProcessWatch(pid, on_sender_end)
         transport.start(sink)
 
-    def tell_breach(self, breach: ProtocolError) -> None:
-        """Send a Bye: the sender broke the protocol."""
+    def close_on_breach(self, breach: ProtocolError) -> None:
+        """End the connection with a Bye: the sender broke the protocol."""
         self.session.close(str(breach), dropped=True)
         self.flush()
 
@@ -276,5 +276,5 @@ class Connector:
             if before >= 0:
                 self.reporter.followed(before, welcome.version)
         await applier.prepare(connection.transport)
-        self.handler.tell_state()
+        self.handler.refresh_fetch()
         self.start()

@@ -176,7 +176,7 @@ class WeightReceiver(Endpoint):
         try:
             events = session.receive(frame)
         except ProtocolError as exc:
-            self._connection.tell_breach(exc)
+            self._connection.close_on_breach(exc)
             raise
         for event in events:
             match event:
@@ -189,7 +189,7 @@ class WeightReceiver(Endpoint):
                 case Bye(reason=reason):
                     self._sender_closed(reason or "the sender has closed")
                 case Cut():
-                    self._handler.tell_state()
+                    self._handler.refresh_fetch()
                 case Abort(joint=joint):
                     give_up(joint, self._connection.worker, "the sender called it off")
         if session.outgoing:

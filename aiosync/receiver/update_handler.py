@@ -111,7 +111,7 @@ class UpdateHandler:
         else:
             self.pending = None
             self._give_up_joint(pending, f"the part of {self.reporter.model_id!r} failed: {error}")
-            self.tell_state()
+            self.refresh_fetch()
             self.connection.session.refused(nack_of(pending.update.version, error))
             self.failed(error)
             return error
@@ -123,7 +123,7 @@ class UpdateHandler:
         if pending is not None and pending.staged is None:
             self.applier.forget()
         if not self.closed:
-            self.tell_state()
+            self.refresh_fetch()
             session = self.connection.session
             if whole:
                 session.have = -1
@@ -132,8 +132,8 @@ class UpdateHandler:
             session.skip()
             self.connection.flush()
 
-    def tell_state(self) -> None:
-        """Say in the next Fetch which version this process has, and what it can read."""
+    def refresh_fetch(self) -> None:
+        """Set the fields of the next Fetch: which version this process has, and what it can read."""
         session, inbound = self.connection.session, self.applier.inbound
         session.have, session.maps = self.applier.have, inbound is not None and inbound.can_read_sender
 
@@ -150,7 +150,7 @@ class UpdateHandler:
         self.pending = None
         applier, connection, stats = self.applier, self.connection, self.stats
         if applier.inbound is None or not applier.inbound.access.lent:
-            self.tell_state()
+            self.refresh_fetch()
         wanting = self.looping and applier.may_fetch
         connection.session.applied(applier.version, pending.seconds, wanting=wanting)
         connection.transport.flush(connection.session)
