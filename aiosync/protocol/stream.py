@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from aiosync.errors import ProtocolError
-from aiosync.protocol import allowed_frames, framing
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 
 BLOCK = 1 << 20
 """Bytes of decoded weights in one block."""
@@ -63,28 +63,22 @@ class StreamDecoder:
     The caller receives bytes into :meth:`buffers`, then calls :meth:`received`. An Update is returned when
     its body is complete, and a Cut when the body is cancelled. Frames between the chunks are returned after
     it. After an error the decoder is unusable.
-
     """
 
-    def __init__(self, inbound: allowed_frames.Inbound = allowed_frames.GREETING) -> None:
+    def __init__(self, inbound: f.Inbound = f.GREETING) -> None:
         self.inbound = inbound
-        # Total size in bytes of the frames decoded so far.
-        self.framed = 0
-        # Receives the bodies; None: no update may come.
-        self.sink: BodySink | None = None
-        # Whether updates have no bodies.
-        self.bare = False
-        self._scratch = bytearray(framing.HEADER_SIZE + allowed_frames.MAX_GREETING)
+        self.framed = 0  # total size in bytes of the frames decoded so far
+        self.sink: BodySink | None = None  # receives the bodies; None: no update may come
+        self.bare = False  # whether updates have no bodies
+        self._scratch = bytearray(framing.HEADER_SIZE + f.MAX_GREETING)
         # The received bytes in ``_scratch`` that have not been decoded.
         self._start = self._end = 0
         # The memory for the raw bytes of ``_chunk``, and how many have arrived.
         self._target: memoryview | None = None
         self._filled = 0
         self._chunk: f.Chunk | None = None
-        # The update whose body is being received.
-        self._update: f.Update | None = None
-        # Frames that came between its chunks.
-        self._behind: list[f.Frame] = []
+        self._update: f.Update | None = None  # the update whose body is being received
+        self._behind: list[f.Frame] = []  # frames that came between its chunks
 
     @property
     def missing(self) -> int:
@@ -222,9 +216,7 @@ class StreamDecoder:
         It grows with the bytes that have arrived. A peer that only announces a long frame takes no memory.
         """
         have = self._end - self._start
-        wanted = max(
-            2 * have, _SCRATCH if self.inbound is not allowed_frames.GREETING else len(self._scratch)
-        )
+        wanted = max(2 * have, _SCRATCH if self.inbound is not f.GREETING else len(self._scratch))
         if self._end < len(self._scratch) and len(self._scratch) <= wanted:
             return
         scratch = bytearray(wanted)
