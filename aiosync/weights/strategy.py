@@ -52,7 +52,7 @@ class WeightStrategy:
             A TensorDict of batch size ``[]``, or a flat dict, according to ``extract_as``.
 
         Raises:
-            As :func:`~aiosync.weights.named_tensors`.
+            As :func:`~aiosync.weights.flatten.named_tensors`.
         """
         if self.extract_as == "tensordict":
             return to_tensordict(source)
@@ -119,13 +119,13 @@ def get_strategy(name: str | WeightStrategy) -> WeightStrategy:
 
 def to_state_dict(weights: WeightSource) -> dict[str, Tensor]:
     """Return weights in any form as a flat dict with dotted keys. The tensors are detached and share
-    memory. Raises as :func:`~aiosync.weights.named_tensors`."""
+    memory. Raises as :func:`~aiosync.weights.flatten.named_tensors`."""
     return named_tensors(weights)
 
 
 def to_tensordict(weights: WeightSource) -> TensorDictBase:
     """Return weights in any form as a nested TensorDict of batch size ``[]``, detached and sharing memory.
-    Raises as :func:`~aiosync.weights.named_tensors` and :func:`nested_tensordict`."""
+    Raises as :func:`~aiosync.weights.flatten.named_tensors` and :func:`nested_tensordict`."""
     return nested_tensordict(named_tensors(weights))
 
 

@@ -51,9 +51,9 @@ class Slot:
 def receiver_tensors(destination: WeightTarget) -> dict[str, Tensor]:
     """Return the tensors of a receiving model by name. They may be on ``meta``.
 
-    Unlike :func:`~aiosync.weights.named_tensors` this returns the parameters and buffers themselves, includes
+    Unlike :func:`~aiosync.weights.flatten.named_tensors` this returns the parameters and buffers themselves, includes
     non-persistent buffers, and excludes a module's extra state, which
-    :func:`~aiosync.weights.applying_extra_state` sets.
+    :func:`~aiosync.weights.extra_state.applying_extra_state` sets.
 
     Raises:
         UnsupportedTensorError: a tensor is sparse, quantised, nested, wrapped or uninitialised.

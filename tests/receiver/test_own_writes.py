@@ -1,4 +1,4 @@
-"""Where a worker may write into its parameters, nobody else sees it, and the next update is whole."""
+"""Where a worker may write into its parameters, no other process sees it, and the next update is whole."""
 
 from __future__ import annotations
 

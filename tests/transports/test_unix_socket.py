@@ -111,7 +111,7 @@ async def test_what_a_peer_said_last_is_heard_though_it_reads_no_more() -> None:
     await asyncio.wait_for(sink.ended.wait(), 10)
     assert sink.frames == [Abort(joint="last")]
     assert sink.reason is not None and "its connection closed" in sink.reason
-    transport.write(Abort(joint="nobody"))
+    transport.write(Abort(joint="unknown"))
     await transport.aclose()
     listener.close()
 

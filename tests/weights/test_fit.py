@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from aiosync.errors import LayoutMismatchError
-from aiosync.weights import Layout
 from aiosync.weights.index import fit, module_tensors
+from aiosync.weights.layout import Layout
 
 
 def test_what_fitted_once_is_found_again() -> None:

@@ -9,14 +9,9 @@ from tensordict import TensorDict, TensorDictBase, TensorDictParams
 from torch import Tensor, nn
 
 from aiosync.errors import InvalidArgumentError, LayoutMismatchError
-from aiosync.weights import (
-    WeightStrategy,
-    get_strategy,
-    named_tensors,
-    receiver_tensors,
-    to_state_dict,
-    to_tensordict,
-)
+from aiosync.weights.flatten import named_tensors
+from aiosync.weights.strategy import WeightStrategy, get_strategy, to_state_dict, to_tensordict
+from aiosync.weights.target import receiver_tensors
 from tests.weights.models import (
     APPLY,
     DTYPES,
