@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from aiosync.errors import InvalidArgumentError, UnsupportedTensorError
 from aiosync.weights.flatten import named_tensors, optional_names
 from aiosync.weights.layout import Layout
-from aiosync.weights.strategy import WeightStrategy, get_strategy, to_state_dict, to_tensordict
+from aiosync.weights.strategy import WeightStrategy, get_strategy, to_tensordict
 from aiosync.weights.target import receiver_tensors
 from tests.weights.models import (
     APPLY,
@@ -35,9 +35,9 @@ def test_names_are_the_same_in_every_form() -> None:
         model.state_dict(),
         dict(model.state_dict()),
         to_tensordict(model),
-        to_state_dict(model),
-        to_tensordict(to_state_dict(model)),
-        to_state_dict(to_tensordict(model)),
+        named_tensors(model),
+        to_tensordict(named_tensors(model)),
+        named_tensors(to_tensordict(model)),
         to_tensordict(model).to_dict(),
         TensorDictParams(to_tensordict(mlp())),
     ]
