@@ -197,4 +197,4 @@ def _tensor_of(storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: tor
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     # An empty part of a storage has the address of the next tensor: torch.save would save that one's bytes.
     part = storage if storage.nbytes() else empty.untyped_storage()
-    return empty.set_(part, 0, shape)
+    return empty.set_(part, 0, shape, ())  # no strides: contiguous
