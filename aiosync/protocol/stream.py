@@ -50,8 +50,7 @@ class BodySink(Protocol):
         """Called when the chunk's raw bytes are in that memory."""
 
     def finish(self, end: f.End) -> None:
-        """Called when the body is complete. An error in its bytes is raised later, when the update is
-        staged."""
+        """Called when the body is complete. Staging the update raises an error in its bytes later."""
 
     def abandon(self) -> None:
         """Called when the body is cancelled, or the connection has ended."""
@@ -155,8 +154,7 @@ class StreamDecoder:
         return True
 
     def _fill(self) -> bool:
-        """Move a chunk's bytes from the decoder's buffer to their memory; returns whether the chunk is
-        complete."""
+        """Move a chunk's bytes from the decoder's buffer; returns whether the chunk is complete."""
         target, chunk, sink = self._target, self._chunk, self.sink
         assert target is not None and chunk is not None and sink is not None
         step = min(len(target) - self._filled, self._end - self._start)

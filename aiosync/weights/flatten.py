@@ -86,8 +86,7 @@ def named_tensors(source: WeightSource, *, strategy: WeightStrategy | None = Non
 
 
 class _Named:
-    """Collects named tensors. A tensor that is added twice is detached once, so that both names share one
-    object."""
+    """Collects named tensors. Two names of one tensor share one detached object."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}

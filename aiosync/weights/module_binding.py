@@ -298,8 +298,7 @@ class ModuleBinding(Binding):
         return _Views(new, addresses, sent | moving)
 
     def _fitting(self, name: str, target: Tensor, staged: Staged) -> Tensor:
-        """Return the new value in ``target``'s dtype and on its device. Staging converts for the model of
-        that time."""
+        """Return the new value in ``target``'s dtype and on its device, which may differ since staging."""
         view = staged.views[name]
         self._check_conversion(name, target, view)
         apart = view.dtype is not target.dtype or view.device != target.device

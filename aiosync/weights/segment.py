@@ -301,8 +301,7 @@ def _import_cuda(parts: list[Any], nbytes: int) -> Tensor:
 
 
 def _huge(nbytes: int) -> Tensor:
-    """Allocate private memory, in huge pages if the system has free ones: with small pages, copies spend much
-    of their time on page lookups."""
+    """Allocate private memory, if possible in huge pages: fewer page lookups make copies faster."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if "MADV_HUGEPAGE" in dir(mmap):
         with suppress(OSError):  # a kernel without huge pages

@@ -105,8 +105,7 @@ class WeightStrategy:
         _check(values, slots, optional_names(module), strict=strict)
         extra = nullcontext() if module is None else applying_extra_state(module, values, merge=not strict)
         with extra:
-            pairs = [(slots[name], value) for name, value in values.items() if name in slots]
-            write(pairs, inplace=inplace)
+            write([(slots[name], value) for name, value in values.items() if name in slots], inplace=inplace)
 
 
 def get_strategy(name: str | WeightStrategy) -> WeightStrategy:
@@ -116,7 +115,7 @@ def get_strategy(name: str | WeightStrategy) -> WeightStrategy:
 
 def to_tensordict(weights: WeightSource) -> TensorDictBase:
     """Return weights in any form as a nested TensorDict of batch size ``[]``, detached and sharing memory.
-    Raises as :func:`~aiosync.weights.flatten.named_tensors` and :func:`nested_tensordict`."""
+    Raises as :func:`.named_tensors` and :func:`nested_tensordict`."""
     return nested_tensordict(named_tensors(weights))
 
 
