@@ -60,7 +60,9 @@ from aiosync.transports.tcp.tls import TLSConfig
 from aiosync.transports.torch_distributed.transport import DistributedTransport
 from aiosync.transports.torch_rpc.transport import RPCTransport
 from aiosync.transports.unix_socket import SharedMemTransport
-from aiosync.weights import Layout, WeightStrategy, resolve_model
+from aiosync.weights.layout import Layout
+from aiosync.weights.resolve import resolve_model
+from aiosync.weights.strategy import WeightStrategy
 
 __version__ = "0.1.0"
 

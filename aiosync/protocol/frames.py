@@ -1,4 +1,6 @@
-"""Frames: the messages of the protocol. :mod:`aiosync.protocol.framing` encodes and decodes them.
+"""Frames: the messages of the protocol, and which of them a peer may send.
+
+:mod:`aiosync.protocol.framing` encodes and decodes them.
 
 One update, from the connection of a worker to its answer::
 
@@ -48,59 +50,38 @@ else:
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="hello"):
-    """The worker's first frame.
+    """The worker's first frame."""
 
-    Attributes:
-        protocol: the worker's :data:`PROTOCOL_VERSION`.
-        worker: the worker's index; -1: the sender chooses one.
-        pid: the worker's process id; 0: it has no meaning for the sender.
-        nonce: 16 random bytes.
-        model_id: the model that the worker wants; None: any.
-        codecs: encodings that the worker can decode besides ``raw``.
-        before: the index that the sender chose before, and should choose again if it is free; -1: none.
-        signature: of the layout that the worker has; empty: none.
-    """
-
-    protocol: int
-    worker: _Index
-    pid: _Index
-    nonce: bytes
-    model_id: str | None = None
-    codecs: Annotated[list[_Name], Meta(max_length=16)] = []
-    before: _Index = -1
-    signature: str = ""
+    protocol: int  # the worker's PROTOCOL_VERSION
+    worker: _Index  # the worker's index; -1: the sender chooses one
+    pid: _Index  # the worker's process id; 0: it has no meaning for the sender
+    nonce: bytes  # 16 random bytes
+    model_id: str | None = None  # the model that the worker wants; None: any
+    codecs: Annotated[list[_Name], Meta(max_length=16)] = []  # besides ``raw``, that the worker can decode
+    before: _Index = -1  # the index that the sender chose before, to choose again if it is free; -1: none
+    signature: str = ""  # of the layout that the worker has; empty: none
 
 
 class Challenge(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="challenge"):
-    """The sender's nonce, 16 random bytes. The sender proves nothing until the worker has proved the
-    token."""
+    """The sender's nonce, 16 random bytes. The sender proves nothing before the worker has."""
 
     nonce: bytes
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="proof"):
-    """The worker's proof that it knows the token.
+    """The worker's proof that it knows the token."""
 
-    Attributes:
-        proof: HMAC-SHA256 over both nonces, under the token.
-        claim: HMAC-SHA256 over both nonces, under the ticket of the worker's last Welcome; empty: it has
-            none. It proves that an index belongs to this worker, without sending the ticket.
-    """
-
-    proof: bytes
+    proof: bytes  # HMAC-SHA256 over both nonces, under the token
+    # HMAC-SHA256 over both nonces, under the ticket of the worker's last Welcome; empty: it has none. It
+    # proves that an index belongs to this worker, without sending the ticket.
     claim: bytes = b""
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="accepted"):
-    """The worker's proof is valid; the sender's own proof.
+    """The worker's proof is valid; the sender's own proof."""
 
-    Attributes:
-        proof: HMAC-SHA256 over both nonces, under the token.
-        pid: the sender's process id; 0: it has no meaning for the worker.
-    """
-
-    proof: bytes
-    pid: int
+    proof: bytes  # HMAC-SHA256 over both nonces, under the token
+    pid: int  # the sender's process id; 0: it has no meaning for the worker
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="join"):
@@ -108,11 +89,10 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="joi
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="refused"):
-    """The sender does not serve this worker, and closes the connection. ``retry``: the worker may try
-    again."""
+    """The sender does not serve this worker, and closes the connection."""
 
     reason: str
-    retry: bool = False
+    retry: bool = False  # whether the worker may try again
 
 
 class Joint(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="joint"):
@@ -123,50 +103,31 @@ class Joint(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="jo
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="update"):
-    """One version of the weights, and where its bytes are.
+    """One version of the weights, and where its bytes are."""
 
-    Attributes:
-        round: number of the publication. It is never used twice.
-        version: the version that users see.
-        payload: describes where the bytes are. Only the transfer reads it; sessions pass it through.
-        base: the version that ``names`` refers to; -1: none.
-        names: the entries that differ from ``base``; None: all entries may differ.
-        joint: the joint update that this update is a part of.
-    """
-
-    round: int
-    version: int
-    payload: dict[str, Any]
-    base: int = -1
-    names: list[str] | None = None
-    joint: Joint | None = None
+    round: int  # number of the publication, which is never used twice
+    version: int  # the version that users see
+    payload: dict[str, Any]  # where the bytes are. Only the transfer reads it; sessions pass it through.
+    base: int = -1  # the version that ``names`` refers to; -1: none
+    names: list[str] | None = None  # the entries that differ from ``base``; None: all entries may differ
+    joint: Joint | None = None  # the joint update that this update is a part of
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="welcome"):
-    """The sender serves this worker from now on.
+    """The sender serves this worker from now on."""
 
-    Attributes:
-        layout: the layout of all updates to come; None: the worker's own layout has the same ``signature``.
-        version: the sender's newest version.
-        worker: the worker's index.
-        instance: name of this sender object. Versions of another instance at the same address are not
-            comparable.
-        signature: of the layout.
-        device: the device of the sender's weights.
-        eager: whether the worker should send its next Fetch without waiting for a Notify.
-        ticket: a secret of 16 bytes. While another connection has the worker's index, only a worker that
-            proves to hold the ticket may replace that connection.
-        via: names of the senders that an update passes, the trainer first and this sender last.
-    """
-
+    # The layout of all updates to come; None: the worker's own layout has the same ``signature``.
     layout: dict[str, Any] | None
-    version: int
-    worker: int
-    instance: str
-    signature: str = ""
-    device: str = "cpu"
-    eager: bool = False
+    version: int  # the sender's newest version
+    worker: int  # the worker's index
+    instance: str  # name of this sender object. Versions of another instance are not comparable.
+    signature: str = ""  # of the layout
+    device: str = "cpu"  # of the sender's weights
+    eager: bool = False  # whether the worker should send its next Fetch without waiting for a Notify
+    # A secret of 16 bytes. While another connection has the worker's index, only a worker that proves to hold
+    # the ticket may replace that connection.
     ticket: bytes = b""
+    # Names of the senders that an update passes, the trainer first and this sender last.
     via: Annotated[list[_Name], Meta(max_length=64)] = []
 
 
@@ -177,41 +138,26 @@ class Notify(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="n
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="fetch"):
-    """The worker is ready for the newest update.
+    """The worker is ready for the newest update."""
 
-    Attributes:
-        have: a version whose bytes the worker still has, so that the differences from it suffice; -1: none.
-        maps: whether the worker can read the sender's memory, so that blocks need not be sent.
-    """
-
-    have: _Count = -1
-    maps: bool = False
+    have: _Count = -1  # a version that the worker still has, so that the differences suffice; -1: none
+    maps: bool = False  # whether the worker can read the sender's memory, so that blocks need not be sent
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="chunk"):
-    """One block of the update that is being sent. ``size`` raw bytes follow this frame.
+    """One block of the update that is being sent. ``size`` raw bytes follow this frame."""
 
-    Attributes:
-        block: the block's number.
-        size: number of raw bytes; 0 if the block is ``shared``.
-        checksum: XXH3-64 of the decoded block.
-        encoding: how the raw bytes encode the block. ``shared``: the worker reads the block in the sender's
-            memory.
-    """
-
-    block: int
-    size: int
-    checksum: int
-    encoding: str = "raw"
+    block: int  # the block's number
+    size: int  # number of raw bytes; 0 if the block is ``shared``
+    checksum: int  # XXH3-64 of the decoded block
+    encoding: str = "raw"  # of the raw bytes. ``shared``: the worker reads the block in the sender's memory.
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="end"):
-    """All chunks of the update have been sent.
+    """All chunks of the update have been sent."""
 
-    ``digest`` is the XXH3-128 of the checksums of all blocks in order, each an unsigned 64-bit big-endian
-    integer. It includes blocks that were not sent.
-    """
-
+    # The XXH3-128 of the checksums of all blocks in order, each an unsigned 64-bit big-endian integer. It
+    # includes blocks that were not sent.
     digest: bytes
 
 
@@ -220,43 +166,34 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="cut"
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="staged"):
-    """The worker has staged the update and waits to commit it. ``copied``: in its own memory."""
+    """The worker has staged the update and waits to commit it."""
 
     round: _Count
-    copied: bool
+    copied: bool  # whether the update is in the worker's own memory
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="ack"):
-    """The worker has committed the offered version.
-
-    ``seconds`` has the time of each phase as the worker measured it. ``fetch`` is the worker's next Fetch, if
-    the worker is ready for another update.
-    """
+    """The worker has committed the offered version."""
 
     round: _Count
     version: _Count
-    seconds: dict[_Measured, _Seconds]
-    fetch: Fetch | None = None
+    seconds: dict[_Measured, _Seconds]  # the time of each phase as the worker measured it
+    fetch: Fetch | None = None  # the worker's next Fetch, if the worker is ready for another update
 
 
 class Nack(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="nack"):
-    """The worker refused an update, or the layout of its Welcome, and kept its weights.
-
-    ``kind`` is ``layout``, ``apply`` or ``joint``; or ``below``, from a relay that has the update while some
-    of its workers do not. ``missing``, ``unexpected`` and ``differing`` list at most :data:`MAX_NAMES`
-    entries each. ``omitted`` is the number of entries that they leave out.
-    """
+    """The worker refused an update, or the layout of its Welcome, and kept its weights."""
 
     round: _Count
     version: _Count
-    kind: NackKind
+    kind: NackKind  # ``below``: of a relay that has the update while some of its workers do not
     error_type: str
     message: str
     traceback: str = ""
     missing: _Names = []
     unexpected: _Names = []
     differing: Annotated[dict[_Name, tuple[_Name, _Name]], Meta(max_length=MAX_NAMES)] = {}
-    omitted: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    omitted: Annotated[int, Meta(ge=0, lt=2**31)] = 0  # number of entries that these three leave out
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="abort"):
@@ -266,18 +203,13 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="ab
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="bye"):
-    """The last frame of a connection that is closed in order.
+    """The last frame of a connection that is closed in order."""
 
-    Attributes:
-        reason: why, for messages.
-        dropped: from a sender: the sender continues without this worker. From a worker: the worker still
-            reads memory of the sender.
-        replaced: another worker has this worker's index, so this worker must not reconnect.
-    """
-
-    reason: str = ""
+    reason: str = ""  # why, for messages
+    # From a sender: the sender continues without this worker. From a worker: the worker still reads memory of
+    # the sender.
     dropped: bool = False
-    replaced: bool = False
+    replaced: bool = False  # another worker has this worker's index, so this worker must not reconnect
 
 
 Greeting: TypeAlias = Hello | Challenge | Proof | Accepted | Join | Refused | Bye
@@ -287,3 +219,26 @@ FromWorker: TypeAlias = Fetch | Staged | Ack | Nack | Bye
 FromSender: TypeAlias = Refused | Welcome | Notify | Update | Chunk | End | Cut | Abort | Bye
 """The frames of an authenticated sender."""
 Frame: TypeAlias = Greeting | FromWorker | FromSender
+
+MAX_FRAME = 256 * 1024 * 1024
+"""Largest body in bytes from an authenticated sender: a layout of a million entries."""
+MAX_ANSWER = 512 * 1024
+"""Largest body in bytes from an authenticated worker: a Nack."""
+MAX_GREETING = 4096
+"""Largest body in bytes from a peer that has not authenticated."""
+
+
+class Inbound(msgspec.Struct, frozen=True):
+    """The frames that a peer may send, of at most ``limit`` bytes before and after decompression.
+
+    They depend on the peer's side and on whether the peer has authenticated. Other kinds are not decoded, so
+    that a few bytes never decode into much memory.
+    """
+
+    limit: int
+    decoder: msgspec.msgpack.Decoder[Any]
+
+
+GREETING = Inbound(MAX_GREETING, msgspec.msgpack.Decoder(Greeting))
+FROM_WORKER = Inbound(MAX_ANSWER, msgspec.msgpack.Decoder(FromWorker))
+FROM_SENDER = Inbound(MAX_FRAME, msgspec.msgpack.Decoder(FromSender))

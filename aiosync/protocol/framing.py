@@ -4,8 +4,6 @@ A frame is a 12-byte header and a body. The header is ``b"AS"``, the protocol's 
 the body is compressed (zlib) and else 0, the body's length and the body's CRC-32, both as unsigned 32-bit
 big-endian integers. The body is msgpack: one of the structs of :mod:`aiosync.protocol.frames`. Nothing is
 unpickled.
-
-:mod:`aiosync.protocol.allowed_frames` says which frames a peer may send, and how long they may be.
 """
 
 from __future__ import annotations
@@ -18,9 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from aiosync.errors import FrameError, ProtocolError
-from aiosync.protocol.allowed_frames import GREETING, Inbound
-from aiosync.protocol.frames import PROTOCOL_VERSION, Frame, Update
-from aiosync.protocol.text import clean
+from aiosync.protocol.frames import GREETING, PROTOCOL_VERSION, Frame, Inbound, Update
 
 _QUOTED = 300
 """Characters of a peer's text that an error quotes."""
@@ -41,6 +37,42 @@ B = TypeVar("B", bound=msgspec.Struct)
 
 _encoder = msgspec.msgpack.Encoder()
 _last_update: tuple[Update, bytes] | None = None
+
+
+# -- the text that a peer sends ----------------------------------------------------------------------
+
+
+def cut(text: str, limit: int, *, keep_end: bool = False) -> str:
+    """Return at most ``limit`` characters of ``text``, with a note of how many are omitted.
+
+    The note counts too, so ``limit`` is at least 40. ``keep_end``: keep the text's end, not its beginning.
+    """
+    if len(text) <= limit:
+        return text
+    note = f"[{len(text) - limit} more characters]"
+    kept = limit - len(note)
+    return f"{note}{text[-kept:]}" if keep_end else f"{text[:kept]}{note}"
+
+
+def clean(text: str, limit: int, *, lines: bool = False, keep_end: bool = False) -> str:
+    """Return ``text`` cut, and with control characters escaped, for a log or a terminal.
+
+    A newline could forge a line of a log, and an escape sequence could control the reader's terminal. They
+    are escaped as in a Python string literal.
+
+    ``limit`` counts characters before they are escaped. ``lines``: newlines and tabs stay, as in a traceback.
+    """
+    text = cut(text, limit, keep_end=keep_end)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or (lines and c in "\n\t") else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+# -- frames and bytes --------------------------------------------------------------------------------
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -129,11 +161,6 @@ class FrameDecoder:
     def __init__(self, inbound: Inbound = GREETING) -> None:
         self.inbound = inbound
         self._buffer = bytearray()
-
-    @property
-    def buffered(self) -> int:
-        """Bytes of an incomplete frame."""
-        return len(self._buffer)
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
         """Yield every frame that ``data`` completes.

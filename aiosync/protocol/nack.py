@@ -15,7 +15,7 @@ from aiosync.errors import (
     WorkerError,
 )
 from aiosync.protocol.frames import MAX_NAMES, MAX_TEXT, Nack, NackKind
-from aiosync.protocol.text import clean, cut
+from aiosync.protocol.framing import clean, cut
 
 _MESSAGE = 8 * 1024
 """Most characters of a message that are sent, or kept."""
@@ -26,31 +26,31 @@ _TRACEBACK = 32 * 1024
 
 def nack_of(version: int, error: Exception) -> Nack:
     """Return the Nack for ``error``, with texts cut to fit into a frame. The session sets the round."""
-    kind = type(error)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    own = type(error)
+    name = own.__qualname__ if own.__module__ == "builtins" else f"{own.__module__}.{own.__qualname__}"
+    kind: NackKind = "apply"
+    if isinstance(error, JointUpdateError):
+        kind = "joint"
+    elif isinstance(error, DownstreamError):
+        kind = "below"
     nack = Nack(
         round=-1,
         version=version,
-        kind=_kind_of(error),
+        kind=kind,
         error_type=cut(name, MAX_TEXT),
         message=cut(str(error), _MESSAGE),
         traceback=cut("".join(traceback.format_exception(error)), _TRACEBACK, keep_end=True),
     )
-    return _with_entries(nack, error) if isinstance(error, LayoutMismatchError) else nack
-
-
-def _with_entries(nack: Nack, error: LayoutMismatchError) -> Nack:
+    if not isinstance(error, LayoutMismatchError):
+        return nack
     missing, unexpected, differing = error.missing, error.unexpected, error.differing
-    listed = [
-        (_short(name), (_short(want), _short(got)))
-        for name, (want, got) in itertools.islice(differing.items(), MAX_NAMES)
-    ]
+    listed = itertools.islice(differing.items(), MAX_NAMES)
     return msgspec.structs.replace(
         nack,
         kind="layout",
         missing=[_short(name) for name in missing[:MAX_NAMES]],
         unexpected=[_short(name) for name in unexpected[:MAX_NAMES]],
-        differing=dict(listed),
+        differing={_short(name): (_short(want), _short(got)) for name, (want, got) in listed},
         omitted=sum(max(0, len(some) - MAX_NAMES) for some in (missing, unexpected, differing)),
     )
 
@@ -61,12 +61,6 @@ def _short(text: str) -> str:
 
 class DownstreamError(WorkerError):
     """A relay has an update that some of its own workers do not have."""
-
-
-def _kind_of(error: Exception) -> NackKind:
-    if isinstance(error, JointUpdateError):
-        return "joint"
-    return "below" if isinstance(error, DownstreamError) else "apply"
 
 
 def printable(nack: Nack) -> Nack:

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import msgspec
 
 from aiosync.errors import HandshakeError, ProtocolError, SenderFullError
-from aiosync.protocol import allowed_frames
 from aiosync.protocol import frames as f
+from aiosync.protocol.framing import clean
 from aiosync.protocol.session import NONCE_SIZE, REASON, Session, proof_of
-from aiosync.protocol.text import clean
 
 
 class ReceiverState(enum.Enum):
@@ -42,7 +41,7 @@ class ReceiverSession(Session):
 
     """
 
-    inbound = allowed_frames.FROM_SENDER
+    inbound = f.FROM_SENDER
 
     def __init__(
         self,

@@ -31,11 +31,10 @@ import os
 import msgspec
 
 from aiosync.errors import HandshakeError, ProtocolError
-from aiosync.protocol import allowed_frames
 from aiosync.protocol import frames as f
+from aiosync.protocol.framing import clean
 from aiosync.protocol.nack import printable
 from aiosync.protocol.session import NONCE_SIZE, REASON, Session, proof_of
-from aiosync.protocol.text import clean
 
 
 class SenderState(enum.Enum):
@@ -58,7 +57,7 @@ class SenderSession(Session):
     ``pid`` is this process's id, which the worker watches; 0: the worker is on another machine.
     """
 
-    inbound = allowed_frames.FROM_WORKER
+    inbound = f.FROM_WORKER
 
     def __init__(self, token: bytes, pid: int = 0) -> None:
         super().__init__()

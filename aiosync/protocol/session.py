@@ -12,7 +12,6 @@ import hmac
 from collections import deque
 from typing import ClassVar
 
-from aiosync.protocol import allowed_frames
 from aiosync.protocol import frames as f
 
 NONCE_SIZE = 16
@@ -37,7 +36,7 @@ def proof_of(key: bytes, role: bytes, mine: bytes, theirs: bytes) -> bytes:
 class Session:
     """The common part of both sessions."""
 
-    inbound: ClassVar[allowed_frames.Inbound]
+    inbound: ClassVar[f.Inbound]
     """The frames that the peer may send after its authentication."""
 
     def __init__(self) -> None:

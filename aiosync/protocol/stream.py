@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from aiosync.errors import ProtocolError
-from aiosync.protocol import allowed_frames, framing
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 
 BLOCK = 1 << 20
 """Bytes of decoded weights in one block."""
@@ -50,8 +50,7 @@ class BodySink(Protocol):
         """Called when the chunk's raw bytes are in that memory."""
 
     def finish(self, end: f.End) -> None:
-        """Called when the body is complete. An error in its bytes is raised later, when the update is
-        staged."""
+        """Called when the body is complete. Staging the update raises an error in its bytes later."""
 
     def abandon(self) -> None:
         """Called when the body is cancelled, or the connection has ended."""
@@ -63,28 +62,22 @@ class StreamDecoder:
     The caller receives bytes into :meth:`buffers`, then calls :meth:`received`. An Update is returned when
     its body is complete, and a Cut when the body is cancelled. Frames between the chunks are returned after
     it. After an error the decoder is unusable.
-
     """
 
-    def __init__(self, inbound: allowed_frames.Inbound = allowed_frames.GREETING) -> None:
+    def __init__(self, inbound: f.Inbound = f.GREETING) -> None:
         self.inbound = inbound
-        # Total size in bytes of the frames decoded so far.
-        self.framed = 0
-        # Receives the bodies; None: no update may come.
-        self.sink: BodySink | None = None
-        # Whether updates have no bodies.
-        self.bare = False
-        self._scratch = bytearray(framing.HEADER_SIZE + allowed_frames.MAX_GREETING)
+        self.framed = 0  # total size in bytes of the frames decoded so far
+        self.sink: BodySink | None = None  # receives the bodies; None: no update may come
+        self.bare = False  # whether updates have no bodies
+        self._scratch = bytearray(framing.HEADER_SIZE + f.MAX_GREETING)
         # The received bytes in ``_scratch`` that have not been decoded.
         self._start = self._end = 0
         # The memory for the raw bytes of ``_chunk``, and how many have arrived.
         self._target: memoryview | None = None
         self._filled = 0
         self._chunk: f.Chunk | None = None
-        # The update whose body is being received.
-        self._update: f.Update | None = None
-        # Frames that came between its chunks.
-        self._behind: list[f.Frame] = []
+        self._update: f.Update | None = None  # the update whose body is being received
+        self._behind: list[f.Frame] = []  # frames that came between its chunks
 
     @property
     def missing(self) -> int:
@@ -161,8 +154,7 @@ class StreamDecoder:
         return True
 
     def _fill(self) -> bool:
-        """Move a chunk's bytes from the decoder's buffer to their memory; returns whether the chunk is
-        complete."""
+        """Move a chunk's bytes from the decoder's buffer; returns whether the chunk is complete."""
         target, chunk, sink = self._target, self._chunk, self.sink
         assert target is not None and chunk is not None and sink is not None
         step = min(len(target) - self._filled, self._end - self._start)
@@ -222,9 +214,7 @@ class StreamDecoder:
         It grows with the bytes that have arrived. A peer that only announces a long frame takes no memory.
         """
         have = self._end - self._start
-        wanted = max(
-            2 * have, _SCRATCH if self.inbound is not allowed_frames.GREETING else len(self._scratch)
-        )
+        wanted = max(2 * have, _SCRATCH if self.inbound is not f.GREETING else len(self._scratch))
         if self._end < len(self._scratch) and len(self._scratch) <= wanted:
             return
         scratch = bytearray(wanted)

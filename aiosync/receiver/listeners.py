@@ -13,14 +13,15 @@ from aiosync.events import EventKind, EventSource, logger
 from aiosync.receiver.connection import SenderConnection
 from aiosync.receiver.updates import Applier
 from aiosync.weights.binding import over_same_memory
-from aiosync.weights.strategy import WeightStrategy, to_state_dict, to_tensordict
+from aiosync.weights.flatten import named_tensors
+from aiosync.weights.strategy import WeightStrategy, to_tensordict
 
 
 def in_format(strategy: WeightStrategy, views: Mapping[str, Tensor]) -> Any:
     """The weights in the form that ``strategy`` extracts: a TensorDict or a flat dict. The tensors are new
     ones over the same memory, so that the caller may re-point or reshape them in place."""
     new = over_same_memory(views)
-    return to_tensordict(new) if strategy.extract_as == "tensordict" else to_state_dict(new)
+    return to_tensordict(new) if strategy.extract_as == "tensordict" else named_tensors(new)
 
 
 class UpdateListener:

@@ -13,8 +13,8 @@ from aiosync._deadline import Deadline
 from aiosync.errors import AiosyncError, InvalidArgumentError, SyncTimeoutError, WorkerLostError
 from aiosync.events import logger
 from aiosync.protocol.frames import Hello, Welcome
+from aiosync.protocol.framing import clean
 from aiosync.protocol.sender_session import SenderSession
-from aiosync.protocol.text import clean
 from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.log_limit import LogLimit

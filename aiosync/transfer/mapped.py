@@ -20,8 +20,7 @@ from aiosync.transfer.slots import SlotVersion
 from aiosync.transports.base import Transport
 from aiosync.weights.arena import LentTensors
 from aiosync.weights.layout import Layout
-from aiosync.weights.private_mapping import AVAILABLE
-from aiosync.weights.segment import Segment
+from aiosync.weights.segment import CAN_ATTACH_PRIVATELY, Segment
 
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
@@ -101,7 +100,7 @@ class PrivatelyMappedTransfer(Transfer):
     """
 
     def _is_private(self, device: torch.device) -> bool:
-        return AVAILABLE and device.type == "cpu"
+        return CAN_ATTACH_PRIVATELY and device.type == "cpu"
 
     def outbound(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
         private = self._is_private(group.device)

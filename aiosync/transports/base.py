@@ -10,8 +10,7 @@ from typing import ClassVar, NoReturn, Protocol, TypeAlias
 
 from aiosync._deadline import Deadline
 from aiosync.errors import AlreadyConnectedError, FrameError, ProtocolError, WorkerLostError
-from aiosync.protocol.allowed_frames import Inbound
-from aiosync.protocol.frames import Accepted, Bye, Frame, Hello, Welcome
+from aiosync.protocol.frames import Accepted, Bye, Frame, Hello, Inbound, Welcome
 from aiosync.protocol.framing import FrameDecoder, encode
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.sender_session import SenderSession

@@ -29,34 +29,26 @@ class StaleConversion(Exception):
 
 
 class Staged(msgspec.Struct, eq=False):
-    """An update's tensors, ready to be committed.
+    """An update's tensors, ready to be committed."""
 
-    Attributes:
-        views: every name of the layout -> its new value.
-        own: names whose values are in memory of this process alone, which a worker may write.
-        lasting: names whose values are in memory that does not change while the model views it. All other
-            values are in memory that the sender will write again.
-        generation: the binding's generation when the update was staged. If it has changed since, values may
-            have another dtype or device than the model's tensors.
-        written: returns which of the given names this process has written in the memory of the current
-            version. None: the parameters are read-only by contract.
-        leaving: names that get their own memory, unless the update contains them.
-        is_lent: returns whether an address is in memory that updates arrive in and that will be written
-            again.
-    """
-
-    views: Mapping[str, Tensor]
-    own: Collection[str] = frozenset()
+    views: Mapping[str, Tensor]  # every name of the layout -> its new value
+    own: Collection[str] = frozenset()  # those in memory of this process alone, which a worker may write
+    # Names whose values are in memory that does not change while the model views it. All other values are in
+    # memory that the sender will write again.
     lasting: Collection[str] = frozenset()
+    # The binding's generation when the update was staged. If it has changed since, values may have another
+    # dtype or device than the model's tensors.
     generation: int = -1
+    # Returns which of the given names this process has written in the memory of the current version. None:
+    # the parameters are read-only by contract.
     written: Callable[[Collection[str]], Collection[str]] | None = None
-    leaving: Collection[str] = ()
+    leaving: Collection[str] = ()  # names that get their own memory, unless the update contains them
+    # Returns whether an address is in memory that updates arrive in and that will be written again.
     is_lent: Callable[[int], bool] | None = None
 
 
 def over_same_memory(views: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return new tensors over the same memory, which may be re-pointed and reshaped. Tied names share one
-    tensor."""
+    """Return new tensors over the same memory, to re-point or reshape. Tied names share one tensor."""
     made: dict[int, Tensor] = {}
     return {name: made.setdefault(id(view), view.detach()) for name, view in views.items()}
 
@@ -78,13 +70,11 @@ class Binding:
         self.ties = Layout.of(receiver_tensors(model)).aliases if model is not None else {}
 
     def needs(self) -> Mapping[str, Tensor]:
-        """Return name -> tensor that will view the committed memory, which needs the tensor's device and
-        dtype."""
+        """Return name -> tensor that will view the committed memory, in the tensor's device and dtype."""
         return {}
 
     def targets(self) -> Mapping[str, Tensor]:
-        """Return name -> tensor that a commit changes: those of :meth:`needs`, and those that it copies
-        into."""
+        """Return name -> tensor that a commit changes: of :meth:`needs`, and those that it copies into."""
         return self.needs()
 
     def needs_own(self) -> Collection[str]:
@@ -126,9 +116,8 @@ class Binding:
         if self.model is None:
             yield
             return
-        given = over_same_memory(staged.views)
-        if names is not None:
-            given = {name: view for name, view in given.items() if name in names}
+        views = over_same_memory(staged.views)
+        given = {name: view for name, view in views.items() if names is None or name in names}
         # aiosync's own strategy changes all or nothing. A user's strategy may fail half way.
         saved = reversible or type(self._strategy) is not WeightStrategy
         before = [
@@ -137,10 +126,9 @@ class Binding:
             if not slot.tensor.is_meta
         ]
         try:
-            if len(given) < len(self.layout.names):
-                self._strategy.apply_weights(self.model, given, strict=False)
-            else:  # a user's strategy need not know ``strict``
-                self._strategy.apply_weights(self.model, given)
+            # A user's strategy need not know ``strict``.
+            options = {"strict": False} if len(given) < len(self.layout.names) else {}
+            self._strategy.apply_weights(self.model, given, **options)
             yield
         except BaseException:
             write(before, inplace=True)
@@ -152,8 +140,7 @@ class Binding:
             pass
 
     def detach(self, is_lent: Callable[[int], bool]) -> None:
-        """Copy the model's tensors at addresses for which ``is_lent`` returns true into memory of the model's
-        own."""
+        """Copy the model's tensors for whose addresses ``is_lent`` returns true into memory of its own."""
 
     def forget_replaced(self) -> None:
         """Free the memory that the last commit replaced.
@@ -251,8 +238,7 @@ class MethodBinding(Binding):
         return view.clone()  # the model may write its buffers
 
     def _extra_now(self) -> dict[str, Any]:
-        """Return the extra state, which has been applied already. A state dict without it would be
-        refused."""
+        """Return the extra state, which has been applied. A state dict without it would be refused."""
         if self._module is None:
             return {}
         state = self._module.state_dict()

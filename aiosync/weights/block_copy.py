@@ -14,12 +14,10 @@ from aiosync.weights.codec import checksum_of
 from aiosync.weights.copying import Pairs, ProcessorYielder, Range, copy_with_torch, split_plain
 
 _LEAD = 4
-"""Blocks that are copied ahead of the sending thread. Few, so that they are still in a cache when they are
-sent."""
+"""Blocks that are copied ahead of the sending thread. They are few, to be in a cache when they are sent."""
 
 _PATIENCE = 0.005
-"""Seconds that the copy waits for the sending thread. After that the network is slow, and the copy goes
-on."""
+"""Seconds that the copy waits for the sending thread. If that takes longer, the network is slow."""
 
 
 class Filling(ABC):
@@ -70,19 +68,14 @@ class BlockCopy(Filling):
         self._start = buffer.data_ptr()
         self._block = block
         self._checked = checked
-        # One per copied block; 0 each if no checksums are wanted.
-        self._checksums: list[int] = []
-        # Keeps the memory of the ranges that are still to be copied.
-        self._alive: Pairs = plain
+        self._checksums: list[int] = []  # one per copied block; 0 each if no checksums are wanted
+        self._alive: Pairs = plain  # keeps the memory of the ranges that are still to be copied
         self._ranges = iter(ranges)
         self._range: Range | None = next(self._ranges, None)
         self._lock = threading.Lock()
-        # The largest block that was asked for.
-        self._asked = 0
-        # Whether a thread waits for a block.
-        self._waiting = False
-        # Set when the sending thread has caught up.
-        self._nearer = threading.Event()
+        self._asked = 0  # the largest block that was asked for
+        self._waiting = False  # whether a thread waits for a block
+        self._nearer = threading.Event()  # set when the sending thread has caught up
         self._give_way = ProcessorYielder()
 
     def ready(self, block: int) -> bool:
@@ -128,8 +121,7 @@ class BlockCopy(Filling):
                 begin = len(done) * self._block
                 if len(done) <= block:
                     self._copy_until(self._start + begin + self._block)
-                    copied = self._memory[begin : begin + self._block]
-                    # The block is still in the cache.
+                    copied = self._memory[begin : begin + self._block]  # still in the cache
                     done.append(checksum_of(copied) if self._checked else 0)
             self._give_way()
 

@@ -67,8 +67,7 @@ def copy_pairs(pairs: Pairs) -> None:
 
 
 def copy_few(pairs: Pairs) -> None:
-    """Copy at once, without lanes, at most about :data:`INLINE_LIMIT` bytes; otherwise as
-    :func:`copy_pairs`."""
+    """Copy at most about :data:`INLINE_LIMIT` bytes, without lanes; otherwise as :func:`copy_pairs`."""
     rest: list[tuple[Tensor, Tensor]] = []
     for pair in pairs:
         destination, source = pair
@@ -85,10 +84,7 @@ def copy_few(pairs: Pairs) -> None:
 
 
 def read_at(fd: int, place: memoryview, offset: int) -> bool:
-    """Read ``len(place)`` bytes at ``offset`` of a file into ``place``; returns false at the end of the file.
-
-    The GIL is released during the read.
-    """
+    """Read ``len(place)`` bytes at ``offset`` of a file, without the GIL; returns false at the file's end."""
     filled = 0
     while filled < len(place):
         count = os.preadv(fd, [place[filled:]], offset + filled)
@@ -146,9 +142,12 @@ def split_plain(pairs: Pairs) -> tuple[Pairs, Pairs]:
     plain: list[tuple[Tensor, Tensor]] = []
     rest: list[tuple[Tensor, Tensor]] = []
     for pair in [(destination.detach(), source.detach()) for destination, source in pairs]:
-        if pair[0].shape != pair[1].shape:
-            _refuse_shape(*pair)
-        (plain if _is_plain(*pair) else rest).append(pair)
+        destination, source = pair
+        if destination.shape != source.shape:
+            _refuse_shape(destination, source)
+        large = destination.nbytes > INLINE_LIMIT  # a smaller tensor is not worth dividing
+        movable = large and _is_memory_alike(destination, source) and source.data_ptr()
+        (plain if movable else rest).append(pair)
     return plain, rest
 
 
@@ -169,12 +168,6 @@ def _check_memory(source: Tensor) -> None:
             f"a tensor of shape {tuple(source.shape)} has no memory: its storage was freed, as FSDP frees "
             "what it shards; gather the parameters before they are sent"
         )
-
-
-def _is_plain(destination: Tensor, source: Tensor) -> bool:
-    """Return whether ``memmove`` can copy the tensor and the tensor is large enough to be divided."""
-    large = destination.nbytes > INLINE_LIMIT
-    return large and _is_memory_alike(destination, source) and source.data_ptr() != 0
 
 
 def _is_memory_alike(destination: Tensor, source: Tensor) -> bool:
@@ -233,14 +226,10 @@ def copy_with_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
             if cancelled():
                 return False
             torch._foreach_copy_([d for d, _ in batch], [s for _, s in batch])
-    _await_devices(pairs)
-    return True
-
-
-def _await_devices(pairs: Pairs) -> None:
     for device in {t.device for pair in pairs for t in pair if t.is_cuda}:
         # The copy on a device is only queued. A worker that is notified next reads in another stream.
         torch.cuda.current_stream(device).synchronize()
+    return True
 
 
 def _batches(pairs: Pairs) -> Iterator[Pairs]:

@@ -22,7 +22,7 @@ tables). If a TensorDict has them, the sender's layout accepts them and a receiv
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
@@ -45,19 +45,14 @@ from aiosync.weights.walk import (
     normalized,
 )
 
+if TYPE_CHECKING:
+    from aiosync.weights.strategy import WeightStrategy
+
 WeightSource: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
 """The types that weights can be given as."""
 
 
-class Extracts(Protocol):
-    """The part of a strategy that :func:`named_tensors` uses."""
-
-    def extract_weights(self, source: Any) -> TensorDictBase | dict[str, Any]:
-        """Return a model's weights as a TensorDict or a mapping."""
-        ...
-
-
-def named_tensors(source: WeightSource, *, strategy: Extracts | None = None) -> dict[str, Tensor]:
+def named_tensors(source: WeightSource, *, strategy: WeightStrategy | None = None) -> dict[str, Tensor]:
     """Return the weights as flat dotted names -> tensors, detached and not copied.
 
     Args:
@@ -91,8 +86,7 @@ def named_tensors(source: WeightSource, *, strategy: Extracts | None = None) -> 
 
 
 class _Named:
-    """Collects named tensors. A tensor that is added twice is detached once, so that both names share one
-    object."""
+    """Collects named tensors. Two names of one tensor share one detached object."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}

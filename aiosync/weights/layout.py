@@ -12,13 +12,16 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, NoReturn, TypeAlias
 
+import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from aiosync.errors import InvalidArgumentError, LayoutMismatchError, ProtocolError
 from aiosync.weights.tensors import (
+    DTYPES,
     FLOATING,
     check_dense,
     convertible,
@@ -31,38 +34,36 @@ from aiosync.weights.tensors import (
     untied,
 )
 from aiosync.weights.walk import extra_state_root, is_extra_state
-from aiosync.weights.wire import decode_layout
 
 ALIGNMENT = 64
 """Every entry starts at a multiple of this many bytes: a cache line, and more than any dtype needs."""
 
+Spec: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]
+"""Name, shape and dtype of an entry."""
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+_MAX_BYTES = 1 << 56
+_Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=4096)]
+_Size: TypeAlias = Annotated[int, Meta(ge=0, le=2 * _MAX_BYTES)]
+_Shape: TypeAlias = Annotated[tuple[_Size, ...], Meta(max_length=64)]
+
+
+class _Wire(msgspec.Struct, forbid_unknown_fields=True):
+    """What :meth:`Layout.to_wire` returns."""
+
+    entries: list[tuple[_Name, str, _Shape, _Size, _Size]]  # name, dtype, shape, offset, nbytes
+    aliases: list[tuple[_Name, _Name]]  # alias, name
+    nbytes: _Size
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor in the buffer.
-
-    Attributes:
-        name: the dotted name.
-        shape: the shape; ``()`` for a scalar.
-        dtype: the dtype in the buffer, which a ``cast`` may have narrowed.
-        offset: where the tensor starts, in bytes; a multiple of :data:`ALIGNMENT`.
-        nbytes: the tensor's size in bytes, without padding.
-    """
+    """One tensor in the buffer."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-    nbytes: int
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+    dtype: torch.dtype  # in the buffer; a ``cast`` may have narrowed it
+    offset: int  # where the tensor starts, in bytes; a multiple of ALIGNMENT
+    nbytes: int  # without padding
 
     def describe(self) -> str:
         """Return dtype and shape as text, such as ``float32[4, 2]``."""
@@ -77,19 +78,15 @@ class Layout:
     Attributes:
         entries: one per piece of memory, in buffer order.
         aliases: a tied tensor's other names: alias -> name of the entry that holds the bytes.
-        nbytes: size of the buffer; a multiple of :data:`ALIGNMENT` and never 0, so that a model
-            without tensors has a buffer too.
-        optional: names that the other side may include or omit (see :func:`~aiosync.weights.optional_names`).
-            The signature and equality ignore them.
+        nbytes: size of the buffer in bytes; a multiple of :data:`ALIGNMENT`, and never 0.
+        optional: names that the other side may include or omit (see :func:`.flatten.optional_names`). The
+            signature and equality ignore them.
     """
 
     __slots__ = ("_identity", "_index", "_signature", "aliases", "entries", "nbytes", "optional")
 
     def __init__(
-        self,
-        specs: Iterable[tuple[str, tuple[int, ...], torch.dtype]],
-        aliases: Mapping[str, str] | None = None,
-        optional: Iterable[str] = (),
+        self, specs: Iterable[Spec], aliases: Mapping[str, str] | None = None, optional: Iterable[str] = ()
     ) -> None:
         """Lay out ``(name, shape, dtype)`` in the given order. Most callers use :meth:`of`."""
         entries = []
@@ -97,7 +94,7 @@ class Layout:
         for name, shape, dtype in specs:
             nbytes = math.prod(shape) * dtype.itemsize
             entries.append(Entry(name, shape, dtype, offset, nbytes))
-            offset += _aligned(nbytes)
+            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
         self.entries: tuple[Entry, ...] = tuple(entries)
         self.aliases: Mapping[str, str] = MappingProxyType(dict(aliases or {}))
         self.nbytes: int = max(offset, ALIGNMENT)
@@ -109,16 +106,12 @@ class Layout:
 
     @classmethod
     def of(
-        cls,
-        tensors: Mapping[str, Tensor],
-        *,
-        cast: torch.dtype | None = None,
-        optional: Iterable[str] = (),
+        cls, tensors: Mapping[str, Tensor], *, cast: torch.dtype | None = None, optional: Iterable[str] = ()
     ) -> Layout:
-        """Lay out these tensors, in the order of the mapping.
+        """Lay out these tensors, in the order of the mapping. They may be on ``meta``.
 
         Names of the same object or the same memory (equal address, shape, strides and dtype) become one entry
-        with aliases. Only shapes and dtypes are read, so tensors may be on ``meta``.
+        with aliases.
 
         Args:
             tensors: flat dotted names -> tensors of any shape, dtype and strides.
@@ -134,8 +127,7 @@ class Layout:
             raise InvalidArgumentError(
                 f"cast={dtype_name(cast)}: expected a floating dtype such as torch.bfloat16"
             )
-        specs: list[tuple[str, tuple[int, ...], torch.dtype]] = []
-        aliases: dict[str, str] = {}
+        specs, aliases = list[Spec](), dict[str, str]()
         seen: dict[object, str] = {}
         for name, tensor in tensors.items():
             check_dense(name, tensor)
@@ -144,9 +136,8 @@ class Layout:
             if first != name and is_extra_state(first) == is_extra_state(name):
                 aliases[name] = first
                 continue
-            narrowed = cast is not None and tensor.dtype in FLOATING and not is_extra_state(name)
-            dtype = cast if narrowed and cast is not None else tensor.dtype
-            specs.append((name, tuple(tensor.shape), dtype))
+            cast_here = cast if tensor.dtype in FLOATING and not is_extra_state(name) else None
+            specs.append((name, tuple(tensor.shape), cast_here or tensor.dtype))
         return cls(specs, aliases, optional)
 
     @property
@@ -154,16 +145,14 @@ class Layout:
         """Hex digest of all names, shapes and dtypes. It does not depend on order or ties."""
         if self._signature is None:
             rows = sorted((name, list(e.shape), dtype_name(e.dtype)) for name, e in self._index.items())
-            text = json.dumps(rows, separators=(",", ":"))
-            self._signature = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+            self._signature = _digest(rows)
         return self._signature
 
     @property
     def identity(self) -> str:
         """Hex digest of the result of :meth:`to_wire`, with order, offsets and ties."""
         if self._identity is None:
-            text = json.dumps(self.to_wire(), separators=(",", ":"))
-            self._identity = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+            self._identity = _digest(self.to_wire())
         return self._identity
 
     @property
@@ -218,8 +207,7 @@ class Layout:
             buffer: 1-D, contiguous, ``uint8``, at least :attr:`nbytes` long, on any device, starting at a
                 multiple of :data:`ALIGNMENT` in its storage.
             on_part: called with a memoryview of each entry that has bytes, if the buffer is in CPU memory.
-                Only the tensor's storage refers to that memoryview. So it is released when the storage moves
-                to other memory.
+                Only the tensor's storage refers to it. So it is released when the storage moves elsewhere.
 
         Raises:
             InvalidArgumentError: the buffer has another dtype, shape or alignment.
@@ -236,21 +224,19 @@ class Layout:
                 f"expected a contiguous uint8 buffer of {self.nbytes} bytes or more, starting "
                 f"at a multiple of {ALIGNMENT}; got {describe(buffer)} starting at {start}"
             )
-        storage = buffer.untyped_storage()
+        storage, out = buffer.untyped_storage(), {}
         # In the caller's inference mode, new tensors would not fit parameters made outside of that mode.
         with torch.inference_mode(False):
             if on_part is None or not buffer.is_cpu:
                 out = {e.name: tensor_in(storage, start + e.offset, e.shape, e.dtype) for e in self.entries}
             else:
                 memory = buffer.numpy().data
-                out = {}
                 for e in self.entries:
                     part = memory[e.offset : e.offset + e.nbytes]
                     out[e.name] = tensor_over(part, e.shape, e.dtype)
                     if e.nbytes:
                         on_part(part)
-        for alias, name in self.aliases.items():
-            out[alias] = out[name]
+        out |= {alias: out[name] for alias, name in self.aliases.items()}
         return out
 
     def fit(self, tensors: Mapping[str, Tensor], *, strict: bool = True) -> list[tuple[str, Tensor]]:
@@ -289,26 +275,15 @@ class Layout:
             differing = untied(tensors, self.aliases, dtypes)
         if missing or unexpected or differing:
             raise LayoutMismatchError(missing=missing, unexpected=unexpected, differing=differing)
-        pairs = self._pairs(tensors)
+        stand_ins = {name: tensors[alias] for alias, name in self.aliases.items() if alias in tensors}
+        given = {**stand_ins, **tensors}
+        pairs = [(e.name, given[e.name]) for e in self.entries if e.name in given]
         if not pairs and self.entries:
             raise InvalidArgumentError("strict=False takes a subset of the entries, got none")
         return pairs
 
-    def _pairs(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-        stand_ins = {name: alias for alias, name in self.aliases.items() if alias in tensors}
-        pairs = []
-        for e in self.entries:
-            given = e.name if e.name in tensors else stand_ins.get(e.name)
-            if given is not None:
-                pairs.append((e.name, tensors[given]))
-        return pairs
-
     def check_receiver(
-        self,
-        other: Layout | Mapping[str, Tensor],
-        *,
-        optional: Collection[str] = (),
-        strict: bool = True,
+        self, other: Layout | Mapping[str, Tensor], *, optional: Collection[str] = (), strict: bool = True
     ) -> None:
         """Check, on the receiver, that this layout from the sender fits the receiver's model.
 
@@ -342,7 +317,9 @@ class Layout:
             elif want[0] != entry.shape or not convertible(entry.dtype, want[1]):
                 differing[name] = (spelled(want[1], want[0]), entry.describe())
         missing = [
-            name for name in mine if strict and name not in self._index and lenient.isdisjoint(_keys(name))
+            name
+            for name in mine
+            if strict and name not in self._index and lenient.isdisjoint((name, extra_state_root(name)))
         ]
         if missing or unexpected or differing:
             raise LayoutMismatchError(missing=missing, unexpected=unexpected, differing=differing)
@@ -378,20 +355,46 @@ class Layout:
     def from_wire(cls, obj: object, *, max_entries: int = 1_000_000) -> Layout:
         """Rebuild a layout from the result of :meth:`to_wire`, which is not trusted.
 
-        Names, shapes and dtypes determine all offsets. They are computed again, and the given offsets must be
-        equal. So entries cannot overlap, leave gaps or be misaligned.
+        The offsets are computed again, and the given offsets must be equal. So entries cannot overlap, leave
+        gaps or be misaligned.
 
         Raises:
             ProtocolError: there are more than ``max_entries`` entries and aliases, or :meth:`to_wire` cannot
                 have returned ``obj``.
         """
-        decoded = decode_layout(obj, max_entries=max_entries)
-        layout = cls(decoded.specs, decoded.aliases)
+        try:
+            wire = msgspec.convert(obj, _Wire)
+        except msgspec.ValidationError as exc:
+            _refuse(f"{str(exc)[:200]!r}")  # the text may quote the peer
+        count, aliases = len(wire.entries) + len(wire.aliases), dict(wire.aliases)
+        if count > max_entries:
+            _refuse(f"{count} entries and aliases, more than {max_entries}")
+        names = {name for name, *_ in wire.entries}
+        if len(names | aliases.keys()) < count:
+            _refuse("a name twice")
+        if not names.issuperset(aliases.values()):
+            _refuse("an alias of a name that is not an entry")
+        specs, total = [], 0
+        for name, text, shape, _, _ in wire.entries:
+            dtype = DTYPES.get(text)
+            if dtype is None:
+                _refuse(f"unknown dtype {text[:80]!r} of {name[:80]!r}")
+            # Sizes of 0 count as 1 here: the strides of an empty tensor must not overflow either.
+            total += math.prod(max(size, 1) for size in shape) * dtype.itemsize
+            if total > _MAX_BYTES:
+                _refuse(f"entry {name[:80]!r} takes the layout past {_MAX_BYTES} bytes")
+            specs.append((name, shape, dtype))
+        layout = cls(specs, aliases)
         places = [(e.offset, e.nbytes) for e in layout.entries]
-        if decoded.places != places or decoded.nbytes != layout.nbytes:
-            raise ProtocolError("malformed layout: its entries are not packed one after another")
+        if places != [row[3:] for row in wire.entries] or wire.nbytes != layout.nbytes:
+            _refuse("its entries are not packed one after another")
         return layout
 
 
-def _keys(name: str) -> tuple[str, ...]:
-    return (name, extra_state_root(name)) if is_extra_state(name) else (name,)
+def _digest(value: object) -> str:
+    text = json.dumps(value, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise ProtocolError(f"malformed layout: {reason}")

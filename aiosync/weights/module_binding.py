@@ -34,14 +34,11 @@ from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.target import (
     Look,
     WeightTarget,
-    as_inference,
+    data_for,
     look_of,
     overlapping,
-    own_copy,
-    place_of,
     receiver_slots,
     receiver_tensors,
-    repoint,
     write,
     write_into,
 )
@@ -77,16 +74,12 @@ class ModuleBinding(Binding):
         self._module = model
         self._mode = mode
         self._extra = tuple(name for name in layout.names if is_extra_state(name))
-        # Entries whose tensors a commit re-points, and entries that it copies into; each tensor under one
-        # name.
+        # Each tensor is under one name: in _flips if a commit re-points it, in _copies if it copies into it.
         self._flips: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
-        # The other names of tensors that are the same object: name -> the name above.
-        self._tied: dict[str, str] = {}
-        # What the last commit pointed _flips at.
-        self._shown = _Views([], [], frozenset())
-        # Whether all of _flips were at these addresses at the last comparison.
-        self._in_place = False
+        self._tied: dict[str, str] = {}  # other names of these tensors -> the name above
+        self._shown = _Views([], [], frozenset())  # what the last commit pointed _flips at
+        self._in_place = False  # whether all of _flips were at these addresses at the last comparison
         # The module is current as long as these are the same.
         self._structure = Structure(model)
         self._looks: list[Look] = []
@@ -94,10 +87,8 @@ class ModuleBinding(Binding):
         self._copied_looks: list[tuple[int, Look]] = []
         self._meta = False
         self._inference = False
-        # Names of _copies whose memory overlaps that of another entry.
-        self._overlapping: list[str] = []
-        # Keeps the tensors that the last commit replaced alive until forget_replaced().
-        self._replaced: Sequence[Tensor] = []
+        self._overlapping: list[str] = []  # names of _copies whose memory overlaps that of another entry
+        self._replaced: Sequence[Tensor] = []  # by the last commit; kept alive until forget_replaced()
         self._mark = object()
         self._bind()
 
@@ -123,11 +114,10 @@ class ModuleBinding(Binding):
             return False
         if not self._copies:
             return True
-        return [place_of(target) for target in self._copies.values()] == self._copied_looks
+        return [(t.data_ptr(), look_of(t)) for t in self._copies.values()] == self._copied_looks
 
     def _bind(self) -> None:
-        """Find the module's tensors, and decide for each whether to flip or to copy. An error changes
-        nothing."""
+        """Find the module's tensors; decide for each whether to flip or to copy. An error changes nothing."""
         entries = receiver_tensors(self._module)
         self.layout.check_receiver(entries, optional=optional_names(self._module))
         structure = Structure(self._module)
@@ -156,7 +146,7 @@ class ModuleBinding(Binding):
         kept = [shown.get(name, (None, None)) for name in flips]
         self._shown = _Views([view for view, _ in kept], [at for _, at in kept], self._shown.borrowed)
         self._in_place = False
-        self._copied_looks = [place_of(target) for target in copies.values()]
+        self._copied_looks = [(t.data_ptr(), look_of(t)) for t in copies.values()]
         self._structure = structure
         self.ties = Layout.of(entries).aliases
         self._tied = tied
@@ -173,7 +163,7 @@ class ModuleBinding(Binding):
         kept = {id(target) for target in now.values()}
         for target, address in zip(self._flips.values(), self._shown.addresses, strict=True):
             if id(target) not in kept and target.data_ptr() == address:
-                repoint(target, target.detach().clone())
+                target.data = data_for(target, target.detach().clone())
 
     def _materialize(self, views: Mapping[str, Tensor]) -> None:
         """Allocate memory for the tensors on ``meta``. An undo does not move them back to ``meta``."""
@@ -222,8 +212,8 @@ class ModuleBinding(Binding):
                     write_into(target, views[name], undo if reversible or self._overlapping else None)
             self._check_overlapping(views, names)
             self._in_place = False  # an undo has to restore the exact tensors, with their strides
-            shown = self._shown
-            undo.callback(self._take_back, self._point_at(new), shown)
+            undo.callback(setattr, self, "_shown", self._shown)
+            undo.callback(self._point_back, self._point_at(new))
             yield
             undo.pop_all()
 
@@ -297,9 +287,10 @@ class ModuleBinding(Binding):
                     staged.views[name].copy_(target.detach())
                 new.append(self._fitting(name, target, staged))
             elif (name in lent or name in staged.leaving) and here[name]:
-                new.append(own_copy(target))
+                new.append(data_for(target, target.detach().clone()))
             elif not here[name] and staged.is_lent is not None and staged.is_lent(target.data_ptr()):
-                new.append(own_copy(target))  # it views the memory of another entry
+                # It views the memory of another entry.
+                new.append(data_for(target, target.detach().clone()))
             else:
                 new.append(target.data)
         addresses = [view.data_ptr() for view in new]
@@ -307,15 +298,14 @@ class ModuleBinding(Binding):
         return _Views(new, addresses, sent | moving)
 
     def _fitting(self, name: str, target: Tensor, staged: Staged) -> Tensor:
-        """Return the new value with ``target``'s dtype and device. Staging did that, unless the model changed
-        since."""
+        """Return the new value in ``target``'s dtype and on its device, which may differ since staging."""
         view = staged.views[name]
         self._check_conversion(name, target, view)
         apart = view.dtype is not target.dtype or view.device != target.device
         if apart or (name not in staged.own and not isinstance(target, nn.Parameter)):
             with torch.inference_mode(False):
                 view = view.to(target.device, target.dtype, copy=True)
-        return as_inference(view) if target.is_inference() else view
+        return data_for(target, view)
 
     def _check_conversion(self, name: str, target: Tensor, view: Tensor) -> None:
         if view.dtype is not target.dtype and view.dtype is not self.layout[name].dtype:
@@ -337,10 +327,6 @@ class ModuleBinding(Binding):
         self._shown = new
         return before
 
-    def _take_back(self, before: Sequence[Tensor], shown: _Views) -> None:
-        self._point_back(before)
-        self._shown = shown
-
     def _point_back(self, before: Sequence[Tensor]) -> None:
         for target, view in zip(self._flips.values(), before, strict=True):
             target.data = view
@@ -353,7 +339,7 @@ class ModuleBinding(Binding):
                 key = memory_key(target.data)
                 if key not in own:
                     own[key] = target.detach().clone()
-                repoint(target, own[key])
+                target.data = data_for(target, own[key])
         unknown = [None] * len(self._flips)
         self._shown = _Views(unknown, unknown, frozenset())
 

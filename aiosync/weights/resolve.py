@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NoReturn
+from typing import Any
 
 # A quoted key runs to the same quote and may hold dots, brackets and the other kind of quote.
 _STEP = re.compile(
@@ -32,12 +32,11 @@ def resolve_model(context: Any, path: str) -> Any:
             before it, and the type of the object there.
     """
     reached, at = context, 0
-    if not path:
-        _malformed(path, at, "it is empty")
-    while at < len(path):
+    while at < len(path) or not path:
         match = _STEP.match(path, at)
         if match is None or (match["name"] is not None and (at > 0) != (path[at] == ".")):
-            _malformed(path, at, 'expected .name, [0] or ["key"]')
+            reason = 'expected .name, [0] or ["key"]' if path else "it is empty"
+            raise AttributeError(f"cannot resolve {path!r}: malformed at position {at}: {reason}")
         reached = _step(reached, match, path)
         at = match.end()
     return reached
@@ -58,7 +57,3 @@ def _step(value: Any, match: re.Match[str], path: str) -> Any:
             name=part,
             obj=value,
         ) from error
-
-
-def _malformed(path: str, at: int, reason: str) -> NoReturn:
-    raise AttributeError(f"cannot resolve {path!r}: malformed at position {at}: {reason}")

@@ -7,6 +7,10 @@ deleted when its owner closes the segment. CUDA memory is shared by CUDA IPC.
 
 No segment is unmapped explicitly: tensors may view it, and their references keep it mapped. After
 :meth:`Segment.close` other processes can no longer open it.
+
+Writes into privately attached memory are not visible to the owner. A page shows the owner's bytes until this
+process writes to it. Then the kernel gives this process a copy of the page. The copy does not show later
+writes of the owner, until :meth:`Segment.renew` discards it.
 """
 
 from __future__ import annotations
@@ -15,18 +19,29 @@ import mmap
 import os
 import secrets
 import stat
+import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from aiosync.errors import ArenaAllocationError, ProtocolError
-from aiosync.weights.private_mapping import PrivateMapping
+from aiosync.weights.copying import read_at
+
+CAN_ATTACH_PRIVATELY = sys.platform == "linux"
+"""Whether private mappings on this system show the owner's writes, and copied pages can be discarded."""
 
 _PAGE = mmap.PAGESIZE
+_PAGE_ENTRY = 8
+"""Bytes of a page's entry in /proc/self/pagemap."""
+
+_MANY_RUNS = 256
+"""With more runs of copied pages than this, discarding all pages takes less time."""
+
 _local: dict[str, Tensor] = {}
 """Key of a local segment -> its memory."""
 
@@ -41,13 +56,13 @@ class Segment:
         self,
         buffer: Tensor,
         handle: dict[str, Any] | None = None,
-        release: Callable[[], None] | None = None,
-        mapping: PrivateMapping | None = None,
+        release: Callable[[], object] | None = None,
+        private: mmap.mmap | None = None,
     ) -> None:
         self.buffer = buffer  # shape (nbytes,), dtype uint8
         self.handle = handle  # argument of attach() in another process; None: the memory is private
         self._release = release
-        self._mapping = mapping
+        self._private = private  # None: writes of this process are visible to the others
 
     @property
     def nbytes(self) -> int:
@@ -93,16 +108,10 @@ class Segment:
         Raises:
             ArenaAllocationError: there is not enough memory.
         """
-        segment = cls.private(nbytes, device)
-        key = secrets.token_hex(8)
-        segment.handle = {"kind": "local", "key": key, "nbytes": nbytes}
-        _local[key] = segment.buffer
-
-        def release() -> None:
-            _local.pop(key, None)
-
-        segment._release = release
-        return segment
+        buffer, key = cls.private(nbytes, device).buffer, secrets.token_hex(8)
+        _local[key] = buffer
+        handle = {"kind": "local", "key": key, "nbytes": nbytes}
+        return cls(buffer, handle, partial(_local.pop, key, None))
 
     @classmethod
     def attach(cls, handle: dict[str, Any], *, private: bool = False) -> Segment:
@@ -157,21 +166,34 @@ class Segment:
         return opened
 
     def renew(self) -> bool:
-        """Make privately attached memory show the owner's bytes again; returns false if that failed, and the
-        segment has to be attached again. Blocking."""
+        """Discard what this process has written into privately attached memory, which then shows the owner's
+        bytes again.
+
+        Blocking: some hundredths of a millisecond per megabyte, and more for written pages. Returns false if
+        this process has locked its memory: the segment then has to be attached again.
+        """
+        if self._private is None:
+            return True
         try:
-            if self._mapping is not None:
-                self._mapping.renew()
-        except OSError:  # this process has locked its memory
+            for start, nbytes in _written_runs(self.buffer):
+                self._private.madvise(mmap.MADV_DONTNEED, start, nbytes)
+                # Maps the pages here, and not in a forward pass.
+                self.buffer[start : start + nbytes : _PAGE].sum()
+        except OSError:
             return False
         return True
 
     def written(self, ranges: Mapping[str, tuple[int, int]]) -> Collection[str]:
         """Return the names of the parts of privately attached memory that this process may have written.
         ``ranges``: name of a part -> (first byte, number of bytes)."""
-        if self._mapping is None:
-            return ()
-        return self._mapping.written(ranges)
+        own = _own_pages(self.buffer) if self._private is not None else None
+        if own is None:
+            return () if self._private is None else list(ranges)
+        return [
+            name
+            for name, (start, nbytes) in ranges.items()
+            if own[start // _PAGE : -(-(start + nbytes) // _PAGE)].any()
+        ]
 
     def close(self) -> None:
         """Prevent other processes from attaching; idempotent. Tensors that view the memory stay valid."""
@@ -195,18 +217,14 @@ def _share_file(cls: type[Segment], nbytes: int) -> Segment:
     except OSError as exc:
         _discard(fd, path)
         raise ArenaAllocationError(nbytes, exc.strerror or str(exc)) from exc
-    handle: dict[str, Any] = {"inode": inode, "nbytes": nbytes}
-    if path is None:
-        handle |= {"kind": "memfd", "pid": os.getpid(), "fd": fd}
-    else:
-        handle |= {"kind": "file", "path": path}
     owner = os.getpid()
+    place = {"kind": "memfd", "pid": owner, "fd": fd} if path is None else {"kind": "file", "path": path}
 
     def release() -> None:
         # A forked child closes its copy of the descriptor. Only the owner deletes the file.
         _discard(fd, path if os.getpid() == owner else None)
 
-    return cls(buffer, handle, release)
+    return cls(buffer, {"inode": inode, "nbytes": nbytes, **place}, release)
 
 
 def _anonymous_file() -> tuple[int, str | None]:
@@ -224,7 +242,6 @@ def _discard(fd: int, path: str | None) -> None:
 def _map_existing(
     cls: type[Segment], path: str, nbytes: int, inode: int, handle: dict[str, Any], *, private: bool
 ) -> Segment:
-    mapping = None
     fd = os.open(path, (os.O_RDONLY if private else os.O_RDWR) | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)
@@ -233,25 +250,48 @@ def _map_existing(
                 f"expected shared memory of {nbytes} bytes with inode {inode}, "
                 f"got {found.st_size} bytes with inode {found.st_ino}: its owner has closed it"
             )
-        if private:
-            mapping = PrivateMapping(fd, nbytes)
-            buffer = mapping.buffer
-        else:
-            buffer = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+        memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
     finally:
-        os.close(fd)
+        os.close(fd)  # the mapping stays
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
     # Reads one byte of each page, with the GIL released. So the page tables are filled in this thread, and
     # not by the first forward pass.
     buffer[::_PAGE].sum()
-    return cls(buffer, handle, mapping=mapping)
+    return cls(buffer, handle, private=memory if private else None)
+
+
+def _written_runs(buffer: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield (first byte, number of bytes) of each run of pages that this process has written."""
+    own = _own_pages(buffer)
+    if own is not None:
+        edge = own.new_zeros(1, dtype=torch.int8)
+        edges = torch.diff(own.to(torch.int8), prepend=edge, append=edge)
+        starts, ends = [(edges == step).nonzero().view(-1).tolist() for step in (1, -1)]
+        if len(starts) <= _MANY_RUNS:
+            for start, end in zip(starts, ends, strict=True):
+                yield start * _PAGE, min(end * _PAGE, buffer.numel()) - start * _PAGE
+            return
+    yield 0, buffer.numel()
+
+
+def _own_pages(buffer: Tensor) -> Tensor | None:
+    """Return for each page whether this process has its own copy; None: the kernel does not report it."""
+    entries = bytearray(-(-buffer.numel() // _PAGE) * _PAGE_ENTRY)
+    offset = buffer.data_ptr() // _PAGE * _PAGE_ENTRY
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as table:
+            if not read_at(table.fileno(), memoryview(entries), offset):
+                return None
+    except OSError:
+        return None
+    # Bit 63: the page is in memory; bit 62: it is swapped out; bit 61: it is the file's page.
+    found = torch.frombuffer(entries, dtype=torch.int64)
+    return ((found >> 62) != 0) & ((found >> 61 & 1) == 0)
 
 
 def _export_cuda(buffer: Tensor) -> dict[str, Any]:
-    return {
-        "kind": "cuda",
-        "nbytes": buffer.numel(),
-        "ipc": list(buffer.untyped_storage()._share_cuda_()),
-    }
+    parts = list(buffer.untyped_storage()._share_cuda_())
+    return {"kind": "cuda", "nbytes": buffer.numel(), "ipc": parts}
 
 
 def _import_cuda(parts: list[Any], nbytes: int) -> Tensor:
@@ -261,8 +301,7 @@ def _import_cuda(parts: list[Any], nbytes: int) -> Tensor:
 
 
 def _huge(nbytes: int) -> Tensor:
-    """Allocate private memory, in huge pages if the system has free ones: with small pages, copies spend much
-    of their time on page lookups."""
+    """Allocate private memory, if possible in huge pages: fewer page lookups make copies faster."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if "MADV_HUGEPAGE" in dir(mmap):
         with suppress(OSError):  # a kernel without huge pages

@@ -19,11 +19,10 @@ from aiosync.errors import GatherError, InvalidArgumentError
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A part of a tensor: the whole tensor's shape, the part's first index in each dimension, the part's
-    shape, and the dtype as text."""
+    """A part of a tensor."""
 
-    whole: tuple[int, ...]
-    offset: tuple[int, ...]
+    whole: tuple[int, ...]  # the whole tensor's shape
+    offset: tuple[int, ...]  # the part's first index in each dimension
     shape: tuple[int, ...]
     dtype: str
 
@@ -42,8 +41,7 @@ def is_sharded(tensor: object) -> bool:
 
 def local_part(tensor: Any) -> Tensor:
     """Return this rank's part of a DTensor; the same object each time."""
-    part: Tensor = tensor._local_tensor
-    return part
+    return tensor._local_tensor  # type: ignore[no-any-return]
 
 
 def reshard(module: nn.Module) -> bool:

@@ -52,11 +52,9 @@ class WeightStrategy:
             A TensorDict of batch size ``[]``, or a flat dict, according to ``extract_as``.
 
         Raises:
-            As :func:`~aiosync.weights.named_tensors`.
+            As :func:`~aiosync.weights.flatten.named_tensors`.
         """
-        if self.extract_as == "tensordict":
-            return to_tensordict(source)
-        return to_state_dict(source)
+        return to_tensordict(source) if self.extract_as == "tensordict" else named_tensors(source)
 
     def apply_weights(
         self,
@@ -97,35 +95,27 @@ class WeightStrategy:
         slots = {slot.name: slot for slot in receiver_slots(destination)}
         module = destination if isinstance(destination, nn.Module) else None
         if isinstance(destination, TensorDictBase | Mapping):
-            values = _placeable(values, slots)
             module = None
+            roots = {extra_state_root(name) for name in slots if is_extra_state(name)}
+            values = {
+                name: value
+                for name, value in values.items()
+                if not is_extra_state(name) or extra_state_root(name) in roots
+            }
         _check(values, slots, optional_names(module), strict=strict)
         extra = nullcontext() if module is None else applying_extra_state(module, values, merge=not strict)
         with extra:
-            pairs = [(slots[name], value) for name, value in values.items() if name in slots]
-            write(pairs, inplace=inplace)
+            write([(slots[name], value) for name, value in values.items() if name in slots], inplace=inplace)
 
 
 def get_strategy(name: str | WeightStrategy) -> WeightStrategy:
-    """Return the strategy with this name. A strategy object is returned unchanged.
-
-    Raises:
-        InvalidArgumentError: the name is unknown.
-    """
-    if isinstance(name, WeightStrategy):
-        return name
-    return WeightStrategy(name)  # type: ignore[arg-type]  # checked there
-
-
-def to_state_dict(weights: WeightSource) -> dict[str, Tensor]:
-    """Return weights in any form as a flat dict with dotted keys. The tensors are detached and share
-    memory. Raises as :func:`~aiosync.weights.named_tensors`."""
-    return named_tensors(weights)
+    """Return the strategy with this name; a strategy object unchanged. Raises as :class:`WeightStrategy`."""
+    return name if isinstance(name, WeightStrategy) else WeightStrategy(name)  # type: ignore[arg-type]
 
 
 def to_tensordict(weights: WeightSource) -> TensorDictBase:
     """Return weights in any form as a nested TensorDict of batch size ``[]``, detached and sharing memory.
-    Raises as :func:`~aiosync.weights.named_tensors` and :func:`nested_tensordict`."""
+    Raises as :func:`.named_tensors` and :func:`nested_tensordict`."""
     return nested_tensordict(named_tensors(weights))
 
 
@@ -149,15 +139,6 @@ def nested_tensordict(named: Mapping[str, Tensor]) -> TensorDictBase:
     return TensorDict(nested, batch_size=[])
 
 
-def _placeable(values: dict[str, Tensor], slots: Mapping[str, Slot]) -> dict[str, Tensor]:
-    roots = {extra_state_root(name) for name in slots if is_extra_state(name)}
-    return {
-        name: value
-        for name, value in values.items()
-        if not is_extra_state(name) or extra_state_root(name) in roots
-    }
-
-
 def _check(
     values: Mapping[str, Tensor], slots: Mapping[str, Slot], optional: frozenset[str], *, strict: bool
 ) -> None:
@@ -166,6 +147,5 @@ def _check(
     first: dict[object, str] = {}
     ties = {name: first.setdefault(memory_key(t), name) for name, t in tensors.items()}
     ties = {name: primary for name, primary in ties.items() if name != primary}
-    differing = untied(values, ties, {name: tensors[name].dtype for name in ties})
-    if differing:
+    if differing := untied(values, ties, {name: tensors[name].dtype for name in ties}):
         raise LayoutMismatchError(differing=differing)

@@ -32,28 +32,19 @@ WeightTarget: TypeAlias = "nn.Module | TensorDictBase | MutableMapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor of a destination.
-
-    Attributes:
-        name: the dotted name.
-        tensor: the current parameter or buffer itself, not a copy.
-        register: replaces the tensor by another one.
-        rewritable: whether the owner has ``tensor`` itself. False for a number in a dict, which has no
-            tensor.
-    """
+    """One tensor of a destination."""
 
     name: str
-    tensor: Tensor
-    register: Callable[[Tensor], None]
-    rewritable: bool = True
+    tensor: Tensor  # the current parameter or buffer itself, not a copy
+    register: Callable[[Tensor], None]  # replaces the tensor by another one
+    rewritable: bool = True  # whether the owner has ``tensor`` itself. False for a number in a dict.
 
 
 def receiver_tensors(destination: WeightTarget) -> dict[str, Tensor]:
     """Return the tensors of a receiving model by name. They may be on ``meta``.
 
-    Unlike :func:`~aiosync.weights.named_tensors` this returns the parameters and buffers themselves, includes
-    non-persistent buffers, and excludes a module's extra state, which
-    :func:`~aiosync.weights.applying_extra_state` sets.
+    Unlike :func:`.flatten.named_tensors` this returns the parameters and buffers themselves, includes
+    non-persistent buffers, and excludes a module's extra state.
 
     Raises:
         UnsupportedTensorError: a tensor is sparse, quantised, nested, wrapped or uninitialised.
@@ -153,29 +144,27 @@ def write(pairs: list[tuple[Slot, Tensor]], *, inplace: bool) -> None:
             elif inplace and not first.is_meta and not overlaps_itself(first):
                 copies.append((first, value))
             else:
-                moves.append(_move(slots, _fresh(first, value)))
+                device = value.device if first.is_meta else first.device
+                fresh = torch.empty_like(first, device=device, requires_grad=False).detach().copy_(value)
+                moves.append(partial(_materialize if first.is_meta else _point_at, slots, fresh))
         sources = _unaliased(copies)
         for move in moves:
             move()
-        _copy([dst for dst, _ in copies], sources)
+        # Tensors made in inference mode can be written only in that mode. inference_mode(False) instead of no
+        # context would turn gradients on again.
+        inference = any(destination.is_inference() for destination, _ in copies)
+        with torch.inference_mode() if inference else nullcontext():
+            if copies:
+                torch._foreach_copy_([destination for destination, _ in copies], sources)
 
 
-def _fresh(like: Tensor, value: Tensor) -> Tensor:
-    device = value.device if like.is_meta else like.device
-    fresh = torch.empty_like(like, device=device, requires_grad=False)
-    return fresh.detach().copy_(value)
-
-
-def _move(slots: list[Slot], fresh: Tensor) -> Callable[[], None]:
-    def repoint() -> None:
-        for slot in slots:
-            slot.tensor.data = fresh
-
-    # Tied slots on meta have one object: without memory, two objects cannot be tied.
-    return partial(_materialize, slots, fresh) if slots[0].tensor.is_meta else repoint
+def _point_at(slots: list[Slot], fresh: Tensor) -> None:
+    for slot in slots:
+        slot.tensor.data = fresh
 
 
 def _materialize(slots: list[Slot], fresh: Tensor) -> None:
+    # Tied slots on meta have one object: without memory, two objects cannot be tied.
     old, new = slots[0].tensor, fresh
     if isinstance(old, nn.Parameter):
         new = torch.Tensor._make_subclass(type(old), fresh, old.requires_grad)
@@ -199,16 +188,6 @@ def _unaliased(copies: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return sources
 
 
-def _copy(destinations: list[Tensor], sources: list[Tensor]) -> None:
-    if not destinations:
-        return
-    # Tensors born in inference mode can only be written there; inference_mode(False) instead of no
-    # context at all would turn gradients on again.
-    born_there = any(dst.is_inference() for dst in destinations)
-    with torch.inference_mode() if born_there else nullcontext():
-        torch._foreach_copy_(destinations, sources)
-
-
 # -- single tensors of a module ---------------------------------------------------------------------
 
 Look: TypeAlias = tuple[torch.dtype, torch.Size, torch.device, bool, bool]
@@ -219,11 +198,6 @@ def look_of(tensor: Tensor) -> Look:
     """Return the properties of a tensor that a binding depends on, without its address."""
     parameter = isinstance(tensor, nn.Parameter)
     return tensor.dtype, tensor.shape, tensor.device, parameter, tensor.is_inference()
-
-
-def place_of(tensor: Tensor) -> tuple[int, Look]:
-    """Return the tensor's address and its properties."""
-    return tensor.data_ptr(), look_of(tensor)
 
 
 def overlapping(targets: Mapping[str, Tensor]) -> list[str]:
@@ -242,23 +216,12 @@ def overlapping(targets: Mapping[str, Tensor]) -> list[str]:
     return found
 
 
-def repoint(target: Tensor, view: Tensor) -> None:
-    """Point ``target`` at the memory of ``view``."""
-    target.data = as_inference(view) if target.is_inference() else view
-
-
-def own_copy(target: Tensor) -> Tensor:
-    """Return a copy of ``target`` in new memory that ``target`` can be pointed at."""
-    copied = target.detach().clone()
-    return as_inference(copied) if target.is_inference() else copied
-
-
-def as_inference(view: Tensor) -> Tensor:
-    """Return a tensor of inference mode over the same memory.
+def data_for(target: Tensor, view: Tensor) -> Tensor:
+    """Return a tensor over the memory of ``view`` that ``target.data`` may become.
 
     A parameter made in inference mode has no version counter. A forward pass raises if its data has one.
     """
-    if view.is_inference():
+    if view.is_inference() or not target.is_inference():
         return view
     with torch.inference_mode():
         empty = torch.empty(0, dtype=view.dtype, device=view.device)

@@ -75,8 +75,7 @@ def check_dense(name: str, tensor: object, *, allow_meta: bool = True) -> None:
         and not (tensor.is_meta and not allow_meta)
     ):
         return
-    reason = _why_not(tensor, allow_meta=allow_meta)
-    if reason is not None:
+    if reason := _why_not(tensor, allow_meta=allow_meta):
         raise UnsupportedTensorError(name, reason)
 
 
@@ -147,8 +146,7 @@ def check_tied(tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
     Raises:
         LayoutMismatchError: tied names have different values.
     """
-    differing = untied(tensors, ties, {})
-    if differing:
+    if differing := untied(tensors, ties, {}):
         raise LayoutMismatchError(differing=differing)
 
 
@@ -162,15 +160,13 @@ def untied(
         ties: alias -> primary name.
         dtypes: alias -> dtype in which to compare, which the copy converts to. Default: the primary's dtype.
     """
-    references: dict[str, str] = {}
-    differing: dict[str, tuple[str, str]] = {}
+    references, differing = dict[str, str](), dict[str, tuple[str, str]]()
     for alias, primary in ties.items():
         if alias not in tensors:
             continue
         name = references.setdefault(primary, primary if primary in tensors else alias)
         reference = tensors[name]
-        dtype = dtypes.get(alias, reference.dtype)
-        if name != alias and not _same_bits(reference, tensors[alias], dtype):
+        if name != alias and not _same_bits(reference, tensors[alias], dtypes.get(alias, reference.dtype)):
             tied = f"{describe(reference)}, tied to {name!r} here"
             differing[alias] = (tied, "separate values there" + _TIE_HINT)
     return differing
@@ -184,35 +180,21 @@ def tensor_in(
 ) -> Tensor:
     """Make a contiguous tensor in a part of ``storage``, which it keeps alive, on any device.
 
-    The tensor's own storage covers only that part. It starts at ``offset`` bytes, a multiple of the dtype's
-    size.
+    The tensor's own storage covers only that part, from ``offset`` bytes on.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     return _tensor_of(storage[offset : offset + nbytes], shape, dtype)
 
 
 def tensor_over(memory: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Make a contiguous tensor over all of ``memory``. The tensor's storage keeps a reference to
-    ``memory``."""
-    storage = (
-        torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        if len(memory)
-        else torch.UntypedStorage(0, device="cpu")
-    )
-    return _tensor_of(storage, shape, dtype)
+    """Make a contiguous tensor over all of ``memory``, to which the tensor's storage keeps a reference."""
+    if not len(memory):  # frombuffer() refuses it
+        return _tensor_of(torch.UntypedStorage(0, device="cpu"), shape, dtype)
+    return _tensor_of(torch.frombuffer(memory, dtype=torch.uint8).untyped_storage(), shape, dtype)
 
 
 def _tensor_of(storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     # An empty part of a storage has the address of the next tensor: torch.save would save that one's bytes.
     part = storage if storage.nbytes() else empty.untyped_storage()
-    return empty.set_(part, 0, shape, _strides(shape))
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    return empty.set_(part, 0, shape, ())  # no strides: contiguous

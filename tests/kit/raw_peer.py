@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from aiosync import TCPWeightSyncScheme
-from aiosync.protocol import allowed_frames, framing
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.session import Session
 from aiosync.protocol.stream import StreamDecoder
@@ -20,7 +20,7 @@ from tests.kit.clock import within
 
 __all__ = ["ANY", "RawWorker", "drain", "hello"]
 
-ANY = allowed_frames.Inbound(allowed_frames.MAX_FRAME, msgspec.msgpack.Decoder(f.Frame))
+ANY = f.Inbound(f.MAX_FRAME, msgspec.msgpack.Decoder(f.Frame))
 """All kinds of frames, from either side."""
 
 

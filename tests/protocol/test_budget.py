@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from aiosync.errors import ProtocolError
-from aiosync.protocol import allowed_frames
 from aiosync.protocol import frames as f
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.sender_session import SenderSession
@@ -66,10 +65,10 @@ def _fills(room: int) -> Iterator[bytes]:
     yield b"\xdb" + size + "\u20ac".encode() * (room // 3) + b"a" * (room % 3)
 
 
-def bombs(inbound: allowed_frames.Inbound) -> Iterator[bytes]:
+def bombs(inbound: f.Inbound) -> Iterator[bytes]:
     """Bodies of the largest size that may come, each with one field that is much too large."""
     limit = inbound.limit
-    few = inbound is not allowed_frames.GREETING  # of half a megabyte each
+    few = inbound is not f.GREETING  # of half a megabyte each
     kinds = ["fetch", "staged", "ack", "nack", "bye", "update", "unheard of"] if few else KINDS
     fields = ["missing", "differing", "seconds", "message", "reason", "payload"] if few else FIELDS
     fills = list(_fills(limit - 64))
@@ -105,36 +104,32 @@ def _peak(decoder: StreamDecoder, session: SenderSession, sent: bytes) -> int:
     return tracemalloc.get_traced_memory()[1] - before
 
 
-PEERS = [allowed_frames.GREETING, allowed_frames.FROM_WORKER]
+PEERS = [f.GREETING, f.FROM_WORKER]
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize(
-    "inbound", [allowed_frames.GREETING, allowed_frames.FROM_WORKER], ids=["stranger", "worker"]
-)
-def test_no_frame_holds_more_than_its_budget(inbound: allowed_frames.Inbound, compressed: bool) -> None:
-    budget = BEFORE if inbound is allowed_frames.GREETING else AFTER
+@pytest.mark.parametrize("inbound", [f.GREETING, f.FROM_WORKER], ids=["stranger", "worker"])
+def test_no_frame_holds_more_than_its_budget(inbound: f.Inbound, compressed: bool) -> None:
+    budget = BEFORE if inbound is f.GREETING else AFTER
     worst = 0
     for body in bombs(inbound):
         sent = frame_of(body, compressed=compressed)
-        session = SenderSession(TOKEN) if inbound is allowed_frames.GREETING else joined()[0]
+        session = SenderSession(TOKEN) if inbound is f.GREETING else joined()[0]
         worst = max(worst, _peak(StreamDecoder(inbound), session, sent))
     assert worst < budget
 
 
-@pytest.mark.parametrize(
-    "inbound", [allowed_frames.GREETING, allowed_frames.FROM_WORKER], ids=["stranger", "worker"]
-)
-def test_no_mutated_frame_holds_more_than_its_budget(inbound: allowed_frames.Inbound) -> None:
+@pytest.mark.parametrize("inbound", [f.GREETING, f.FROM_WORKER], ids=["stranger", "worker"])
+def test_no_mutated_frame_holds_more_than_its_budget(inbound: f.Inbound) -> None:
     """As the ones before, but with bytes changed at random and the checksum put right."""
     dice = random.Random(3)
-    budget = BEFORE if inbound is allowed_frames.GREETING else AFTER
-    seeds = list(bombs(allowed_frames.GREETING))
+    budget = BEFORE if inbound is f.GREETING else AFTER
+    seeds = list(bombs(f.GREETING))
     for _ in range(ROUNDS):
         body = bytearray(dice.choice(seeds))
         for _ in range(dice.randrange(1, 20)):
             body[dice.randrange(len(body))] = dice.randrange(256)
-        session = SenderSession(TOKEN) if inbound is allowed_frames.GREETING else joined()[0]
+        session = SenderSession(TOKEN) if inbound is f.GREETING else joined()[0]
         assert _peak(StreamDecoder(inbound), session, frame_of(bytes(body))) < budget
 
 

@@ -1,4 +1,4 @@
-"""Where a worker may write into its parameters, nobody else sees it, and the next update is whole."""
+"""Where a worker may write into its parameters, no other process sees it, and the next update is whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiosync.weights.private_mapping import PrivateMapping
+from aiosync.weights import segment
 from tests.kit.cases import SCHEMES
 from tests.kit.clock import within
 from tests.kit.local import LocalCluster
@@ -63,10 +63,10 @@ async def test_weights_that_are_handed_on_by_multiprocessing(case: Any, size: in
 
 
 async def test_a_process_whose_memory_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: PrivateMapping) -> None:
+    def refuse(buffer: torch.Tensor) -> None:
         raise OSError(errno.EINVAL, "locked")
 
-    monkeypatch.setattr(PrivateMapping, "renew", refuse)
+    monkeypatch.setattr(segment, "_written_runs", refuse)
     case = next(case for case in CASES if case.name == "process")
     async with LocalCluster(case, 1, model=lambda: Uniform(size=SIZES[1])) as cluster:
         for version in range(1, 7):

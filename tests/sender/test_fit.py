@@ -8,7 +8,7 @@ from torch import nn
 
 from aiosync.errors import LayoutMismatchError
 from aiosync.sender.extraction import fit, module_tensors
-from aiosync.weights import Layout
+from aiosync.weights.layout import Layout
 
 
 def test_what_fitted_once_is_found_again() -> None:

@@ -21,8 +21,8 @@ import pytest
 
 import aiosync.transports.tcp.connection as tcp_module
 from aiosync import HandshakeError, InvalidArgumentError, TCPWeightSyncScheme
-from aiosync.protocol import allowed_frames, framing
 from aiosync.protocol import frames as f
+from aiosync.protocol import framing
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.schemes.tcp import _derived
 from aiosync.transports.tcp.tls import TLSLayer
@@ -64,9 +64,7 @@ async def test_a_stranger_holds_little(traced: None, caplog: pytest.LogCaptureFi
         for stranger in strangers:
             stranger.say(hello())
             await stranger.hear()
-            stranger.writer.write(
-                frame_of(bytes(allowed_frames.MAX_GREETING))[:-1]
-            )  # all but one byte of another
+            stranger.writer.write(frame_of(bytes(f.MAX_GREETING))[:-1])  # all but one byte of another
         await asyncio.sleep(0.1)
         assert _pending(settled) - ours < count * BEFORE
         for stranger in strangers:

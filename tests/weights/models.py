@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aiosync.weights import WeightStrategy, named_tensors, receiver_tensors
+from aiosync.weights.flatten import named_tensors
+from aiosync.weights.strategy import WeightStrategy
+from aiosync.weights.target import receiver_tensors
 
 DTYPES = [
     getattr(torch, name)

@@ -8,11 +8,9 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from aiosync.errors import UnsupportedTensorError
-from aiosync.weights import (
-    applying_extra_state,
-    get_strategy,
-    named_tensors,
-)
+from aiosync.weights.extra_state import applying_extra_state
+from aiosync.weights.flatten import named_tensors
+from aiosync.weights.strategy import get_strategy
 from tests.weights.models import (
     APPLY,
     FORMATS,

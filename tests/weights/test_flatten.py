@@ -10,16 +10,10 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 from aiosync.errors import InvalidArgumentError, UnsupportedTensorError
-from aiosync.weights import (
-    Layout,
-    WeightStrategy,
-    get_strategy,
-    named_tensors,
-    optional_names,
-    receiver_tensors,
-    to_state_dict,
-    to_tensordict,
-)
+from aiosync.weights.flatten import named_tensors, optional_names
+from aiosync.weights.layout import Layout
+from aiosync.weights.strategy import WeightStrategy, get_strategy, to_tensordict
+from aiosync.weights.target import receiver_tensors
 from tests.weights.models import (
     APPLY,
     FORMATS,
@@ -41,9 +35,9 @@ def test_names_are_the_same_in_every_form() -> None:
         model.state_dict(),
         dict(model.state_dict()),
         to_tensordict(model),
-        to_state_dict(model),
-        to_tensordict(to_state_dict(model)),
-        to_state_dict(to_tensordict(model)),
+        named_tensors(model),
+        to_tensordict(named_tensors(model)),
+        named_tensors(to_tensordict(model)),
         to_tensordict(model).to_dict(),
         TensorDictParams(to_tensordict(mlp())),
     ]

@@ -17,7 +17,9 @@ from aiosync.errors import (
     LayoutMismatchError,
     UnsupportedTensorError,
 )
-from aiosync.weights import ALIGNMENT, Layout, check_tied, named_tensors, optional_names
+from aiosync.weights.flatten import named_tensors, optional_names
+from aiosync.weights.layout import ALIGNMENT, Layout
+from aiosync.weights.tensors import check_tied
 from tests.weights.models import DTYPES, Counting, Tied, awkward, bits, filled
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -59,7 +61,7 @@ def test_entries_are_aligned_and_apart(tensors: dict[str, Tensor]) -> None:
     for entry in layout:
         assert entry.offset % ALIGNMENT == 0
         assert entry.offset >= end
-        assert entry.nbytes == entry.numel * entry.dtype.itemsize
+        assert entry.nbytes == math.prod(entry.shape) * entry.dtype.itemsize
         end = entry.offset + entry.nbytes
     assert end <= layout.nbytes
     assert layout.nbytes % ALIGNMENT == 0
@@ -304,8 +306,8 @@ def test_subset() -> None:
 
 def test_entries_describe_themselves() -> None:
     layout = Layout.of({"w": torch.ones(4, 2), "s": torch.tensor(1, dtype=torch.uint16)})
-    assert (layout["w"].describe(), layout["w"].numel) == ("float32[4, 2]", 8)
-    assert (layout["s"].describe(), layout["s"].numel) == ("uint16[]", 1)
+    assert (layout["w"].describe(), layout["w"].nbytes) == ("float32[4, 2]", 32)
+    assert (layout["s"].describe(), layout["s"].nbytes) == ("uint16[]", 2)
     assert "2 entries" in repr(layout)
     assert "w" in layout
     assert "v" not in layout

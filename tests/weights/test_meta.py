@@ -9,9 +9,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from aiosync.errors import LayoutMismatchError
-from aiosync.weights import (
-    optional_names,
-)
+from aiosync.weights.flatten import optional_names
 from tests.weights.models import (
     APPLY,
     Tied,

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from aiosync.weights import private_mapping
-from aiosync.weights.segment import Segment
+from aiosync.weights.segment import CAN_ATTACH_PRIVATELY, Segment, _own_pages
 
-pytestmark = pytest.mark.skipif(not private_mapping.AVAILABLE, reason="needs Linux's copy-on-write")
+pytestmark = pytest.mark.skipif(not CAN_ATTACH_PRIVATELY, reason="needs Linux's copy-on-write")
 
 PAGE = os.sysconf("SC_PAGESIZE") if sys.platform == "linux" else 4096
 NBYTES = 700 * PAGE + 100
@@ -88,10 +87,10 @@ def test_only_pages_that_were_written_are_given_back(shared: Segment) -> None:
     mine = _attach(shared)
     mine.buffer[3 * PAGE] = 9
     mine.buffer[700 * PAGE] = 9
-    own = private_mapping._own_pages(mine.buffer)
+    own = _own_pages(mine.buffer)
     if own is None:
         pytest.skip("this kernel does not tell which pages were written")
     assert own.nonzero().view(-1).tolist() == [3, 700]
     mine.renew()
-    own = private_mapping._own_pages(mine.buffer)
+    own = _own_pages(mine.buffer)
     assert own is not None and not own.any()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from aiosync.weights import resolve_model
+from aiosync.weights.resolve import resolve_model
 
 
 def context() -> Any:

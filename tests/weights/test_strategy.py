@@ -9,14 +9,9 @@ from tensordict import TensorDict, TensorDictBase, TensorDictParams
 from torch import Tensor, nn
 
 from aiosync.errors import InvalidArgumentError, LayoutMismatchError
-from aiosync.weights import (
-    WeightStrategy,
-    get_strategy,
-    named_tensors,
-    receiver_tensors,
-    to_state_dict,
-    to_tensordict,
-)
+from aiosync.weights.flatten import named_tensors
+from aiosync.weights.strategy import WeightStrategy, get_strategy, to_tensordict
+from aiosync.weights.target import receiver_tensors
 from tests.weights.models import (
     APPLY,
     DTYPES,
@@ -103,7 +98,7 @@ def test_apply_to_tensordicts_and_dicts(inplace: bool) -> None:
         TensorDictParams(to_tensordict(mlp()).clone()),
     ]
     for destination in destinations[:-1]:
-        for weights in (source, to_tensordict(source), source.state_dict(), to_state_dict(source)):
+        for weights in (source, to_tensordict(source), source.state_dict(), named_tensors(source)):
             APPLY(destination, weights, inplace)
             assert snapshot(destination) == snapshot(source)
     other = shaken(mlp())
@@ -178,7 +173,7 @@ def test_a_mismatch_leaves_the_destination_whole(
 ) -> None:
     model = awkward()
     before, state = everything(model), copy.deepcopy(model.counting.state["stats"])
-    weights = dict(to_state_dict(shaken(awkward())))
+    weights = dict(named_tensors(shaken(awkward())))
     change(weights)
     with pytest.raises(LayoutMismatchError) as caught:
         APPLY(model, weights, inplace)

@@ -13,8 +13,7 @@ from typing import Any
 
 from aiosync._deadline import Deadline, pauses
 from aiosync.errors import HandshakeError, ProtocolError, WorkerLostError
-from aiosync.protocol.allowed_frames import Inbound
-from aiosync.protocol.frames import Frame
+from aiosync.protocol.frames import Frame, Inbound
 from aiosync.protocol.stream import BodySink
 from aiosync.transports._offload import LoopThread, abandonable
 from aiosync.transports.base import Transport

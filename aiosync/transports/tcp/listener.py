@@ -15,8 +15,7 @@ from typing import Any
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, ProtocolError
-from aiosync.protocol.allowed_frames import Inbound
-from aiosync.protocol.frames import Frame, Refused
+from aiosync.protocol.frames import Frame, Inbound, Refused
 from aiosync.transports._offload import LoopThread
 from aiosync.transports.base import Listener, OnConnection, OnLost
 from aiosync.transports.forks import close_in_children

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from aiosync.errors import HandshakeError, InvalidArgumentError, ProtocolError, SenderFullError
 from aiosync.protocol.frames import Bye, Refused
-from aiosync.protocol.framing import FrameDecoder
-from aiosync.protocol.text import clean
+from aiosync.protocol.framing import FrameDecoder, clean
 
 _QUOTED = 200  # characters of a peer's answer that an error quotes
 

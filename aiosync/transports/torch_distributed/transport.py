@@ -23,7 +23,7 @@ import msgspec
 
 from aiosync._deadline import Deadline
 from aiosync.errors import ArenaAllocationError, ProtocolError, WorkerLostError
-from aiosync.protocol.allowed_frames import Inbound
+from aiosync.protocol.frames import Inbound
 from aiosync.transports._offload import DetachedThread, abandonable, start_thread
 from aiosync.transports.base import Listener, OnConnection, OnLost, Transport
 from aiosync.transports.tcp.address import Address
