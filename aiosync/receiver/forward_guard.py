@@ -23,7 +23,8 @@ class ForwardGuard:
     The module gets a class that is made for it: a subclass of its class, whose ``__call__`` enters the gate.
     Its ``forward`` and its ``__dict__`` stay as they are, so ``torch.compile``, ``torch.jit.script`` and
     ``torch.export`` see the user's own code. Copies of the module, also pickled ones, have the original
-    class. Replicas of ``DataParallel`` and forked children are not guarded.
+    class. Replicas of ``DataParallel`` and forked children are not guarded. Several guards of one module
+    share its class: each pass is then a reader of all their gates.
 
     A forward hook would not do: an interrupt (Ctrl-C) ends a forward pass without calling its hooks, and the
     commit would wait for ever for a reader that no longer exists.
@@ -41,10 +42,12 @@ class ForwardGuard:
 
     def __post_init__(self) -> None:
         self._pid = os.getpid()
-        self._original = type(self.module)
-        self._guarded = _guarded_class(self._original, self)
-        # Not by the module's own __setattr__, which TorchScript's modules have.
-        object.__setattr__(self.module, "__class__", self._guarded)
+        guards = _guards_of(self.module)
+        if guards is None:
+            guards = []
+            # Not by the module's own __setattr__, which TorchScript's modules have.
+            object.__setattr__(self.module, "__class__", _guarded_class(type(self.module), guards))
+        guards.append(self)
 
     def enter(self, ticket: object) -> None:
         """Become a reader."""
@@ -56,9 +59,19 @@ class ForwardGuard:
         self.on_pass()
 
     def remove(self) -> None:
-        """Restore the module's class; idempotent. A running pass still leaves the gate."""
-        if type(self.module) is self._guarded:
-            object.__setattr__(self.module, "__class__", self._original)
+        """End this guard; idempotent. The last one restores the class. A running pass leaves the gate later."""
+        guards = _guards_of(self.module)
+        if guards and self in guards:
+            guards.remove(self)
+            if not guards:
+                _, original = type(self.module).__bases__
+                object.__setattr__(self.module, "__class__", original)
+
+
+def _guards_of(module: nn.Module) -> list[ForwardGuard] | None:
+    """The guards of a module; None: its class is not a guarded one."""
+    # An attribute of the function, because a metaclass may refuse attributes of the class.
+    return getattr(type(module).__dict__.get("__call__"), "aiosync_guards", None)
 
 
 class _Unannounced:
@@ -73,21 +86,24 @@ class _Unannounced:
             super().__init_subclass__(**kwargs)
 
 
-def _guarded_class(original: type[nn.Module], guard: ForwardGuard) -> type[nn.Module]:
+def _guarded_class(original: type[nn.Module], guards: list[ForwardGuard]) -> type[nn.Module]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = super(guarded, module).__call__
         # A compiler that traces this call must find nothing else here.
-        if torch.compiler.is_compiling() or guard.module is not module:
+        if torch.compiler.is_compiling() or not guards or guards[0].module is not module:
             return plain(*args, **kwargs)
-        ticket = object()
+        ticket, present = object(), tuple(guards)
         try:
             try:
-                _untraced(guard.enter, ticket)
+                for guard in present:
+                    _untraced(guard.enter, ticket)
                 return plain(*args, **kwargs)
             finally:
-                _untraced(guard.gate.leave, ticket)
+                for guard in present:
+                    _untraced(guard.gate.leave, ticket)
         finally:
-            _untraced(guard.gate.leave, ticket)  # again, in case an interrupt ended the first call
+            for guard in present:  # again, in case an interrupt ended the first calls
+                _untraced(guard.gate.leave, ticket)
 
     def reduce(module: nn.Module, protocol: int) -> Any:
         found = super(guarded, module).__reduce_ex__(protocol)
@@ -100,6 +116,7 @@ def _guarded_class(original: type[nn.Module], guard: ForwardGuard) -> type[nn.Mo
             make, arguments = copyreg._reconstructor, (original, object, None)  # type: ignore[attr-defined]
         return (original if make is guarded else make, arguments, *rest)
 
+    call.aiosync_guards = guards  # type: ignore[attr-defined]
     _skip(call)
     body = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     body |= {"__slots__": (), "__call__": call, "__reduce_ex__": reduce}

@@ -249,3 +249,31 @@ def test_a_forward_pass_that_raises_leaves_the_gate() -> None:
         module(torch.zeros(3))
     assert submit([gate], lambda: None).done.done()
     guard.remove()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_guards_of_one_module(first: int) -> None:
+    """As when another receiver gets a model before the former one has ended."""
+    gates, module = [CommitGate(), CommitGate()], _Slow()
+    guards = [ForwardGuard(gate, module, PATIENCE, lambda: None) for gate in gates]
+    thread = threading.Thread(target=module, args=[torch.zeros(1)])
+    thread.start()
+    assert module.inside.wait(PATIENCE)
+    jobs = [submit([gate], lambda: None) for gate in gates]
+    assert not any(job.done.done() for job in jobs)
+    guards[first].remove()  # during the pass
+    module.go_on.set()
+    thread.join()
+    assert all(job.done.done() for job in jobs)
+    guards[1 - first].remove()
+    assert type(module) is _Slow
+
+
+def test_a_copy_of_a_module_with_two_guards_is_not_guarded() -> None:
+    module = _Policy()
+    guards = [ForwardGuard(CommitGate(), module, PATIENCE, lambda: None) for _ in range(2)]
+    for copied in copy.deepcopy(module), pickle.loads(pickle.dumps(module)):
+        assert type(copied) is _Policy
+    for guard in guards:
+        guard.remove()
+    assert type(module) is _Policy
