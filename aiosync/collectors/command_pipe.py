@@ -217,7 +217,6 @@ class ProcessCommandPipe(CommandPipe):
         protocol = asyncio.StreamReaderProtocol(reader)
         transport, _ = await loop.create_connection(lambda: protocol, sock=sock)
         return cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
-        return cls(*await asyncio.open_connection(sock=sock))
 
     def send(self, message: object) -> None:
         data = cloudpickle.dumps(message)

@@ -135,22 +135,17 @@ def adapt(env: Any, device: torch.device | None = None) -> Env:
     return GymnasiumEnv(env, device)
 
 
-def _observation_fields(found: object, first: Key = "observation") -> Fields:
+def _observation_fields(found: object, key: tuple[str, ...] = ()) -> Fields:
+    """Return the leaves of an observation. The entries of a tuple get its name with ``_0``, ``_1`` and so on."""
     if isinstance(found, Mapping):
-        fields: Fields = {}
-        for name, value in found.items():
-            key = (
-                name
-                if first == "observation"
-                else (first, name)
-                if isinstance(first, str)
-                else (*first, name)
-            )
-            fields.update(_observation_fields(value, key))
-        return fields
-    if isinstance(found, tuple):
-        return {f"{first}_{i}": tensor_of(value) for i, value in enumerate(found)}
-    return {first: tensor_of(found)}
+        entries = [((*key, name), value) for name, value in found.items()]
+    elif isinstance(found, tuple):
+        *outer, last = key or ("observation",)
+        entries = [((*outer, f"{last}_{i}"), value) for i, value in enumerate(found)]
+    else:
+        name = key if len(key) > 1 else key[0] if key else "observation"
+        return {name: tensor_of(found)}
+    return {name: leaf for key, value in entries for name, leaf in _observation_fields(value, key).items()}
 
 
 def tensor_of(value: object) -> Tensor:
