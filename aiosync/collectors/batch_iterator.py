@@ -256,22 +256,29 @@ class BatchIterator(Controls):
             timeout: seconds.
 
         Raises:
-            InvalidArgumentError: the state is of another number of workers.
+            InvalidArgumentError: the state is of another number of workers or environments. Nothing has changed.
         """
         workers = state["workers"]
         if len(workers) != self.num_workers:
             raise InvalidArgumentError(
                 f"state_dict: the state has {len(workers)} workers, and this collector {self.num_workers}"
             )
-        each = {index: [worker] for index, worker in enumerate(workers)}
+        expected = self.config.processes.envs_per_worker
+        for worker in workers:
+            if len(worker["rollouts"]) != expected:
+                raise InvalidArgumentError(
+                    f"state_dict: expected {expected} environments per worker, got {len(worker['rollouts'])}"
+                )
+        next_ids = [max(rollout["next_traj_id"] for rollout in worker["rollouts"]) for worker in workers]
         pool = self._connected_pool
         async with self.pause(timeout):
+            each = {index: [worker] for index, worker in enumerate(workers)}
+            await pool.call("load_state", each, self._deadline(timeout))
+            # Only now: if a worker cannot restore its state, no batch is lost.
             self._finished.clear()
             for batch in [batch for worker in pool.workers for batch in worker.batches]:
                 batch.release()
-            await pool.call("load_state", each, self._deadline(timeout))
             self.frames = self._requested = state["frames"]
-            next_ids = [max(rollout["next_traj_id"] for rollout in worker["rollouts"]) for worker in workers]
             pool.start_trajectories_at(next_ids)
 
     @asynccontextmanager

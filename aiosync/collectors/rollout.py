@@ -186,14 +186,15 @@ class Rollout:
     async def load_state(self, state: dict[str, Any]) -> None:
         """Restore a state. Begins a new episode if the state has no environment."""
         async with self._lock:
+            env = None if state["env"] is None else pickle.loads(state["env"])  # first: it may raise
             self._current = copy.deepcopy(state["current"])
             self._step_counts = copy.deepcopy(state["step_counts"])
             self._ids = copy.deepcopy(state["traj_ids"])
             self._next_id = state["next_traj_id"]
-            if state["env"] is None:
+            if env is None:
                 await self._reset()
             else:
-                self.env.env = pickle.loads(state["env"])
+                self.env.env = env
 
     async def frame(self, batch: PartialBatch) -> Fields:
         """Take one step and return its frame, which is for ``batch``.

@@ -37,7 +37,7 @@ from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.env import adapt
 from aiosync.collectors.policy import adapt_policy
 from aiosync.collectors.rollout import PartialBatch, Rollout
-from aiosync.errors import InvalidArgumentError, NotInitializedError
+from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.weights.resolve import resolve_model
 
@@ -293,17 +293,8 @@ class Worker:
         }
 
     async def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a state.
-
-        Raises:
-            InvalidArgumentError: the state is of another number of environments.
-        """
-        rollouts = state["rollouts"]
-        if len(rollouts) != len(self._rollouts):
-            raise InvalidArgumentError(
-                f"state_dict: expected {len(self._rollouts)} environments per worker, got {len(rollouts)}"
-            )
-        for rollout, saved in zip(self._rollouts, rollouts, strict=True):
+        """Restore a state of :meth:`state`, of the same number of environments."""
+        for rollout, saved in zip(self._rollouts, state["rollouts"], strict=True):
             await rollout.load_state(saved)
         self.env = self._envs[0].env
         torch.set_rng_state(state["torch"])
