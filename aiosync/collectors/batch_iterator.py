@@ -256,7 +256,8 @@ class BatchIterator(Controls):
             timeout: seconds.
 
         Raises:
-            InvalidArgumentError: the state is of another number of workers or environments. Nothing has changed.
+            InvalidArgumentError: the state is of another number of workers or environments. Nothing
+                has changed.
         """
         workers = state["workers"]
         if len(workers) != self.num_workers:

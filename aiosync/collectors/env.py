@@ -136,7 +136,7 @@ def adapt(env: Any, device: torch.device | None = None) -> Env:
 
 
 def _observation_fields(found: object, key: tuple[str, ...] = ()) -> Fields:
-    """Return the leaves of an observation. The entries of a tuple get its name with ``_0``, ``_1`` and so on."""
+    """Return the leaves of an observation. Entry ``i`` of a tuple has the tuple's name and ``_i``."""
     if isinstance(found, Mapping):
         entries = [((*key, name), value) for name, value in found.items()]
     elif isinstance(found, tuple):

@@ -34,7 +34,7 @@ from aiosync.collectors.command_pipe import (
     Ready,
 )
 from aiosync.collectors.config import CollectorConfig
-from aiosync.collectors.env import adapt
+from aiosync.collectors.env import Env, adapt
 from aiosync.collectors.policy import adapt_policy
 from aiosync.collectors.rollout import PartialBatch, Rollout
 from aiosync.errors import NotInitializedError
@@ -93,7 +93,7 @@ async def run_worker(
     """
     try:
         async with AsyncExitStack() as stack:
-            await Worker(spec(), schemes, pipe).run(stack)
+            await Worker(spec(), schemes, pipe, stack).run()
     except CommandPipeClosed:
         pass  # the collector closed the pipe
     except Exception as exc:  # noqa: BLE001 - sent to the collector
@@ -120,13 +120,20 @@ class Worker:
         spec: the worker's spec.
         schemes: model id -> the scheme that delivers its weights.
         pipe: to the collector.
+        stack: closes the schemes, then the environments.
 
     Attributes:
         env: the first environment, as ``create_env`` returned it.
         policy: the policy; None: random actions.
     """
 
-    def __init__(self, spec: WorkerSpec, schemes: Mapping[str, WeightSyncScheme], pipe: CommandPipe) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        schemes: Mapping[str, WeightSyncScheme],
+        pipe: CommandPipe,
+        stack: AsyncExitStack,
+    ) -> None:
         config = spec.config
         if spec.own_process:
             torch.set_num_threads(config.processes.num_sub_threads)
@@ -139,8 +146,8 @@ class Worker:
         self._pipe = pipe
         self._extra_updates = spec.extra_updates
         self._devices = config.devices.of(spec.index)
-        envs = config.processes.envs_per_worker
-        self._envs = [adapt(spec.create_env(), self._devices.env) for _ in range(envs)]
+        self._stack = stack
+        self._envs = [self._make_env() for _ in range(config.processes.envs_per_worker)]
         self.env = self._envs[0].env
         self.policy = spec.make_policy() if spec.make_policy is not None else None
         if isinstance(self.policy, nn.Module):
@@ -157,14 +164,19 @@ class Worker:
         # Wakes the rollouts that have no batch to collect for.
         self._batch_requested = asyncio.Event()
 
-    async def run(self, stack: AsyncExitStack) -> None:
-        """Roll out the policy and execute commands. ``stack`` closes the environments and the schemes.
+    def _make_env(self) -> Env:
+        env = adapt(self._spec.create_env(), self._devices.env)
+        self._stack.push_async_callback(env.close)
+        return env
+
+    async def run(self) -> None:
+        """Roll out the policy and execute commands.
 
         Raises:
             CommandPipeClosed: the collector closed the pipe.
             Exception: what the environment or the policy raises.
         """
-        await self._set_up(stack)
+        await self._set_up()
         if self._spec.seed is not None:
             await self.set_seed(self._spec.seed)
         self._pipe.send(Ready(self._shape))
@@ -177,16 +189,14 @@ class Worker:
         finally:
             await cancel_all(*tasks)
 
-    async def _set_up(self, stack: AsyncExitStack) -> None:
-        for env in self._envs:
-            stack.push_async_callback(env.close)
+    async def _set_up(self) -> None:
         for model_id, scheme in self._schemes.items():
             model = self.get_model(model_id)
             scheme.init_on_receiver(model_id=model_id, model=model, worker_idx=self._spec.index)
-            stack.push_async_callback(scheme.aclose)
+            self._stack.push_async_callback(scheme.aclose)
         await asyncio.gather(*(scheme.connect() for scheme in self._schemes.values()))
         for scheme in self._schemes.values():
-            await stack.enter_async_context(scheme.receiving())
+            await self._stack.enter_async_context(scheme.receiving())
         config, policy = self._config, None
         if self.policy is not None:
             policy = adapt_policy(self.policy, config.policy, self._devices, sync=config.devices.syncs)
