@@ -19,8 +19,6 @@ from aiosync.errors import InvalidArgumentError, SyncTimeoutError
 from aiosync.transports._offload import offloaded
 from aiosync.weights.copying import INLINE_LIMIT
 
-__all__ = ["BatchIterator"]
-
 _REQUESTED_AHEAD = 2
 """Batches of an asynchronous collector that a worker may have requested or delivered at a time: one in
 progress, and one that the caller has not taken yet."""

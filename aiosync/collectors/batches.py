@@ -20,16 +20,6 @@ from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 from aiosync.weights.tensors import spelled
 
-__all__ = [
-    "BatchBuffer",
-    "BatchBuffers",
-    "BatchJoiner",
-    "BufferLoans",
-    "select_steps",
-    "split_trajectories",
-    "valid_frames",
-]
-
 
 class BatchBuffer:
     """Memory for a number of frames, one after the other.

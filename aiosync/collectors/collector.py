@@ -31,8 +31,6 @@ from aiosync.schemes.shared_memory import SharedMemWeightSyncScheme
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports.ray.calls import ray_here
 
-__all__ = ["Collector", "MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
-
 _CLOSE_SECONDS = 10.0
 """Seconds that workers have to end by themselves in :meth:`MultiCollector.aclose`."""
 

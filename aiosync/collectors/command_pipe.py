@@ -20,21 +20,6 @@ from tensordict import TensorDict
 from aiosync.collectors.env import Specs
 from aiosync.transports.forks import close_in_children
 
-__all__ = [
-    "Answer",
-    "Batch",
-    "Call",
-    "Collect",
-    "CommandPipe",
-    "CommandPipeClosed",
-    "EndEarly",
-    "ErrorReport",
-    "LocalCommandPipe",
-    "NewBuffer",
-    "ProcessCommandPipe",
-    "Ready",
-]
-
 # -- messages to the worker ----------------------------------------------------------------------------
 
 

@@ -15,18 +15,6 @@ from tensordict.nn import InteractionType
 from aiosync._deadline import check_timeout, default_timeout
 from aiosync.errors import InvalidArgumentError
 
-__all__ = [
-    "BatchConfig",
-    "CollectorConfig",
-    "DeviceConfig",
-    "PolicyConfig",
-    "ProcessConfig",
-    "ReplayConfig",
-    "WeightConfig",
-    "WorkerDevices",
-    "per_worker",
-]
-
 Device: TypeAlias = torch.device | str | int
 
 

@@ -21,20 +21,6 @@ from torch import Tensor
 
 from aiosync.errors import InvalidArgumentError
 
-__all__ = [
-    "ENDS",
-    "MASK",
-    "TRAJ_IDS",
-    "Env",
-    "Fields",
-    "Key",
-    "Specs",
-    "adapt",
-    "flatten",
-    "under",
-    "unflatten",
-]
-
 Key: TypeAlias = str | tuple[str, ...]
 """A name; for a nested entry a tuple of names, as in TensorDict."""
 

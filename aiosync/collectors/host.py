@@ -35,8 +35,6 @@ from aiosync.collectors.worker import WorkerSpec, run_worker
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.transports._offload import offloaded, start_thread
 
-__all__ = ["Host", "LocalHost", "MakeHost", "ProcessHost", "Schemes", "context_of"]
-
 Schemes: TypeAlias = Mapping[str, WeightSyncScheme]
 """Model id -> the scheme that delivers its weights."""
 

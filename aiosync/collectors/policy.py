@@ -21,8 +21,6 @@ from aiosync.collectors.config import PolicyConfig, WorkerDevices
 from aiosync.collectors.env import Fields, unflatten
 from aiosync.errors import InvalidArgumentError
 
-__all__ = ["Act", "adapt_policy"]
-
 Act: TypeAlias = Callable[[Fields, tuple[int, ...]], Fields]
 """Calls a policy with the observations and the other fields, and with their batch shape: the environments
 that step together. Returns the fields that the policy adds: ``"action"`` at least. Raises what the policy

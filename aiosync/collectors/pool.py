@@ -16,8 +16,6 @@ from aiosync.errors import NotConnectedError, Phase, SyncTimeoutError, WorkerLos
 from aiosync.events import logger
 from aiosync.transports._tasks import BackgroundTasks
 
-__all__ = ["Pool"]
-
 _GENERATION = 1 << 32
 """Distance between the trajectory numbers of a worker and those of its successor, in trajectories: more than
 a worker can collect."""

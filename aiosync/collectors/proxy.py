@@ -31,8 +31,6 @@ from aiosync.errors import NotConnectedError, SyncTimeoutError, WorkerLostError
 from aiosync.transports._offload import uninterrupted
 from aiosync.weights.segment import Segment
 
-__all__ = ["DeliveredBatch", "WorkerProxy"]
-
 _EXIT_SECONDS = 1.0
 """Seconds that a worker has to end after it closed its pipe."""
 

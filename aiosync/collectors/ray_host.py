@@ -15,8 +15,6 @@ from aiosync.collectors.host import Host, Schemes
 from aiosync.collectors.worker import WorkerSpec, run_worker
 from aiosync.transports._offload import handover
 
-__all__ = ["RayHost"]
-
 
 class RayHost(Host):
     """Runs a worker in a Ray actor.

@@ -19,8 +19,6 @@ from aiosync.collectors.env import MASK, TRAJ_IDS, Env, Fields, under
 from aiosync.collectors.policy import Act
 from aiosync.errors import InvalidArgumentError
 
-__all__ = ["PartialBatch", "Rollout"]
-
 _WRITE_TOGETHER = 16
 """Frames that are copied into a batch's memory at a time."""
 

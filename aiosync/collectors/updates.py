@@ -24,8 +24,6 @@ from aiosync.schemes.joint import atomic
 from aiosync.transports._offload import abandonable
 from aiosync.weights.strategy import WeightStrategy
 
-__all__ = ["WeightUpdates"]
-
 WorkerIds: TypeAlias = int | Sequence[int] | None
 """One worker, several, or None for all."""
 

@@ -41,8 +41,6 @@ from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.weights.resolve import resolve_model
 
-__all__ = ["POLICY", "Worker", "WorkerSpec", "cancel_all", "policy_schemes", "run_worker"]
-
 POLICY = "policy"
 
 

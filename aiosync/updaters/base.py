@@ -18,8 +18,6 @@ from torch import nn
 from aiosync._deadline import Deadline, check_timeout, default_timeout
 from aiosync.errors import InvalidArgumentError, SyncTimeoutError, WeightSourceError
 
-__all__ = ["WeightUpdaterBase", "WorkerId", "WorkerIds", "bounded", "remaining"]
-
 WorkerId: TypeAlias = "int | torch.device"
 """How an updater identifies a worker."""
 

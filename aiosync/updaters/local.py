@@ -13,8 +13,6 @@ from aiosync.transports._offload import offloaded
 from aiosync.updaters.base import WeightUpdaterBase, WorkerId
 from aiosync.weights.strategy import WeightStrategy
 
-__all__ = ["MultiProcessedWeightUpdater", "RemoteModuleWeightUpdater", "VanillaWeightUpdater"]
-
 
 async def _apply(destination: Any, weights: Any) -> None:
     """Write weights in place, in a thread: all that are given, or none if one does not fit."""

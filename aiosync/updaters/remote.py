@@ -16,8 +16,6 @@ from aiosync.transports.torch_rpc.transport import RPCTransport
 from aiosync.updaters.base import WeightUpdaterBase, WorkerId, WorkerIds, remaining
 from aiosync.weights.strategy import to_tensordict
 
-__all__ = ["DistributedWeightUpdater", "RPCWeightUpdater", "RayWeightUpdater", "RemoteCollectorsUpdater"]
-
 _EARLIER = 0.05
 """Seconds that a call's timeout is shorter than the push's, so that the error can still name the worker."""
 
