@@ -174,7 +174,7 @@ class MultiCollector(BatchIterator, AsyncResource):
         try:
             self._updates.init_senders(ctx)
             specs = [self._spec(index) for index in range(self.num_workers)]
-            restarts = self.config.processes.restart_workers
+            restarts = [self.config.processes.restart_workers] * self.num_workers
             self._pool = Pool(specs, self._updates.schemes, make_host, restarts, self._on_delivered)
             await self._pool.start(deadline)
             await self._updates.connect_receivers(self._pool, deadline)
