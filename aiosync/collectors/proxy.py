@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +26,8 @@ from aiosync.collectors.command_pipe import (
     NewBuffer,
     Ready,
 )
-from aiosync.collectors.host import Host, Schemes
-from aiosync.collectors.worker import WorkerSpec, cancel_all
+from aiosync.collectors.host import Host
+from aiosync.collectors.worker import Schemes, WorkerSpec, cancel_all
 from aiosync.errors import NotConnectedError, SyncTimeoutError, WorkerLostError
 from aiosync.transports._offload import uninterrupted
 from aiosync.weights.segment import Segment
@@ -84,7 +85,17 @@ class DeliveredBatch:
             self.worker.loans.release(self.message.buffer)
 
 
-@dataclass(eq=False)
+async def _last_report(pipe: CommandPipe) -> ErrorReport | None:
+    """Return the error that a worker has reported before it ended, if the pipe still has it."""
+    with suppress(CommandPipeClosed):
+        while True:
+            message = await pipe.receive()
+            if isinstance(message, ErrorReport):
+                return message
+    return None
+
+
+@dataclass(eq=False, repr=False)
 class WorkerProxy:
     """One worker, as the collector sees it."""
 
@@ -136,9 +147,11 @@ class WorkerProxy:
                 self._handle(await pipe.receive())
         except Exception as exc:  # noqa: BLE001 - raised in the call that waits for this worker
             # The pipe is closed; or the worker announced a buffer and died, so its memory cannot be mapped.
+            closed = isinstance(exc, CommandPipeClosed)
             died = await self.host.ended(Deadline.after(_EXIT_SECONDS))
-            lost = died or isinstance(exc, CommandPipeClosed)
-            self.fail(WorkerLostError([self.index], self.host.cause()) if lost else exc)
+            report = await _last_report(pipe) if died and not closed else None
+            error = WorkerLostError([self.index], self.host.cause()) if died or closed else exc
+            self.fail(error if report is None else report.exception(self.index))
 
     def _handle(self, message: Any) -> None:
         match message:
