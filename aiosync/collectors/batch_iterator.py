@@ -47,9 +47,8 @@ class BatchIterator(Controls):
         self._pauses_begun = 0
         self._not_paused = asyncio.Event()
         self._not_paused.set()
-        self._join: Callable[[Sequence[TensorDict]], TensorDictBase] = BatchJoiner(
-            config.batch.cat_results
-        ).join
+        join: Callable[[Sequence[TensorDict]], TensorDictBase] = BatchJoiner(config.batch.cat_results).join
+        self._join = join
         # The task of start().
         self._collecting: asyncio.Task[None] | None = None
 
@@ -94,15 +93,14 @@ class BatchIterator(Controls):
         replay = self.config.replay
         if replay.replay_buffer is None:
             return batch
-        if replay.extend_buffer:
-            replay.replay_buffer.extend(batch if self.config.batch.split_trajs else valid_frames(batch))
-        else:
+        if not replay.extend_buffer:
             replay.replay_buffer.add(batch)
-        return None
+        else:
+            replay.replay_buffer.extend(batch if self.config.batch.split_trajs else valid_frames(batch))
 
     async def _next_sync_batch(self, pool: Pool) -> TensorDictBase:
         config = self.config.batch
-        at_random = self._acts_at_random
+        at_random = self._requested < config.init_random_frames  # the same for all parts
         for worker in pool.workers:
             if not worker.requested and not worker.batches:  # else a cancelled call requested it
                 self._request(worker, config.frames_of(worker.index, self.num_workers), at_random=at_random)
@@ -146,28 +144,18 @@ class BatchIterator(Controls):
             self._finished.append(part)
 
     def _request_from_all(self, pool: Pool, *, trained: bool) -> None:
-        """Request batches from all workers that may collect more.
-
-        Args:
-            pool: the workers.
-            trained: the trainer has sent the update for the batch that it took last, if it sends one after
-                each batch.
-        """
-        total = self.config.batch.total_frames
+        """Request batches from all workers that may collect more. ``trained``: the trainer has sent the
+        update for the batch that it took last, if it sends one after each batch."""
+        config, total = self.config.batch, self.config.batch.total_frames
         # The worker with the fewest frames first: if only some may collect, it is not always the same ones.
         for worker in sorted(pool.workers, key=lambda worker: worker.frames):
-            frames = self.config.batch.frames_of(worker.index, 1)
+            frames = config.frames_of(worker.index, 1)
             while worker.requested + len(worker.batches) < _REQUESTED_AHEAD and not self._active_pauses:
                 # The updates before this batch is returned, if the trainer sends one after each batch.
                 updates = sum(each.requested + len(each.batches) for each in pool.workers) + (not trained)
                 if self._requested >= total != -1 or updates > self.config.weights.allowed_updates:
                     return
-                self._request(worker, frames, at_random=self._acts_at_random)
-
-    @property
-    def _acts_at_random(self) -> bool:
-        """Whether the next batch to request is within ``init_random_frames``."""
-        return self._requested < self.config.batch.init_random_frames
+                self._request(worker, frames, at_random=self._requested < config.init_random_frames)
 
     def _request(self, worker: WorkerProxy, frames: int, *, at_random: bool) -> None:
         self._requested += frames
@@ -297,11 +285,8 @@ class BatchIterator(Controls):
         self._pauses_begun += 1
         self._not_paused.clear()
         try:
-            await pool.wait_for(
-                lambda: not any(worker.requested for worker in pool.workers),
-                self._deadline(timeout),
-                "receive",
-            )
+            deadline = self._deadline(timeout)
+            await pool.wait_for(lambda: not any(each.requested for each in pool.workers), deadline, "receive")
             yield
         finally:
             self._active_pauses -= 1

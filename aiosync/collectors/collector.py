@@ -110,11 +110,9 @@ class MultiCollector(BatchIterator, AsyncResource):
         each = config.per_batch if self.sync else config.batch.frames_of(0, 1)
         total = config.batch.total_frames
         if total != -1 and total % each:
-            warnings.warn(
-                f"total_frames={total} is not a multiple of the {each} frames of a batch: "
-                f"{-total % each} more frames will be collected",
-                stacklevel=2,
-            )
+            more = f"{-total % each} more frames will be collected"
+            text = f"total_frames={total} is not a multiple of the {each} frames of a batch: {more}"
+            warnings.warn(text, stacklevel=2)
 
     # -- what workers run in --------------------------------------------------------------------------
 
@@ -269,14 +267,9 @@ class Collector(MultiCollector):
     ) -> None:
         config = (config or CollectorConfig()).of(**options)
         processes = config.processes
-        changed = [
-            known.name for known in fields(processes) if getattr(processes, known.name) != known.default
-        ]
-        refused = [name for name in changed if name not in _LOCAL_OPTIONS]
-        if refused:
-            raise InvalidArgumentError(
-                f"{', '.join(refused)}: a Collector runs in this process; see MultiCollector"
-            )
+        given = [each.name for each in fields(processes) if getattr(processes, each.name) != each.default]
+        if refused := ", ".join(name for name in given if name not in _LOCAL_OPTIONS):
+            raise InvalidArgumentError(f"{refused}: a Collector runs in this process; see MultiCollector")
         super().__init__(
             _env_factory(create_env_fn),
             policy,

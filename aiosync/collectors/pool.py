@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.host import MakeHost, Schemes
+from aiosync.collectors.host import MakeHost
 from aiosync.collectors.proxy import DeliveredBatch, WorkerProxy
-from aiosync.collectors.worker import WorkerSpec, cancel_all
+from aiosync.collectors.worker import Schemes, WorkerSpec, cancel_all
 from aiosync.errors import NotConnectedError, Phase, SyncTimeoutError, WorkerLostError
 from aiosync.events import logger
 from aiosync.transports._tasks import BackgroundTasks
@@ -21,7 +21,7 @@ _GENERATION = 1 << 32
 a worker can collect."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Pool:
     """The workers, and the schemes that deliver their weights.
 

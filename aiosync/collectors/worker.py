@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import cloudpickle
 import numpy as np
@@ -42,6 +42,9 @@ from aiosync.schemes.base import WeightSyncScheme
 from aiosync.weights.resolve import resolve_model
 
 POLICY = "policy"
+
+Schemes: TypeAlias = Mapping[str, WeightSyncScheme]
+"""Model id -> the scheme that delivers its weights."""
 
 
 @dataclass(frozen=True)
@@ -73,22 +76,15 @@ async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def policy_schemes(schemes: Mapping[str, WeightSyncScheme]) -> list[WeightSyncScheme]:
+def policy_schemes(schemes: Schemes) -> list[WeightSyncScheme]:
     """Return the schemes of the policy or of its parts. The highest of their versions is the policy's
     version."""
     return [scheme for name, scheme in schemes.items() if f"{name}.".startswith(f"{POLICY}.")]
 
 
-async def run_worker(
-    spec: Callable[[], WorkerSpec], schemes: Mapping[str, WeightSyncScheme], pipe: CommandPipe
-) -> None:
-    """Run a worker until the collector closes the pipe. An error is sent to the collector.
-
-    Args:
-        spec: returns the worker's spec.
-        schemes: model id -> the scheme that delivers its weights.
-        pipe: to the collector.
-    """
+async def run_worker(spec: Callable[[], WorkerSpec], schemes: Schemes, pipe: CommandPipe) -> None:
+    """Run a worker until the collector closes the pipe. An error is sent to the collector, also that of
+    ``spec()``, which returns the worker's spec."""
     try:
         async with AsyncExitStack() as stack:
             await Worker(spec(), schemes, pipe, stack).run()
@@ -101,11 +97,8 @@ async def run_worker(
 
 
 def _yield_processor() -> None:
-    """Yield the processor after a worker has acknowledged an update.
-
-    The sender waits for that. With a busy worker on every processor, Linux would run the sender only at the
-    end of a worker's time slice, milliseconds later.
-    """
+    """Yield the processor after a worker has acknowledged an update: the sender waits for that. With a busy
+    worker on every processor, Linux would run the sender only after a time slice, milliseconds later."""
     if sys.platform != "win32":
         os.sched_yield()
 
@@ -113,25 +106,10 @@ def _yield_processor() -> None:
 class Worker:
     """One worker. The collector calls the methods behind :meth:`run` through
     :class:`~aiosync.collectors.command_pipe.Call`. Schemes find their models through :meth:`get_model`.
-
-    Args:
-        spec: the worker's spec.
-        schemes: model id -> the scheme that delivers its weights.
-        pipe: to the collector.
-        stack: closes the schemes, then the environments.
-
-    Attributes:
-        env: the first environment, as ``create_env`` returned it.
-        policy: the policy; None: random actions.
+    ``stack`` closes the schemes, then the environments.
     """
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        schemes: Mapping[str, WeightSyncScheme],
-        pipe: CommandPipe,
-        stack: AsyncExitStack,
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, schemes: Schemes, pipe: CommandPipe, stack: AsyncExitStack) -> None:
         config = spec.config
         if spec.own_process:
             torch.set_num_threads(config.processes.num_sub_threads)
@@ -146,6 +124,7 @@ class Worker:
         self._devices = config.devices.of(spec.index)
         self._stack = stack
         self._envs = [self._make_env() for _ in range(config.processes.envs_per_worker)]
+        # The first environment, as create_env returned it, and the policy. None: random actions.
         self.env = self._envs[0].env
         self.policy = spec.make_policy() if spec.make_policy is not None else None
         if isinstance(self.policy, nn.Module):
@@ -168,12 +147,8 @@ class Worker:
         return env
 
     async def run(self) -> None:
-        """Roll out the policy and execute commands.
-
-        Raises:
-            CommandPipeClosed: the collector closed the pipe.
-            Exception: what the environment or the policy raises.
-        """
+        """Roll out the policy and execute commands until the collector closes the pipe (CommandPipeClosed).
+        Raises what the environment or the policy raises."""
         await self._set_up()
         if self._spec.seed is not None:
             await self.set_seed(self._spec.seed)
@@ -205,11 +180,7 @@ class Worker:
         ]
 
     def get_model(self, model_id: str) -> Any:
-        """Return this worker's model with this id.
-
-        Raises:
-            AttributeError: there is no such model.
-        """
+        """Return this worker's model with this id. AttributeError: there is none."""
         return self.policy if model_id == POLICY else resolve_model(self, model_id)
 
     def _version(self) -> int:
@@ -270,12 +241,9 @@ class Worker:
     # -- what the collector calls ---------------------------------------------------------------------
 
     async def set_seed(self, seed: int) -> None:
-        """Seed the random number generators and the environments, and begin new episodes.
-
-        Args:
-            seed: seed of the first environment. The next one gets ``seed + 1``, and so on; each of several
-                environments that step together counts as one.
-        """
+        """Seed the random number generators and the environments, and begin new episodes. The first
+        environment gets ``seed``, the next one ``seed + 1``, and so on; each of several environments that
+        step together counts as one."""
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
@@ -311,12 +279,7 @@ class Worker:
 
     async def get_attribute(self, what: str, name: str) -> Any:
         """Return an attribute of the environment (``what="env"``) or of the policy (``"policy"``). Dots in
-        ``name`` go to nested attributes.
-
-        Raises:
-            NotInitializedError: there is no policy.
-            AttributeError: there is no such attribute.
-        """
+        ``name`` go to nested attributes."""
         found = getattr(self, what)
         if found is None:
             raise NotInitializedError("this collector has no policy: its actions are random")

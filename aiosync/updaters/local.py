@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Self
 
 from tensordict import TensorDict, TensorDictBase
@@ -16,10 +17,7 @@ from aiosync.weights.strategy import WeightStrategy
 
 async def _apply(destination: Any, weights: Any) -> None:
     """Write weights in place, in a thread: all that are given, or none if one does not fit."""
-
-    def work() -> None:
-        WeightStrategy().apply_weights(destination, weights, strict=False)
-
+    work = partial(WeightStrategy().apply_weights, destination, weights, strict=False)
     await offloaded(work, "aiosync-updater")
 
 
