@@ -19,8 +19,6 @@ from aiosync.errors import InvalidArgumentError, SyncTimeoutError
 from aiosync.transports._offload import offloaded
 from aiosync.weights.copying import INLINE_LIMIT
 
-__all__ = ["BatchIterator"]
-
 _REQUESTED_AHEAD = 2
 """Batches of an asynchronous collector that a worker may have requested or delivered at a time: one in
 progress, and one that the caller has not taken yet."""
@@ -49,9 +47,8 @@ class BatchIterator(Controls):
         self._pauses_begun = 0
         self._not_paused = asyncio.Event()
         self._not_paused.set()
-        self._join: Callable[[Sequence[TensorDict]], TensorDictBase] = BatchJoiner(
-            config.batch.cat_results
-        ).join
+        join: Callable[[Sequence[TensorDict]], TensorDictBase] = BatchJoiner(config.batch.cat_results).join
+        self._join = join
         # The task of start().
         self._collecting: asyncio.Task[None] | None = None
 
@@ -96,15 +93,14 @@ class BatchIterator(Controls):
         replay = self.config.replay
         if replay.replay_buffer is None:
             return batch
-        if replay.extend_buffer:
-            replay.replay_buffer.extend(batch if self.config.batch.split_trajs else valid_frames(batch))
-        else:
+        if not replay.extend_buffer:
             replay.replay_buffer.add(batch)
-        return None
+        else:
+            replay.replay_buffer.extend(batch if self.config.batch.split_trajs else valid_frames(batch))
 
     async def _next_sync_batch(self, pool: Pool) -> TensorDictBase:
         config = self.config.batch
-        at_random = self._acts_at_random
+        at_random = self._requested < config.init_random_frames  # the same for all parts
         for worker in pool.workers:
             if not worker.requested and not worker.batches:  # else a cancelled call requested it
                 self._request(worker, config.frames_of(worker.index, self.num_workers), at_random=at_random)
@@ -148,28 +144,18 @@ class BatchIterator(Controls):
             self._finished.append(part)
 
     def _request_from_all(self, pool: Pool, *, trained: bool) -> None:
-        """Request batches from all workers that may collect more.
-
-        Args:
-            pool: the workers.
-            trained: the trainer has sent the update for the batch that it took last, if it sends one after
-                each batch.
-        """
-        total = self.config.batch.total_frames
+        """Request batches from all workers that may collect more. ``trained``: the trainer has sent the
+        update for the batch that it took last, if it sends one after each batch."""
+        config, total = self.config.batch, self.config.batch.total_frames
         # The worker with the fewest frames first: if only some may collect, it is not always the same ones.
         for worker in sorted(pool.workers, key=lambda worker: worker.frames):
-            frames = self.config.batch.frames_of(worker.index, 1)
+            frames = config.frames_of(worker.index, 1)
             while worker.requested + len(worker.batches) < _REQUESTED_AHEAD and not self._active_pauses:
                 # The updates before this batch is returned, if the trainer sends one after each batch.
                 updates = sum(each.requested + len(each.batches) for each in pool.workers) + (not trained)
                 if self._requested >= total != -1 or updates > self.config.weights.allowed_updates:
                     return
-                self._request(worker, frames, at_random=self._acts_at_random)
-
-    @property
-    def _acts_at_random(self) -> bool:
-        """Whether the next batch to request is within ``init_random_frames``."""
-        return self._requested < self.config.batch.init_random_frames
+                self._request(worker, frames, at_random=self._requested < config.init_random_frames)
 
     def _request(self, worker: WorkerProxy, frames: int, *, at_random: bool) -> None:
         self._requested += frames
@@ -256,22 +242,30 @@ class BatchIterator(Controls):
             timeout: seconds.
 
         Raises:
-            InvalidArgumentError: the state is of another number of workers.
+            InvalidArgumentError: the state is of another number of workers or environments. Nothing
+                has changed.
         """
         workers = state["workers"]
         if len(workers) != self.num_workers:
             raise InvalidArgumentError(
                 f"state_dict: the state has {len(workers)} workers, and this collector {self.num_workers}"
             )
-        each = {index: [worker] for index, worker in enumerate(workers)}
+        expected = self.config.processes.envs_per_worker
+        for worker in workers:
+            if len(worker["rollouts"]) != expected:
+                raise InvalidArgumentError(
+                    f"state_dict: expected {expected} environments per worker, got {len(worker['rollouts'])}"
+                )
+        next_ids = [max(rollout["next_traj_id"] for rollout in worker["rollouts"]) for worker in workers]
         pool = self._connected_pool
         async with self.pause(timeout):
+            each = {index: [worker] for index, worker in enumerate(workers)}
+            await pool.call("load_state", each, self._deadline(timeout))
+            # Only now: if a worker cannot restore its state, no batch is lost.
             self._finished.clear()
             for batch in [batch for worker in pool.workers for batch in worker.batches]:
                 batch.release()
-            await pool.call("load_state", each, self._deadline(timeout))
             self.frames = self._requested = state["frames"]
-            next_ids = [max(rollout["next_traj_id"] for rollout in worker["rollouts"]) for worker in workers]
             pool.start_trajectories_at(next_ids)
 
     @asynccontextmanager
@@ -291,11 +285,8 @@ class BatchIterator(Controls):
         self._pauses_begun += 1
         self._not_paused.clear()
         try:
-            await pool.wait_for(
-                lambda: not any(worker.requested for worker in pool.workers),
-                self._deadline(timeout),
-                "receive",
-            )
+            deadline = self._deadline(timeout)
+            await pool.wait_for(lambda: not any(each.requested for each in pool.workers), deadline, "receive")
             yield
         finally:
             self._active_pauses -= 1

@@ -20,38 +20,16 @@ from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 from aiosync.weights.tensors import spelled
 
-__all__ = [
-    "BatchBuffer",
-    "BatchBuffers",
-    "BatchJoiner",
-    "BufferLoans",
-    "select_steps",
-    "split_trajectories",
-    "valid_frames",
-]
-
 
 class BatchBuffer:
-    """Memory for a number of frames, one after the other.
-
-    Args:
-        specs: key, shape and dtype of each field of a frame.
-        steps: how many frames fit.
-        make: returns the memory for a number of bytes.
-
-    Attributes:
-        views: key -> tensor of shape ``(steps, *shape)`` in that memory.
-
-    Raises:
-        ArenaAllocationError: there is not enough memory.
-    """
+    """Memory for a number of frames, one after the other. ``make`` returns memory of a number of bytes."""
 
     def __init__(self, specs: Specs, steps: int, make: Callable[[int], Segment]) -> None:
         self.specs = specs
-        self.steps = steps
+        self.steps = steps  # how many frames fit
         self._layout = Layout((_name(key), (steps, *shape), dtype) for key, shape, dtype in specs)
         self.segment = make(self._layout.nbytes)
-        self.views = self._views(self.segment.buffer)
+        self.views = self._views(self.segment.buffer)  # each of shape (steps, *shape)
 
     def _views(self, buffer: Tensor) -> Fields:
         views = self._layout.views(buffer)
@@ -65,8 +43,7 @@ class BatchBuffer:
         """Write frames to their places. One copy for several frames: most of a copy's cost is its start.
 
         Raises:
-            InvalidArgumentError: a frame has other fields than the first one of the batch, or fields of
-                another shape or dtype.
+            InvalidArgumentError: a frame differs from the first one of the batch in a key, shape or dtype.
         """
         first, last = places[0], places[0] + len(places)
         in_a_row = places == list(range(first, last))
@@ -98,23 +75,13 @@ class BatchBuffer:
                     )
 
     def read(self, steps: int, batch_dims: int, order: list[int] | None) -> TensorDict:
-        """Return the first ``steps`` frames: views of this memory, or copies if ``order`` is given.
-
-        Args:
-            steps: how many frames.
-            batch_dims: how many batch dimensions a frame has.
-            order: the places to read, in order of time; None: ``0, 1, ...``.
-        """
+        """Return the first ``steps`` frames: views of this memory; or copies of the places in ``order``."""
         which = slice(steps) if order is None else torch.tensor(order, device="cpu")
         return select_steps(self.views, which, batch_dims)
 
     def lend(self, on_returned: Callable[[], object]) -> Fields:
-        """Return tensors that view this memory.
-
-        Args:
-            on_returned: called when the last reference to these tensors is dropped, in the thread that drops
-                it.
-        """
+        """Return tensors that view this memory. ``on_returned`` is called when the last reference to them is
+        dropped, in the thread that drops it."""
         buffer = self.segment.buffer
         memory: Any = (ctypes.c_uint8 * buffer.numel()).from_address(buffer.data_ptr())
         memory.segment = self.segment  # keeps the segment mapped as long as a tensor views it
@@ -127,13 +94,8 @@ def _name(key: Key) -> str:
 
 
 def select_steps(views: Mapping[Key, Tensor], which: slice | Tensor, batch_dims: int) -> TensorDict:
-    """Return some of the frames in these tensors as a TensorDict, with time as the last batch dimension.
-
-    Args:
-        views: key -> tensor of shape ``(steps, *batch, ...)``.
-        which: the frames.
-        batch_dims: how many batch dimensions a frame has.
-    """
+    """Return some frames of tensors of shape ``(steps, *batch, ...)`` as a TensorDict of batch size
+    ``(*batch, steps)``. ``batch_dims`` is the length of ``batch``."""
     found = {key: view[which].movedim(0, batch_dims) for key, view in views.items()}
     return unflatten(found, next(iter(found.values())).shape[: batch_dims + 1])
 
@@ -142,11 +104,8 @@ class BatchBuffers:
     """The buffers of one worker.
 
     A buffer is reused when the collector has released it. When no free buffer fits the next batch, all free
-    ones are closed and a new one is allocated.
-
-    Args:
-        announce: called with each new buffer, so that the collector can map it. None: the memory is private
-            to this process.
+    ones are closed and a new one is allocated. ``announce`` is called with each new buffer, so that the
+    collector can map it. None: the memory is private to this process.
     """
 
     def __init__(self, announce: Callable[[NewBuffer], None] | None) -> None:
@@ -159,11 +118,7 @@ class BatchBuffers:
         return self._buffers[index]
 
     def allocate(self, frame: Fields, steps: int) -> int:
-        """Reserve a buffer for ``steps`` frames like ``frame`` and return its number.
-
-        Raises:
-            ArenaAllocationError: there is not enough memory.
-        """
+        """Reserve a buffer for ``steps`` frames like ``frame`` and return its number."""
         specs = tuple((key, tuple(value.shape), value.dtype) for key, value in frame.items())
         for index in sorted(self._free):
             if self._buffers[index].fits(specs, steps):
@@ -218,10 +173,7 @@ class BatchJoiner:
     """Joins the parts of several workers.
 
     A joined batch's memory is reused once the last reference to the batch is dropped: a copy into fresh
-    memory takes several times as long.
-
-    Args:
-        dim: the dimension to concatenate along; ``"stack"``: stack along a new first dimension.
+    memory takes several times as long. ``dim`` is the option ``cat_results``.
     """
 
     def __init__(self, dim: Literal["stack"] | int) -> None:

@@ -31,8 +31,6 @@ from aiosync.schemes.shared_memory import SharedMemWeightSyncScheme
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports.ray.calls import ray_here
 
-__all__ = ["Collector", "MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
-
 _CLOSE_SECONDS = 10.0
 """Seconds that workers have to end by themselves in :meth:`MultiCollector.aclose`."""
 
@@ -112,11 +110,9 @@ class MultiCollector(BatchIterator, AsyncResource):
         each = config.per_batch if self.sync else config.batch.frames_of(0, 1)
         total = config.batch.total_frames
         if total != -1 and total % each:
-            warnings.warn(
-                f"total_frames={total} is not a multiple of the {each} frames of a batch: "
-                f"{-total % each} more frames will be collected",
-                stacklevel=2,
-            )
+            more = f"{-total % each} more frames will be collected"
+            text = f"total_frames={total} is not a multiple of the {each} frames of a batch: {more}"
+            warnings.warn(text, stacklevel=2)
 
     # -- what workers run in --------------------------------------------------------------------------
 
@@ -176,7 +172,7 @@ class MultiCollector(BatchIterator, AsyncResource):
         try:
             self._updates.init_senders(ctx)
             specs = [self._spec(index) for index in range(self.num_workers)]
-            restarts = self.config.processes.restart_workers
+            restarts = [self.config.processes.restart_workers] * self.num_workers
             self._pool = Pool(specs, self._updates.schemes, make_host, restarts, self._on_delivered)
             await self._pool.start(deadline)
             await self._updates.connect_receivers(self._pool, deadline)
@@ -271,14 +267,9 @@ class Collector(MultiCollector):
     ) -> None:
         config = (config or CollectorConfig()).of(**options)
         processes = config.processes
-        changed = [
-            known.name for known in fields(processes) if getattr(processes, known.name) != known.default
-        ]
-        refused = [name for name in changed if name not in _LOCAL_OPTIONS]
-        if refused:
-            raise InvalidArgumentError(
-                f"{', '.join(refused)}: a Collector runs in this process; see MultiCollector"
-            )
+        given = [each.name for each in fields(processes) if getattr(processes, each.name) != each.default]
+        if refused := ", ".join(name for name in given if name not in _LOCAL_OPTIONS):
+            raise InvalidArgumentError(f"{refused}: a Collector runs in this process; see MultiCollector")
         super().__init__(
             _env_factory(create_env_fn),
             policy,

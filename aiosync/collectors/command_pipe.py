@@ -10,9 +10,8 @@ import struct
 import traceback
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import cloudpickle
 from tensordict import TensorDict
@@ -20,26 +19,10 @@ from tensordict import TensorDict
 from aiosync.collectors.env import Specs
 from aiosync.transports.forks import close_in_children
 
-__all__ = [
-    "Answer",
-    "Batch",
-    "Call",
-    "Collect",
-    "CommandPipe",
-    "CommandPipeClosed",
-    "EndEarly",
-    "ErrorReport",
-    "LocalCommandPipe",
-    "NewBuffer",
-    "ProcessCommandPipe",
-    "Ready",
-]
-
 # -- messages to the worker ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Collect:
+class Collect(NamedTuple):
     """Request for one batch."""
 
     number: int  # repeated in the Batch that answers this request
@@ -48,13 +31,11 @@ class Collect:
     returned: tuple[int, ...] = ()  # numbers of buffers that the worker may reuse
 
 
-@dataclass(frozen=True, slots=True)
-class EndEarly:
+class EndEarly(NamedTuple):
     """Request to deliver the batches in progress with the frames that they have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """Call one of the worker's methods."""
 
     number: int  # repeated in the Answer
@@ -65,15 +46,13 @@ class Call:
 # -- messages from the worker --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """The worker has its environment, its policy and its first weights."""
 
     shape: tuple[int, ...]  # batch shape of a frame: the environments that step together
 
 
-@dataclass(frozen=True, slots=True)
-class NewBuffer:
+class NewBuffer(NamedTuple):
     """The worker has allocated shared memory for its batches."""
 
     buffer: int  # its number
@@ -83,8 +62,7 @@ class NewBuffer:
     replaced: tuple[int, ...]  # numbers of buffers that the worker has closed
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """A batch is complete."""
 
     number: int  # of the Collect that this batch answers
@@ -94,8 +72,7 @@ class Batch:
     data: TensorDict | None = None  # the frames, if the buffer is not shared with the collector
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorReport:
+class ErrorReport(NamedTuple):
     """An exception raised in the worker."""
 
     error: bytes | None  # pickled; None: it cannot be pickled
@@ -130,8 +107,7 @@ class RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What a call returned or raised."""
 
     number: int  # of the Call that this answers
@@ -152,26 +128,19 @@ class CommandPipeClosed(Exception):
 
 class CommandPipe(ABC):
     """One end of a command pipe: messages, in order, until one end closes. Sending never blocks: unread
-    messages are buffered at this end."""
+    messages are buffered at this end. When the other end is closed, :meth:`receive` raises CommandPipeClosed.
+    """
 
     @abstractmethod
     def send(self, message: object) -> None:
         """Send a message. It is lost if the other end is closed."""
 
     async def drain(self) -> None:
-        """Wait until this end buffers less than its limit.
-
-        Raises:
-            OSError: the other end is closed.
-        """
+        """Wait until this end buffers less than its limit. OSError: the other end is closed."""
 
     @abstractmethod
     async def receive(self) -> Any:
-        """Wait for the next message.
-
-        Raises:
-            CommandPipeClosed: the other end is closed.
-        """
+        """Wait for the next message."""
 
     @abstractmethod
     def close(self) -> None:
@@ -179,7 +148,7 @@ class CommandPipe(ABC):
 
 
 class _Reader(asyncio.StreamReader):
-    """Reads all that arrived before the connection failed.
+    """Reads all that arrived before the connection failed, then ends.
 
     A worker reports its error and closes its end. If this end writes after that, or if the worker has left a
     message unread, the connection fails while the report is still in the socket or in this reader.
@@ -187,10 +156,9 @@ class _Reader(asyncio.StreamReader):
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__()
-        self._sock = sock  # asyncio closes it after it has called set_exception()
+        self._sock = sock  # open until asyncio has called set_exception()
 
     def set_exception(self, exc: Exception) -> None:
-        """Treat the failure as the end of the stream."""
         with suppress(OSError):
             while data := os.read(self._sock.fileno(), _CHUNK):
                 self.feed_data(data)
@@ -198,8 +166,7 @@ class _Reader(asyncio.StreamReader):
 
 
 class ProcessCommandPipe(CommandPipe):
-    """A pipe between a process and its child, on an event loop. Messages are pickled: only this program's two
-    processes have the pipe."""
+    """A pipe between a process and its child. Messages are pickled: only this program has the pipe."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -217,7 +184,6 @@ class ProcessCommandPipe(CommandPipe):
         protocol = asyncio.StreamReaderProtocol(reader)
         transport, _ = await loop.create_connection(lambda: protocol, sock=sock)
         return cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
-        return cls(*await asyncio.open_connection(sock=sock))
 
     def send(self, message: object) -> None:
         data = cloudpickle.dumps(message)
@@ -270,18 +236,11 @@ class LocalCommandPipe(CommandPipe):
         return message
 
     async def receive_all(self) -> list[Any]:
-        """Wait for the next message, and return it with all others that have arrived.
-
-        Raises:
-            CommandPipeClosed: the other end is closed.
-        """
+        """Wait for the next message, and return it with all others that have arrived."""
         found = [await self.receive()]
-        while not self._incoming.empty():
-            message = self._incoming.get_nowait()
-            if message is _END:
-                self._incoming.put_nowait(_END)
-                break
-            found.append(message)
+        with suppress(CommandPipeClosed):  # raised again by the next call
+            while not self._incoming.empty():
+                found.append(await self.receive())
         return found
 
     def close(self) -> None:

@@ -15,24 +15,17 @@ from tensordict.nn import InteractionType
 from aiosync._deadline import check_timeout, default_timeout
 from aiosync.errors import InvalidArgumentError
 
-__all__ = [
-    "BatchConfig",
-    "CollectorConfig",
-    "DeviceConfig",
-    "PolicyConfig",
-    "ProcessConfig",
-    "ReplayConfig",
-    "WeightConfig",
-    "WorkerDevices",
-    "per_worker",
-]
-
 Device: TypeAlias = torch.device | str | int
 
 
+def _check(name: str, value: object, valid: bool, expected: str) -> None:
+    if not valid:
+        raise InvalidArgumentError(f"{name}={value!r}: expected {expected}")
+
+
 def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidArgumentError(f"{name}={value!r}: expected a positive number")
+    valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    _check(name, value, valid, "a positive number")
 
 
 def per_worker(name: str, given: Any, workers: int, kind: str = "one") -> list[Any]:
@@ -93,15 +86,12 @@ class BatchConfig:
             _check_positive("total_frames", self.total_frames)
         for name in ("max_frames_per_traj", "init_random_frames"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                raise InvalidArgumentError(f"{name}={value!r}: expected 0 or a positive number of frames")
-        if not 0 < self.preemptive_threshold <= 1:
-            raise InvalidArgumentError(
-                f"preemptive_threshold={self.preemptive_threshold!r}: expected a fraction of the workers, "
-                "more than 0 and at most 1"
-            )
-        if self.cat_results != "stack" and not isinstance(self.cat_results, int):
-            raise InvalidArgumentError(f"cat_results={self.cat_results!r}: expected 'stack' or a dimension")
+            valid = isinstance(value, int) and value >= 0
+            _check(name, value, valid, "0 or a positive number of frames")
+        threshold, dim = self.preemptive_threshold, self.cat_results
+        fraction = "a fraction of the workers, more than 0 and at most 1"
+        _check("preemptive_threshold", threshold, 0 < threshold <= 1, fraction)
+        _check("cat_results", dim, dim == "stack" or isinstance(dim, int), "'stack' or a dimension")
 
     def frames_of(self, worker: int, workers: int) -> int:
         """Return the frames of one worker's part of a synchronous batch. The first workers take the
@@ -182,8 +172,7 @@ class DeviceConfig:
 
     def _of(self, name: str, worker: int) -> torch.device | None:
         given = getattr(self, f"{name}_device")
-        if given is None:
-            given = self.device
+        given = self.device if given is None else given
         if isinstance(given, Sequence) and not isinstance(given, str):
             given = given[worker]
         return None if given is None else torch.device(given)
@@ -239,22 +228,18 @@ class ProcessConfig:
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        if self.launcher not in ("process", "ray"):
-            raise InvalidArgumentError(f"launcher={self.launcher!r}: expected 'process' or 'ray'")
-        if self.start_method not in (None, "spawn", "forkserver"):
-            raise InvalidArgumentError(
-                f"start_method={self.start_method!r}: expected 'spawn' or 'forkserver' (a process that has "
-                "an event loop and threads must not be forked)"
-            )
+        _check("launcher", self.launcher, self.launcher in ("process", "ray"), "'process' or 'ray'")
+        method = self.start_method
+        methods = "'spawn' or 'forkserver' (a process that has an event loop and threads must not be forked)"
+        _check("start_method", method, method in (None, "spawn", "forkserver"), methods)
         if self.ray_options is not None and self.launcher != "ray":
             raise InvalidArgumentError("ray_options= needs launcher='ray'")
-        for name in ("envs_per_worker", "num_sub_threads"):
-            _check_positive(name, getattr(self, name))
+        _check_positive("envs_per_worker", self.envs_per_worker)
+        _check_positive("num_sub_threads", self.num_sub_threads)
         for name in ("num_workers", "num_threads"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
-        if self.restart_workers < 0:
-            raise InvalidArgumentError(f"restart_workers={self.restart_workers!r}: expected 0 or more")
+        _check("restart_workers", self.restart_workers, self.restart_workers >= 0, "0 or more")
         if self.timeout is not None:
             check_timeout(self.timeout, f"timeout={self.timeout!r}")
 
@@ -293,10 +278,9 @@ class WeightConfig:
     def __post_init__(self) -> None:
         if self.weight_updater is not None and self.weight_sync_schemes is not None:
             raise InvalidArgumentError("got weight_updater= and weight_sync_schemes=: expected one of them")
-        if self.max_staleness is not None and self.max_staleness < 0:
-            raise InvalidArgumentError(f"max_staleness={self.max_staleness!r}: expected 0 or more versions")
-        if self.on_stale not in ("drop", "wait"):
-            raise InvalidArgumentError(f"on_stale={self.on_stale!r}: expected 'drop' or 'wait'")
+        stale = self.max_staleness
+        _check("max_staleness", stale, stale is None or stale >= 0, "0 or more versions")
+        _check("on_stale", self.on_stale, self.on_stale in ("drop", "wait"), "'drop' or 'wait'")
         if self.on_stale == "wait" and self.max_staleness is None:
             raise InvalidArgumentError("on_stale='wait' needs max_staleness= and sync=False")
 

@@ -15,8 +15,6 @@ from aiosync.collectors.worker import POLICY
 from aiosync.errors import NotConnectedError, NotInitializedError
 from aiosync.weights.resolve import resolve_model
 
-__all__ = ["Controls"]
-
 
 class Controls:
     """Base of the collectors: the calls that send weights and commands to the workers."""

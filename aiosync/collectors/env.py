@@ -21,20 +21,6 @@ from torch import Tensor
 
 from aiosync.errors import InvalidArgumentError
 
-__all__ = [
-    "ENDS",
-    "MASK",
-    "TRAJ_IDS",
-    "Env",
-    "Fields",
-    "Key",
-    "Specs",
-    "adapt",
-    "flatten",
-    "under",
-    "unflatten",
-]
-
 Key: TypeAlias = str | tuple[str, ...]
 """A name; for a nested entry a tuple of names, as in TensorDict."""
 
@@ -135,22 +121,17 @@ def adapt(env: Any, device: torch.device | None = None) -> Env:
     return GymnasiumEnv(env, device)
 
 
-def _observation_fields(found: object, first: Key = "observation") -> Fields:
+def _observation_fields(found: object, key: tuple[str, ...] = ()) -> Fields:
+    """Return the leaves of an observation. Entry ``i`` of a tuple has the tuple's name and ``_i``."""
     if isinstance(found, Mapping):
-        fields: Fields = {}
-        for name, value in found.items():
-            key = (
-                name
-                if first == "observation"
-                else (first, name)
-                if isinstance(first, str)
-                else (*first, name)
-            )
-            fields.update(_observation_fields(value, key))
-        return fields
-    if isinstance(found, tuple):
-        return {f"{first}_{i}": tensor_of(value) for i, value in enumerate(found)}
-    return {first: tensor_of(found)}
+        entries = [((*key, name), value) for name, value in found.items()]
+    elif isinstance(found, tuple):
+        *outer, last = key or ("observation",)
+        entries = [((*outer, f"{last}_{i}"), value) for i, value in enumerate(found)]
+    else:
+        name = key if len(key) > 1 else key[0] if key else "observation"
+        return {name: tensor_of(found)}
+    return {name: leaf for key, value in entries for name, leaf in _observation_fields(value, key).items()}
 
 
 def tensor_of(value: object) -> Tensor:

@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -31,14 +31,8 @@ from aiosync.collectors.command_pipe import (
     LocalCommandPipe,
     ProcessCommandPipe,
 )
-from aiosync.collectors.worker import WorkerSpec, run_worker
-from aiosync.schemes.base import WeightSyncScheme
+from aiosync.collectors.worker import Schemes, WorkerSpec, run_worker
 from aiosync.transports._offload import offloaded, start_thread
-
-__all__ = ["Host", "LocalHost", "MakeHost", "ProcessHost", "Schemes", "context_of"]
-
-Schemes: TypeAlias = Mapping[str, WeightSyncScheme]
-"""Model id -> the scheme that delivers its weights."""
 
 
 class Host(ABC):
@@ -53,12 +47,8 @@ class Host(ABC):
 
     @abstractmethod
     async def start(self, spec: WorkerSpec, schemes: Schemes) -> CommandPipe:
-        """Start the worker and return the pipe to it. If this call is cancelled, :meth:`release` is called
-        all the same.
-
-        Raises:
-            OSError: the worker cannot be started.
-        """
+        """Start the worker and return the pipe to it. OSError: it cannot be started. If this call is
+        cancelled, :meth:`release` is called all the same."""
 
     async def ended(self, deadline: Deadline) -> bool:
         """Wait until the worker has ended; return whether it has, False after the deadline."""
@@ -89,11 +79,7 @@ MakeHost: TypeAlias = Callable[[], Host]
 
 
 class ProcessHost(Host):
-    """Runs a worker in a process, with a pipe to it.
-
-    Args:
-        ctx: multiprocessing's context, which has the start method.
-    """
+    """Runs a worker in a process, with a pipe to it. ``ctx`` is multiprocessing's context."""
 
     def __init__(self, ctx: BaseContext) -> None:
         self._ctx: Any = ctx
@@ -104,8 +90,7 @@ class ProcessHost(Host):
         data, shared = _pickle_spec(spec)
         ours, theirs = self._ctx.Pipe()
         # A fork server has the environment variables of the moment when it was started.
-        variables = dict(os.environ)
-        arguments = shared, dict(schemes), variables, theirs
+        arguments = shared, dict(schemes), dict(os.environ), theirs
         name = f"aiosync-collector-{spec.index}"
         # Not a daemon: daemons may not have children, and some environments start processes.
         self._process = self._ctx.Process(target=_run, args=arguments, name=name, daemon=False)
@@ -151,13 +136,13 @@ class ProcessHost(Host):
             return "its pipe closed, but its process still runs"
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
-        hint = ""
-        if code == 1:  # a worker reports its errors; this process ended before the worker began
-            hint = (
-                ": the reason is in its output (a script that makes a collector needs "
-                "`if __name__ == '__main__':`, since workers import it)"
-            )
-        return f"its process ended with exit code {code}{hint}"
+        if code != 1:
+            return f"its process ended with exit code {code}"
+        # A worker reports its errors: this process ended before the worker began.
+        return (
+            "its process ended with exit code 1: the reason is in its output (a script that makes a "
+            "collector needs `if __name__ == '__main__':`, since workers import it)"
+        )
 
     @property
     def pid(self) -> int | None:
@@ -207,20 +192,17 @@ def _end_with_parent() -> None:
 
 
 def _run(
-    shared: Sequence[Tensor],
-    schemes: Schemes,
-    variables: Mapping[str, str],
-    connection: Connection[Any, Any],
+    shared: list[Tensor], schemes: Schemes, environ: dict[str, str], theirs: Connection[Any, Any]
 ) -> None:
     """The main function of a worker's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles a terminal's Ctrl-C
     if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    os.environ.update(variables)
+    os.environ.update(environ)
     _end_with_parent()
 
     async def main() -> None:
-        pipe = await ProcessCommandPipe.open(connection)
+        pipe = await ProcessCommandPipe.open(theirs)
         with suppress(CommandPipeClosed):  # the collector closed before this worker began
             spec = await pipe.receive()
             await run_worker(lambda: _Unpickler(spec, shared).load(), schemes, pipe)
@@ -299,7 +281,6 @@ class _Unpickler(pickle.Unpickler):
         self._shared = shared
 
     def persistent_load(self, number: int) -> Tensor:
-        """Return a tensor that trainer and worker share."""
         return self._shared[number]
 
 

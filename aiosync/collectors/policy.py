@@ -21,8 +21,6 @@ from aiosync.collectors.config import PolicyConfig, WorkerDevices
 from aiosync.collectors.env import Fields, unflatten
 from aiosync.errors import InvalidArgumentError
 
-__all__ = ["Act", "adapt_policy"]
-
 Act: TypeAlias = Callable[[Fields, tuple[int, ...]], Fields]
 """Calls a policy with the observations and the other fields, and with their batch shape: the environments
 that step together. Returns the fields that the policy adds: ``"action"`` at least. Raises what the policy
@@ -32,18 +30,9 @@ _NOT_OBSERVED = {"done", "terminated", "truncated", "step_count"}
 
 
 def adapt_policy(policy: Any, config: PolicyConfig, devices: WorkerDevices, *, sync: bool = True) -> Act:
-    """Return the adapter for ``policy``.
-
-    Args:
-        policy: a TensorDictModule; or a callable with one parameter that is annotated as a TensorDict or
-            named ``tensordict`` or ``td``; or a module or function of the observation's tensors.
-        config: how the policy acts.
-        devices: the worker's devices.
-        sync: synchronize a CUDA device after each call.
-
-    Raises:
-        InvalidArgumentError: ``policy`` is not callable.
-    """
+    """Return the adapter for ``policy``: a TensorDictModule; or a callable with one parameter that is
+    annotated as a TensorDict or named ``tensordict`` or ``td``; or a module or function of the observation's
+    tensors. ``sync``: synchronize a CUDA device after each call."""
     if not callable(policy):
         raise InvalidArgumentError(f"policy: expected a callable, got {type(policy).__name__}")
     called = _optimized(policy, config)
@@ -60,15 +49,10 @@ def adapt_policy(policy: Any, config: PolicyConfig, devices: WorkerDevices, *, s
 def _optimized(policy: Callable[..., Any], config: PolicyConfig) -> Callable[..., Any]:
     """Return the policy compiled or captured, as the options say."""
     called = policy
-    if config.compile_policy is not False:
-        called = torch.compile(called, **_options(config.compile_policy))
-    if config.cudagraph_policy is not False:
-        called = CudaGraphModule(called, **_options(config.cudagraph_policy))
+    for given, wrap in ((config.compile_policy, torch.compile), (config.cudagraph_policy, CudaGraphModule)):
+        if given is not False:
+            called = wrap(called, **(given if isinstance(given, Mapping) else {}))
     return called
-
-
-def _options(given: bool | Mapping[str, Any]) -> dict[str, Any]:
-    return dict(given) if isinstance(given, Mapping) else {}
 
 
 def _only_calls_its_module(policy: Any) -> bool:
@@ -86,11 +70,10 @@ def _takes_tensordict(policy: Callable[..., Any]) -> bool:
         return False
     if len(parameters) != 1:
         return False
-    (parameter,) = parameters
-    annotated = parameter.annotation
+    annotated = parameters[0].annotation
     if isinstance(annotated, type) and issubclass(annotated, TensorDictBase):
         return True
-    return parameter.name in ("tensordict", "td") or "TensorDict" in str(annotated)
+    return parameters[0].name in ("tensordict", "td") or "TensorDict" in str(annotated)
 
 
 def _of_tensordicts(policy: Callable[..., Any]) -> Act:

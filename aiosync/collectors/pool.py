@@ -5,24 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.host import MakeHost, Schemes
+from aiosync.collectors.host import MakeHost
 from aiosync.collectors.proxy import DeliveredBatch, WorkerProxy
-from aiosync.collectors.worker import WorkerSpec, cancel_all
+from aiosync.collectors.worker import Schemes, WorkerSpec, cancel_all
 from aiosync.errors import NotConnectedError, Phase, SyncTimeoutError, WorkerLostError
 from aiosync.events import logger
 from aiosync.transports._tasks import BackgroundTasks
-
-__all__ = ["Pool"]
 
 _GENERATION = 1 << 32
 """Distance between the trajectory numbers of a worker and those of its successor, in trajectories: more than
 a worker can collect."""
 
 
+@dataclass(eq=False, repr=False)
 class Pool:
     """The workers, and the schemes that deliver their weights.
 
@@ -30,41 +29,21 @@ class Pool:
     worker is replaced, as often as ``restarts`` allows. The successor has its index, its seed and the newest
     weights. It gets the open requests of the dead worker, and keeps the batches that the dead worker
     delivered.
-
-    Args:
-        specs: the workers' specs.
-        schemes: model id -> scheme, initialised on the sender.
-        make_host: returns a host for one worker.
-        restarts: how often each worker may be replaced.
-        on_batch: called with each batch that a worker delivers.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[WorkerSpec],
-        schemes: Schemes,
-        make_host: MakeHost,
-        restarts: int,
-        on_batch: Callable[[DeliveredBatch], None],
-    ) -> None:
-        # The current workers, by index.
-        self.workers: list[WorkerProxy] = []
-        # The workers that aclose() is ending.
-        self._closing: list[WorkerProxy] = []
-        # An error that the next call raises.
-        self._failure: Exception | None = None
-        # Updates of the policy that no scheme counts.
-        self.extra_updates = 0
-        self._specs = list(specs)
-        self._schemes = dict(schemes)
-        self._make_host = make_host
-        # How often each worker may still be replaced.
-        self._restarts = [restarts] * len(specs)
-        self._on_batch = on_batch
-        # Set by each message or failure of a worker: wait_for() checks its condition again.
-        self._changed = asyncio.Event()
-        self._tasks = BackgroundTasks("aiosync-collector")
-        self._stack = AsyncExitStack()
+    specs: list[WorkerSpec]  # of the next start of each worker
+    schemes: Schemes  # initialised on the sender
+    make_host: MakeHost
+    restarts: list[int]  # how often each worker may still be replaced
+    on_batch: Callable[[DeliveredBatch], None]  # called with each batch that a worker delivers
+    workers: list[WorkerProxy] = field(default_factory=list)  # the current ones, by index
+    extra_updates: int = 0  # updates of the policy that no scheme counts
+    _closing: list[WorkerProxy] = field(default_factory=list)  # the workers that aclose() is ending
+    _failure: Exception | None = None  # raised by the next call
+    # Set by each message or failure of a worker: wait_for() checks its condition again.
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _tasks: BackgroundTasks = field(default_factory=lambda: BackgroundTasks("aiosync-collector"))
+    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     def fail(self, error: Exception) -> None:
         """Record an error for the calls that wait for workers, now or later. Only the first error is kept."""
@@ -72,24 +51,18 @@ class Pool:
         self._changed.set()
 
     async def start(self, deadline: Deadline) -> None:
-        """Start the workers, and wait until each is ready.
-
-        Raises:
-            Exception: what an environment or a policy raised.
-            WorkerLostError: a worker died.
-            SyncTimeoutError: not all workers were ready in time.
-        """
+        """Start the workers, and wait until each is ready. Raises what an environment or a policy raised."""
         await self._tasks.start()
-        for scheme in self._schemes.values():
+        for scheme in self.schemes.values():
             self._stack.push_async_callback(scheme.aclose)
-        self.workers = [self._make_worker(index) for index in range(len(self._specs))]
+        self.workers = [self._make_worker(index) for index in range(len(self.specs))]
         # Wait for all starts even if one fails: a worker whose start is not awaited could not be closed.
-        starting = (worker.start(self._schemes) for worker in self.workers)
+        starting = (worker.start(self.schemes) for worker in self.workers)
         for outcome in await asyncio.gather(*starting, return_exceptions=True):
             if outcome is not None:
                 raise outcome
         seconds = deadline.remaining()
-        connecting = [asyncio.ensure_future(each.connect(timeout=seconds)) for each in self._schemes.values()]
+        connecting = [asyncio.ensure_future(each.connect(timeout=seconds)) for each in self.schemes.values()]
         try:
             await self.wait_for(lambda: all(worker.ready for worker in self.workers), deadline, "connect")
             await asyncio.gather(*connecting)
@@ -97,11 +70,11 @@ class Pool:
             await cancel_all(*connecting)
 
     def _make_worker(self, index: int) -> WorkerProxy:
-        return WorkerProxy(self._specs[index], self._make_host(), self._on_change, self._on_batch)
+        return WorkerProxy(self.specs[index], self.make_host(), self._on_change, self.on_batch)
 
     def _on_change(self, worker: WorkerProxy) -> None:
         if isinstance(worker.error, WorkerLostError) and self._may_replace(worker):
-            self._restarts[worker.index] -= 1
+            self.restarts[worker.index] -= 1
             worker.replaced = True
             logger.warning("collector worker %d died and is started again: %s", worker.index, worker.error)
             self._tasks.spawn(self._replace, worker)
@@ -109,7 +82,7 @@ class Pool:
 
     def _may_replace(self, worker: WorkerProxy) -> bool:
         current = worker in self.workers and not worker.replaced
-        return current and worker.was_ready and self._restarts[worker.index] > 0
+        return current and worker.was_ready and self.restarts[worker.index] > 0
 
     def is_replaced(self, worker: WorkerProxy) -> bool:
         """Return whether a worker has a successor, or will have one if it is lost, or is a successor that has
@@ -121,15 +94,16 @@ class Pool:
 
     async def _replace(self, lost: WorkerProxy) -> None:
         index = lost.index
-        spec = self._specs[index]
+        spec = self.specs[index]
         first = spec.first_id + spec.stride * _GENERATION
-        self._specs[index] = replace(spec, first_id=first, seed=lost.seed, extra_updates=self.extra_updates)
+        seed = spec.seed if lost.seed is None else lost.seed
+        self.specs[index] = replace(spec, first_id=first, seed=seed, extra_updates=self.extra_updates)
         successor = self._make_worker(index)
         successor.take_over(lost)
         self.workers[index] = successor
         await lost.close(Deadline.after(0))
         try:
-            await successor.start(self._schemes)
+            await successor.start(self.schemes)
         except Exception as exc:  # noqa: BLE001 - raised in the call that waits for this worker
             successor.fail(WorkerLostError([index], f"it could not be started again: {exc}"))
 
@@ -162,17 +136,8 @@ class Pool:
                 raise worker.error
 
     async def call(self, method: str, each: Mapping[int, Sequence[Any]], deadline: Deadline) -> list[Any]:
-        """Call a method of some workers. If a worker dies before it has answered, its successor is called.
-
-        Args:
-            method: the method's name.
-            each: worker index -> arguments.
-            deadline: of all answers.
-
-        Raises:
-            Exception: what one of the methods raises, or why a worker failed.
-            SyncTimeoutError: not all workers answered in time.
-        """
+        """Call a method of some workers: worker index -> arguments. If a worker dies before it has answered,
+        its successor is called. Raises what one of the methods raises, or why a worker failed."""
         calls = [
             asyncio.ensure_future(self._call(index, method, given, deadline)) for index, given in each.items()
         ]
@@ -184,9 +149,9 @@ class Pool:
     def start_trajectories_at(self, next_ids: Sequence[int]) -> None:
         """Let successors of worker ``i`` number their trajectories from ``next_ids[i]`` on, or higher."""
         for index, following in enumerate(next_ids):
-            spec = self._specs[index]
+            spec = self.specs[index]
             steps = -(-(following - spec.first_id) // spec.stride)
-            self._specs[index] = replace(spec, first_id=spec.first_id + max(0, steps) * spec.stride)
+            self.specs[index] = replace(spec, first_id=spec.first_id + max(0, steps) * spec.stride)
 
     async def _call(self, index: int, method: str, given: Sequence[Any], deadline: Deadline) -> Any:
         while True:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from tensordict import TensorDict
@@ -25,13 +26,11 @@ from aiosync.collectors.command_pipe import (
     NewBuffer,
     Ready,
 )
-from aiosync.collectors.host import Host, Schemes
-from aiosync.collectors.worker import WorkerSpec, cancel_all
+from aiosync.collectors.host import Host
+from aiosync.collectors.worker import Schemes, WorkerSpec, cancel_all
 from aiosync.errors import NotConnectedError, SyncTimeoutError, WorkerLostError
 from aiosync.transports._offload import uninterrupted
 from aiosync.weights.segment import Segment
-
-__all__ = ["DeliveredBatch", "WorkerProxy"]
 
 _EXIT_SECONDS = 1.0
 """Seconds that a worker has to end after it closed its pipe."""
@@ -86,52 +85,45 @@ class DeliveredBatch:
             self.worker.loans.release(self.message.buffer)
 
 
+async def _last_report(pipe: CommandPipe) -> ErrorReport | None:
+    """Return the error that a worker has reported before it ended, if the pipe still has it."""
+    with suppress(CommandPipeClosed):
+        while True:
+            message = await pipe.receive()
+            if isinstance(message, ErrorReport):
+                return message
+    return None
+
+
+@dataclass(eq=False, repr=False)
 class WorkerProxy:
-    """One worker, as the collector sees it.
+    """One worker, as the collector sees it."""
 
-    Args:
-        spec: the worker's spec.
-        host: runs the worker.
-        on_change: called after each message and each failure of the worker.
-        on_batch: called with each batch that the worker delivers.
-    """
+    spec: WorkerSpec
+    host: Host
+    on_change: Callable[[WorkerProxy], None]  # called after each message and each failure
+    on_batch: Callable[[DeliveredBatch], None]  # called with each batch that the worker delivers
+    ready: bool = False  # whether the worker can collect, and whether it ever could
+    was_ready: bool = False
+    batches: list[DeliveredBatch] = field(default_factory=list)  # not taken by the trainer, oldest first
+    frames: int = 0  # how many frames the worker has delivered
+    shape: tuple[int, ...] = ()  # batch shape of a frame: the environments that step together
+    seed: int | None = None  # the last one given since its start
+    error: BaseException | None = None  # why the worker failed; None: it has not
+    replaced: bool = False  # whether another worker takes its place
+    loans: BufferLoans = field(default_factory=BufferLoans)
+    buffers: dict[int, BatchBuffer] = field(default_factory=dict)
+    # Number -> a requested batch that the worker has not delivered; number -> the answer of a call.
+    _requests: dict[int, Collect] = field(default_factory=dict)
+    _calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _pipe: CommandPipe | None = None
+    _receiving: asyncio.Task[None] | None = None
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        host: Host,
-        on_change: Callable[[WorkerProxy], None],
-        on_batch: Callable[[DeliveredBatch], None],
-    ) -> None:
-        self.index = spec.index
-        self.host = host
-        # Whether the worker can collect, and whether it ever could.
-        self.ready = self.was_ready = False
-        # Delivered batches that the trainer has not taken, oldest first.
-        self.batches: list[DeliveredBatch] = []
-        # How many frames the worker has delivered.
-        self.frames = 0
-        # Batch shape of a frame: the environments that step together.
-        self.shape: tuple[int, ...] = ()
-        # The last seed; None: unseeded.
-        self.seed = spec.seed
-        # Why the worker failed; None: it has not.
-        self.error: BaseException | None = None
-        # Whether another worker takes its place.
-        self.replaced = False
-        self.loans = BufferLoans()
-        # Number -> a requested batch that the worker has not delivered.
-        self._requests: dict[int, Collect] = {}
-        # Number -> the answer of a call.
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        # Numbers of requests and calls.
-        self._numbers = itertools.count()
-        self.buffers: dict[int, BatchBuffer] = {}
-        self._spec = spec
-        self._on_change = on_change
-        self._on_batch = on_batch
-        self._pipe: CommandPipe | None = None
-        self._receiving: asyncio.Task[None] | None = None
+    @property
+    def index(self) -> int:
+        """Its place among the workers."""
+        return self.spec.index
 
     @property
     def width(self) -> int:
@@ -144,12 +136,8 @@ class WorkerProxy:
         return len(self._requests)
 
     async def start(self, schemes: Schemes) -> None:
-        """Start the worker. ``schemes`` deliver its weights.
-
-        Raises:
-            OSError: the worker cannot be started.
-        """
-        self._pipe = await self.host.start(self._spec, schemes)
+        """Start the worker. ``schemes`` deliver its weights. OSError: it cannot be started."""
+        self._pipe = await self.host.start(self.spec, schemes)
         work = self._receive_messages(self._pipe)
         self._receiving = asyncio.create_task(work, name=f"aiosync-worker-{self.index}")
 
@@ -159,9 +147,11 @@ class WorkerProxy:
                 self._handle(await pipe.receive())
         except Exception as exc:  # noqa: BLE001 - raised in the call that waits for this worker
             # The pipe is closed; or the worker announced a buffer and died, so its memory cannot be mapped.
+            closed = isinstance(exc, CommandPipeClosed)
             died = await self.host.ended(Deadline.after(_EXIT_SECONDS))
-            lost = died or isinstance(exc, CommandPipeClosed)
-            self.fail(WorkerLostError([self.index], self.host.cause()) if lost else exc)
+            report = await _last_report(pipe) if died and not closed else None
+            error = WorkerLostError([self.index], self.host.cause()) if died or closed else exc
+            self.fail(error if report is None else report.exception(self.index))
 
     def _handle(self, message: Any) -> None:
         match message:
@@ -181,7 +171,7 @@ class WorkerProxy:
                 delivered = DeliveredBatch(self, requested, message, where)
                 self.frames += delivered.frames
                 self.batches.append(delivered)
-                self._on_batch(delivered)
+                self.on_batch(delivered)
             case Answer(number=number, value=value, error=error):
                 future = self._calls.pop(number, None)
                 if future is not None and not future.done():
@@ -191,7 +181,7 @@ class WorkerProxy:
                         future.set_exception(error.exception(self.index))
             case ErrorReport() as failed:
                 self.fail(failed.exception(self.index))
-        self._on_change(self)
+        self.on_change(self)
 
     def fail(self, error: BaseException) -> None:
         """Record that the worker has failed. Its open calls raise ``error``. Only the first error is kept."""
@@ -199,7 +189,7 @@ class WorkerProxy:
             self.error = error
             self.ready = False
             self._fail_calls(error)
-            self._on_change(self)
+            self.on_change(self)
 
     def _fail_calls(self, error: BaseException) -> None:
         for future in self._calls.values():
@@ -230,16 +220,11 @@ class WorkerProxy:
         self.batches = lost.batches
         self.frames = lost.frames
         for old in lost._requests.values():
-            request = replace(old, number=next(self._numbers), returned=())
+            request = old._replace(number=next(self._numbers), returned=())
             self._requests[request.number] = request
 
     async def call(self, method: str, arguments: Sequence[Any], deadline: Deadline) -> Any:
-        """Call one of the worker's methods.
-
-        Raises:
-            Exception: what the method raises, or why the worker failed.
-            SyncTimeoutError: no answer arrived in time.
-        """
+        """Call one of the worker's methods. Raises what the method raises, or why the worker failed."""
         if self.error is not None:
             raise self.error
         number = next(self._numbers)

@@ -11,20 +11,13 @@ from typing import Any
 import cloudpickle
 
 from aiosync.collectors.command_pipe import CommandPipe, CommandPipeClosed, LocalCommandPipe
-from aiosync.collectors.host import Host, Schemes
-from aiosync.collectors.worker import WorkerSpec, run_worker
+from aiosync.collectors.host import Host
+from aiosync.collectors.worker import Schemes, WorkerSpec, run_worker
 from aiosync.transports._offload import handover
-
-__all__ = ["RayHost"]
 
 
 class RayHost(Host):
-    """Runs a worker in a Ray actor.
-
-    Args:
-        ray: the module ``ray``, in a process that has joined a cluster.
-        options: Ray's options for the actor.
-    """
+    """Runs a worker in a Ray actor. ``ray`` is the module, ``options`` are Ray's options for the actor."""
 
     def __init__(self, ray: Any, options: Mapping[str, Any]) -> None:
         self._ray = ray

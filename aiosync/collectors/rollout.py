@@ -6,6 +6,7 @@ import asyncio
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
@@ -19,8 +20,6 @@ from aiosync.collectors.env import MASK, TRAJ_IDS, Env, Fields, under
 from aiosync.collectors.policy import Act
 from aiosync.errors import InvalidArgumentError
 
-__all__ = ["PartialBatch", "Rollout"]
-
 _WRITE_TOGETHER = 16
 """Frames that are copied into a batch's memory at a time."""
 
@@ -29,21 +28,15 @@ class PartialBatch:
     """A batch that is being collected, by one rollout or by several concurrently.
 
     A rollout claims a place first and then collects the frame for it. So two batches can be in progress: one
-    that waits for its last frames, and the next one.
-
-    Args:
-        request: the collector's request.
-        buffers: allocates the memory once the first frame shows the fields.
-        width: frames per place: the number of environments that step together.
-
-    Attributes:
-        buffer: the number of the buffer; -1: not allocated yet.
-        steps: how many places have their frame.
+    that waits for its last frames, and the next one. ``width`` is the number of frames per place: the
+    environments that step together.
     """
 
     def __init__(self, request: Collect, buffers: BatchBuffers, width: int) -> None:
         self.request = request
+        # The number of the buffer; -1: not allocated yet, because no frame has shown the fields.
         self.buffer = -1
+        # How many places have their frame.
         self.steps = 0
         # Places of the complete batch; end_early() lowers it.
         self._capacity = -(-request.frames // width)
@@ -74,12 +67,7 @@ class PartialBatch:
         self._capacity = max(self._claimed, 1)
 
     def write(self, place: int, rollout: int, frame: Fields) -> None:
-        """Write a frame, collected by the rollout of that number, to its place from :meth:`claim`.
-
-        Raises:
-            ArenaAllocationError: there is not enough memory for the batch.
-            InvalidArgumentError: the fields differ from those of the first frame.
-        """
+        """Write a frame, collected by the rollout of that number, to its place from :meth:`claim`."""
         if self.buffer < 0:
             self.buffer = self._buffers.allocate(frame, self._capacity)
         self._unwritten[place] = frame
@@ -97,11 +85,7 @@ class PartialBatch:
 
     def close(self, *, truncate: bool) -> list[int]:
         """Write the last frames of a complete batch. Returns its places in order of time, one rollout after
-        the other.
-
-        Args:
-            truncate: mark the last frame of each rollout as truncated.
-        """
+        the other. ``truncate``: mark the last frame of each rollout as truncated."""
         self._flush()
         views = self._buffers[self.buffer].views
         for places in self._places_of.values() if truncate else ():
@@ -110,53 +94,38 @@ class PartialBatch:
         return [place for rollout in sorted(self._places_of) for place in self._places_of[rollout]]
 
 
+@dataclass(eq=False, repr=False)
 class Rollout:
     """The rollout of one environment, across the ends of episodes and batches.
 
     A commit of new weights happens before a forward pass or after it. A frame is tagged with the version that
     is read right before its forward pass; nothing is awaited between the two.
-
-    Args:
-        env: the environment.
-        policy: the policy; None: random actions.
-        config: options of the batches.
-        first, stride: trajectories are numbered ``first``, ``first + stride``, and so on.
-        version: returns the current version of the policy; None: frames are not tagged.
-
-    Raises:
-        InvalidArgumentError: ``max_frames_per_traj`` with an environment that begins episodes by itself.
     """
 
-    def __init__(
-        self,
-        env: Env,
-        policy: Act | None,
-        config: BatchConfig,
-        first: int,
-        stride: int,
-        version: Callable[[], int] | None,
-    ) -> None:
-        if env.skips and config.max_frames_per_traj:
+    env: Env
+    policy: Act | None  # None: random actions
+    config: BatchConfig
+    next_id: int  # the number of the next trajectory; the one after it has this number + stride
+    stride: int
+    version: Callable[[], int] | None  # returns the current version of the policy; None: no frame is tagged
+    # What the environment observes now: the next frame begins with it. Empty before the first reset.
+    _current: Fields = field(default_factory=dict)
+    # The batch of the last frame: reset_at_each_iter compares it with that of the next one.
+    _batch: PartialBatch | None = None
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        env, limit = self.env, self.config.max_frames_per_traj
+        if env.skips and limit:
             raise InvalidArgumentError(
-                f"max_frames_per_traj={config.max_frames_per_traj}: an environment that begins episodes by "
-                "itself cannot be truncated: make it with AutoresetMode.DISABLED, or set the limit in it"
+                f"max_frames_per_traj={limit}: an environment that begins episodes by itself cannot be "
+                "truncated: make it with AutoresetMode.DISABLED, or set the limit in it"
             )
-        self.env = env
         self._device = env.device or "cpu"
-        self._policy = policy
-        self._config = config
-        self._next_id = first
-        self._stride = stride
-        self._version = version
-        # What the environment observes now: the next frame begins with it. Empty before the first reset.
-        self._current: Fields = {}
         # Steps since the beginning of each episode, for max_frames_per_traj.
         self._step_counts = torch.zeros((*env.shape, 1), dtype=torch.int64, device=self._device)
         # The number of the current trajectory of each environment.
         self._ids = torch.zeros(env.shape, dtype=torch.int64, device=self._device)
-        # The batch of the last frame: reset_at_each_iter compares it with that of the next one.
-        self._batch: PartialBatch | None = None
-        self._lock = asyncio.Lock()
 
     async def reset(self, seed: int | None = None) -> None:
         """Begin a new episode, after the frame in progress. ``seed``: seed the environment first."""
@@ -175,34 +144,26 @@ class Rollout:
             env = cloudpickle.dumps(self.env.env)
         except Exception:  # noqa: BLE001 - an environment's pickle methods may raise anything
             env = None
-        kept = {
-            "current": self._current,
-            "step_counts": self._step_counts,
-            "traj_ids": self._ids,
-            "next_traj_id": self._next_id,
-        }
-        return {"env": env, **copy.deepcopy(kept)}
+        kept = {"current": self._current, "step_counts": self._step_counts, "traj_ids": self._ids}
+        return {"env": env, "next_traj_id": self.next_id, **copy.deepcopy(kept)}
 
     async def load_state(self, state: dict[str, Any]) -> None:
         """Restore a state. Begins a new episode if the state has no environment."""
         async with self._lock:
-            self._current = copy.deepcopy(state["current"])
-            self._step_counts = copy.deepcopy(state["step_counts"])
-            self._ids = copy.deepcopy(state["traj_ids"])
-            self._next_id = state["next_traj_id"]
-            if state["env"] is None:
+            env = None if state["env"] is None else pickle.loads(state["env"])  # first: it may raise
+            kept = copy.deepcopy(state)
+            self._current, self._step_counts = kept["current"], kept["step_counts"]
+            self._ids, self.next_id = kept["traj_ids"], kept["next_traj_id"]
+            if env is None:
                 await self._reset()
             else:
-                self.env.env = pickle.loads(state["env"])
+                self.env.env = env
 
     async def frame(self, batch: PartialBatch) -> Fields:
-        """Take one step and return its frame, which is for ``batch``.
-
-        Raises:
-            Exception: what the environment or the policy raises.
-        """
+        """Take one step and return its frame, which is for ``batch``. Raises what the environment or the
+        policy raises."""
         async with self._lock:
-            new_batch = self._config.reset_at_each_iter and batch is not self._batch
+            new_batch = self.config.reset_at_each_iter and batch is not self._batch
             self._batch = batch
             if new_batch or not self._current:
                 await self._reset()
@@ -220,18 +181,18 @@ class Rollout:
         step[TRAJ_IDS] = self._ids.clone()
         if self.env.skips:
             step[MASK] = ~self._current["done"].view(self.env.shape)
-        if self._version is not None:
-            version, shape = self._version(), self.env.shape
+        if self.version is not None:
+            version, shape = self.version(), self.env.shape
             step["policy_version"] = torch.full(shape, version, dtype=torch.int64, device=self._device)
-        if at_random or self._policy is None:
+        if at_random or self.policy is None:
             step["action"] = self.env.random_action()
         else:
             # Copies: a policy may return the same memory each time, or its own parameters.
-            step |= {key: v.clone() for key, v in self._policy(self._current, self.env.shape).items()}
+            step |= {key: v.clone() for key, v in self.policy(self._current, self.env.shape).items()}
         return step
 
     def _apply_step_limit(self, step: Fields, after: Fields) -> None:
-        limit = self._config.max_frames_per_traj
+        limit = self.config.max_frames_per_traj
         if limit:
             step["step_count"] = self._step_counts
             after["step_count"] = self._step_counts = self._step_counts + 1
@@ -242,8 +203,8 @@ class Rollout:
     async def _advance(self, after: Fields) -> None:
         """Continue from the next observation, or begin new episodes where one has ended."""
         done = after["done"].view(self.env.shape)
-        if not done.any() or not self._config.reset_when_done:
-            left = {"reward", "step_count"} if self._config.max_frames_per_traj else {"reward"}
+        if not done.any() or not self.config.reset_when_done:
+            left = {"reward", "step_count"} if self.config.max_frames_per_traj else {"reward"}
             self._current = {key: value for key, value in after.items() if key not in left}
             return
         self._current = await self.env.restart(after)
@@ -251,6 +212,6 @@ class Rollout:
 
     def _start_trajectories(self, where: Tensor) -> None:
         count = int(where.sum())
-        self._ids[where] = torch.arange(count, device=self._device) * self._stride + self._next_id
-        self._next_id += count * self._stride
+        self._ids[where] = torch.arange(count, device=self._device) * self.stride + self.next_id
+        self.next_id += count * self.stride
         self._step_counts = self._step_counts.masked_fill(where.unsqueeze(-1), 0)

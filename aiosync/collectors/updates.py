@@ -24,8 +24,6 @@ from aiosync.schemes.joint import atomic
 from aiosync.transports._offload import abandonable
 from aiosync.weights.strategy import WeightStrategy
 
-__all__ = ["WeightUpdates"]
-
 WorkerIds: TypeAlias = int | Sequence[int] | None
 """One worker, several, or None for all."""
 
@@ -34,12 +32,8 @@ _EXIT_SECONDS = 1.0
 
 
 class WeightUpdates:
-    """A collector's weight sync schemes, or its weight updater.
-
-    Args:
-        collector: the collector. It has the models, so it is the context of all schemes.
-        default: the policy's scheme, if no scheme is given and the policy has weights.
-    """
+    """A collector's weight sync schemes, or its weight updater. The collector has the models, so it is the
+    context of all schemes. ``default`` is the policy's scheme if none is given and the policy has weights."""
 
     def __init__(self, collector: Any, default: WeightSyncScheme) -> None:
         config: WeightConfig = collector.config.weights
@@ -72,11 +66,7 @@ class WeightUpdates:
 
     async def connect_receivers(self, pool: Pool, deadline: Deadline) -> None:
         """Connect ``weight_recv_schemes``, if there are any: this collector becomes a worker of another
-        collector.
-
-        Raises:
-            Exception: as ``connect`` of a scheme.
-        """
+        collector. Raises what ``connect`` of a scheme raises."""
         for model_id, scheme in self._upstream.items():
             if not scheme.initialized_on_receiver:
                 index = self._collector.worker_idx

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import cloudpickle
 import numpy as np
@@ -34,16 +34,17 @@ from aiosync.collectors.command_pipe import (
     Ready,
 )
 from aiosync.collectors.config import CollectorConfig
-from aiosync.collectors.env import adapt
+from aiosync.collectors.env import Env, adapt
 from aiosync.collectors.policy import adapt_policy
 from aiosync.collectors.rollout import PartialBatch, Rollout
-from aiosync.errors import InvalidArgumentError, NotInitializedError
+from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.weights.resolve import resolve_model
 
-__all__ = ["POLICY", "Worker", "WorkerSpec", "cancel_all", "policy_schemes", "run_worker"]
-
 POLICY = "policy"
+
+Schemes: TypeAlias = Mapping[str, WeightSyncScheme]
+"""Model id -> the scheme that delivers its weights."""
 
 
 @dataclass(frozen=True)
@@ -75,25 +76,18 @@ async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def policy_schemes(schemes: Mapping[str, WeightSyncScheme]) -> list[WeightSyncScheme]:
+def policy_schemes(schemes: Schemes) -> list[WeightSyncScheme]:
     """Return the schemes of the policy or of its parts. The highest of their versions is the policy's
     version."""
     return [scheme for name, scheme in schemes.items() if f"{name}.".startswith(f"{POLICY}.")]
 
 
-async def run_worker(
-    spec: Callable[[], WorkerSpec], schemes: Mapping[str, WeightSyncScheme], pipe: CommandPipe
-) -> None:
-    """Run a worker until the collector closes the pipe. An error is sent to the collector.
-
-    Args:
-        spec: returns the worker's spec.
-        schemes: model id -> the scheme that delivers its weights.
-        pipe: to the collector.
-    """
+async def run_worker(spec: Callable[[], WorkerSpec], schemes: Schemes, pipe: CommandPipe) -> None:
+    """Run a worker until the collector closes the pipe. An error is sent to the collector, also that of
+    ``spec()``, which returns the worker's spec."""
     try:
         async with AsyncExitStack() as stack:
-            await Worker(spec(), schemes, pipe).run(stack)
+            await Worker(spec(), schemes, pipe, stack).run()
     except CommandPipeClosed:
         pass  # the collector closed the pipe
     except Exception as exc:  # noqa: BLE001 - sent to the collector
@@ -103,11 +97,8 @@ async def run_worker(
 
 
 def _yield_processor() -> None:
-    """Yield the processor after a worker has acknowledged an update.
-
-    The sender waits for that. With a busy worker on every processor, Linux would run the sender only at the
-    end of a worker's time slice, milliseconds later.
-    """
+    """Yield the processor after a worker has acknowledged an update: the sender waits for that. With a busy
+    worker on every processor, Linux would run the sender only after a time slice, milliseconds later."""
     if sys.platform != "win32":
         os.sched_yield()
 
@@ -115,18 +106,10 @@ def _yield_processor() -> None:
 class Worker:
     """One worker. The collector calls the methods behind :meth:`run` through
     :class:`~aiosync.collectors.command_pipe.Call`. Schemes find their models through :meth:`get_model`.
-
-    Args:
-        spec: the worker's spec.
-        schemes: model id -> the scheme that delivers its weights.
-        pipe: to the collector.
-
-    Attributes:
-        env: the first environment, as ``create_env`` returned it.
-        policy: the policy; None: random actions.
+    ``stack`` closes the schemes, then the environments.
     """
 
-    def __init__(self, spec: WorkerSpec, schemes: Mapping[str, WeightSyncScheme], pipe: CommandPipe) -> None:
+    def __init__(self, spec: WorkerSpec, schemes: Schemes, pipe: CommandPipe, stack: AsyncExitStack) -> None:
         config = spec.config
         if spec.own_process:
             torch.set_num_threads(config.processes.num_sub_threads)
@@ -139,8 +122,9 @@ class Worker:
         self._pipe = pipe
         self._extra_updates = spec.extra_updates
         self._devices = config.devices.of(spec.index)
-        envs = config.processes.envs_per_worker
-        self._envs = [adapt(spec.create_env(), self._devices.env) for _ in range(envs)]
+        self._stack = stack
+        self._envs = [self._make_env() for _ in range(config.processes.envs_per_worker)]
+        # The first environment, as create_env returned it, and the policy. None: random actions.
         self.env = self._envs[0].env
         self.policy = spec.make_policy() if spec.make_policy is not None else None
         if isinstance(self.policy, nn.Module):
@@ -157,14 +141,15 @@ class Worker:
         # Wakes the rollouts that have no batch to collect for.
         self._batch_requested = asyncio.Event()
 
-    async def run(self, stack: AsyncExitStack) -> None:
-        """Roll out the policy and execute commands. ``stack`` closes the environments and the schemes.
+    def _make_env(self) -> Env:
+        env = adapt(self._spec.create_env(), self._devices.env)
+        self._stack.push_async_callback(env.close)
+        return env
 
-        Raises:
-            CommandPipeClosed: the collector closed the pipe.
-            Exception: what the environment or the policy raises.
-        """
-        await self._set_up(stack)
+    async def run(self) -> None:
+        """Roll out the policy and execute commands until the collector closes the pipe (CommandPipeClosed).
+        Raises what the environment or the policy raises."""
+        await self._set_up()
         if self._spec.seed is not None:
             await self.set_seed(self._spec.seed)
         self._pipe.send(Ready(self._shape))
@@ -177,16 +162,14 @@ class Worker:
         finally:
             await cancel_all(*tasks)
 
-    async def _set_up(self, stack: AsyncExitStack) -> None:
-        for env in self._envs:
-            stack.push_async_callback(env.close)
+    async def _set_up(self) -> None:
         for model_id, scheme in self._schemes.items():
             model = self.get_model(model_id)
             scheme.init_on_receiver(model_id=model_id, model=model, worker_idx=self._spec.index)
-            stack.push_async_callback(scheme.aclose)
+            self._stack.push_async_callback(scheme.aclose)
         await asyncio.gather(*(scheme.connect() for scheme in self._schemes.values()))
         for scheme in self._schemes.values():
-            await stack.enter_async_context(scheme.receiving())
+            await self._stack.enter_async_context(scheme.receiving())
         config, policy = self._config, None
         if self.policy is not None:
             policy = adapt_policy(self.policy, config.policy, self._devices, sync=config.devices.syncs)
@@ -197,11 +180,7 @@ class Worker:
         ]
 
     def get_model(self, model_id: str) -> Any:
-        """Return this worker's model with this id.
-
-        Raises:
-            AttributeError: there is no such model.
-        """
+        """Return this worker's model with this id. AttributeError: there is none."""
         return self.policy if model_id == POLICY else resolve_model(self, model_id)
 
     def _version(self) -> int:
@@ -262,12 +241,9 @@ class Worker:
     # -- what the collector calls ---------------------------------------------------------------------
 
     async def set_seed(self, seed: int) -> None:
-        """Seed the random number generators and the environments, and begin new episodes.
-
-        Args:
-            seed: seed of the first environment. The next one gets ``seed + 1``, and so on; each of several
-                environments that step together counts as one.
-        """
+        """Seed the random number generators and the environments, and begin new episodes. The first
+        environment gets ``seed``, the next one ``seed + 1``, and so on; each of several environments that
+        step together counts as one."""
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
@@ -293,17 +269,8 @@ class Worker:
         }
 
     async def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a state.
-
-        Raises:
-            InvalidArgumentError: the state is of another number of environments.
-        """
-        rollouts = state["rollouts"]
-        if len(rollouts) != len(self._rollouts):
-            raise InvalidArgumentError(
-                f"state_dict: expected {len(self._rollouts)} environments per worker, got {len(rollouts)}"
-            )
-        for rollout, saved in zip(self._rollouts, rollouts, strict=True):
+        """Restore a state of :meth:`state`, of the same number of environments."""
+        for rollout, saved in zip(self._rollouts, state["rollouts"], strict=True):
             await rollout.load_state(saved)
         self.env = self._envs[0].env
         torch.set_rng_state(state["torch"])
@@ -312,12 +279,7 @@ class Worker:
 
     async def get_attribute(self, what: str, name: str) -> Any:
         """Return an attribute of the environment (``what="env"``) or of the policy (``"policy"``). Dots in
-        ``name`` go to nested attributes.
-
-        Raises:
-            NotInitializedError: there is no policy.
-            AttributeError: there is no such attribute.
-        """
+        ``name`` go to nested attributes."""
         found = getattr(self, what)
         if found is None:
             raise NotInitializedError("this collector has no policy: its actions are random")

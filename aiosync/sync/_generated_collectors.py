@@ -254,7 +254,8 @@ class MultiCollector(BlockingCollector):
             timeout: seconds.
 
         Raises:
-            InvalidArgumentError: the state is of another number of workers.
+            InvalidArgumentError: the state is of another number of workers or environments. Nothing
+                has changed.
         """
         portal().call(self._async.load_state_dict, state, timeout)
 

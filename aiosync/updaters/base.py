@@ -18,8 +18,6 @@ from torch import nn
 from aiosync._deadline import Deadline, check_timeout, default_timeout
 from aiosync.errors import InvalidArgumentError, SyncTimeoutError, WeightSourceError
 
-__all__ = ["WeightUpdaterBase", "WorkerId", "WorkerIds", "bounded", "remaining"]
-
 WorkerId: TypeAlias = "int | torch.device"
 """How an updater identifies a worker."""
 
@@ -30,12 +28,8 @@ _deadline: ContextVar[Deadline] = ContextVar("_deadline")
 
 
 async def bounded(result: Any) -> Any:
-    """Await the result of a hook, within the deadline of the current push.
-
-    Raises:
-        SyncTimeoutError: the deadline has passed.
-    """
-    deadline = _current()
+    """Await the result of a hook, until the deadline of the current push (SyncTimeoutError)."""
+    deadline = current_deadline()
     try:
         async with asyncio.timeout(deadline.remaining()) as limit:
             return await result
@@ -45,23 +39,20 @@ async def bounded(result: Any) -> Any:
         raise deadline.error("commit", hint="a worker or a hook did not finish") from exc
 
 
-def remaining() -> float:
-    """Return the seconds until the deadline of the current push."""
-    return _current().remaining()
+def current_deadline() -> Deadline:
+    """Return the deadline of the current push."""
+    return _deadline.get(None) or Deadline.after(default_timeout())
 
 
 @contextmanager
 def _limited(timeout: float | None) -> Iterator[None]:
     """Set the deadline of what is awaited inside."""
-    token = _deadline.set(_after(timeout))
+    seconds = default_timeout() if timeout is None else check_timeout(timeout, f"timeout={timeout!r}")
+    token = _deadline.set(Deadline.after(seconds))
     try:
         yield
     finally:
         _deadline.reset(token)
-
-
-def _current() -> Deadline:
-    return _deadline.get(None) or _after(None)
 
 
 class WeightUpdaterBase(ABC):
@@ -240,9 +231,3 @@ class WeightUpdaterBase(ABC):
         """Return the result of a method that may be a plain function or a coroutine function; await it if
         needed."""
         return await bounded(result) if inspect.isawaitable(result) else result
-
-
-def _after(timeout: float | None) -> Deadline:
-    return Deadline.after(
-        default_timeout() if timeout is None else check_timeout(timeout, f"timeout={timeout!r}")
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Self
 
 from tensordict import TensorDict, TensorDictBase
@@ -13,15 +14,10 @@ from aiosync.transports._offload import offloaded
 from aiosync.updaters.base import WeightUpdaterBase, WorkerId
 from aiosync.weights.strategy import WeightStrategy
 
-__all__ = ["MultiProcessedWeightUpdater", "RemoteModuleWeightUpdater", "VanillaWeightUpdater"]
-
 
 async def _apply(destination: Any, weights: Any) -> None:
     """Write weights in place, in a thread: all that are given, or none if one does not fit."""
-
-    def work() -> None:
-        WeightStrategy().apply_weights(destination, weights, strict=False)
-
+    work = partial(WeightStrategy().apply_weights, destination, weights, strict=False)
     await offloaded(work, "aiosync-updater")
 
 

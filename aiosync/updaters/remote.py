@@ -13,10 +13,8 @@ from aiosync.transports.ray.calls import handle_of
 from aiosync.transports.ray.transport import PutWeights, RayTransport, put_weights
 from aiosync.transports.remote_calls import CallingTransport
 from aiosync.transports.torch_rpc.transport import RPCTransport
-from aiosync.updaters.base import WeightUpdaterBase, WorkerId, WorkerIds, remaining
+from aiosync.updaters.base import WeightUpdaterBase, WorkerId, WorkerIds, current_deadline
 from aiosync.weights.strategy import to_tensordict
-
-__all__ = ["DistributedWeightUpdater", "RPCWeightUpdater", "RayWeightUpdater", "RemoteCollectorsUpdater"]
 
 _EARLIER = 0.05
 """Seconds that a call's timeout is shorter than the push's, so that the error can still name the worker."""
@@ -94,7 +92,7 @@ class RemoteCollectorsUpdater(WeightUpdaterBase):
         if not transports:
             return
         weights = await self._prepared(weights)
-        timeout = max(0.0, remaining() - _EARLIER)
+        timeout = max(0.0, current_deadline().remaining() - _EARLIER)
         sends = [each.send_weights if wait else each.send_weights_async for each in transports]
         sending = (send(weights, timeout=timeout) for send in sends)
         for result in await asyncio.gather(*sending, return_exceptions=True):
@@ -187,9 +185,6 @@ class RPCWeightUpdater(RemoteCollectorsUpdater):
         return RPCTransport(info, rref, self.collector_class, worker_idx=worker)
 
 
-_DONE = (b"updated", "updated")
-
-
 class DistributedWeightUpdater(WeightUpdaterBase):
     """Sends weights from rank 0 to workers over the default process group, to one worker after the other.
 
@@ -220,9 +215,9 @@ class DistributedWeightUpdater(WeightUpdaterBase):
         return self.policy_weights
 
     def _maybe_map_weights(self, policy_or_weights: Any) -> Any:
-        # An object with a ``send`` method is sent unchanged.
-        given = policy_or_weights
-        return given if hasattr(given, "send") else to_tensordict(super()._maybe_map_weights(given))
+        if hasattr(policy_or_weights, "send"):
+            return policy_or_weights
+        return to_tensordict(super()._maybe_map_weights(policy_or_weights))
 
     async def _push_weights(self, *, policy_or_weights: Any, worker_ids: WorkerIds) -> None:
         ranks = self._workers(worker_ids) or ()
@@ -238,16 +233,16 @@ class DistributedWeightUpdater(WeightUpdaterBase):
         self, *, worker_id: WorkerId | None = None, server_weights: Any
     ) -> None:
         self._check(worker_id)
-        await detached(self._thread, lambda: self._tell(worker_id, server_weights))
+        await detached(self._thread, lambda: self._update_rank(worker_id, server_weights))
 
     async def aclose(self) -> None:
         self._thread.close()
 
-    def _tell(self, rank: Any, weights: Any) -> None:
+    def _update_rank(self, rank: Any, weights: Any) -> None:
         store, answer = self._store, f"NODE_{rank}_out"
         store.set(f"NODE_{rank}_in", b"update_weights")
         (weights.send if self._sync else weights.isend)(rank)
         status = store.get(answer)
-        if status not in _DONE:
+        if status not in (b"updated", "updated"):
             raise WorkerError(f"rank {rank}: expected the status 'updated' in the store, got {status!r}")
         store.delete_key(answer)

@@ -1,4 +1,4 @@
-"""The pipe between a collector and a worker process: what a worker sends before it closes its end arrives."""
+"""The pipe between a collector and a worker: what a worker sends before it closes its end arrives."""
 
 from __future__ import annotations
 
@@ -10,9 +10,24 @@ import struct
 from typing import Any
 
 import pytest
+import torch
 import uvloop
 
-from aiosync.collectors.command_pipe import CommandPipeClosed, ProcessCommandPipe
+from aiosync import WorkerLostError
+from aiosync._deadline import Deadline
+from aiosync.collectors import CollectorConfig
+from aiosync.collectors.command_pipe import (
+    CommandPipe,
+    CommandPipeClosed,
+    ErrorReport,
+    LocalCommandPipe,
+    NewBuffer,
+    ProcessCommandPipe,
+)
+from aiosync.collectors.host import Host
+from aiosync.collectors.proxy import WorkerProxy
+from aiosync.collectors.worker import WorkerSpec
+from tests.collectors.worlds import Counting, Odd
 from tests.kit.clock import within
 
 REPORT = "an error" * 10_000
@@ -40,3 +55,37 @@ def test_a_last_report_arrives(run: Any, unread: int, late: int) -> None:
         pipe.close()
 
     run(main())
+
+
+class _EndedHost(Host):
+    """Runs a worker that has ended, after it has sent messages."""
+
+    def __init__(self, *messages: Any) -> None:
+        self._messages = messages
+
+    async def start(self, spec: Any, schemes: Any) -> CommandPipe:
+        ours, theirs = LocalCommandPipe.pair()
+        for message in self._messages:
+            theirs.send(message)
+        theirs.close()
+        return ours
+
+    def kill(self) -> None:
+        raise AssertionError("it has ended")
+
+    def cause(self) -> str:
+        return "it has ended"
+
+
+@pytest.mark.parametrize("reported", [True, False])
+async def test_a_report_behind_a_buffer_that_is_gone(reported: bool) -> None:
+    handle = {"kind": "memfd", "pid": 1 << 30, "fd": 3, "inode": 1, "nbytes": 64}
+    buffer = NewBuffer(0, handle, (("observation", (4,), torch.float32),), 2, ())
+    messages = [buffer, ErrorReport.of(Odd("in step", 13))] if reported else [buffer]
+    spec = WorkerSpec(1, 2, Counting, None, CollectorConfig(), 0)
+    changed = asyncio.Event()
+    worker = WorkerProxy(spec, _EndedHost(*messages), lambda _: changed.set(), lambda _: None)
+    await worker.start({})
+    await within(changed.wait())
+    assert isinstance(worker.error, Odd if reported else WorkerLostError), worker.error
+    await worker.close(Deadline.after(0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import pickle
 import signal
 from typing import Any
 
@@ -98,6 +99,34 @@ async def test_a_state_of_an_asynchronous_one() -> None:
         await collector.load_state_dict(state)
         rest = [batch.numel() async for batch in collector]
     assert sum(rest) == 140
+
+
+@pytest.mark.parametrize("how", ["environments", "unpickling"])
+async def test_a_refused_state_changes_nothing(how: str) -> None:
+    async def rollout_of(collector: MultiCollector, worker: int) -> Any:
+        async with collector.pause():
+            return (await collector.state_dict())["workers"][worker]["rollouts"][0]
+
+    async with collecting(ENVS, sync=False, total_frames=200) as collector:
+        await anext(collector)
+        async with collector.pause():
+            state = await collector.state_dict()
+        taken = [await anext(collector) for _ in range(3)]
+        refusing = 0 if how == "environments" else 1
+        before = await rollout_of(collector, refusing)
+        if how == "environments":
+            state["workers"][1]["rollouts"] *= 2
+            with pytest.raises(InvalidArgumentError, match="expected 1 environments per worker, got 2"):
+                await collector.load_state_dict(state)
+        else:
+            state["workers"][1]["rollouts"][0]["env"] = b"no pickle"
+            with pytest.raises(pickle.UnpicklingError):
+                await collector.load_state_dict(state)
+        after = await rollout_of(collector, refusing)
+        assert torch.equal(before["current"]["observation"], after["current"]["observation"])
+        assert before["next_traj_id"] == after["next_traj_id"]
+        rest = [batch async for batch in collector]
+    assert sum(batch.numel() for batch in taken + rest) == 180
 
 
 def _vector() -> Any:

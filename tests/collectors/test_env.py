@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import TensorDictModule
 
 from aiosync import InvalidArgumentError
-from aiosync.collectors import adapt
+from aiosync.collectors import Collector, adapt
 from tests.collectors.kit import collecting
 from tests.collectors.worlds import AsyncCounting, Counting, make_policy
 
@@ -156,6 +156,38 @@ async def test_dictionaries_and_images() -> None:
     steps = torch.arange(10).repeat(2)
     assert torch.equal(batch["image"][:, 0, 0, 0], steps.byte())
     assert torch.equal(batch["next", "image"][:, 5, 5, 1], (steps + 1).byte())
+
+
+OBSERVATIONS: dict[str, tuple[Any, set[Any]]] = {
+    "one": (0, {"observation"}),
+    "tuple": ((0, {"a": 0}), {"observation_0", ("observation_1", "a")}),
+    "dict": ({"a": 0, "b": {"c": 0}}, {"a", ("b", "c")}),
+    "three levels": ({"a": {"b": {"c": 0, "d": {"e": 0}}}}, {("a", "b", "c"), ("a", "b", "d", "e")}),
+    "tuple in dicts": ({"a": {"b": (0, 0)}, "c": (0,)}, {("a", "b_0"), ("a", "b_1"), "c_0"}),
+    "named observation": ({"observation": {"a": 0}, "goal": 0}, {("observation", "a"), "goal"}),
+}
+
+
+@pytest.mark.parametrize(("observation", "keys"), OBSERVATIONS.values(), ids=OBSERVATIONS)
+async def test_names_of_observations(observation: Any, keys: set[Any]) -> None:
+    class Observing(AsyncCounting):
+        async def reset(self, *, seed: int | None = None) -> Any:
+            return observation, {}
+
+        async def step(self, action: Any) -> Any:
+            return observation, 1.0, False, False, {}
+
+    async with Collector(Observing, frames_per_batch=3) as collector:
+        batch = await anext(collector)
+    others = {"done", "terminated", "truncated"}
+    found = set(batch.keys(True, True))
+    assert {key for key in found if "next" not in key and "collector" not in key} - others == {
+        *keys,
+        "action",
+        "policy_version",
+    }
+    after = set(batch["next"].keys(True, True))
+    assert after - others == {*keys, "reward", "policy_version"}
 
 
 def test_what_is_no_environment() -> None:

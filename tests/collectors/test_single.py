@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiosync import InvalidArgumentError
+from aiosync import InvalidArgumentError, LayoutMismatchError, MemoryWeightSyncScheme
 from aiosync.collectors import Collector
 from aiosync.sync import collectors as blocking
 from tests.collectors.kit import check
@@ -75,6 +75,38 @@ async def test_its_environments_error_is_raised() -> None:
     with pytest.raises(Odd, match="in step"):
         async with Collector(lambda: Failing("step"), **OPTIONS) as collector:
             await anext(collector)
+
+
+@pytest.mark.parametrize("fails", ["policy", "connect"])
+async def test_its_environment_is_closed_if_it_cannot_start(fails: str) -> None:
+    released: list[str] = []
+
+    class Closing(Counting):
+        def close(self) -> None:
+            released.append("environment")
+
+    class Observed(MemoryWeightSyncScheme):
+        async def aclose(self) -> None:
+            if self.initialized_on_receiver:
+                released.append("scheme")
+            await super().aclose()
+
+    def no_policy() -> Any:
+        raise Odd("no policy", 1)
+
+    if fails == "policy":
+        with pytest.raises(Odd, match="no policy"):
+            async with Collector(Closing, policy_factory=no_policy, **OPTIONS):
+                pass
+        assert released == ["environment"]
+        return
+    policy, wrong = make_policy(), MemoryWeightSyncScheme(timeout=PATIENCE)
+    wrong.init_on_sender(model_id="policy.module", weights={"wrong": torch.zeros(1)}, num_workers=1)
+    schemes = {"policy": Observed(timeout=PATIENCE), "policy.module": wrong}
+    with pytest.raises(LayoutMismatchError):
+        async with Collector(Closing, policy, weight_sync_schemes=schemes, **OPTIONS):
+            pass
+    assert released == ["scheme", "environment"]
 
 
 def test_what_is_said_of_processes_is_refused() -> None:
