@@ -59,7 +59,7 @@ class ForwardGuard:
         self.on_pass()
 
     def remove(self) -> None:
-        """End the guard; idempotent. The last one restores the class. A running pass still leaves its gate."""
+        """End the guard; idempotent. The last one restores the class. A running pass leaves its gate."""
         guards = _guards_of(self.module)
         if guards and self in guards:
             guards.remove(self)
