@@ -17,6 +17,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from aiosync._deadline import Deadline
@@ -103,14 +104,11 @@ class MPTransport(Transport):
 
     Args:
         pipe: this process's end of the pipe.
-
-    Attributes:
-        tag: precedes each message of the connection.
     """
 
     def __init__(self, pipe: MessagePipe) -> None:
         super().__init__()
-        self.tag = os.urandom(_TAG_SIZE)
+        self.tag = os.urandom(_TAG_SIZE)  # precedes each message of the connection
         self._pipe = pipe
 
     async def open(self, deadline: Deadline) -> None:
@@ -147,22 +145,18 @@ class _AcceptedMPTransport(MPTransport):
     async def _close(self) -> None:
         """Do nothing: the worker's next connection uses the same pipe."""
 
-    def supersede(self, reason: str) -> None:
-        """Report this connection as lost: the worker opened another one, or the pipe broke."""
-        self._lost(reason)
 
-
+@dataclass(eq=False)
 class _WorkerPipe:
     """One worker's message pipe, and the connection that uses it now."""
 
-    def __init__(
-        self, pipe: MessagePipe, on_connection: OnConnection, on_lost: Callable[[str], None]
-    ) -> None:
-        self.pipe = pipe
-        self._on_lost = on_lost
-        self.current: _AcceptedMPTransport | None = None
-        self.on_connection: OnConnection | None = on_connection  # None: opens no more connections
-        pipe.open(self._message, self._broken)
+    pipe: MessagePipe
+    on_connection: OnConnection | None  # None: opens no more connections
+    on_lost: Callable[[str], None]
+    current: _AcceptedMPTransport | None = None
+
+    def __post_init__(self) -> None:
+        self.pipe.open(self._message, self._broken)
 
     def _message(self, message: bytes) -> None:
         tag = message[len(_MAGIC) : _HEAD_SIZE]
@@ -172,15 +166,15 @@ class _WorkerPipe:
                 return
             self.current = _AcceptedMPTransport(self.pipe, tag)
             if before is not None:
-                before.supersede("its worker has opened a new connection")
+                before._lost("its worker has opened a new connection")
             self.on_connection(self.current)
         if self.current is not None:
             self.current.deliver(message)
 
     def _broken(self, reason: str) -> None:
         if self.current is not None:
-            self.current.supersede(reason)
-        self._on_lost(reason)
+            self.current._lost(reason)
+        self.on_lost(reason)
 
 
 class MessagePipeListener(Listener):
@@ -188,8 +182,6 @@ class MessagePipeListener(Listener):
 
     def __init__(self) -> None:
         self._workers: dict[int, _WorkerPipe] = {}
-        self._on_connection: OnConnection | None = None
-        self._on_lost: Callable[[int, str], None] | None = None
 
     @abstractmethod
     def pipes(self) -> dict[int, MessagePipe]:
@@ -197,13 +189,8 @@ class MessagePipeListener(Listener):
 
     async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
         """Start to read all pipes. A worker's connection begins with its first message."""
-        self._on_connection, self._on_lost = on_connection, on_lost
         for worker, pipe in self.pipes().items():
-            self._workers[worker] = self._open(worker, pipe)
-
-    def _open(self, worker: int, pipe: MessagePipe) -> _WorkerPipe:
-        assert self._on_connection is not None and self._on_lost is not None
-        return _WorkerPipe(pipe, self._on_connection, partial(self._on_lost, worker))
+            self._workers[worker] = _WorkerPipe(pipe, on_connection, partial(on_lost, worker))
 
     def worker_of(self, transport: Transport) -> int | None:
         """Return the index of the worker whose current connection is ``transport``; None: no worker's."""
@@ -211,8 +198,9 @@ class MessagePipeListener(Listener):
 
     def exchange(self, worker: int, pipe: MessagePipe) -> None:
         """Replace the pipe of ``worker`` by a new one."""
-        self._workers.pop(worker).pipe.close()
-        self._workers[worker] = self._open(worker, pipe)
+        before = self._workers.pop(worker)
+        before.pipe.close()
+        self._workers[worker] = _WorkerPipe(pipe, before.on_connection, before.on_lost)
 
     def stop(self) -> None:
         for worker in self._workers.values():

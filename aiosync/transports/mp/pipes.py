@@ -27,7 +27,7 @@ from aiosync.transports.mp.base import (
     refuse_if_full,
     split_messages,
 )
-from aiosync.transports.socket_options import ioctl_int
+from aiosync.transports.sockets import ioctl_int
 
 _GRACE = 1.0  # seconds that ``close`` waits for the rest of a message
 
@@ -44,13 +44,14 @@ class ConnectionPipe(MessagePipe):
     ``on_other_message`` raises UnexpectedMessage if there is no handler.
     """
 
+    _on_message: Callable[[bytes], None]  # set by ``open``
+    _on_lost: Callable[[str], None]
+
     def __init__(self, connection: Connection[Any, Any], on_other_message: Callable[[Any], None]) -> None:
         self._connection = connection
         self._on_other = on_other_message
         self._buffer = bytearray()  # bytes of a message that has arrived in part
         self._socket: socket.socket | None = None  # duplicates the connection's descriptor; None: closed
-        self._on_message: Callable[[bytes], None] | None = None
-        self._on_lost: Callable[[str], None] | None = None
 
     def open(self, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
         self._on_message, self._on_lost = on_message, on_lost
@@ -103,7 +104,6 @@ class ConnectionPipe(MessagePipe):
         self._buffer += data
         for message in split_messages(self._buffer):
             if is_ours(message):
-                assert self._on_message is not None
                 self._on_message(message)
             else:
                 # In its own callback: if a handler raises, the next messages are still handled.
@@ -117,7 +117,6 @@ class ConnectionPipe(MessagePipe):
 
     def _break(self, reason: str) -> None:
         self.close()
-        assert self._on_lost is not None
         self._on_lost(reason)
 
 
@@ -144,7 +143,7 @@ class PipeListener(MessagePipeListener):
 
 
 def _as_socket(connection: Connection[Any, Any]) -> socket.socket:
-    """Duplicate the descriptor of a pipe, a socket on POSIX. Raises InvalidArgumentError: closed, one-way."""
+    """Duplicate the descriptor of a pipe, a socket on POSIX. Raises InvalidArgumentError if it is unfit."""
     try:
         if connection.readable and connection.writable:
             return socket.socket(fileno=os.dup(connection.fileno()))

@@ -18,7 +18,7 @@ from multiprocessing.queues import SimpleQueue
 from aiosync.transports._offload import post, start_thread
 from aiosync.transports.base import Transport
 from aiosync.transports.mp.base import MessagePipe, MessagePipeListener, refuse_if_full, split_messages
-from aiosync.transports.socket_options import ioctl_int
+from aiosync.transports.sockets import ioctl_int
 
 _F_SETPIPE_SZ = 1031
 _F_GETPIPE_SZ = 1032
@@ -26,6 +26,7 @@ _PIPE_SIZE = 1 << 18  # bytes that a queue's pipe holds, if the system allows it
 _OVERHEAD = 12  # most bytes of the length that precedes a message
 
 
+@dataclass(eq=False)
 class _QueueReader:
     """A thread that reads a multiprocessing queue and passes its messages to the event loop.
 
@@ -33,18 +34,14 @@ class _QueueReader:
     in the middle of a message, because the writer may have been killed there. While it has part of a message
     it holds the queue's reading lock. If this process is killed then, the lock stays held, and shows that the
     queue is unusable.
-
-    ``on_end`` is called once with the reason if the queue breaks before :meth:`close`. No other code of this
-    process may read the queue.
     """
 
-    def __init__(
-        self, queue: SimpleQueue[bytes], on_item: Callable[[bytes], None], on_end: Callable[[str], None]
-    ) -> None:
-        self._queue = queue
+    queue: SimpleQueue[bytes]  # no other code of this process may read it
+    on_item: Callable[[bytes], None]
+    on_end: Callable[[str], None]  # called once with the reason if the queue breaks before ``close``
+
+    def __post_init__(self) -> None:
         self._post = partial(post, asyncio.get_running_loop())
-        self._on_item = on_item
-        self._on_end = on_end
         self._wake_read, self._wake_write = os.pipe()
         self._thread = start_thread(self._run, "aiosync-queue")
 
@@ -60,7 +57,7 @@ class _QueueReader:
 
     def _run(self) -> None:
         # multiprocessing has no public access to a queue's descriptor and lock.
-        reader, lock = self._queue._reader, self._queue._rlock  # type: ignore[attr-defined]
+        reader, lock = self.queue._reader, self.queue._rlock  # type: ignore[attr-defined]
         buffer = bytearray()
         try:
             while True:
@@ -68,19 +65,19 @@ class _QueueReader:
                 if self._wake_read in ready:
                     return
                 if not buffer and not lock.acquire(block=False):
-                    self._post(self._on_end, "its queue was left locked by a process that was killed")
+                    self._post(self.on_end, "its queue was left locked by a process that was killed")
                     return
                 data = os.read(reader.fileno(), 1 << 16)
                 if not data:
-                    self._post(self._on_end, "its queue was closed")
+                    self._post(self.on_end, "its queue was closed")
                     return
                 buffer += data
                 for item in split_messages(buffer):
-                    self._post(self._on_item, item)
+                    self._post(self.on_item, item)
                 if not buffer:
                     lock.release()
         except OSError as exc:
-            self._post(self._on_end, f"its queue broke: {exc!r}")
+            self._post(self.on_end, f"its queue broke: {exc!r}")
         finally:
             if buffer:
                 lock.release()
@@ -115,7 +112,7 @@ class QueuePair:
 
     def acquire(self) -> None:
         """Keep the queues open until :meth:`release`."""
-        if not self._users.here():
+        if self._users.pid != os.getpid():
             self._users = _Users()  # the counted users are in the parent process
         self._users.count += 1
 
@@ -127,7 +124,7 @@ class QueuePair:
 
     def close(self) -> None:
         """Close this process's descriptors, now or at the last :meth:`release` here; idempotent."""
-        if self._users.here() and self._users.count > 0:
+        if self._users.pid == os.getpid() and self._users.count > 0:
             self._users.closing = True
             return
         self.to_worker.close()
@@ -142,35 +139,32 @@ class _Users:
     count: int = 0
     closing: bool = False
 
-    def here(self) -> bool:
-        return self.pid == os.getpid()
 
-
+@dataclass(eq=False)
 class QueuePipe(MessagePipe):
     """A message pipe of two queues of ``pair``. No other code of this process may use these ends of them."""
 
-    def __init__(self, pair: QueuePair, inbound: SimpleQueue[bytes], outbound: SimpleQueue[bytes]) -> None:
-        self._pair = pair
-        self._inbound = inbound
-        self._outbound = outbound
-        self._reader: _QueueReader | None = None
+    pair: QueuePair
+    inbound: SimpleQueue[bytes]
+    outbound: SimpleQueue[bytes]
+    _reader: _QueueReader | None = field(default=None, init=False)
 
     def open(self, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
-        self._pair.acquire()
-        self._reader = _QueueReader(self._inbound, on_message, on_lost)
+        self.pair.acquire()
+        self._reader = _QueueReader(self.inbound, on_message, on_lost)
 
     def put(self, message: bytes) -> None:
-        fd = _writer_fd(self._outbound)
+        fd = _writer_fd(self.outbound)
         refuse_if_full(_pipe_room(fd), _pipe_size(fd), len(message) + _OVERHEAD)
         # SimpleQueue.put() would pickle the bytes.
-        with self._outbound._wlock:  # type: ignore[attr-defined]
-            self._outbound._writer.send_bytes(message)  # type: ignore[attr-defined]
+        with self.outbound._wlock:  # type: ignore[attr-defined]
+            self.outbound._writer.send_bytes(message)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-            self._pair.release()
+            self.pair.release()
 
 
 class QueueListener(MessagePipeListener):

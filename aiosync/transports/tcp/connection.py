@@ -18,10 +18,10 @@ from aiosync.protocol.frames import Frame
 from aiosync.protocol.stream import BodySink
 from aiosync.transports._offload import LoopThread, abandonable
 from aiosync.transports.base import Transport
-from aiosync.transports.socket_options import credentials, tune
+from aiosync.transports.sockets import credentials, tune
 from aiosync.transports.tcp.address import Address
-from aiosync.transports.tcp.send_queue import Body
 from aiosync.transports.tcp.socket_thread import SocketThread
+from aiosync.transports.tcp.socket_writer import Body
 from aiosync.transports.tcp.tls import TLSConfig, TLSLayer
 
 logger = logging.getLogger("aiosync")

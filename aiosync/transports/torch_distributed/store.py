@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from aiosync.errors import InvalidArgumentError, WorkerLostError
+from aiosync.transports.sockets import inode, listening
 from aiosync.transports.tcp.address import is_loopback
 
 logger = logging.getLogger("aiosync")
@@ -97,9 +98,12 @@ class StoreAddress:
 
         By default it listens at all addresses of the machine, and answers any client (pytorch issue 173909).
         """
-        port, descriptor, inode = self.port, None, 0
+        port, descriptor, listener = self.port, None, None
         try:
-            sock = _listening(self.host, port)
+            # At the first IPv4 address of the host, which workers look for; else at its first address.
+            found = socket.getaddrinfo(self.host, port, type=socket.SOCK_STREAM)
+            family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+            sock = listening(family, address, _BACKLOG)
         except OSError as exc:
             # EADDRINUSE: torch shares the store if it is in this process, and raises if not.
             if exc.errno != errno.EADDRINUSE:
@@ -111,12 +115,12 @@ class StoreAddress:
                 )
         else:
             port, descriptor = sock.getsockname()[1], sock.detach()
-            inode = _inode(descriptor)
+            listener = inode(descriptor)
         try:
             options = {"wait_for_workers": False, "multi_tenant": True, "master_listen_fd": descriptor}
             return _c10d.TCPStore(self.host, port, is_master=True, **options)
         except RuntimeError:
-            if descriptor is not None and _inode(descriptor) == inode:  # unless torch has closed it
+            if descriptor is not None and inode(descriptor) == listener:  # unless torch has closed it
                 os.close(descriptor)
             raise
 
@@ -163,51 +167,25 @@ def without_prefix(store: Any) -> Any:
     return store
 
 
-def _inode(descriptor: int) -> int:
-    """Return the inode of a descriptor; -1: the descriptor is closed."""
-    try:
-        return os.fstat(descriptor).st_ino
-    except OSError:
-        return -1
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    """Listen at the first IPv4 address of ``host``, which workers look for; else at its first address."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(_BACKLOG)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
 def _of_model(store: Any, model_id: str | None) -> Any:
     """Return the part of a store that belongs to one model."""
     return _c10d.PrefixStore(f"aiosync/{model_id or ''}", store)
 
 
 class StoreResponder:
-    """Answers workers that look for their sender with ``answer``. :meth:`run` blocks in a thread.
-
-    This object keeps the store ``kept`` alive.
-    """
+    """Answers workers that look for their sender with ``answer``. It keeps the store ``kept`` alive."""
 
     def __init__(self, kept: Any, model_id: str | None, answer: bytes) -> None:
         self._kept = kept
-        store, other = kept.clone(), kept.clone()
+        store = kept.clone()
+        store.set_timeout(_FOR_EVER)
         self._store = _of_model(store, model_id)
-        self._other = _of_model(other, model_id)
+        self._other = _of_model(kept.clone(), model_id)
         self._answer = answer
         self._closed = False
-        store.set_timeout(_FOR_EVER)
 
     def run(self) -> str:
-        """Answer until :meth:`close`, or until the store is gone. Returns why it ended; empty: by close()."""
+        """Block until :meth:`close`, or until the store is gone. Returns why it ended; empty: by close()."""
         while True:
             try:
                 name = self._store.queue_pop("arrivals")

@@ -14,7 +14,6 @@ import asyncio
 import os
 import secrets
 from abc import abstractmethod
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -249,16 +248,15 @@ class DistributedListener(TorchDistributedListener):
         self, store_address: StoreAddress, model_id: str | None, token: bytes, *, share_memory: bool = True
     ) -> None:
         super().__init__(store_address, token, share_memory=share_memory)
-        self._make_responder: Callable[[], StoreResponder] | None = partial(
-            StoreResponder, self._store, model_id, msgspec.msgpack.encode(self.address)
-        )
+        self._model_id = model_id
         self._responder: StoreResponder | None = None
         self._thread = DetachedThread("aiosync-store")
 
     async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
-        assert self._make_responder is not None
         await super().listen(on_connection, on_lost)
-        self._responder = await abandonable(self._make_responder, "aiosync-store")
+        answer = msgspec.msgpack.encode(self.address)
+        respond = partial(StoreResponder, self._store, self._model_id, answer)
+        self._responder = await abandonable(respond, "aiosync-store")
         self._thread.wake = self._responder.close
         self._thread.submit(self._responder.run)
 
@@ -268,7 +266,3 @@ class DistributedListener(TorchDistributedListener):
         if responder is not None:
             start_thread(responder.close, "aiosync-store")
         self._thread.close()
-
-    def close(self) -> None:
-        super().close()
-        self._make_responder = None
