@@ -29,7 +29,7 @@ from aiosync.schemes.memory import MemoryWeightSyncScheme
 from aiosync.schemes.ray import RayWeightSyncScheme
 from aiosync.schemes.shared_memory import SharedMemWeightSyncScheme
 from aiosync.transports._offload import uninterrupted
-from aiosync.transports.ray.calls import ray_here
+from aiosync.transports.ray import ray_here
 
 __all__ = ["Collector", "MultiAsyncCollector", "MultiCollector", "MultiSyncCollector"]
 

@@ -8,6 +8,7 @@ import mmap
 import os
 import sys
 import termios
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,7 +93,8 @@ class QueuePair:
 
     def __init__(self, ctx: BaseContext) -> None:
         self.owner = os.getpid()  # the sender
-        self._users = _Users()
+        self._users: Counter[int] = Counter()  # by process id
+        self._closing = 0  # id of the process that has called ``close``
         self.to_worker: SimpleQueue[bytes] = ctx.SimpleQueue()
         self.to_sender: SimpleQueue[bytes] = ctx.SimpleQueue()
         for queue in (self.to_worker, self.to_sender):
@@ -112,32 +114,20 @@ class QueuePair:
 
     def acquire(self) -> None:
         """Keep the queues open until :meth:`release`."""
-        if self._users.pid != os.getpid():
-            self._users = _Users()  # the counted users are in the parent process
-        self._users.count += 1
+        self._users[os.getpid()] += 1
 
     def release(self) -> None:
         """End the use that :meth:`acquire` began."""
-        self._users.count -= 1
-        if self._users.closing:
+        self._users[os.getpid()] -= 1
+        if self._closing == os.getpid():
             self.close()
 
     def close(self) -> None:
         """Close this process's descriptors, now or at the last :meth:`release` here; idempotent."""
-        if self._users.pid == os.getpid() and self._users.count > 0:
-            self._users.closing = True
-            return
-        self.to_worker.close()
-        self.to_sender.close()
-
-
-@dataclass
-class _Users:
-    """The number of users of a pair in this process."""
-
-    pid: int = field(default_factory=os.getpid)
-    count: int = 0
-    closing: bool = False
+        self._closing = os.getpid()
+        if not self._users[os.getpid()]:
+            self.to_worker.close()
+            self.to_sender.close()
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from aiosync.errors import ProtocolError
-from aiosync.transports.ray.calls import ray_here
+from aiosync.transports.ray import ray_here
 from aiosync.weights.copying import copy_pairs
 from aiosync.weights.layout import Layout
 

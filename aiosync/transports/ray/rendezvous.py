@@ -8,7 +8,7 @@ from typing import Any
 
 from aiosync._deadline import Deadline
 from aiosync.protocol.allowed_frames import Inbound
-from aiosync.transports.ray.calls import ray_here
+from aiosync.transports.ray import ray_here
 from aiosync.transports.ray.object_store import open_keeper
 from aiosync.transports.tcp.connection import DialledTransport
 from aiosync.transports.torch_distributed.store import StoreAddress

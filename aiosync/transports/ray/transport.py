@@ -1,9 +1,12 @@
-"""Calls of the methods of Ray actors. Weights are put into the object store once for all actors."""
+"""Calls of the methods of Ray actors. Weights are put into the object store once for all actors.
+
+No thread blocks until the answer of a call.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -11,11 +14,18 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from aiosync._deadline import Deadline
-from aiosync.errors import InvalidArgumentError, NotInitializedError
+from aiosync.errors import (
+    InvalidArgumentError,
+    NotInitializedError,
+    Phase,
+    RemoteApplyError,
+    WorkerLostError,
+)
 from aiosync.transports._offload import DetachedThread, detached
-from aiosync.transports.ray.calls import ActorCall, handle_of, ray_here
+from aiosync.transports.ray import ray_here
 from aiosync.transports.ray.object_store import as_tensor, packed, put
-from aiosync.transports.remote_calls import CallingTransport
+from aiosync.transports.remote_calls import CallingTransport, PendingCall
+from aiosync.transports.torch_distributed.store import first_line
 from aiosync.weights.flatten import named_tensors
 from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import nested_tensordict
@@ -23,6 +33,47 @@ from aiosync.weights.target import receiver_tensors
 
 UpdateMethod: TypeAlias = Literal["tensordict", "state_dict"]
 """The form in which an actor accepts weights."""
+
+
+def handle_of(actor: Any) -> Any:
+    """Return the handle of an actor, given the handle or an object that has it as ``_actor``."""
+    return getattr(actor, "_actor", actor)
+
+
+def in_actor(handle: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Start ``function(actor, *args)`` in an actor's process; returns Ray's reference to the result.
+
+    An actor runs such calls one after the other, like its methods; an async actor runs them on its event
+    loop. A call may run twice: if the actor's process dies, Ray repeats the call after it has restarted the
+    actor. Raises as :func:`ray_here`.
+    """
+    ray_here()
+    return handle.__ray_call__.options(max_task_retries=-1).remote(function, *args)
+
+
+class ActorCall(PendingCall):
+    """A pending call of an actor: ``pending`` is Ray's reference to the result.
+
+    ``phase`` is the one that a timeout's error names.
+    """
+
+    hint = "the actor did not answer a call: it may be busy in one of its methods"
+
+    def __init__(self, worker: int, pending: Any, deadline: Deadline, phase: Phase = "connect") -> None:
+        super().__init__([worker], deadline)
+        self.phase = phase
+        self._exceptions = ray_here().exceptions
+        pending.future().add_done_callback(lambda done: self._resolve(done.result))
+
+    def _read(self) -> Any:
+        try:
+            return self._answer.result()
+        except self._exceptions.RayTaskError as exc:
+            cause = getattr(exc, "cause", None) or exc
+            kind = f"{type(cause).__module__}.{type(cause).__qualname__}".removeprefix("builtins.")
+            raise RemoteApplyError(self._workers[0], -1, kind, str(cause), str(exc)) from None
+        except self._exceptions.RayError as exc:
+            raise WorkerLostError(self._workers, f"Ray says: {first_line(exc)}") from None
 
 
 @dataclass(frozen=True, eq=False)

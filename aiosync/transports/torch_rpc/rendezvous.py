@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ from aiosync.transports.torch_distributed.transport import (
     TorchDistributedListener,
     TorchDistributedTransport,
 )
-from aiosync.transports.torch_rpc.calls import Call, agent_here, is_member, notify, store_here
+from aiosync.transports.torch_rpc.transport import Call, agent_here, is_member, notify, store_here
 
 _REMEMBERED = 256  # most cancelled lookups that are remembered because their question may still arrive
 
@@ -51,18 +52,21 @@ class _Directory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._addresses: dict[str, list[SenderAddress]] = {}
-        self._asked: dict[str, dict[str, str]] = {}  # sender's name -> ticket of a lookup -> worker's process
+        # Sender's name -> ticket of a lookup -> the worker's process, and when the lookup ends if no
+        # cancellation arrives: the worker may have died, or left the job.
+        self._asked: dict[str, dict[str, tuple[str, float]]] = {}
         # Tickets cancelled before their question arrived: torch RPC runs calls in several threads.
         self._cancelled: dict[str, None] = {}
 
     def add(self, names: tuple[str, ...], address: SenderAddress) -> None:
         """Add a sender, and answer the lookups that wait for it."""
         with self._lock:
-            asked: dict[str, str] = {}
+            self._drop_ended()
+            asked: dict[str, tuple[str, float]] = {}
             for name in names:
                 self._addresses.setdefault(name, []).append(address)
                 asked |= self._asked.pop(name, {})
-        for ticket, worker in asked.items():
+        for ticket, (worker, _) in asked.items():
             notify(worker, _receive_answer, ticket, address)
 
     def remove(self, names: tuple[str, ...], address: SenderAddress) -> None:
@@ -75,15 +79,19 @@ class _Directory:
                 if not addresses:
                     self._addresses.pop(name, None)
 
-    def look_up(self, name: str, ticket: str, worker: str) -> SenderAddress | None:
-        """Return the address of the newest sender of this name; None: the answer is sent later."""
+    def look_up(self, name: str, ticket: str, worker: str, patience: float) -> SenderAddress | None:
+        """Return the address of the newest sender of this name; None: the answer is sent later.
+
+        ``patience``: seconds that the worker waits.
+        """
         with self._lock:
+            self._drop_ended()
             if name in self._addresses:
                 return self._addresses[name][-1]
             if ticket in self._cancelled:
                 del self._cancelled[ticket]
                 return None
-            self._asked.setdefault(name, {})[ticket] = worker
+            self._asked.setdefault(name, {})[ticket] = worker, time.monotonic() + patience
             return None
 
     def cancel(self, name: str, ticket: str) -> None:
@@ -97,14 +105,23 @@ class _Directory:
             if not asked:
                 self._asked.pop(name, None)
 
+    def _drop_ended(self) -> None:
+        now = time.monotonic()
+        for name, asked in list(self._asked.items()):
+            waiting = {ticket: asking for ticket, asking in asked.items() if asking[1] > now}
+            if waiting:
+                self._asked[name] = waiting
+            else:
+                del self._asked[name]
+
 
 _directory = _Directory()
 _pending: dict[str, Callable[[Callable[[], SenderAddress]], None]] = {}
 
 
-def _look_up(name: str, ticket: str, worker: str) -> SenderAddress | None:
+def _look_up(name: str, ticket: str, worker: str, patience: float) -> SenderAddress | None:
     """Called by a worker through torch RPC, in the sender's process."""
-    return _directory.look_up(name, ticket, worker)
+    return _directory.look_up(name, ticket, worker, patience)
 
 
 def _cancel(name: str, ticket: str) -> None:
@@ -161,8 +178,8 @@ class RPCWorkerTransport(TorchDistributedTransport):
         answer, _pending[ticket] = handover()
         self.trouble = f"the process {sender!r} of torch RPC has no sender of this model"
         try:
-            asking = Call(sender, _look_up, (self._name, ticket, rpc.get_worker_info().name), deadline)
-            address = await asking.answer()
+            asked = self._name, ticket, rpc.get_worker_info().name, deadline.remaining()
+            address = await Call(sender, _look_up, asked, deadline).answer()
             if address is None:
                 async with asyncio.timeout(deadline.remaining()):
                     address = await answer
