@@ -1,10 +1,4 @@
-"""Threads. Only this module and the blocking twins' portal start threads.
-
-- :class:`Offloader` runs blocking work for coroutines that await it.
-- :class:`LoopThread` runs an event loop that moves the bytes of sockets.
-- :class:`DetachedThread` runs calls that cannot be interrupted. Closing it does not wait for a running call.
-- :func:`start_thread` starts a daemon thread for one function.
-"""
+"""Threads. Only this module and the blocking twins' portal start threads."""
 
 from __future__ import annotations
 
@@ -15,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from functools import cache, partial
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
@@ -87,11 +82,8 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
 
 async def offloaded(work: Callable[[], T], name: str) -> T:
     """Run ``work()`` in a new thread and return its result, as :meth:`Offloader.run` does."""
-    offloader = Offloader(name)
-    try:
+    with closing(Offloader(name)) as offloader:
         return await offloader.run(lambda _: work())
-    finally:
-        offloader.close()
 
 
 async def uninterrupted(work: Callable[[Callable[[], bool]], Coroutine[Any, Any, T]]) -> T:
@@ -189,10 +181,7 @@ class LoopThread:
         return True
 
     def close(self) -> None:
-        """Run the calls queued so far, then end the thread and wait for it; idempotent.
-
-        The wait is short, because calls in this thread do not block.
-        """
+        """Run the calls queued so far, which do not block, and wait for the thread's end; idempotent."""
         if not self._closed:
             self._closed = True
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -209,11 +198,9 @@ _EXIT_PRIORITY = 500
 
 @cache
 def _watch_exit(pid: int) -> None:
-    """Register the finalizer that ends the detached threads of this process, ``pid``.
-
-    Children of multiprocessing exit without running atexit. They run finalizers, but a forked child starts
-    with none, so each process registers its own.
-    """
+    """Register the finalizer that ends the detached threads of this process, ``pid``."""
+    # Children of multiprocessing exit without running atexit. They run finalizers, but a forked child starts
+    # with none, so each process registers its own.
     Finalize(None, _end_detached, exitpriority=_EXIT_PRIORITY)
 
 

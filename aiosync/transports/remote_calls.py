@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from aiosync._deadline import Deadline
 from aiosync.errors import Phase, SyncTimeoutError, WorkerError
@@ -59,8 +59,6 @@ class CallingTransport(ABC):
 
     A subclass implements ``check_connection``, ``_start_call`` and ``_start_weights``.
     """
-
-    _fetching: ClassVar[str] = "_receive_weights_scheme"  # the method that ``send_weights(None)`` calls
 
     def __init__(self, worker_idx: int) -> None:
         self.worker_idx = worker_idx  # the index of the object's worker, for messages
@@ -145,7 +143,7 @@ class CallingTransport(ABC):
         """Send weights after the answer to the earlier ones has arrived. Returns the error in that answer."""
         earlier = await self._acknowledged(deadline)
         if weights is None:
-            self._sent = self._start_call(self._fetching, (), {}, deadline)
+            self._sent = self._start_call("_receive_weights_scheme", (), {}, deadline)
         else:
             self._sent = await self._start_weights(weights, deadline)
         return earlier

@@ -1,12 +1,11 @@
 """Connections over multiprocessing queues and pipes, which outlive the connections.
 
-A worker inherits its queues or its pipe and cannot get new ones. So a worker that retries ``connect``, or
-reconnects, uses the same message pipe for its next connection. Each message has the tag of its connection.
-The first message with a new tag opens a connection and ends the one before. Messages with an older tag are
-dropped.
+A worker inherits its queues or its pipe and cannot get new ones. So its next connection uses the same message
+pipe. Each message has the tag of its connection. The first message with a new tag opens a connection and ends
+the one before. Messages with an older tag are dropped.
 
-Frames are small, because the weights are in shared memory. So a message pipe writes each message in one piece
-without blocking, or raises: a peer that leaves a full pipe unread does not run.
+Frames are small. So a message pipe writes each message in one piece without blocking, or raises: a peer that
+leaves a full pipe unread does not run.
 """
 
 from __future__ import annotations
@@ -36,16 +35,12 @@ def is_ours(message: bytes) -> bool:
 def refuse_if_full(room: int, size: int, needed: int) -> None:
     """Raise OSError if ``needed`` bytes do not fit into the ``room`` that is left of ``size`` bytes."""
     if needed > size:
-        raise OSError(
-            errno.EMSGSIZE,
-            f"a frame of {needed} bytes never fits into this pipe, which holds {size}: send a model of so "
-            "many tensors by SharedMemWeightSyncScheme or TCPWeightSyncScheme",
-        )
+        hint = "send a model of so many tensors by SharedMemWeightSyncScheme or TCPWeightSyncScheme"
+        problem = f"a frame of {needed} bytes never fits into this pipe, which holds {size}: {hint}"
+        raise OSError(errno.EMSGSIZE, problem)
     if needed > room:
-        raise OSError(
-            errno.ENOBUFS,
-            f"a frame of {needed} bytes does not fit: {room} bytes free, the peer does not read",
-        )
+        problem = f"a frame of {needed} bytes does not fit: {room} bytes free, the peer does not read"
+        raise OSError(errno.ENOBUFS, problem)
 
 
 def _first_message(buffer: bytearray) -> tuple[int, int]:
@@ -85,10 +80,7 @@ class MessagePipe(ABC):
 
     @abstractmethod
     def open(self, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
-        """Start to read on the running loop. After :meth:`close` the pipe may be opened again.
-
-        ``on_lost`` is called with the reason if the pipe breaks.
-        """
+        """Start to read on the running loop, again after :meth:`close`. ``on_lost``: the pipe broke."""
 
     @abstractmethod
     def put(self, message: bytes) -> None:
@@ -178,18 +170,16 @@ class _WorkerPipe:
 
 
 class MessagePipeListener(Listener):
-    """Accepts connections over one message pipe per worker. A subclass makes the pipes in :meth:`pipes`."""
+    """Accepts connections over one message pipe per worker. ``pipes``: worker index -> our end."""
 
-    def __init__(self) -> None:
+    def __init__(self, pipes: dict[int, MessagePipe]) -> None:
+        self._pipes = pipes  # until they are read
         self._workers: dict[int, _WorkerPipe] = {}
-
-    @abstractmethod
-    def pipes(self) -> dict[int, MessagePipe]:
-        """Return worker index -> this process's end of the worker's pipe."""
 
     async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
         """Start to read all pipes. A worker's connection begins with its first message."""
-        for worker, pipe in self.pipes().items():
+        pipes, self._pipes = self._pipes, {}
+        for worker, pipe in pipes.items():
             self._workers[worker] = _WorkerPipe(pipe, on_connection, partial(on_lost, worker))
 
     def worker_of(self, transport: Transport) -> int | None:
@@ -201,6 +191,9 @@ class MessagePipeListener(Listener):
         before = self._workers.pop(worker)
         before.pipe.close()
         self._workers[worker] = _WorkerPipe(pipe, before.on_connection, before.on_lost)
+
+    def forget(self) -> None:
+        self._pipes.clear()  # the child's workers use their own ends
 
     def stop(self) -> None:
         for worker in self._workers.values():

@@ -10,6 +10,7 @@ import sys
 import termios
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
@@ -21,8 +22,6 @@ from aiosync.transports.base import Transport
 from aiosync.transports.mp.base import MessagePipe, MessagePipeListener, refuse_if_full, split_messages
 from aiosync.transports.sockets import ioctl_int
 
-_F_SETPIPE_SZ = 1031
-_F_GETPIPE_SZ = 1032
 _PIPE_SIZE = 1 << 18  # bytes that a queue's pipe holds, if the system allows it
 _OVERHEAD = 12  # most bytes of the length that precedes a message
 
@@ -101,10 +100,7 @@ class QueuePair:
             _widen(_writer_fd(queue))
 
     def left_locked(self) -> bool:
-        """Return whether a worker was killed while it read or wrote, and so holds a lock for ever.
-
-        A message may be incomplete then, and the queues are unusable.
-        """
+        """Return whether a worker was killed while it read or wrote: the queues are unusable then."""
         # multiprocessing has no public access to the locks. Only the worker acquires these two.
         for lock in (self.to_worker._rlock, self.to_sender._wlock):  # type: ignore[attr-defined]
             if not lock.acquire(block=False):
@@ -158,22 +154,13 @@ class QueuePipe(MessagePipe):
 
 
 class QueueListener(MessagePipeListener):
-    """Accepts connections over one pair of queues per worker.
-
-    ``pairs`` has, by worker index, the queues that a worker spawned now has to get.
-    """
+    """Accepts connections over one pair of queues per worker."""
 
     def __init__(self, workers: Iterable[int], ctx: BaseContext) -> None:
-        super().__init__()
         self._ctx = ctx
+        # The queues that a worker spawned now has to get.
         self.pairs = {worker: QueuePair(ctx) for worker in workers}
-
-    def pipes(self) -> dict[int, MessagePipe]:
-        return {worker: self._pipe(worker) for worker in self.pairs}
-
-    def _pipe(self, worker: int) -> MessagePipe:
-        pair = self.pairs[worker]
-        return QueuePipe(pair, pair.to_sender, pair.to_worker)
+        super().__init__({worker: _senders_end(pair) for worker, pair in self.pairs.items()})
 
     async def replace(self, ended: Transport) -> None:
         """Make new queues for a worker that was killed and left its queues locked."""
@@ -182,10 +169,11 @@ class QueueListener(MessagePipeListener):
             return
         self.pairs[worker].close()
         self.pairs[worker] = QueuePair(self._ctx)
-        self.exchange(worker, self._pipe(worker))
+        self.exchange(worker, _senders_end(self.pairs[worker]))
 
     def forget(self) -> None:
         """Drop the queues in a forked child, without closing them: the child's worker uses its own pair."""
+        super().forget()
         self.pairs.clear()
 
     def close(self) -> None:
@@ -193,6 +181,10 @@ class QueueListener(MessagePipeListener):
         for pair in self.pairs.values():
             pair.close()
         self.pairs.clear()
+
+
+def _senders_end(pair: QueuePair) -> MessagePipe:
+    return QueuePipe(pair, pair.to_sender, pair.to_worker)
 
 
 def _writer_fd(queue: SimpleQueue[bytes]) -> int:
@@ -203,10 +195,8 @@ def _writer_fd(queue: SimpleQueue[bytes]) -> int:
 def _widen(fd: int) -> None:
     """Enlarge a pipe so that a long layout fits. Not to the maximum: all pipes of a user share one limit."""
     if sys.platform == "linux":
-        try:
-            fcntl.fcntl(fd, _F_SETPIPE_SZ, _PIPE_SIZE)
-        except OSError:
-            return  # over the user's limit: the pipe keeps its size
+        with suppress(OSError):  # over the user's limit: the pipe keeps its size
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
 
 
 def _pipe_room(fd: int) -> int:
@@ -218,4 +208,4 @@ def _pipe_room(fd: int) -> int:
 
 
 def _pipe_size(fd: int) -> int:
-    return fcntl.fcntl(fd, _F_GETPIPE_SZ) if sys.platform == "linux" else mmap.PAGESIZE
+    return fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ) if sys.platform == "linux" else mmap.PAGESIZE

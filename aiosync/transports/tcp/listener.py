@@ -74,13 +74,7 @@ class AcceptedTransport(TCPTransport):
 
 
 class TCPListener(Listener):
-    """A listening socket for workers. The constructor binds it, so that workers can connect from then on.
-
-    Args:
-        address: where to listen. Port 0: a free port, which the attribute ``address`` has.
-        tls: certificates; None: no TLS.
-        max_connections: most authenticated connections at a time.
-    """
+    """A listening socket for workers. The constructor binds it, so that workers can connect from then on."""
 
     patience = 5.0
 
@@ -88,15 +82,14 @@ class TCPListener(Listener):
         self, address: Address, tls: TLSConfig | None = None, *, max_connections: int = 1024
     ) -> None:
         self._context = tls.for_sender() if tls is not None else None
-        # Only this process may unlink the Unix socket.
-        self._owner = os.getpid()
+        self._owner = os.getpid()  # only this process may unlink the Unix socket
         self._lock = _lock(address)
         try:
-            self._socket, self.address = _bind(address)
+            self._socket, self.address = _bind(address)  # which has the port, if a free one was asked for
         except BaseException:
             self._unlock()
             raise
-        self._max = max_connections
+        self._max = max_connections  # most authenticated connections at a time
         close_in_children(self._socket)
         # The Unix socket's inode: another sender may have put its own socket at the path since.
         self._inode = inode(address.path) if address.path else None
@@ -130,25 +123,20 @@ class TCPListener(Listener):
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as exc:  # usually: no free descriptor
-                if exc.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
-                    self._pause()  # until the expelled connection has freed its descriptor
-                    self._starved = True
-                    self._expel_one()
-                    return
-                self._log.warning("a connection could not be accepted: %s", exc.strerror or exc)
                 self._pause()
-                assert self._home is not None
-                self._home.call_later(_ACCEPT_PAUSE, self._resume)
+                if exc.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
+                    self._starved = True  # until the expelled connection has freed its descriptor
+                    self._expel_one()
+                else:
+                    self._log.warning("a connection could not be accepted: %s", exc.strerror or exc)
+                    asyncio.get_running_loop().call_later(_ACCEPT_PAUSE, self._resume)
                 return
             self._adopt(sock)
             if len(self._strangers) > _MAX_STRANGERS:
                 self._expel_one()
 
     def _expel_one(self) -> None:
-        """End one unauthenticated connection, of the machine that has most of them.
-
-        The oldest one that has sent nothing ends; if all have sent frames, the oldest.
-        """
+        """End the oldest silent connection (else the oldest one) of the machine with most strangers."""
         counts = Counter(stranger.origin for stranger in self._strangers)
         origin, _ = counts.most_common(1)[0]
         theirs = [stranger for stranger in self._strangers if stranger.origin == origin]
@@ -173,7 +161,7 @@ class TCPListener(Listener):
             self._home.add_reader(self._socket.fileno(), self._accept)
 
     def _adopt(self, sock: socket.socket) -> None:
-        assert self._thread is not None and self._home is not None
+        assert self._thread is not None
         try:
             sock.setblocking(False)
             tune(sock)
@@ -239,11 +227,8 @@ class TCPListener(Listener):
 class _PathLock:
     """A lock on ``path``, in the file ``{path}.lock``. Only the process that holds it may unlink ``path``.
 
-    The kernel releases the lock when the process ends. Forked children do not hold it.
-
-    Raises:
-        BlockingIOError: another sender holds the lock.
-        OSError: the lock's file cannot be made.
+    The kernel releases the lock when the process ends. Forked children do not hold it. Raises
+    BlockingIOError if another sender holds the lock, and OSError if its file cannot be made.
     """
 
     def __init__(self, path: str) -> None:

@@ -4,14 +4,12 @@ States: NEW → HANDSHAKE → OPEN → CLOSING → ENDED. Every state may go to 
 done at once.
 
 Ownership: only the thread reads the socket, uses the decoder and its sink, and changes the state. Any thread
-may send, through :class:`~aiosync.transports.tcp.socket_writer.SocketWriter`, under the lock. The lock also
-covers the TLS layer, and each read of a chunk of a body. So a body's memory is not read after
-``writer.cut()`` has returned.
+may send, through the :class:`SocketWriter`, under the lock. The lock also covers the TLS layer, and each read
+of a chunk of a body. So a body's memory is not read after ``writer.cut()`` has returned.
 
-The socket is a blocking one. Each system call states whether it may block.
-
-A side that closes sends its last frame, half-closes the socket, and reads until the other side has closed
-too. If it closed a socket with unread bytes, the kernel would discard its last frame.
+The socket is a blocking one: each system call states whether it may block. A side that closes sends its last
+frame, half-closes the socket, and reads until the other side has closed too. If it closed a socket with
+unread bytes, the kernel would discard its last frame.
 """
 
 from __future__ import annotations
@@ -34,13 +32,11 @@ from aiosync.protocol.framing import encode, is_frame
 from aiosync.protocol.stream import StreamDecoder
 from aiosync.transports._offload import LoopThread, post
 from aiosync.transports.sockets import close_in_children
-from aiosync.transports.tcp.socket_writer import SocketWriter
+from aiosync.transports.tcp.socket_writer import TURN, SocketWriter
 from aiosync.transports.tcp.tls import TLSLayer, error_of_plain_answer, reason_of
 
 logger = logging.getLogger("aiosync")
 
-# Most bytes that one connection reads before other connections of the thread have their turn.
-_TURN = 1 << 20
 _SEALED_READ = 1 << 18  # encrypted bytes that one call reads, once updates may arrive
 _RECORD = 1 << 14  # bytes of a TLS record. One call reads as many before updates may arrive
 # The thread blocks in the kernel for a chunk if more bytes than this are missing. Only receivers get
@@ -59,10 +55,7 @@ _State = Enum("_State", "NEW HANDSHAKE OPEN CLOSING ENDED")
 
 @dataclass(eq=False)
 class SocketThread:
-    """A connection whose socket a thread reads and writes.
-
-    The three callbacks run on the loop that is running now.
-    """
+    """A connection whose socket a thread reads and writes. Its callbacks run on the loop that runs now."""
 
     thread: LoopThread
     sock: socket.socket  # connected
@@ -78,8 +71,7 @@ class SocketThread:
         close_in_children(self.sock)
         self.decoder = StreamDecoder()
         self._fd = self.sock.fileno()
-        self._home = asyncio.get_running_loop()
-        self._post = partial(post, self._home)
+        self._post = partial(post, asyncio.get_running_loop())
         self._raw = memoryview(bytearray(_RECORD if self.tls is not None else 0))  # gets encrypted bytes
         self._state = _State.NEW
         self._lock = threading.RLock()
@@ -96,7 +88,7 @@ class SocketThread:
         self._unread = 0  # cost of the frames that wait for the owner's loop, see _MAX_UNREAD
         self._framed = 0  # value of ``decoder.framed`` at the last delivery
         self._paused = False  # whether reading is suspended until the owner's loop has caught up
-        self._closed: asyncio.Future[None] | None = None  # resolved at the end, if aclose() waits for it
+        self._closed = asyncio.Event()  # set at the end
         self._timer: asyncio.TimerHandle | None = None  # limits the handshake, then the half-closed state
 
     # -- called by the owner --------------------------------------------------------------------------
@@ -108,11 +100,8 @@ class SocketThread:
     async def aclose(self) -> None:
         """Cancel bodies, send the queued frames and end the connection. Bounded by :data:`_GRACE` seconds."""
         self.writer.cut()
-        if self._closed is None:  # else another caller is closing it: both wait for the same end
-            self._closed = self._home.create_future()
-            if not self.thread.call(self._begin_close):
-                self._closed.set_result(None)
-        await asyncio.wait([self._closed])
+        if self.thread.call(self._begin_close):
+            await self._closed.wait()
 
     def refuse(self, refused: Refused) -> None:
         """Send ``refused`` without waiting (in plain before TLS is agreed on) and end the connection."""
@@ -130,16 +119,13 @@ class SocketThread:
         if self._state is not _State.NEW:
             return
         if patience is not None:
-            self._timer = self.thread.loop.call_later(patience, self._handshake_timed_out)
+            error = HandshakeError("the TLS handshake was not finished in time")
+            self._timer = self.thread.loop.call_later(patience, self._end, "too slow", error)
         self.sock.setblocking(True)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LONGEST_READ)
         self._state = _State.HANDSHAKE
         self.thread.loop.add_reader(self._fd, self._readable)
         self._continue_handshake()
-
-    def _handshake_timed_out(self) -> None:
-        if self._state is _State.HANDSHAKE:
-            self._end("too slow", HandshakeError("the TLS handshake was not finished in time"))
 
     def _continue_handshake(self) -> None:
         with self._lock:
@@ -152,10 +138,9 @@ class SocketThread:
             if done:
                 self._state = _State.OPEN
                 self.writer.open()
+                self._stop_timer()
+                self._post(self.on_open)
             self.writer.wake()
-        if done:
-            self._stop_timer()
-            self._post(self.on_open)
 
     def _readable(self) -> None:
         try:
@@ -164,7 +149,7 @@ class SocketThread:
             self._break(exc)
 
     def _read(self) -> None:
-        budget = _TURN
+        budget = TURN
         while budget > 0 and self._state is not _State.ENDED and not self._paused:
             try:
                 count = self._receive()
@@ -180,7 +165,7 @@ class SocketThread:
     def _receive(self) -> int:
         """Read from the socket and decode; returns the bytes read, 0 at the end of the stream."""
         if self._state is _State.CLOSING:
-            return len(self.sock.recv(_TURN, socket.MSG_DONTWAIT))
+            return len(self.sock.recv(TURN, socket.MSG_DONTWAIT))
         if self.tls is not None:
             return self._receive_sealed(self.tls)
         buffers = self.decoder.buffers()
@@ -266,11 +251,9 @@ class SocketThread:
     # -- the end: in the thread ------------------------------------------------------------------------
 
     def _begin_close(self) -> None:
-        if self._state is _State.ENDED:
-            self._post(self._resolve_closed)
-        elif self._state is not _State.OPEN or self.writer.muted:
+        if self._state is _State.NEW or self._state is _State.HANDSHAKE or self.writer.muted:
             self._end("")
-        else:
+        elif self._state is _State.OPEN:  # else another caller is closing it: both wait for the same end
             self._state = _State.CLOSING
             self.decoder.close()
             self._stop_timer()
@@ -289,11 +272,9 @@ class SocketThread:
         self._end(f"this side of its connection failed: {exc!r}")
 
     def _fail(self, what: str, *, refused: bool = False) -> None:
-        """End the connection. With TLS, an end during the handshake is a failed handshake.
-
-        ``refused``: the TLS layer reported an error, of this side or of the peer.
-        """
-        # In TLS 1.3 a sender can refuse a worker's certificate only after the worker's handshake is done.
+        """End the connection. ``refused``: the TLS layer reported an error, of this side or of the peer."""
+        # With TLS, an end during the handshake is a failed handshake. In TLS 1.3 a sender can refuse a
+        # worker's certificate only after the worker's handshake is done.
         shaking = self._state is _State.HANDSHAKE or (refused and not self.decoder.framed)
         if self.tls is None or not shaking:
             self._end(what)
@@ -313,7 +294,7 @@ class SocketThread:
         self.thread.loop.remove_reader(self._fd)
         self.sock.close()
         self._post(self.on_end, reason, error)
-        self._post(self._resolve_closed)
+        self._post(self._closed.set)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -329,7 +310,3 @@ class SocketThread:
             resume = self._paused and self._unread <= _MAX_UNREAD // 2
         if resume:
             self.thread.call(self._resume)
-
-    def _resolve_closed(self) -> None:
-        if self._closed is not None and not self._closed.done():
-            self._closed.set_result(None)

@@ -18,12 +18,11 @@ from aiosync.transports._offload import LoopThread
 from aiosync.transports.sockets import ioctl_int
 from aiosync.transports.tcp.tls import TLSLayer
 
-# Most bytes that one connection sends before other connections of the thread have their turn.
-_TURN = 1 << 20
+# Most bytes that one connection sends or reads before other connections of the thread have their turn.
+TURN = 1 << 20
 # Bytes that one system call counts for at least. Copying the next block may precede even a short call.
 _STEP = 1 << 18
-# Largest body in bytes that the calling thread sends itself, which is faster than waking the socket's
-# thread.
+# Largest body in bytes that the calling thread sends itself: faster than waking the socket's thread.
 _SMALL = 1 << 18
 
 # Most frames that may wait for a peer that does not read. The protocol never has as many in flight.
@@ -167,7 +166,7 @@ class SocketWriter:
 
     def send_pending(self) -> None:
         """Send until the socket's buffer is full, or for one turn. Call it under the lock."""
-        budget = _TURN
+        budget = TURN
         try:
             while budget > 0:
                 sent = self._send() if self.tls is None else self._send_sealed(self.tls)
@@ -214,15 +213,12 @@ class SocketWriter:
             self._armed = False
             self.thread.loop.remove_writer(self._fd)
         if self._closing:
-            self._shut_down()
-
-    def _shut_down(self) -> None:
-        try:
-            self.sock.shutdown(socket.SHUT_WR)
-        except OSError as exc:
-            if exc.errno != errno.ENOTCONN:
-                raise
-            self.on_end("")
+            try:
+                self.sock.shutdown(socket.SHUT_WR)
+            except OSError as exc:
+                if exc.errno != errno.ENOTCONN:
+                    raise
+                self.on_end("")
 
     # -- under the lock, in any thread -----------------------------------------------------------------
 
@@ -272,25 +268,20 @@ class SocketWriter:
             if not isinstance(item, _QueuedBody):
                 self._pieces.append(item)
                 self._queue.popleft()
-            elif not self._load_chunk(item):
+                continue
+            try:
+                chunk = item.body.chunk(item.next_chunk)
+            except NotYet:
+                self._starved = True
+                item.body.on_more(self._resume)
                 break
+            if chunk is not None:
+                item.next_chunk += 1
+                self._pieces += [memoryview(piece) for piece in chunk if piece]
+            else:
+                self._queue[0] = memoryview(item.body.end())
+                self.post(item.on_sent)
         return list(self._pieces)
-
-    def _load_chunk(self, item: _QueuedBody) -> bool:
-        """Move a body's next chunk, or its end, to the front; returns false if there is no next chunk yet."""
-        try:
-            chunk = item.body.chunk(item.next_chunk)
-        except NotYet:
-            self._starved = True
-            item.body.on_more(self._resume)
-            return False
-        if chunk is not None:
-            item.next_chunk += 1
-            self._pieces += [memoryview(piece) for piece in chunk if piece]
-        else:
-            self._queue[0] = memoryview(item.body.end())
-            self.post(item.on_sent)
-        return True
 
     def _remove(self, nbytes: int) -> None:
         """Remove ``nbytes`` that have been sent from the front of the pieces."""

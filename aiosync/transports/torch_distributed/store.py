@@ -50,18 +50,14 @@ class StoreAddress:
 
     @classmethod
     def at(cls, store: Any, init_method: str | None) -> StoreAddress:
-        """Read a scheme's arguments; without arguments, read MASTER_ADDR and MASTER_PORT.
-
-        Raises InvalidArgumentError if the arguments or the variables are invalid.
-        """
+        """Read and check a scheme's arguments; without arguments, MASTER_ADDR and MASTER_PORT."""
         if store is not None and init_method is not None:
             raise InvalidArgumentError("give store= or init_method=, not both")
         if store is not None:
-            if not isinstance(store, _c10d.Store):
-                raise InvalidArgumentError(
-                    f"store: expected a torch.distributed Store, got {type(store).__name__}"
-                )
-            return cls(store=store)
+            if isinstance(store, _c10d.Store):
+                return cls(store=store)
+            given = type(store).__name__
+            raise InvalidArgumentError(f"store: expected a torch.distributed Store, got {given}")
         if init_method is None and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             return cls()
         parts = urlsplit(init_method or "env://")
@@ -69,9 +65,8 @@ class StoreAddress:
             try:
                 host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             except (KeyError, ValueError) as exc:
-                raise InvalidArgumentError(
-                    f"init_method='env://' needs MASTER_ADDR and MASTER_PORT: {exc}"
-                ) from exc
+                problem = f"init_method='env://' needs MASTER_ADDR and MASTER_PORT: {exc}"
+                raise InvalidArgumentError(problem) from exc
         elif parts.scheme == "tcp" and parts.hostname and parts.port:
             host, port = parts.hostname, parts.port
         else:
@@ -81,10 +76,7 @@ class StoreAddress:
         return cls(host=host, port=port, serves=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
 
     def open(self) -> tuple[StoreAddress, Any]:
-        """Open the store on the sender. Returns its address for workers, and a connection to keep.
-
-        Raises WorkerLostError if no store is served at the address, and this process must not serve one.
-        """
+        """Open the store on the sender. Returns its address for workers, and a connection to keep."""
         if self.store is not None:
             return self, self.store.clone()
         if self.serves:
@@ -107,12 +99,8 @@ class StoreAddress:
         except OSError as exc:
             # EADDRINUSE: torch shares the store if it is in this process, and raises if not.
             if exc.errno != errno.EADDRINUSE:
-                logger.warning(
-                    "the store of this job listens at all addresses of this machine: "
-                    "%s is not one of them (%s)",
-                    self.host,
-                    exc.strerror or exc,
-                )
+                problem = "the store of this job listens at all addresses of this machine"
+                logger.warning("%s: %s is not one of them (%s)", problem, self.host, exc.strerror or exc)
         else:
             port, descriptor = sock.getsockname()[1], sock.detach()
             listener = inode(descriptor)
@@ -143,9 +131,8 @@ class StoreAddress:
         if self.store is not None:
             return self.store.clone()
         try:
-            return _c10d.TCPStore(
-                self.host, self.port, is_master=False, wait_for_workers=False, timeout=_CONNECT
-            )
+            options = {"is_master": False, "wait_for_workers": False, "timeout": _CONNECT}
+            return _c10d.TCPStore(self.host, self.port, **options)
         except RuntimeError as exc:
             raise WorkerLostError((), f"no store at {self.host}:{self.port}: {first_line(exc)}") from exc
 
@@ -215,10 +202,7 @@ class StoreLookup:
         self._cancelled = False
 
     def run(self) -> tuple[bytes, Any] | None:
-        """Wait for the sender's answer. Returns the answer and the store, or None after :meth:`cancel`.
-
-        Raises WorkerLostError if there is no store, or it is gone.
-        """
+        """Wait for the sender's answer. Returns the answer and the store, or None after :meth:`cancel`."""
         store = self._store_address.connect()
         store.set_timeout(_FOR_EVER)
         mine, key = _of_model(store, self._model_id), f"met/{self._name}"

@@ -33,9 +33,8 @@ _SHORTLY = 10.0
 def agent_here() -> Any:
     """Return this process's RPC agent. Raises NotInitializedError if torch RPC is not initialised."""
     if not is_member():
-        raise NotInitializedError(
-            "torch RPC is not initialised in this process: call torch.distributed.rpc.init_rpc() first"
-        )
+        hint = "call torch.distributed.rpc.init_rpc() first"
+        raise NotInitializedError(f"torch RPC is not initialised in this process: {hint}")
     return _api._get_current_rpc_agent()
 
 
@@ -66,8 +65,7 @@ class _Raised:
 class Call(PendingCall):
     """A pending call of a function in another process, which can import the function's module.
 
-    ``to`` is the process's name in torch RPC, or its WorkerInfo. ``workers`` are those that errors name, if
-    the call is of a worker. Raises as :func:`agent_here`.
+    ``to`` is the process's name in torch RPC, or its WorkerInfo. ``workers`` are those that errors name.
     """
 
     def __init__(
@@ -108,15 +106,9 @@ def notify(to: str, function: Callable[..., Any], *args: Any) -> None:
         rpc.rpc_async(to, function, args=args, timeout=_SHORTLY)
 
 
-@dataclass(frozen=True)
-class _Method:
-    """A method that is looked up by name in the process that calls it."""
-
-    owner: type[Any] | None
-    name: str
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.owner or type(target), self.name)(target, *args, **kwargs)
+def _call_method(target: Any, owner: type[Any] | None, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a method that is looked up by name in the process that calls it."""
+    return getattr(owner or type(target), name)(target, *args, **kwargs)
 
 
 def _apply(rref: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -179,7 +171,7 @@ class RPCTransport(CallingTransport):
     def _start_call(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], deadline: Deadline
     ) -> Call:
-        return self._apply(_Method(self._class, method), args, kwargs, deadline)
+        return self._apply(_call_method, (self._class, method, *args), kwargs, deadline)
 
     async def _start_weights(self, weights: Any, deadline: Deadline) -> Call:
         copied = await offloaded(lambda: to_tensordict(weights).cpu().clone(), "aiosync-rpc")
