@@ -19,7 +19,7 @@ COMPAT = "aiosync.compat.torchrl"
 AT_FORK = {
     "aiosync.receiver.commit_gate": "no child is to get a model half way through a commit",
     "aiosync.sync._portal": "a child has a portal of its own, since it has not the parent's thread",
-    "aiosync.transports.forks": "a child is not to keep its parent's connections open",
+    "aiosync.transports.sockets": "a child is not to keep its parent's connections open",
 }
 """Modules that call os.register_at_fork, each with the reason. It cannot be undone, so it is done once, and
 each callback does nothing in a process that does not use aiosync."""

@@ -29,7 +29,7 @@ from aiosync.schemes.memory import MemoryWeightSyncScheme
 from aiosync.schemes.ray import RayWeightSyncScheme
 from aiosync.schemes.shared_memory import SharedMemWeightSyncScheme
 from aiosync.transports._offload import uninterrupted
-from aiosync.transports.ray.calls import ray_here
+from aiosync.transports.ray import ray_here
 
 _CLOSE_SECONDS = 10.0
 """Seconds that workers have to end by themselves in :meth:`MultiCollector.aclose`."""

@@ -17,7 +17,7 @@ import cloudpickle
 from tensordict import TensorDict
 
 from aiosync.collectors.env import Specs
-from aiosync.transports.forks import close_in_children
+from aiosync.transports.sockets import close_in_children
 
 # -- messages to the worker ----------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from aiosync import sync
 from aiosync._deadline import Deadline, default_timeout
 from aiosync.errors import InvalidArgumentError
 from aiosync.receiver.listeners import ContextUpdater, UpdateListener, weakly
-from aiosync.transports.torch_rpc.calls import agent_here, is_member
+from aiosync.transports.torch_rpc.transport import agent_here, is_member
 
 
 def listener_for(context: Any, model_id: str) -> UpdateListener | None:

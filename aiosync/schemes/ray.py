@@ -20,8 +20,8 @@ from aiosync.transfer.object_store import ObjectStoreTransfer
 from aiosync.transfer.process_group import Collective, ProcessGroupTransfer
 from aiosync.transfer.stream import StreamTransfer
 from aiosync.transports.base import Listener
-from aiosync.transports.ray.calls import ActorCall, handle_of, in_actor
 from aiosync.transports.ray.rendezvous import RayListener, RayWorkerTransport, SenderInfo
+from aiosync.transports.ray.transport import ActorCall, handle_of, in_actor
 from aiosync.weights.copying import INLINE_LIMIT
 
 DataPlane: TypeAlias = Literal["object_store", "tcp", "distributed"]

@@ -17,9 +17,8 @@ from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.schemes.ray import RayWeightSyncScheme, TensorTransport
 from aiosync.sender.endpoint import WeightSender
 from aiosync.sender.worker_plan import model_of
-from aiosync.transports.ray.calls import ActorCall, in_actor
 from aiosync.transports.ray.object_store import as_tensor, packed
-from aiosync.transports.ray.transport import UpdateMethod
+from aiosync.transports.ray.transport import ActorCall, UpdateMethod, in_actor
 from aiosync.weights.binding import Binding, MethodBinding
 from aiosync.weights.layout import Layout
 from aiosync.weights.target import receiver_tensors

@@ -15,9 +15,8 @@ from aiosync.schemes.process_groups import check_process_groups, may_share, resu
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.process_group import Collective, ProcessGroupTransfer
 from aiosync.transports.base import Listener
-from aiosync.transports.torch_rpc.calls import rank_here
 from aiosync.transports.torch_rpc.rendezvous import RPCListener, RPCWorkerTransport, SenderInfo
-from aiosync.transports.torch_rpc.transport import RPCTransport
+from aiosync.transports.torch_rpc.transport import RPCTransport, rank_here
 from aiosync.weights.copying import INLINE_LIMIT
 
 

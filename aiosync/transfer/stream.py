@@ -27,7 +27,7 @@ from aiosync.transfer.double_buffer import DoubleBuffer
 from aiosync.transfer.slots import SlotVersion
 from aiosync.transports.base import Transport
 from aiosync.transports.tcp.connection import TCPTransport
-from aiosync.transports.tcp.send_queue import NotYet
+from aiosync.transports.tcp.socket_writer import NotYet
 from aiosync.weights import codec as block_codec
 from aiosync.weights.arena import Slot
 from aiosync.weights.codec import Codec, checksum_of, digest_of

@@ -1,10 +1,4 @@
-"""Threads. Only this module and the blocking twins' portal start threads.
-
-- :class:`Offloader` runs blocking work for coroutines that await it.
-- :class:`LoopThread` runs an event loop that moves the bytes of sockets.
-- :class:`DetachedThread` runs calls that cannot be interrupted. Closing it does not wait for a running call.
-- :func:`start_thread` starts a daemon thread for one function.
-"""
+"""Threads. Only this module and the blocking twins' portal start threads."""
 
 from __future__ import annotations
 
@@ -15,10 +9,11 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from contextlib import closing
+from functools import cache, partial
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,9 +28,9 @@ _LANES = 8  # most threads of one offloader. More threads copy no faster: memory
 class Offloader:
     """A few threads, started on first use. The endpoint that owns the offloader closes it.
 
-    ``run`` returns or raises only when the work has ended, also if the caller is cancelled: the work may read
-    the caller's tensors or write into a slot, and no other code may use that memory at the same time. So long
-    work should be divided into pieces and call ``cancelled()`` between two pieces.
+    ``run`` returns or raises only when the work has ended, also if the caller is cancelled: the work uses
+    memory that no other code may use at the same time. So long work should be divided into pieces and call
+    ``cancelled()`` between two pieces.
     """
 
     def __init__(self, name: str) -> None:
@@ -87,11 +82,8 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
 
 async def offloaded(work: Callable[[], T], name: str) -> T:
     """Run ``work()`` in a new thread and return its result, as :meth:`Offloader.run` does."""
-    offloader = Offloader(name)
-    try:
+    with closing(Offloader(name)) as offloader:
         return await offloader.run(lambda _: work())
-    finally:
-        offloader.close()
 
 
 async def uninterrupted(work: Callable[[Callable[[], bool]], Coroutine[Any, Any, T]]) -> T:
@@ -131,21 +123,17 @@ def handover() -> tuple[asyncio.Future[T], Callable[[Callable[[], T]], None]]:
     future: asyncio.Future[T] = loop.create_future()
     future.add_done_callback(_retrieve)
 
-    def put(value: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(cast("T", value))
+    def put(set_outcome: Callable[[Any], None], outcome: object) -> None:
+        if not future.done():
+            set_outcome(outcome)
 
     def resolve(work: Callable[[], T]) -> None:
-        value, error = None, None
         try:
             value = work()
         except Exception as exc:  # noqa: BLE001 - raised where it is awaited
-            error = exc
-        post(loop, put, value, error)
+            post(loop, put, future.set_exception, exc)
+        else:
+            post(loop, put, future.set_result, value)
 
     return future, resolve
 
@@ -193,10 +181,7 @@ class LoopThread:
         return True
 
     def close(self) -> None:
-        """Run the calls queued so far, then end the thread and wait for it; idempotent.
-
-        The wait is short, because calls in this thread do not block.
-        """
+        """Run the calls queued so far, which do not block, and wait for the thread's end; idempotent."""
         if not self._closed:
             self._closed = True
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -210,19 +195,13 @@ _detached: weakref.WeakSet[DetachedThread] = weakref.WeakSet()
 # multiprocessing's join of its children, which may be waiting for that frame.
 _EXIT_PRIORITY = 500
 
-_watched_exit = 0  # process id for which the exit finalizer is registered; 0: none yet
 
-
-def _watch_exit() -> None:
-    """Register the finalizer that ends this process's detached threads.
-
-    Children of multiprocessing exit without running atexit. They run finalizers, but a forked child starts
-    with none: hence the check of the process id.
-    """
-    global _watched_exit
-    if _watched_exit != os.getpid():
-        _watched_exit = os.getpid()
-        Finalize(None, _end_detached, exitpriority=_EXIT_PRIORITY)
+@cache
+def _watch_exit(pid: int) -> None:
+    """Register the finalizer that ends the detached threads of this process, ``pid``."""
+    # Children of multiprocessing exit without running atexit. They run finalizers, but a forked child starts
+    # with none, so each process registers its own.
+    Finalize(None, _end_detached, exitpriority=_EXIT_PRIORITY)
 
 
 def _end_detached() -> None:
@@ -252,7 +231,7 @@ class DetachedThread:
         if self._thread is None and not self._closed:
             self._thread = start_thread(self._run, self._name)
             _detached.add(self)
-            _watch_exit()
+            _watch_exit(os.getpid())
         future: Future[T] = Future()
         if self._closed:
             future.set_exception(RuntimeError("this thread is closed"))

@@ -1,8 +1,4 @@
-"""The task group of a connected endpoint.
-
-The task that enters an anyio task group has to exit it, but different tasks may call ``connect`` and
-``aclose``. So ``connect`` starts a task that enters the group, and ``aclose`` ends that task.
-"""
+"""The task group of a connected endpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +13,11 @@ from aiosync.transports._offload import uninterrupted
 
 
 class BackgroundTasks:
-    """Owns the background tasks of one endpoint."""
+    """Owns the background tasks of one endpoint.
+
+    The task that enters an anyio task group has to exit it, but different tasks may call ``connect`` and
+    ``aclose``. So ``connect`` starts a task that enters the group, and ``aclose`` ends that task.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -45,7 +45,8 @@ class BackgroundTasks:
         self._stop.set()
         task, self._task = self._task, None
         if task is not None:
-            await uninterrupted(lambda _: _wait_for(task))
+            await uninterrupted(lambda _: asyncio.wait([task]))
+            task.result()
 
     async def _main(self, ready: asyncio.Event) -> None:
         async with anyio.create_task_group() as group:
@@ -53,8 +54,3 @@ class BackgroundTasks:
             ready.set()
             await self._stop.wait()
             group.cancel_scope.cancel()
-
-
-async def _wait_for(task: asyncio.Task[None]) -> None:
-    await asyncio.wait([task])
-    task.result()

@@ -19,7 +19,7 @@ class LogLimit:
         self._dropped = 0
 
     def warning(self, message: str, *args: object) -> None:
-        """Log a warning, or count it. At the start of a period the number of omitted lines is logged."""
+        """Log a warning, or count it. A new period begins with the number of omitted lines."""
         now = time.monotonic()
         if now - self._since >= _PERIOD:
             self.flush()

@@ -27,10 +27,10 @@ class ProcessWatch:
         except ProcessLookupError:
             self.gone = True
             self._loop.call_soon(on_exit)
-            return
         except OSError:
             return  # another PID namespace, or a kernel without pidfds: the connection has to show the end
-        self._loop.add_reader(self._fd, self._exited)
+        else:
+            self._loop.add_reader(self._fd, self._exited)
 
     @property
     def watching(self) -> bool:

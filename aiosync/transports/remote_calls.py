@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from aiosync._deadline import Deadline
-from aiosync.errors import WorkerError
+from aiosync.errors import Phase, SyncTimeoutError, WorkerError
 from aiosync.transports._offload import handover
 
 
@@ -19,12 +19,15 @@ class PendingCall(ABC):
     answer or raises.
     """
 
-    def __init__(self, deadline: Deadline) -> None:
+    phase: Phase  # which a timeout's error names
+    hint: str  # what a timeout's error says
+
+    def __init__(self, workers: Sequence[int], deadline: Deadline) -> None:
+        self._workers = workers  # for errors
         self._deadline = deadline
         self._answer: asyncio.Future[Any]
         self._answer, self._resolve = handover()
 
-    @abstractmethod
     async def answer(self, deadline: Deadline | None = None) -> Any:
         """Wait for the answer and return it. After a cancellation or a timeout it may be awaited again.
 
@@ -35,12 +38,16 @@ class PendingCall(ABC):
             WorkerLostError: the process is gone, or not a member of torch RPC.
             SyncTimeoutError: no answer arrived in time.
         """
-
-    async def _wait(self, deadline: Deadline | None) -> Deadline | None:
-        """Wait for the answer. Returns None, or the deadline that passed."""
         deadline = deadline or self._deadline
         await asyncio.wait([self._answer], timeout=deadline.remaining())
-        return None if self._answer.done() else deadline
+        if not self._answer.done():
+            seconds, workers = deadline.seconds, self._workers
+            raise SyncTimeoutError(self.phase, seconds=seconds, workers=workers, hint=self.hint)
+        return self._read()
+
+    @abstractmethod
+    def _read(self) -> Any:
+        """Return the answer, which has arrived, or raise an error of this package."""
 
     def discard(self) -> None:
         """Drop the answer."""
@@ -51,16 +58,10 @@ class CallingTransport(ABC):
     """Calls methods of a remote object and awaits their results. No thread blocks meanwhile.
 
     A subclass implements ``check_connection``, ``_start_call`` and ``_start_weights``.
-
-    Args:
-        worker_idx: the index of the object's worker, for messages.
     """
 
-    _fetching: ClassVar[str] = "_receive_weights_scheme"
-    """The method that ``send_weights(None)`` calls."""
-
     def __init__(self, worker_idx: int) -> None:
-        self.worker_idx = worker_idx
+        self.worker_idx = worker_idx  # the index of the object's worker, for messages
         # The call of the last ``send_weights_async`` whose result has not been read.
         self._sent: PendingCall | None = None
         self._closed = False
@@ -79,10 +80,6 @@ class CallingTransport(ABC):
     async def _start_weights(self, weights: Any, deadline: Deadline) -> PendingCall:
         """Start the call that passes weights to the object."""
 
-    async def _result(self, call: Any, deadline: Deadline | None = None) -> Any:
-        """Return the result of ``call``. After a cancellation or a timeout it may be awaited again."""
-        return await call.answer(deadline)
-
     async def call(self, method: str, *args: Any, timeout: float, **kwargs: Any) -> Any:
         """Call a method of the object and return its result. The remote process awaits a coroutine's result.
 
@@ -97,7 +94,7 @@ class CallingTransport(ABC):
             WorkerLostError: the process is gone.
             SyncTimeoutError: no answer arrived in time.
         """
-        return await self._result(self._start_call(method, args, kwargs, Deadline.after(timeout)))
+        return await self._start_call(method, args, kwargs, Deadline.after(timeout)).answer()
 
     async def send_weights(self, weights: Any, *, timeout: float) -> None:
         """Pass weights to the object's method for weights, and wait until the method has returned.
@@ -138,31 +135,29 @@ class CallingTransport(ABC):
         Raises:
             As :meth:`call`.
         """
-        if self._sent is not None:
-            await self._acknowledged(None)
+        error = await self._acknowledged(None)
+        if error is not None:
+            raise error
 
     async def _send(self, weights: Any, deadline: Deadline) -> WorkerError | None:
-        earlier = None
-        if self._sent is not None:
-            try:
-                await self._acknowledged(deadline)
-            except WorkerError as exc:
-                earlier = exc
+        """Send weights after the answer to the earlier ones has arrived. Returns the error in that answer."""
+        earlier = await self._acknowledged(deadline)
         if weights is None:
-            self._sent = self._start_call(self._fetching, (), {}, deadline)
+            self._sent = self._start_call("_receive_weights_scheme", (), {}, deadline)
         else:
             self._sent = await self._start_weights(weights, deadline)
         return earlier
 
-    async def _acknowledged(self, deadline: Deadline | None) -> None:
-        """Wait for the answer to the last weights. May be called again after a timeout."""
-        assert self._sent is not None
-        try:
-            await self._result(self._sent, deadline)
-        except WorkerError:
+    async def _acknowledged(self, deadline: Deadline | None) -> WorkerError | None:
+        """Wait for the answer to the last weights; return its error. May be called again after a timeout."""
+        error = None
+        if self._sent is not None:
+            try:
+                await self._sent.answer(deadline)
+            except WorkerError as exc:
+                error = exc
             self._sent = None
-            raise
-        self._sent = None
+        return error
 
     async def aclose(self) -> None:
         """Close this transport; idempotent. The object stays. Answers that arrive later are dropped."""

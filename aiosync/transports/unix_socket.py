@@ -30,7 +30,7 @@ from collections.abc import Callable
 from aiosync._deadline import Deadline
 from aiosync.errors import WorkerLostError
 from aiosync.transports.base import Listener, OnConnection, OnLost, Transport
-from aiosync.transports.socket_options import credentials
+from aiosync.transports.sockets import credentials
 
 logger = logging.getLogger("aiosync")
 

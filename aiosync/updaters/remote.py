@@ -9,8 +9,7 @@ from typing import Any
 
 from aiosync.errors import InvalidArgumentError, UnknownWorkerError, WorkerError
 from aiosync.transports._offload import DetachedThread, detached
-from aiosync.transports.ray.calls import handle_of
-from aiosync.transports.ray.transport import PutWeights, RayTransport, put_weights
+from aiosync.transports.ray.transport import PutWeights, RayTransport, handle_of, put_weights
 from aiosync.transports.remote_calls import CallingTransport
 from aiosync.transports.torch_rpc.transport import RPCTransport
 from aiosync.updaters.base import WeightUpdaterBase, WorkerId, WorkerIds, current_deadline

@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import rpc
 
 from aiosync import RPCWeightSyncScheme
-from aiosync.transports.torch_rpc.calls import is_member
+from aiosync.transports.torch_rpc.transport import is_member
 from tests.kit.clock import PATIENCE
 from tests.kit.ports import free_port
 

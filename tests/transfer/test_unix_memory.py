@@ -23,7 +23,7 @@ from aiosync.protocol import frames as f
 from aiosync.sender.connection import PATIENCE as STUCK_AFTER
 from aiosync.transfer import stream as landing
 from aiosync.transfer.stream import StreamInbound
-from aiosync.transports import socket_options as sockets
+from aiosync.transports import sockets
 from aiosync.transports.tcp.connection import DialledTransport
 from aiosync.weights.copying import read_at
 from aiosync.weights.layout import Layout

@@ -32,7 +32,7 @@ from aiosync.schemes import attach as enlisted
 from aiosync.sync import updaters as blocking_updaters
 from aiosync.transports.tcp.connection import TCPTransport
 from aiosync.transports.torch_rpc import rendezvous as rpc_rendezvous
-from aiosync.transports.torch_rpc.calls import is_member
+from aiosync.transports.torch_rpc.transport import is_member
 from aiosync.transports.unix_socket import SharedMemTransport
 from tests.conformance.test_g07_one_bad_worker import SOON
 from tests.kit import scenarios
@@ -372,7 +372,7 @@ async def here() -> AsyncIterator[None]:
     try:
         yield
         assert not rpc_rendezvous._directory._asked
-        assert not rpc_rendezvous._directory._addresses
+        assert not rpc_rendezvous._directory._senders
         assert not rpc_rendezvous._pending
     finally:
         world.close()
@@ -434,10 +434,18 @@ async def test_nobody_has_that_name() -> None:
 
 def test_a_lookup_that_arrives_after_its_cancellation() -> None:
     directory = rpc_rendezvous._Directory()
-    directory.cancel("model policy", "ticket")
-    assert directory.look_up("model policy", "ticket", "worker") is None
+    directory.cancel("ticket")
+    assert directory.look_up("model policy", "ticket", "worker", PATIENCE) is None
     assert not directory._asked
     assert not directory._cancelled
+
+
+def test_a_lookup_whose_worker_died_is_forgotten_after_its_deadline() -> None:
+    """No cancellation arrives from a worker that was killed, or from a world of torch RPC that has ended."""
+    directory = rpc_rendezvous._Directory()
+    assert directory.look_up("model policy", "killed", "worker", 0.0) is None
+    assert directory.look_up("model other", "waits", "worker", PATIENCE) is None
+    assert list(directory._asked) == ["waits"]
 
 
 async def test_two_senders_of_one_model() -> None:

@@ -1,12 +1,11 @@
 """Connections over multiprocessing queues and pipes, which outlive the connections.
 
-A worker inherits its queues or its pipe and cannot get new ones. So a worker that retries ``connect``, or
-reconnects, uses the same message pipe for its next connection. Each message has the tag of its connection.
-The first message with a new tag opens a connection and ends the one before. Messages with an older tag are
-dropped.
+A worker inherits its queues or its pipe and cannot get new ones. So its next connection uses the same message
+pipe. Each message has the tag of its connection. The first message with a new tag opens a connection and ends
+the one before. Messages with an older tag are dropped.
 
-Frames are small, because the weights are in shared memory. So a message pipe writes each message in one piece
-without blocking, or raises: a peer that leaves a full pipe unread does not run.
+Frames are small. So a message pipe writes each message in one piece without blocking, or raises: a peer that
+leaves a full pipe unread does not run.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from aiosync._deadline import Deadline
@@ -35,16 +35,12 @@ def is_ours(message: bytes) -> bool:
 def refuse_if_full(room: int, size: int, needed: int) -> None:
     """Raise OSError if ``needed`` bytes do not fit into the ``room`` that is left of ``size`` bytes."""
     if needed > size:
-        raise OSError(
-            errno.EMSGSIZE,
-            f"a frame of {needed} bytes never fits into this pipe, which holds {size}: send a model of so "
-            "many tensors by SharedMemWeightSyncScheme or TCPWeightSyncScheme",
-        )
+        hint = "send a model of so many tensors by SharedMemWeightSyncScheme or TCPWeightSyncScheme"
+        problem = f"a frame of {needed} bytes never fits into this pipe, which holds {size}: {hint}"
+        raise OSError(errno.EMSGSIZE, problem)
     if needed > room:
-        raise OSError(
-            errno.ENOBUFS,
-            f"a frame of {needed} bytes does not fit: {room} bytes free, the peer does not read",
-        )
+        problem = f"a frame of {needed} bytes does not fit: {room} bytes free, the peer does not read"
+        raise OSError(errno.ENOBUFS, problem)
 
 
 def _first_message(buffer: bytearray) -> tuple[int, int]:
@@ -84,10 +80,7 @@ class MessagePipe(ABC):
 
     @abstractmethod
     def open(self, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
-        """Start to read on the running loop. After :meth:`close` the pipe may be opened again.
-
-        ``on_lost`` is called with the reason if the pipe breaks.
-        """
+        """Start to read on the running loop, again after :meth:`close`. ``on_lost``: the pipe broke."""
 
     @abstractmethod
     def put(self, message: bytes) -> None:
@@ -103,14 +96,11 @@ class MPTransport(Transport):
 
     Args:
         pipe: this process's end of the pipe.
-
-    Attributes:
-        tag: precedes each message of the connection.
     """
 
     def __init__(self, pipe: MessagePipe) -> None:
         super().__init__()
-        self.tag = os.urandom(_TAG_SIZE)
+        self.tag = os.urandom(_TAG_SIZE)  # precedes each message of the connection
         self._pipe = pipe
 
     async def open(self, deadline: Deadline) -> None:
@@ -147,22 +137,18 @@ class _AcceptedMPTransport(MPTransport):
     async def _close(self) -> None:
         """Do nothing: the worker's next connection uses the same pipe."""
 
-    def supersede(self, reason: str) -> None:
-        """Report this connection as lost: the worker opened another one, or the pipe broke."""
-        self._lost(reason)
 
-
+@dataclass(eq=False)
 class _WorkerPipe:
     """One worker's message pipe, and the connection that uses it now."""
 
-    def __init__(
-        self, pipe: MessagePipe, on_connection: OnConnection, on_lost: Callable[[str], None]
-    ) -> None:
-        self.pipe = pipe
-        self._on_lost = on_lost
-        self.current: _AcceptedMPTransport | None = None
-        self.on_connection: OnConnection | None = on_connection  # None: opens no more connections
-        pipe.open(self._message, self._broken)
+    pipe: MessagePipe
+    on_connection: OnConnection | None  # None: opens no more connections
+    on_lost: Callable[[str], None]
+    current: _AcceptedMPTransport | None = None
+
+    def __post_init__(self) -> None:
+        self.pipe.open(self._message, self._broken)
 
     def _message(self, message: bytes) -> None:
         tag = message[len(_MAGIC) : _HEAD_SIZE]
@@ -172,38 +158,29 @@ class _WorkerPipe:
                 return
             self.current = _AcceptedMPTransport(self.pipe, tag)
             if before is not None:
-                before.supersede("its worker has opened a new connection")
+                before._lost("its worker has opened a new connection")
             self.on_connection(self.current)
         if self.current is not None:
             self.current.deliver(message)
 
     def _broken(self, reason: str) -> None:
         if self.current is not None:
-            self.current.supersede(reason)
-        self._on_lost(reason)
+            self.current._lost(reason)
+        self.on_lost(reason)
 
 
 class MessagePipeListener(Listener):
-    """Accepts connections over one message pipe per worker. A subclass makes the pipes in :meth:`pipes`."""
+    """Accepts connections over one message pipe per worker. ``pipes``: worker index -> our end."""
 
-    def __init__(self) -> None:
+    def __init__(self, pipes: dict[int, MessagePipe]) -> None:
+        self._pipes = pipes  # until they are read
         self._workers: dict[int, _WorkerPipe] = {}
-        self._on_connection: OnConnection | None = None
-        self._on_lost: Callable[[int, str], None] | None = None
-
-    @abstractmethod
-    def pipes(self) -> dict[int, MessagePipe]:
-        """Return worker index -> this process's end of the worker's pipe."""
 
     async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
         """Start to read all pipes. A worker's connection begins with its first message."""
-        self._on_connection, self._on_lost = on_connection, on_lost
-        for worker, pipe in self.pipes().items():
-            self._workers[worker] = self._open(worker, pipe)
-
-    def _open(self, worker: int, pipe: MessagePipe) -> _WorkerPipe:
-        assert self._on_connection is not None and self._on_lost is not None
-        return _WorkerPipe(pipe, self._on_connection, partial(self._on_lost, worker))
+        pipes, self._pipes = self._pipes, {}
+        for worker, pipe in pipes.items():
+            self._workers[worker] = _WorkerPipe(pipe, on_connection, partial(on_lost, worker))
 
     def worker_of(self, transport: Transport) -> int | None:
         """Return the index of the worker whose current connection is ``transport``; None: no worker's."""
@@ -211,8 +188,12 @@ class MessagePipeListener(Listener):
 
     def exchange(self, worker: int, pipe: MessagePipe) -> None:
         """Replace the pipe of ``worker`` by a new one."""
-        self._workers.pop(worker).pipe.close()
-        self._workers[worker] = self._open(worker, pipe)
+        before = self._workers.pop(worker)
+        before.pipe.close()
+        self._workers[worker] = _WorkerPipe(pipe, before.on_connection, before.on_lost)
+
+    def forget(self) -> None:
+        self._pipes.clear()  # the child's workers use their own ends
 
     def stop(self) -> None:
         for worker in self._workers.values():

@@ -1,7 +1,4 @@
-"""Connections over one duplex ``multiprocessing.Pipe`` per worker.
-
-The caller makes the pipes, and may use them for other messages too.
-"""
+"""Connections over one duplex ``multiprocessing.Pipe`` per worker. The caller may use the pipes too."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from aiosync.transports.mp.base import (
     refuse_if_full,
     split_messages,
 )
-from aiosync.transports.socket_options import ioctl_int
+from aiosync.transports.sockets import ioctl_int
 
 _GRACE = 1.0  # seconds that ``close`` waits for the rest of a message
 
@@ -39,18 +36,18 @@ class UnexpectedMessage(Exception):
 class ConnectionPipe(MessagePipe):
     """One end of a multiprocessing pipe. It belongs to the caller, so ``close`` leaves it open.
 
-    Messages of this package are recognised by their first bytes. Other messages are unpickled, as
-    ``Connection.recv`` does, and passed to ``on_other_message``. The event loop watches the pipe.
-    ``on_other_message`` raises UnexpectedMessage if there is no handler.
+    The event loop watches it. Messages of this package are recognised by their first bytes. Others are
+    unpickled and passed to ``on_other_message``, which raises UnexpectedMessage if there is no handler.
     """
+
+    _on_message: Callable[[bytes], None]  # set by ``open``
+    _on_lost: Callable[[str], None]
 
     def __init__(self, connection: Connection[Any, Any], on_other_message: Callable[[Any], None]) -> None:
         self._connection = connection
         self._on_other = on_other_message
         self._buffer = bytearray()  # bytes of a message that has arrived in part
         self._socket: socket.socket | None = None  # duplicates the connection's descriptor; None: closed
-        self._on_message: Callable[[bytes], None] | None = None
-        self._on_lost: Callable[[str], None] | None = None
 
     def open(self, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
         self._on_message, self._on_lost = on_message, on_lost
@@ -67,15 +64,12 @@ class ConnectionPipe(MessagePipe):
         self._connection.send_bytes(message)
 
     def close(self) -> None:
-        """Stop watching; idempotent.
-
-        A message that has arrived in part is read to its end first. Otherwise the caller's next ``recv``
-        would read the rest of it.
-        """
         sock, self._socket = self._socket, None
         if sock is None:
             return
         asyncio.get_running_loop().remove_reader(sock.fileno())
+        # A message that has arrived in part is read to its end: else the caller's next ``recv`` would read
+        # the rest of it.
         until = time.monotonic() + _GRACE
         while self._buffer and select.select([sock], [], [], max(0.0, until - time.monotonic()))[0]:
             data = sock.recv(missing(self._buffer), socket.MSG_DONTWAIT)
@@ -103,7 +97,6 @@ class ConnectionPipe(MessagePipe):
         self._buffer += data
         for message in split_messages(self._buffer):
             if is_ours(message):
-                assert self._on_message is not None
                 self._on_message(message)
             else:
                 # In its own callback: if a handler raises, the next messages are still handled.
@@ -117,7 +110,6 @@ class ConnectionPipe(MessagePipe):
 
     def _break(self, reason: str) -> None:
         self.close()
-        assert self._on_lost is not None
         self._on_lost(reason)
 
 
@@ -129,22 +121,12 @@ class PipeListener(MessagePipeListener):
     """
 
     def __init__(self, pipes: Sequence[Connection[Any, Any]], on_other: Callable[[int, Any], None]) -> None:
-        super().__init__()
-        self._connections = list(pipes)
-        self._on_other = on_other
-
-    def pipes(self) -> dict[int, MessagePipe]:
-        return {
-            worker: ConnectionPipe(connection, partial(self._on_other, worker))
-            for worker, connection in enumerate(self._connections)
-        }
-
-    def forget(self) -> None:
-        """Do nothing: the pipes belong to the caller."""
+        ours = [ConnectionPipe(pipe, partial(on_other, worker)) for worker, pipe in enumerate(pipes)]
+        super().__init__(dict(enumerate(ours)))
 
 
 def _as_socket(connection: Connection[Any, Any]) -> socket.socket:
-    """Duplicate the descriptor of a pipe, a socket on POSIX. Raises InvalidArgumentError: closed, one-way."""
+    """Duplicate the descriptor of a pipe, a socket on POSIX. Raises InvalidArgumentError if it is unfit."""
     try:
         if connection.readable and connection.writable:
             return socket.socket(fileno=os.dup(connection.fileno()))

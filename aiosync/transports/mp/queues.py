@@ -8,7 +8,9 @@ import mmap
 import os
 import sys
 import termios
+from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
@@ -18,14 +20,13 @@ from multiprocessing.queues import SimpleQueue
 from aiosync.transports._offload import post, start_thread
 from aiosync.transports.base import Transport
 from aiosync.transports.mp.base import MessagePipe, MessagePipeListener, refuse_if_full, split_messages
-from aiosync.transports.socket_options import ioctl_int
+from aiosync.transports.sockets import ioctl_int
 
-_F_SETPIPE_SZ = 1031
-_F_GETPIPE_SZ = 1032
 _PIPE_SIZE = 1 << 18  # bytes that a queue's pipe holds, if the system allows it
 _OVERHEAD = 12  # most bytes of the length that precedes a message
 
 
+@dataclass(eq=False)
 class _QueueReader:
     """A thread that reads a multiprocessing queue and passes its messages to the event loop.
 
@@ -33,18 +34,14 @@ class _QueueReader:
     in the middle of a message, because the writer may have been killed there. While it has part of a message
     it holds the queue's reading lock. If this process is killed then, the lock stays held, and shows that the
     queue is unusable.
-
-    ``on_end`` is called once with the reason if the queue breaks before :meth:`close`. No other code of this
-    process may read the queue.
     """
 
-    def __init__(
-        self, queue: SimpleQueue[bytes], on_item: Callable[[bytes], None], on_end: Callable[[str], None]
-    ) -> None:
-        self._queue = queue
+    queue: SimpleQueue[bytes]  # no other code of this process may read it
+    on_item: Callable[[bytes], None]
+    on_end: Callable[[str], None]  # called once with the reason if the queue breaks before ``close``
+
+    def __post_init__(self) -> None:
         self._post = partial(post, asyncio.get_running_loop())
-        self._on_item = on_item
-        self._on_end = on_end
         self._wake_read, self._wake_write = os.pipe()
         self._thread = start_thread(self._run, "aiosync-queue")
 
@@ -60,7 +57,7 @@ class _QueueReader:
 
     def _run(self) -> None:
         # multiprocessing has no public access to a queue's descriptor and lock.
-        reader, lock = self._queue._reader, self._queue._rlock  # type: ignore[attr-defined]
+        reader, lock = self.queue._reader, self.queue._rlock  # type: ignore[attr-defined]
         buffer = bytearray()
         try:
             while True:
@@ -68,19 +65,19 @@ class _QueueReader:
                 if self._wake_read in ready:
                     return
                 if not buffer and not lock.acquire(block=False):
-                    self._post(self._on_end, "its queue was left locked by a process that was killed")
+                    self._post(self.on_end, "its queue was left locked by a process that was killed")
                     return
                 data = os.read(reader.fileno(), 1 << 16)
                 if not data:
-                    self._post(self._on_end, "its queue was closed")
+                    self._post(self.on_end, "its queue was closed")
                     return
                 buffer += data
                 for item in split_messages(buffer):
-                    self._post(self._on_item, item)
+                    self._post(self.on_item, item)
                 if not buffer:
                     lock.release()
         except OSError as exc:
-            self._post(self._on_end, f"its queue broke: {exc!r}")
+            self._post(self.on_end, f"its queue broke: {exc!r}")
         finally:
             if buffer:
                 lock.release()
@@ -95,17 +92,15 @@ class QueuePair:
 
     def __init__(self, ctx: BaseContext) -> None:
         self.owner = os.getpid()  # the sender
-        self._users = _Users()
+        self._users: Counter[int] = Counter()  # by process id
+        self._closing = 0  # id of the process that has called ``close``
         self.to_worker: SimpleQueue[bytes] = ctx.SimpleQueue()
         self.to_sender: SimpleQueue[bytes] = ctx.SimpleQueue()
         for queue in (self.to_worker, self.to_sender):
             _widen(_writer_fd(queue))
 
     def left_locked(self) -> bool:
-        """Return whether a worker was killed while it read or wrote, and so holds a lock for ever.
-
-        A message may be incomplete then, and the queues are unusable.
-        """
+        """Return whether a worker was killed while it read or wrote: the queues are unusable then."""
         # multiprocessing has no public access to the locks. Only the worker acquires these two.
         for lock in (self.to_worker._rlock, self.to_sender._wlock):  # type: ignore[attr-defined]
             if not lock.acquire(block=False):
@@ -115,81 +110,57 @@ class QueuePair:
 
     def acquire(self) -> None:
         """Keep the queues open until :meth:`release`."""
-        if not self._users.here():
-            self._users = _Users()  # the counted users are in the parent process
-        self._users.count += 1
+        self._users[os.getpid()] += 1
 
     def release(self) -> None:
         """End the use that :meth:`acquire` began."""
-        self._users.count -= 1
-        if self._users.closing:
+        self._users[os.getpid()] -= 1
+        if self._closing == os.getpid():
             self.close()
 
     def close(self) -> None:
         """Close this process's descriptors, now or at the last :meth:`release` here; idempotent."""
-        if self._users.here() and self._users.count > 0:
-            self._users.closing = True
-            return
-        self.to_worker.close()
-        self.to_sender.close()
+        self._closing = os.getpid()
+        if not self._users[os.getpid()]:
+            self.to_worker.close()
+            self.to_sender.close()
 
 
-@dataclass
-class _Users:
-    """The number of users of a pair in this process."""
-
-    pid: int = field(default_factory=os.getpid)
-    count: int = 0
-    closing: bool = False
-
-    def here(self) -> bool:
-        return self.pid == os.getpid()
-
-
+@dataclass(eq=False)
 class QueuePipe(MessagePipe):
     """A message pipe of two queues of ``pair``. No other code of this process may use these ends of them."""
 
-    def __init__(self, pair: QueuePair, inbound: SimpleQueue[bytes], outbound: SimpleQueue[bytes]) -> None:
-        self._pair = pair
-        self._inbound = inbound
-        self._outbound = outbound
-        self._reader: _QueueReader | None = None
+    pair: QueuePair
+    inbound: SimpleQueue[bytes]
+    outbound: SimpleQueue[bytes]
+    _reader: _QueueReader | None = field(default=None, init=False)
 
     def open(self, on_message: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:
-        self._pair.acquire()
-        self._reader = _QueueReader(self._inbound, on_message, on_lost)
+        self.pair.acquire()
+        self._reader = _QueueReader(self.inbound, on_message, on_lost)
 
     def put(self, message: bytes) -> None:
-        fd = _writer_fd(self._outbound)
+        fd = _writer_fd(self.outbound)
         refuse_if_full(_pipe_room(fd), _pipe_size(fd), len(message) + _OVERHEAD)
         # SimpleQueue.put() would pickle the bytes.
-        with self._outbound._wlock:  # type: ignore[attr-defined]
-            self._outbound._writer.send_bytes(message)  # type: ignore[attr-defined]
+        with self.outbound._wlock:  # type: ignore[attr-defined]
+            self.outbound._writer.send_bytes(message)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-            self._pair.release()
+            self.pair.release()
 
 
 class QueueListener(MessagePipeListener):
-    """Accepts connections over one pair of queues per worker.
-
-    ``pairs`` has, by worker index, the queues that a worker spawned now has to get.
-    """
+    """Accepts connections over one pair of queues per worker."""
 
     def __init__(self, workers: Iterable[int], ctx: BaseContext) -> None:
-        super().__init__()
         self._ctx = ctx
+        # The queues that a worker spawned now has to get.
         self.pairs = {worker: QueuePair(ctx) for worker in workers}
-
-    def pipes(self) -> dict[int, MessagePipe]:
-        return {worker: self._pipe(worker) for worker in self.pairs}
-
-    def _pipe(self, worker: int) -> MessagePipe:
-        pair = self.pairs[worker]
-        return QueuePipe(pair, pair.to_sender, pair.to_worker)
+        super().__init__({worker: _senders_end(pair) for worker, pair in self.pairs.items()})
 
     async def replace(self, ended: Transport) -> None:
         """Make new queues for a worker that was killed and left its queues locked."""
@@ -198,10 +169,11 @@ class QueueListener(MessagePipeListener):
             return
         self.pairs[worker].close()
         self.pairs[worker] = QueuePair(self._ctx)
-        self.exchange(worker, self._pipe(worker))
+        self.exchange(worker, _senders_end(self.pairs[worker]))
 
     def forget(self) -> None:
         """Drop the queues in a forked child, without closing them: the child's worker uses its own pair."""
+        super().forget()
         self.pairs.clear()
 
     def close(self) -> None:
@@ -209,6 +181,10 @@ class QueueListener(MessagePipeListener):
         for pair in self.pairs.values():
             pair.close()
         self.pairs.clear()
+
+
+def _senders_end(pair: QueuePair) -> MessagePipe:
+    return QueuePipe(pair, pair.to_sender, pair.to_worker)
 
 
 def _writer_fd(queue: SimpleQueue[bytes]) -> int:
@@ -219,10 +195,8 @@ def _writer_fd(queue: SimpleQueue[bytes]) -> int:
 def _widen(fd: int) -> None:
     """Enlarge a pipe so that a long layout fits. Not to the maximum: all pipes of a user share one limit."""
     if sys.platform == "linux":
-        try:
-            fcntl.fcntl(fd, _F_SETPIPE_SZ, _PIPE_SIZE)
-        except OSError:
-            return  # over the user's limit: the pipe keeps its size
+        with suppress(OSError):  # over the user's limit: the pipe keeps its size
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
 
 
 def _pipe_room(fd: int) -> int:
@@ -234,4 +208,4 @@ def _pipe_room(fd: int) -> int:
 
 
 def _pipe_size(fd: int) -> int:
-    return fcntl.fcntl(fd, _F_GETPIPE_SZ) if sys.platform == "linux" else mmap.PAGESIZE
+    return fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ) if sys.platform == "linux" else mmap.PAGESIZE

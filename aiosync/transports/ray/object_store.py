@@ -18,18 +18,16 @@ import torch
 from torch import Tensor
 
 from aiosync.errors import ProtocolError
-from aiosync.transports.ray.calls import ray_here
+from aiosync.transports.ray import ray_here
 from aiosync.weights.copying import copy_pairs
 from aiosync.weights.layout import Layout
 
 logger = logging.getLogger("aiosync")
 
+# (Ray's node id, Ray's worker id) -> handle of that process's keeper, which ends with its job. A restarted
+# cluster has other node ids, but may have the same worker ids. Ray ends a process that uses an actor of a
+# cluster that is gone.
 _keepers: dict[tuple[str, str], Any] = {}
-"""(Ray's node id, Ray's worker id) -> handle of that process's keeper, which ends with its job.
-
-A restarted cluster has other node ids, but may have the same worker ids. Ray ends a process that uses an
-actor of a cluster that is gone.
-"""
 
 # Seconds that a reference may arrive after the Update that names it, because they take different ways.
 _PATIENCE = 10.0
@@ -61,10 +59,9 @@ def _keeper_class() -> type[Any]:
             self._newest: dict[str, int] = {}
 
         def _slot(self, name: str, number: int) -> asyncio.Future[list[Any]]:
-            key = name, number
-            if key not in self._kept:
-                self._kept[key] = asyncio.get_running_loop().create_future()
-            return self._kept[key]
+            if (name, number) not in self._kept:
+                self._kept[name, number] = asyncio.get_running_loop().create_future()
+            return self._kept[name, number]
 
         async def keep(self, name: str, number: int, refs: list[Any]) -> None:
             """Keep the references of a version that a publisher has put."""
@@ -81,10 +78,10 @@ def _keeper_class() -> type[Any]:
                 return None  # dropped: the worker has been offered a newer version
             slot = self._slot(name, number)
             await asyncio.wait([slot], timeout=patience)
-            if not slot.done():
-                self._kept.pop((name, number), None)
-                return None
-            return slot.result()
+            if slot.done():
+                return slot.result()
+            self._kept.pop((name, number), None)
+            return None
 
         async def drop(self, name: str, number: int) -> None:
             """Release a version."""
@@ -110,10 +107,7 @@ def notify_keeper(keeper: Any, method: str, *args: Any) -> None:
 
 
 def put(thing: Any, tensor_transport: str) -> Any:
-    """Put a 1-D uint8 tensor, or an object that Ray pickles, into the store; returns the reference. Blocking.
-
-    ``tensor_transport`` is Ray's transport of the tensors, such as ``"object_store"`` or ``"nixl"``.
-    """
+    """Put a 1-D uint8 tensor, or an object that Ray pickles, into the store. Blocking."""
     ray = ray_here()
     if tensor_transport != "object_store":
         # Such a transport does not copy: receivers read this tensor as long as the reference exists.
@@ -132,10 +126,8 @@ def warn_if_tight(nbytes: int) -> None:
     """
     ray = ray_here()
     here = ray.get_runtime_context().get_node_id()
-    sizes = (
-        node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["NodeID"] == here
-    )
-    capacity = next(sizes, 0)
+    nodes = (node for node in ray.nodes() if node["NodeID"] == here)
+    capacity = next((node["Resources"].get("object_store_memory", 0) for node in nodes), 0)
     if 4 * nbytes > 0.7 * capacity:
         logger.warning(
             "Ray's object store has %.0f MB on this node, and a version %.0f MB: from 70 %% of its capacity "
@@ -149,9 +141,7 @@ def warn_if_tight(nbytes: int) -> None:
 def fetch(keeper: Any, name: str, number: int) -> Tensor:
     """Get version ``number`` of the publisher ``name``: 1-D uint8, in the object store's memory. Blocking.
 
-    Raises:
-        ProtocolError: the keeper does not have the version.
-        ray.exceptions.RayError: the keeper or the object is lost.
+    Raises ProtocolError if the keeper does not have the version, and a RayError if it is lost.
     """
     ray = ray_here()
     refs = ray.get(keeper.fetch.remote(name, number, _PATIENCE))

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiosync._deadline import Deadline
-from aiosync.protocol.frames import Inbound
-from aiosync.transports.ray.calls import ray_here
+from aiosync.transports.ray import ray_here
 from aiosync.transports.ray.object_store import open_keeper
-from aiosync.transports.tcp.connection import DialledTransport
 from aiosync.transports.torch_distributed.store import StoreAddress
 from aiosync.transports.torch_distributed.transport import (
     SenderAddress,
@@ -29,24 +27,12 @@ class SenderInfo:
 
 
 class RayWorkerTransport(TorchDistributedTransport):
-    """A worker's connection to its sender.
-
-    Args:
-        sender: what the sender has published about itself.
-        share_memory: whether the worker may map the sender's memory, if it can.
-        carries: whether the weights are sent over this connection.
-    """
+    """A worker's connection to its sender. ``carries``: whether the weights are sent over it."""
 
     def __init__(self, sender: SenderInfo, *, share_memory: bool, carries: bool) -> None:
         super().__init__(share_memory=share_memory, store_address=sender.store)
         self._sender = sender
-        self._carries = carries
-
-    def trust(self, inbound: Inbound) -> None:
-        if self._carries:
-            DialledTransport.trust(self, inbound)
-        else:
-            super().trust(inbound)
+        self._bare = not carries
 
     async def _find(self, deadline: Deadline) -> SenderAddress:
         return self._sender.address
@@ -55,14 +41,8 @@ class RayWorkerTransport(TorchDistributedTransport):
 class RayListener(TorchDistributedListener):
     """Listens for workers at the IP address of this node of the cluster.
 
-    Args:
-        token: the secret that workers prove to know.
-        bring_back: called with a worker's index when the worker disconnects; restarts it.
-        share_memory: whether workers on this machine may map the sender's memory.
-        stores: whether versions are put into the object store.
-
-    Raises:
-        NotInitializedError: this process is not connected to a Ray cluster.
+    ``bring_back`` is called with a worker's index when the worker disconnects, and restarts it. ``stores``:
+    whether versions are put into the object store.
     """
 
     def __init__(

@@ -1,21 +1,31 @@
-"""Calls of the methods of Ray actors. Weights are put into the object store once for all actors."""
+"""Calls of the methods of Ray actors. Weights are put into the object store once for all actors.
+
+No thread blocks until the answer of a call.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from aiosync._deadline import Deadline
-from aiosync.errors import InvalidArgumentError, NotInitializedError
+from aiosync.errors import (
+    InvalidArgumentError,
+    NotInitializedError,
+    Phase,
+    RemoteApplyError,
+    WorkerLostError,
+)
 from aiosync.transports._offload import DetachedThread, detached
-from aiosync.transports.ray.calls import ActorCall, handle_of, ray_here
+from aiosync.transports.ray import ray_here
 from aiosync.transports.ray.object_store import as_tensor, packed, put
-from aiosync.transports.remote_calls import CallingTransport
+from aiosync.transports.remote_calls import CallingTransport, PendingCall
+from aiosync.transports.torch_distributed.store import first_line
 from aiosync.weights.flatten import named_tensors
 from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import nested_tensordict
@@ -25,6 +35,43 @@ UpdateMethod: TypeAlias = Literal["tensordict", "state_dict"]
 """The form in which an actor accepts weights."""
 
 
+def handle_of(actor: Any) -> Any:
+    """Return the handle of an actor, given the handle or an object that has it as ``_actor``."""
+    return getattr(actor, "_actor", actor)
+
+
+def in_actor(handle: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Start ``function(actor, *args)`` in an actor's process; returns Ray's reference to the result.
+
+    An actor runs such calls like its methods. A call may run twice: if the actor's process dies, Ray repeats
+    the call after it has restarted the actor.
+    """
+    ray_here()
+    return handle.__ray_call__.options(max_task_retries=-1).remote(function, *args)
+
+
+class ActorCall(PendingCall):
+    """A pending call of an actor: ``pending`` is Ray's reference to the result."""
+
+    hint = "the actor did not answer a call: it may be busy in one of its methods"
+
+    def __init__(self, worker: int, pending: Any, deadline: Deadline, phase: Phase = "connect") -> None:
+        super().__init__([worker], deadline)
+        self.phase = phase
+        self._exceptions = ray_here().exceptions
+        pending.future().add_done_callback(lambda done: self._resolve(done.result))
+
+    def _read(self) -> Any:
+        try:
+            return self._answer.result()
+        except self._exceptions.RayTaskError as exc:
+            cause = getattr(exc, "cause", None) or exc
+            kind = f"{type(cause).__module__}.{type(cause).__qualname__}".removeprefix("builtins.")
+            raise RemoteApplyError(self._workers[0], -1, kind, str(cause), str(exc)) from None
+        except self._exceptions.RayError as exc:
+            raise WorkerLostError(self._workers, f"Ray says: {first_line(exc)}") from None
+
+
 @dataclass(frozen=True, eq=False)
 class PutWeights:
     """Weights in the object store. They stay there as long as this object exists."""
@@ -32,7 +79,6 @@ class PutWeights:
     # Ray's reference. An actor's method that is called with it gets a TensorDict or a dict, whose tensors
     # view the store. The method must not write to them.
     ref: Any
-
     form: UpdateMethod
 
 
@@ -62,17 +108,10 @@ def _unpack(wire: object, array: Any, parameters: Sequence[str], form: UpdateMet
 async def put_weights(
     weights: Any, form: UpdateMethod = "tensordict", tensor_transport: str = "object_store"
 ) -> PutWeights:
-    """Put weights into the object store as one object, for any number of actors.
+    """Put an ``nn.Module``, a TensorDict or a dict into the object store, for any number of actors.
 
-    Args:
-        weights: an ``nn.Module``, a TensorDict or a dict.
-        form: what the actors' methods get.
-        tensor_transport: Ray's transport of the tensors, ``"object_store"`` or ``"nixl"``.
-
-    Raises:
-        NotInitializedError: this process is not connected to a Ray cluster.
-        InvalidArgumentError: ``weights`` is of another type, or has no tensors.
-        UnsupportedTensorError: a tensor cannot be sent.
+    ``form`` is what the actors' methods get. ``tensor_transport`` is Ray's transport of the tensors. Raises
+    InvalidArgumentError for weights of another type or without tensors, and as :func:`ray_here`.
     """
     ray_here()
 
@@ -111,8 +150,6 @@ class RayTransport(CallingTransport):
         worker_idx: the index of the actor's worker, for messages.
     """
 
-    _method: ClassVar[str] = "update_policy_weights_"
-
     def __init__(
         self, remote_actor: Any, *, tensor_transport: str = "object_store", worker_idx: int = 0
     ) -> None:
@@ -148,7 +185,7 @@ class RayTransport(CallingTransport):
         return self._call_with(weights, deadline)
 
     def _call_with(self, weights: PutWeights, deadline: Deadline) -> ActorCall:
-        return self._start_call(self._method, (weights.ref,), {}, deadline)
+        return self._start_call("update_policy_weights_", (weights.ref,), {}, deadline)
 
 
 class RayActorTransport(RayTransport):
@@ -177,15 +214,13 @@ class RayActorTransport(RayTransport):
     ) -> None:
         super().__init__(handle_of(actor_ref), tensor_transport=tensor_transport, worker_idx=worker_idx)
         if update_method not in ("tensordict", "state_dict"):
-            raise InvalidArgumentError(
-                f"update_method={update_method!r}: expected 'tensordict' or 'state_dict'"
-            )
+            expected = "expected 'tensordict' or 'state_dict'"
+            raise InvalidArgumentError(f"update_method={update_method!r}: {expected}")
         self._form = update_method
 
     def _call_with(self, weights: PutWeights, deadline: Deadline) -> ActorCall:
         if weights.form != self._form:
-            raise InvalidArgumentError(
-                f"expected weights that were put as {self._form!r} for this actor, got {weights.form!r}"
-            )
+            expected = f"weights that were put as {self._form!r} for this actor"
+            raise InvalidArgumentError(f"expected {expected}, got {weights.form!r}")
         argument = "params" if self._form == "tensordict" else "state_dict"
         return self._start_call(f"_update_weights_{self._form}", (), {argument: weights.ref}, deadline)

@@ -30,8 +30,8 @@ class Address:
         found = _TCP.fullmatch(text)
         if found is not None and int(found[2]) <= 65535 and _is_host(found[1]):
             return cls(host=found[1].strip("[]"), port=int(found[2]))
-        path = text.removeprefix("unix://")
-        if path != text and path.startswith("/"):
+        if text.startswith("unix:///"):
+            path = text.removeprefix("unix://")
             _check_path(path)
             return cls(path=path)
         raise InvalidArgumentError(f"address: {_EXPECTED}, got {text!r}")
@@ -51,9 +51,8 @@ def _check_path(path: str) -> None:
     if not length or "\0" in path:
         raise InvalidArgumentError(f"address: expected the path of a socket, got {path!r}")
     if length > _PATH_LIMIT:
-        raise InvalidArgumentError(
-            f"address: expected a socket path of at most {_PATH_LIMIT} bytes, got {length}: {path!r}"
-        )
+        expected = f"a socket path of at most {_PATH_LIMIT} bytes"
+        raise InvalidArgumentError(f"address: expected {expected}, got {length}: {path!r}")
 
 
 def _is_host(text: str) -> bool:

@@ -17,10 +17,10 @@ from aiosync.protocol.frames import Frame, Inbound
 from aiosync.protocol.stream import BodySink
 from aiosync.transports._offload import LoopThread, abandonable
 from aiosync.transports.base import Transport
-from aiosync.transports.socket_options import credentials, tune
+from aiosync.transports.sockets import credentials, tune
 from aiosync.transports.tcp.address import Address
-from aiosync.transports.tcp.send_queue import Body
 from aiosync.transports.tcp.socket_thread import SocketThread
+from aiosync.transports.tcp.socket_writer import Body
 from aiosync.transports.tcp.tls import TLSConfig, TLSLayer
 
 logger = logging.getLogger("aiosync")
@@ -116,7 +116,6 @@ class TCPTransport(Transport):
         """Called when frames can be sent."""
 
     def _arrived(self, frames: list[Frame]) -> None:
-        """Deliver frames that have arrived."""
         try:
             for frame in frames:
                 if not self.check_connection():
@@ -126,39 +125,28 @@ class TCPTransport(Transport):
             self._lost(str(exc), exc)
 
     def _ended(self, reason: str, error: ProtocolError | None) -> None:
-        """Report the end of the connection. ``error``: the peer broke the protocol."""
         self._lost(reason or "this side has closed the connection", error)
 
 
 class DialledTransport(TCPTransport):
-    """The worker's end of a connection, which dials the sender. It has its own thread.
-
-    Args:
-        address: the sender's address.
-        tls: certificates; None: no TLS.
-        any_user: whether the process that listens at a Unix socket may be another user's. A token or a
-            certificate has to authenticate the sender then.
-    """
+    """The worker's end of a connection, which dials the sender. It has its own thread."""
 
     def __init__(self, address: Address, tls: TLSConfig | None = None, *, any_user: bool = False) -> None:
         super().__init__()
+        # Whether the process that listens at a Unix socket may be another user's. A token or a certificate
+        # has to authenticate the sender then.
         self._any_user = any_user
         self.peer_name = str(address)
         self._address = address
         self._tls = tls
         self._thread: LoopThread | None = None
-        # Resolved when the connection is open, or has ended before.
-        self._done: asyncio.Future[None] | None = None
+        self._done = asyncio.Event()  # set when the connection is open, or has ended before
 
     async def open(self, deadline: Deadline) -> None:
         """Connect to the sender, and verify its certificate if TLS is configured.
 
-        Retries until the deadline, because the sender may not have started yet.
-
-        Raises:
-            WorkerLostError: the host does not exist, or the sender closed the connection.
-            HandshakeError: the sender's certificate is not valid, or its Unix socket is another user's.
-            SyncTimeoutError: no sender listened or answered in time.
+        Retries until the deadline, because the sender may not have started yet. Raises as the base class, and
+        HandshakeError if the sender's certificate is not valid, or its Unix socket is another user's.
         """
         address, tls = self._address, None
         if self._tls is not None:
@@ -174,9 +162,8 @@ class DialledTransport(TCPTransport):
                     sock.close()
                     raise
                 self._thread = LoopThread("aiosync-tcp")
-                self._done = asyncio.get_running_loop().create_future()
                 self._run(self._thread, sock, tls, None)
-                await self._done
+                await self._done.wait()
         except TimeoutError:
             hint = self.trouble or f"{address} did not answer"
             raise deadline.error("connect", hint=hint) from None
@@ -192,10 +179,8 @@ class DialledTransport(TCPTransport):
         return self.peer_pid if may else 0
 
     def _check_user(self, sock: socket.socket) -> None:
-        """Raise HandshakeError if another user listens at the Unix socket.
-
-        In a directory that every user may write to, another user can bind the path before the sender does.
-        """
+        """Raise HandshakeError if another user listens at the Unix socket."""
+        # In a directory that every user may write to, another user can bind the path before the sender does.
         _, uid = credentials(sock)
         if not self._any_user and uid not in (-1, 0, os.geteuid()):
             raise HandshakeError(
@@ -232,12 +217,11 @@ class DialledTransport(TCPTransport):
             self._thread.close()
 
     def _opened(self) -> None:
-        if self._done is not None and not self._done.done():
-            self._done.set_result(None)
+        self._done.set()
 
     def _ended(self, reason: str, error: ProtocolError | None) -> None:
         super()._ended(reason, error)
-        self._opened()  # open() reports the end
+        self._done.set()  # open() reports the end
 
 
 async def _connected(family: int, target: Any) -> socket.socket:
@@ -253,11 +237,7 @@ async def _connected(family: int, target: Any) -> socket.socket:
 
 
 async def _resolve(address: Address) -> list[tuple[int, Any]]:
-    """Look up (family, address to connect to), in order of preference.
-
-    Raises:
-        WorkerLostError: the host does not exist.
-    """
+    """Look up (family, address to connect to), best first. Raises WorkerLostError: no such host."""
     if address.path:
         return [(socket.AF_UNIX, address.path)]
     look_up = partial(socket.getaddrinfo, address.host, address.port, type=socket.SOCK_STREAM)

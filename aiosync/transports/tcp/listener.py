@@ -11,16 +11,14 @@ import socket
 import stat
 from collections import Counter
 from contextlib import suppress
-from typing import Any
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, ProtocolError
 from aiosync.protocol.frames import Frame, Inbound, Refused
 from aiosync.transports._offload import LoopThread
 from aiosync.transports.base import Listener, OnConnection, OnLost
-from aiosync.transports.forks import close_in_children
 from aiosync.transports.log_limit import LogLimit
-from aiosync.transports.socket_options import name_of, origin_of, tune
+from aiosync.transports.sockets import close_in_children, inode, listening, peer_of, tune
 from aiosync.transports.tcp.address import Address, is_loopback
 from aiosync.transports.tcp.connection import TCPTransport
 from aiosync.transports.tcp.tls import TLSConfig, TLSLayer
@@ -37,20 +35,19 @@ _ACCEPT_PAUSE = 1.0  # seconds without accepting after an accept that failed
 class AcceptedTransport(TCPTransport):
     """The sender's end of a connection. The listener's thread reads and writes its socket."""
 
-    def __init__(self, listener: TCPListener, sock: socket.socket) -> None:
+    def __init__(
+        self, listener: TCPListener, thread: LoopThread, sock: socket.socket, tls: TLSLayer | None
+    ) -> None:
         super().__init__()
-        self.peer_name = name_of(sock)
-        self.origin = origin_of(sock)  # limits of unauthenticated connections are per machine
+        # The peer's machine: limits of unauthenticated connections are per machine.
+        self.peer_name, self.origin = peer_of(sock)
         self.silent = True  # whether no frame has arrived yet
         self.greeting = Deadline.after(listener.patience)
         self._listener = listener
+        self._run(thread, sock, tls, listener.patience)
 
     async def open(self, deadline: Deadline) -> None:
         """Return at once: the worker opens the connection."""
-
-    def start_reading(self, thread: LoopThread, sock: socket.socket, tls: TLSLayer | None) -> None:
-        """Let ``thread`` read and write ``sock``."""
-        self._run(thread, sock, tls, self._listener.patience)
 
     def _arrived(self, frames: list[Frame]) -> None:
         self.silent = False
@@ -76,13 +73,7 @@ class AcceptedTransport(TCPTransport):
 
 
 class TCPListener(Listener):
-    """A listening socket for workers. The constructor binds it, so that workers can connect from then on.
-
-    Args:
-        address: where to listen. Port 0: a free port, which the attribute ``address`` has.
-        tls: certificates; None: no TLS.
-        max_connections: most authenticated connections at a time.
-    """
+    """A listening socket for workers. The constructor binds it, so that workers can connect from then on."""
 
     patience = 5.0
 
@@ -90,20 +81,18 @@ class TCPListener(Listener):
         self, address: Address, tls: TLSConfig | None = None, *, max_connections: int = 1024
     ) -> None:
         self._context = tls.for_sender() if tls is not None else None
-        # Only this process may unlink the Unix socket.
-        self._owner = os.getpid()
+        self._owner = os.getpid()  # only this process may unlink the Unix socket
         self._lock = _lock(address)
         try:
-            self._socket, self.address = _bind(address)
+            self._socket, self.address = _bind(address)  # which has the port, if a free one was asked for
         except BaseException:
             self._unlock()
             raise
-        self._max = max_connections
+        self._max = max_connections  # most authenticated connections at a time
         close_in_children(self._socket)
         # The Unix socket's inode: another sender may have put its own socket at the path since.
-        self._inode = _inode(address.path)
+        self._inode = inode(address.path) if address.path else None
         self._thread: LoopThread | None = None
-        self._accepting = False
         # Whether accepting is paused until a connection ends, because the process has no free descriptor.
         self._starved = False
         self._log = LogLimit(logger)
@@ -133,25 +122,20 @@ class TCPListener(Listener):
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as exc:  # usually: no free descriptor
-                if exc.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
-                    self._pause()  # until the expelled connection has freed its descriptor
-                    self._starved = True
-                    self._expel_one()
-                    return
-                self._log.warning("a connection could not be accepted: %s", exc.strerror or exc)
                 self._pause()
-                assert self._home is not None
-                self._home.call_later(_ACCEPT_PAUSE, self._resume)
+                if exc.errno in (errno.EMFILE, errno.ENFILE) and self._strangers:
+                    self._starved = True  # until the expelled connection has freed its descriptor
+                    self._expel_one()
+                else:
+                    self._log.warning("a connection could not be accepted: %s", exc.strerror or exc)
+                    asyncio.get_running_loop().call_later(_ACCEPT_PAUSE, self._resume)
                 return
             self._adopt(sock)
             if len(self._strangers) > _MAX_STRANGERS:
                 self._expel_one()
 
     def _expel_one(self) -> None:
-        """End one unauthenticated connection, of the machine that has most of them.
-
-        The oldest one that has sent nothing ends; if all have sent frames, the oldest.
-        """
+        """End the oldest silent connection (else the oldest one) of the machine with most strangers."""
         counts = Counter(stranger.origin for stranger in self._strangers)
         origin, _ = counts.most_common(1)[0]
         theirs = [stranger for stranger in self._strangers if stranger.origin == origin]
@@ -168,23 +152,20 @@ class TCPListener(Listener):
 
     def _pause(self) -> None:
         """Stop accepting. New connections wait in the kernel's backlog."""
-        if self._accepting and self._home is not None:
-            self._accepting = False
+        if self._home is not None and self._socket.fileno() >= 0:
             self._home.remove_reader(self._socket.fileno())
 
     def _resume(self) -> None:
-        if not self._accepting and self._home is not None and self._on_connection is not None:
-            self._accepting = True
+        if self._home is not None and self._on_connection is not None:
             self._home.add_reader(self._socket.fileno(), self._accept)
 
     def _adopt(self, sock: socket.socket) -> None:
-        assert self._thread is not None and self._home is not None
+        assert self._thread is not None
         try:
             sock.setblocking(False)
             tune(sock)
             tls = TLSLayer(self._context) if self._context is not None else None
-            transport = AcceptedTransport(self, sock)
-            transport.start_reading(self._thread, sock, tls)
+            transport = AcceptedTransport(self, self._thread, sock, tls)
         except (OSError, MemoryError) as exc:  # the peer has closed, or memory is short
             sock.close()
             self._log.warning("a connection could not be accepted: %s", exc)
@@ -227,10 +208,9 @@ class TCPListener(Listener):
         self._log.flush()
         self._on_connection = None
         self._socket.close()
-        path, self._inode = self.address.path, (self._inode if os.getpid() == self._owner else None)
-        if path and self._inode is not None and _inode(path) == self._inode:
-            os.unlink(path)
-        self._inode = None
+        mine, self._inode = self._inode, None
+        if mine is not None and os.getpid() == self._owner and inode(self.address.path) == mine:
+            os.unlink(self.address.path)
         self._unlock()
 
     def close(self) -> None:
@@ -246,11 +226,8 @@ class TCPListener(Listener):
 class _PathLock:
     """A lock on ``path``, in the file ``{path}.lock``. Only the process that holds it may unlink ``path``.
 
-    The kernel releases the lock when the process ends. Forked children do not hold it.
-
-    Raises:
-        BlockingIOError: another sender holds the lock.
-        OSError: the lock's file cannot be made.
+    The kernel releases the lock when the process ends. Forked children do not hold it. Raises
+    BlockingIOError if another sender holds the lock, and OSError if its file cannot be made.
     """
 
     def __init__(self, path: str) -> None:
@@ -305,59 +282,37 @@ def _lock(address: Address) -> _PathLock | None:
 def _bind(address: Address) -> tuple[socket.socket, Address]:
     try:
         if address.path:
-            return _bind_unix(address), address
-        family, _, _, _, target = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = _listening(family, target)
+            sock = _bind_unix(address.path)
+        else:
+            found = socket.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            family, _, _, _, target = found[0]
+            sock = listening(family, target, _BACKLOG)
+            address = Address(address.host, sock.getsockname()[1])
     except OSError as exc:
         raise InvalidArgumentError(f"address: cannot listen at {address}: {exc.strerror or exc}") from exc
-    return sock, Address(address.host, sock.getsockname()[1])
+    sock.setblocking(False)
+    return sock, address
 
 
-def _bind_unix(address: Address) -> socket.socket:
+def _bind_unix(path: str) -> socket.socket:
     try:
-        return _listening(socket.AF_UNIX, address.path)
+        return listening(socket.AF_UNIX, path, _BACKLOG)
     except OSError:
-        if not _is_left_over(address.path):
+        if not _is_left_over(path):
             raise
-        os.unlink(address.path)
-        return _listening(socket.AF_UNIX, address.path)
-
-
-def _listening(family: int, target: Any) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if family == socket.AF_UNIX:
-            os.fchmod(sock.fileno(), 0o600)  # bind() makes the file with this mode
-        else:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(target)
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+        os.unlink(path)
+        return listening(socket.AF_UNIX, path, _BACKLOG)
 
 
 def _is_left_over(path: str) -> bool:
     """Return whether ``path`` is a Unix socket at which no process listens any more."""
-    try:
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            return False
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.setblocking(False)
-            probe.connect(path)
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            if stat.S_ISSOCK(os.stat(path).st_mode):
+                probe.connect(path)
+        except ConnectionRefusedError:
+            return True
     return False
-
-
-def _inode(path: str) -> int | None:
-    try:
-        return os.stat(path).st_ino if path else None
-    except OSError:
-        return None

@@ -4,14 +4,12 @@ States: NEW → HANDSHAKE → OPEN → CLOSING → ENDED. Every state may go to 
 done at once.
 
 Ownership: only the thread reads the socket, uses the decoder and its sink, and changes the state. Any thread
-may send, through :class:`~aiosync.transports.tcp.socket_writer.SocketWriter`, under the lock. The lock also
-covers the TLS layer, and each read of a chunk of a body. So a body's memory is not read after
-``writer.cut()`` has returned.
+may send, through the :class:`SocketWriter`, under the lock. The lock also covers the TLS layer, and each read
+of a chunk of a body. So a body's memory is not read after ``writer.cut()`` has returned.
 
-The socket is a blocking one. Each system call states whether it may block.
-
-A side that closes sends its last frame, half-closes the socket, and reads until the other side has closed
-too. If it closed a socket with unread bytes, the kernel would discard its last frame.
+The socket is a blocking one: each system call states whether it may block. A side that closes sends its last
+frame, half-closes the socket, and reads until the other side has closed too. If it closed a socket with
+unread bytes, the kernel would discard its last frame.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from functools import partial
 
@@ -32,14 +31,12 @@ from aiosync.protocol.frames import Bye, Frame, Refused
 from aiosync.protocol.framing import encode, is_frame
 from aiosync.protocol.stream import StreamDecoder
 from aiosync.transports._offload import LoopThread, post
-from aiosync.transports.forks import close_in_children
-from aiosync.transports.tcp.socket_writer import SocketWriter
+from aiosync.transports.sockets import close_in_children
+from aiosync.transports.tcp.socket_writer import TURN, SocketWriter
 from aiosync.transports.tcp.tls import TLSLayer, error_of_plain_answer, reason_of
 
 logger = logging.getLogger("aiosync")
 
-# Most bytes that one connection reads before other connections of the thread have their turn.
-_TURN = 1 << 20
 _SEALED_READ = 1 << 18  # encrypted bytes that one call reads, once updates may arrive
 _RECORD = 1 << 14  # bytes of a TLS record. One call reads as many before updates may arrive
 # The thread blocks in the kernel for a chunk if more bytes than this are missing. Only receivers get
@@ -56,73 +53,55 @@ _FRAME_COST = 1 << 9  # bytes that a waiting frame takes besides its encoded siz
 _State = Enum("_State", "NEW HANDSHAKE OPEN CLOSING ENDED")
 
 
+@dataclass(eq=False)
 class SocketThread:
-    """A connection whose socket a thread reads and writes.
+    """A connection whose socket a thread reads and writes. Its callbacks run on the loop that runs now."""
 
-    The three callbacks run on the loop that is running now.
+    thread: LoopThread
+    sock: socket.socket  # connected
+    tls: TLSLayer | None = None  # encrypts what goes over the socket. None: nothing is encrypted
+    _: KW_ONLY
+    on_open: Callable[[], None]  # called when frames can be sent
+    on_frames: Callable[[list[Frame]], None]  # called with frames that have arrived
+    # Called once with the reason when the connection has ended, and with the error if the peer broke the
+    # protocol.
+    on_end: Callable[[str, ProtocolError | None], None]
 
-    Args:
-        thread: reads and writes the socket.
-        sock: connected.
-        tls: encrypts what goes over the socket. None: nothing is encrypted.
-        on_open: called when frames can be sent.
-        on_frames: called with frames that have arrived.
-        on_end: called once with the reason when the connection has ended, and with the error if the peer
-            broke the protocol.
-
-    Attributes:
-        decoder: decodes what arrives.
-        writer: sends frames and bodies.
-    """
-
-    def __init__(
-        self,
-        thread: LoopThread,
-        sock: socket.socket,
-        tls: TLSLayer | None = None,
-        *,
-        on_open: Callable[[], None],
-        on_frames: Callable[[list[Frame]], None],
-        on_end: Callable[[str, ProtocolError | None], None],
-    ) -> None:
+    def __post_init__(self) -> None:
+        close_in_children(self.sock)
         self.decoder = StreamDecoder()
-        self._thread = thread
-        self._sock = sock
-        close_in_children(sock)
-        self._fd = sock.fileno()
-        self._on_open = on_open
-        self._on_frames = on_frames
-        self._on_end = on_end
-        self._home = asyncio.get_running_loop()
-        self._post = partial(post, self._home)
-        self._tls = tls
-        self._raw = memoryview(bytearray(_RECORD if tls is not None else 0))  # gets encrypted bytes
+        self._fd = self.sock.fileno()
+        self._post = partial(post, asyncio.get_running_loop())
+        self._raw = memoryview(bytearray(_RECORD if self.tls is not None else 0))  # gets encrypted bytes
         self._state = _State.NEW
         self._lock = threading.RLock()
         self.writer = SocketWriter(
-            thread, sock, self._lock, tls, post=self._post, on_error=self._break, on_end=self._end
+            self.thread,
+            self.sock,
+            self._lock,
+            self.tls,
+            post=self._post,
+            on_error=self._break,
+            on_end=self._end,
         )
         self._silent = True  # with TLS: whether the peer has sent nothing yet
         self._unread = 0  # cost of the frames that wait for the owner's loop, see _MAX_UNREAD
         self._framed = 0  # value of ``decoder.framed`` at the last delivery
         self._paused = False  # whether reading is suspended until the owner's loop has caught up
-        self._closed: asyncio.Future[None] | None = None  # resolved at the end, if aclose() waits for it
+        self._closed = asyncio.Event()  # set at the end
         self._timer: asyncio.TimerHandle | None = None  # limits the handshake, then the half-closed state
 
     # -- called by the owner --------------------------------------------------------------------------
 
     def start(self, patience: float | None) -> None:
         """Start to read and write. ``patience``: seconds for the TLS handshake; None: the owner limits it."""
-        self._thread.call(self._start, patience)
+        self.thread.call(self._start, patience)
 
     async def aclose(self) -> None:
         """Cancel bodies, send the queued frames and end the connection. Bounded by :data:`_GRACE` seconds."""
         self.writer.cut()
-        if self._closed is None:  # else another caller is closing it: both wait for the same end
-            self._closed = self._home.create_future()
-            if not self._thread.call(self._begin_close):
-                self._closed.set_result(None)
-        await asyncio.wait([self._closed])
+        if self.thread.call(self._begin_close):
+            await self._closed.wait()
 
     def refuse(self, refused: Refused) -> None:
         """Send ``refused`` without waiting (in plain before TLS is agreed on) and end the connection."""
@@ -132,7 +111,7 @@ class SocketThread:
     def abort(self) -> None:
         """End the connection at once, without a Bye."""
         self.writer.mute()
-        self._thread.call(self._end, "")
+        self.thread.call(self._end, "")
 
     # -- in the thread ---------------------------------------------------------------------------------
 
@@ -140,21 +119,18 @@ class SocketThread:
         if self._state is not _State.NEW:
             return
         if patience is not None:
-            self._timer = self._thread.loop.call_later(patience, self._handshake_timed_out)
-        self._sock.setblocking(True)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LONGEST_READ)
+            error = HandshakeError("the TLS handshake was not finished in time")
+            self._timer = self.thread.loop.call_later(patience, self._end, "too slow", error)
+        self.sock.setblocking(True)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LONGEST_READ)
         self._state = _State.HANDSHAKE
-        self._thread.loop.add_reader(self._fd, self._readable)
+        self.thread.loop.add_reader(self._fd, self._readable)
         self._continue_handshake()
-
-    def _handshake_timed_out(self) -> None:
-        if self._state is _State.HANDSHAKE:
-            self._end("too slow", HandshakeError("the TLS handshake was not finished in time"))
 
     def _continue_handshake(self) -> None:
         with self._lock:
             try:
-                done = self._tls is None or self._tls.do_handshake()
+                done = self.tls is None or self.tls.do_handshake()
             except (ssl.SSLError, ValueError) as exc:
                 self.writer.send_pending()  # the TLS alert
                 self._fail(reason_of(exc), refused=True)
@@ -162,10 +138,9 @@ class SocketThread:
             if done:
                 self._state = _State.OPEN
                 self.writer.open()
+                self._stop_timer()
+                self._post(self.on_open)
             self.writer.wake()
-        if done:
-            self._stop_timer()
-            self._post(self._on_open)
 
     def _readable(self) -> None:
         try:
@@ -174,7 +149,7 @@ class SocketThread:
             self._break(exc)
 
     def _read(self) -> None:
-        budget = _TURN
+        budget = TURN
         while budget > 0 and self._state is not _State.ENDED and not self._paused:
             try:
                 count = self._receive()
@@ -190,14 +165,14 @@ class SocketThread:
     def _receive(self) -> int:
         """Read from the socket and decode; returns the bytes read, 0 at the end of the stream."""
         if self._state is _State.CLOSING:
-            return len(self._sock.recv(_TURN, socket.MSG_DONTWAIT))
-        if self._tls is not None:
-            return self._receive_sealed(self._tls)
+            return len(self.sock.recv(TURN, socket.MSG_DONTWAIT))
+        if self.tls is not None:
+            return self._receive_sealed(self.tls)
         buffers = self.decoder.buffers()
         if self.decoder.missing > _WORTH_WAITING:
-            count = self._sock.recv_into(buffers[0], 0, socket.MSG_WAITALL)
+            count = self.sock.recv_into(buffers[0], 0, socket.MSG_WAITALL)
         else:
-            count = self._sock.recvmsg_into(buffers, 0, socket.MSG_DONTWAIT)[0]
+            count = self.sock.recvmsg_into(buffers, 0, socket.MSG_DONTWAIT)[0]
         if count:
             self._decode(count)
         return count
@@ -207,7 +182,7 @@ class SocketThread:
             self._raw = memoryview(bytearray(_SEALED_READ))
         # The TLS layer may already have part of a record. Those bytes will not arrive again.
         more = self.decoder.missing > len(self._raw) + 2 * _RECORD
-        count = self._sock.recv_into(self._raw, 0, socket.MSG_WAITALL if more else socket.MSG_DONTWAIT)
+        count = self.sock.recv_into(self._raw, 0, socket.MSG_WAITALL if more else socket.MSG_DONTWAIT)
         if count and self._silent:
             self._silent = False
             if is_frame(self._raw[:count]):
@@ -225,7 +200,7 @@ class SocketThread:
             error = HandshakeError("the worker does not speak TLS: give it tls=")
             refused = encode(Refused(reason="the sender speaks TLS: give this worker tls="))
             with suppress(OSError):
-                self._sock.send(refused, socket.MSG_DONTWAIT)
+                self.sock.send(refused, socket.MSG_DONTWAIT)
         else:
             error = error_of_plain_answer(data)
         self._end(str(error), error)
@@ -259,16 +234,16 @@ class SocketThread:
                 self._unread += cost
                 if self._unread > _MAX_UNREAD:
                     self._paused = True
-                    self._thread.loop.remove_reader(self._fd)
+                    self.thread.loop.remove_reader(self._fd)
             self._post(self._deliver, frames, cost)
 
     def _resume(self) -> None:
         self._paused = False
         if self._state in (_State.OPEN, _State.CLOSING):
-            self._thread.loop.add_reader(self._fd, self._readable)
+            self.thread.loop.add_reader(self._fd, self._readable)
             try:
-                if self._tls is not None:
-                    self._decrypt(self._tls)
+                if self.tls is not None:
+                    self._decrypt(self.tls)
             except Exception as exc:  # noqa: BLE001 - ends this connection, and no other one
                 self._break(exc)
             self._readable()
@@ -276,15 +251,13 @@ class SocketThread:
     # -- the end: in the thread ------------------------------------------------------------------------
 
     def _begin_close(self) -> None:
-        if self._state is _State.ENDED:
-            self._report_closed()
-        elif self._state is not _State.OPEN or self.writer.muted:
+        if self._state is _State.NEW or self._state is _State.HANDSHAKE or self.writer.muted:
             self._end("")
-        else:
+        elif self._state is _State.OPEN:  # else another caller is closing it: both wait for the same end
             self._state = _State.CLOSING
             self.decoder.close()
             self._stop_timer()
-            self._timer = self._thread.loop.call_later(_GRACE, self._end, "")
+            self._timer = self.thread.loop.call_later(_GRACE, self._end, "")
             if self._paused:
                 self._resume()
             if self._state is _State.CLOSING:
@@ -299,18 +272,16 @@ class SocketThread:
         self._end(f"this side of its connection failed: {exc!r}")
 
     def _fail(self, what: str, *, refused: bool = False) -> None:
-        """End the connection. With TLS, an end during the handshake is a failed handshake.
-
-        ``refused``: the TLS layer reported an error, of this side or of the peer.
-        """
-        # In TLS 1.3 a sender can refuse a worker's certificate only after the worker's handshake is done.
+        """End the connection. ``refused``: the TLS layer reported an error, of this side or of the peer."""
+        # With TLS, an end during the handshake is a failed handshake. In TLS 1.3 a sender can refuse a
+        # worker's certificate only after the worker's handshake is done.
         shaking = self._state is _State.HANDSHAKE or (refused and not self.decoder.framed)
-        if self._tls is None or not shaking:
+        if self.tls is None or not shaking:
             self._end(what)
             return
         what = f"the TLS handshake failed: {what}"
         # A worker whose connection merely closed may retry, because the sender may be starting.
-        self._end(what, HandshakeError(what) if refused or self._tls.listens else None)
+        self._end(what, HandshakeError(what) if refused or self.tls.listens else None)
 
     def _end(self, reason: str, error: ProtocolError | None = None) -> None:
         with self._lock:
@@ -320,31 +291,22 @@ class SocketThread:
             self.writer.end()
         self._stop_timer()
         self.decoder.close()
-        self._thread.loop.remove_reader(self._fd)
-        self._sock.close()
-        self._post(self._on_end, reason, error)
-        self._report_closed()
+        self.thread.loop.remove_reader(self._fd)
+        self.sock.close()
+        self._post(self.on_end, reason, error)
+        self._post(self._closed.set)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _report_closed(self) -> None:
-        if self._closed is not None:
-            self._post(_resolve, self._closed)
-
     # -- on the owner's loop ---------------------------------------------------------------------------
 
     def _deliver(self, frames: list[Frame], cost: int) -> None:
-        self._on_frames(frames)
+        self.on_frames(frames)
         with self._lock:
             self._unread -= cost
             resume = self._paused and self._unread <= _MAX_UNREAD // 2
         if resume:
-            self._thread.call(self._resume)
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+            self.thread.call(self._resume)

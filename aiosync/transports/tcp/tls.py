@@ -49,11 +49,7 @@ class TLSConfig:
         return self.cafile is not None
 
     def for_sender(self) -> ssl.SSLContext:
-        """Make the listening side's context.
-
-        Raises:
-            InvalidArgumentError: there is no certificate, or a file cannot be read.
-        """
+        """Make the listening side's context. Raises InvalidArgumentError for a missing or unreadable file."""
         if self.certfile is None:
             raise InvalidArgumentError("TLSConfig: a sender needs certfile= and keyfile=")
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -64,11 +60,7 @@ class TLSConfig:
         return context
 
     def for_worker(self) -> ssl.SSLContext:
-        """Make the dialling side's context.
-
-        Raises:
-            InvalidArgumentError: a file cannot be read.
-        """
+        """Make the dialling side's context. Raises InvalidArgumentError if a file cannot be read."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if self.cafile is None:
@@ -99,8 +91,8 @@ class TLSLayer:
     """The TLS of one connection, apart from its socket: bytes in, bytes out.
 
     An ``SSLSocket`` makes a system call for each record of 16 KiB. This class encrypts and decrypts many
-    records between two system calls. Only one thread may use it at a time. ``server_hostname`` is the name
-    that the sender's certificate must contain; None on the listening side.
+    records between two system calls. One thread at a time may use it. ``server_hostname`` is the name that
+    the sender's certificate must contain; None on the listening side. Methods raise SSLError.
     """
 
     def __init__(self, context: ssl.SSLContext, server_hostname: str | None = None) -> None:
@@ -110,10 +102,7 @@ class TLSLayer:
         self._tls = context.wrap_bio(self.incoming, self.outgoing, self.listens, server_hostname)
 
     def do_handshake(self) -> bool:
-        """Continue the handshake with the bytes received so far; returns whether it is done.
-
-        Raises SSLError if the handshake failed. ``outgoing`` then has the alert for the other side.
-        """
+        """Continue the handshake; returns whether it is done. If it failed, ``outgoing`` has the alert."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -126,19 +115,14 @@ class TLSLayer:
             data = data[self._tls.write(data) :]
 
     def decrypt(self, buffer: memoryview) -> int:
-        """Decrypt received bytes into ``buffer``; returns how many bytes, 0 if more have to come.
-
-        Raises SSLError if the received bytes were changed on the way.
-        """
+        """Decrypt received bytes into ``buffer``; returns how many bytes, 0 if more have to come."""
         count = 0
-        try:
+        with suppress(ssl.SSLWantReadError):
             while count < len(buffer):
                 more = self._tls.read(len(buffer) - count, buffer[count:])
                 if not more:
                     break
                 count += int(more)
-        except ssl.SSLWantReadError:
-            pass
         return count
 
 

@@ -67,18 +67,14 @@ class ProcessGroupMember:
         self._thread = DetachedThread("aiosync-ranks")
 
     def send(self, buffer: Tensor, tag: int, ready: Callable[[int], object]) -> Future[None]:
-        """Send a 1-D uint8 buffer, on rank 0. Returns a future of the end of the send.
+        """Send a 1-D uint8 buffer, on rank 0. The other side receives with the same tag.
 
-        The other side receives with the same tag. ``ready(n)``, called in the thread, returns when the first
-        ``n`` bytes of the buffer are written.
+        ``ready(n)``, called in the thread, returns when the first ``n`` bytes of the buffer are written.
         """
         return self._thread.submit(lambda: self._move(buffer, tag, ready))
 
     def receive(self, buffer: Tensor, tag: int, after: Sequence[Future[None]] = ()) -> Future[None]:
-        """Receive into a 1-D uint8 buffer what rank 0 sends. Returns a future of the end.
-
-        ``after`` is the work that has to end before ``buffer`` is written.
-        """
+        """Receive into a 1-D uint8 buffer what rank 0 sends, once the work ``after`` has ended."""
 
         def work() -> None:
             wait(after)
@@ -138,7 +134,9 @@ class ProcessGroupMember:
             if self.rank == 0:
                 for other in range(1, self.size):
                     self._group.recv([token], other, 0).wait()
-                _delete_keys(rendezvous)
+                with suppress(RuntimeError):  # some stores cannot list or delete keys; a few bytes stay
+                    for key in rendezvous.list_keys():
+                        rendezvous.delete_key(key)
             else:
                 self._group.send([token], 0, 0).wait()
         return self._group
@@ -153,10 +151,3 @@ class ProcessGroupMember:
 
     def _drop(self) -> None:
         self._group = None
-
-
-def _delete_keys(store: Any) -> None:
-    """Delete the keys that the members used to make a group."""
-    with suppress(RuntimeError):  # some stores cannot list or delete keys; a few bytes stay
-        for key in store.list_keys():
-            store.delete_key(key)

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from aiosync.errors import InvalidArgumentError, WorkerLostError
+from aiosync.transports.sockets import inode, listening
 from aiosync.transports.tcp.address import is_loopback
 
 logger = logging.getLogger("aiosync")
@@ -49,18 +50,14 @@ class StoreAddress:
 
     @classmethod
     def at(cls, store: Any, init_method: str | None) -> StoreAddress:
-        """Read a scheme's arguments; without arguments, read MASTER_ADDR and MASTER_PORT.
-
-        Raises InvalidArgumentError if the arguments or the variables are invalid.
-        """
+        """Read and check a scheme's arguments; without arguments, MASTER_ADDR and MASTER_PORT."""
         if store is not None and init_method is not None:
             raise InvalidArgumentError("give store= or init_method=, not both")
         if store is not None:
-            if not isinstance(store, _c10d.Store):
-                raise InvalidArgumentError(
-                    f"store: expected a torch.distributed Store, got {type(store).__name__}"
-                )
-            return cls(store=store)
+            if isinstance(store, _c10d.Store):
+                return cls(store=store)
+            given = type(store).__name__
+            raise InvalidArgumentError(f"store: expected a torch.distributed Store, got {given}")
         if init_method is None and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             return cls()
         parts = urlsplit(init_method or "env://")
@@ -68,9 +65,8 @@ class StoreAddress:
             try:
                 host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             except (KeyError, ValueError) as exc:
-                raise InvalidArgumentError(
-                    f"init_method='env://' needs MASTER_ADDR and MASTER_PORT: {exc}"
-                ) from exc
+                problem = f"init_method='env://' needs MASTER_ADDR and MASTER_PORT: {exc}"
+                raise InvalidArgumentError(problem) from exc
         elif parts.scheme == "tcp" and parts.hostname and parts.port:
             host, port = parts.hostname, parts.port
         else:
@@ -80,10 +76,7 @@ class StoreAddress:
         return cls(host=host, port=port, serves=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
 
     def open(self) -> tuple[StoreAddress, Any]:
-        """Open the store on the sender. Returns its address for workers, and a connection to keep.
-
-        Raises WorkerLostError if no store is served at the address, and this process must not serve one.
-        """
+        """Open the store on the sender. Returns its address for workers, and a connection to keep."""
         if self.store is not None:
             return self, self.store.clone()
         if self.serves:
@@ -97,26 +90,25 @@ class StoreAddress:
 
         By default it listens at all addresses of the machine, and answers any client (pytorch issue 173909).
         """
-        port, descriptor, inode = self.port, None, 0
+        port, descriptor, listener = self.port, None, None
         try:
-            sock = _listening(self.host, port)
+            # At the first IPv4 address of the host, which workers look for; else at its first address.
+            found = socket.getaddrinfo(self.host, port, type=socket.SOCK_STREAM)
+            family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+            sock = listening(family, address, _BACKLOG)
         except OSError as exc:
             # EADDRINUSE: torch shares the store if it is in this process, and raises if not.
             if exc.errno != errno.EADDRINUSE:
-                logger.warning(
-                    "the store of this job listens at all addresses of this machine: "
-                    "%s is not one of them (%s)",
-                    self.host,
-                    exc.strerror or exc,
-                )
+                problem = "the store of this job listens at all addresses of this machine"
+                logger.warning("%s: %s is not one of them (%s)", problem, self.host, exc.strerror or exc)
         else:
             port, descriptor = sock.getsockname()[1], sock.detach()
-            inode = _inode(descriptor)
+            listener = inode(descriptor)
         try:
             options = {"wait_for_workers": False, "multi_tenant": True, "master_listen_fd": descriptor}
             return _c10d.TCPStore(self.host, port, is_master=True, **options)
         except RuntimeError:
-            if descriptor is not None and _inode(descriptor) == inode:  # unless torch has closed it
+            if descriptor is not None and inode(descriptor) == listener:  # unless torch has closed it
                 os.close(descriptor)
             raise
 
@@ -139,9 +131,8 @@ class StoreAddress:
         if self.store is not None:
             return self.store.clone()
         try:
-            return _c10d.TCPStore(
-                self.host, self.port, is_master=False, wait_for_workers=False, timeout=_CONNECT
-            )
+            options = {"is_master": False, "wait_for_workers": False, "timeout": _CONNECT}
+            return _c10d.TCPStore(self.host, self.port, **options)
         except RuntimeError as exc:
             raise WorkerLostError((), f"no store at {self.host}:{self.port}: {first_line(exc)}") from exc
 
@@ -163,51 +154,25 @@ def without_prefix(store: Any) -> Any:
     return store
 
 
-def _inode(descriptor: int) -> int:
-    """Return the inode of a descriptor; -1: the descriptor is closed."""
-    try:
-        return os.fstat(descriptor).st_ino
-    except OSError:
-        return -1
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    """Listen at the first IPv4 address of ``host``, which workers look for; else at its first address."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(_BACKLOG)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
 def _of_model(store: Any, model_id: str | None) -> Any:
     """Return the part of a store that belongs to one model."""
     return _c10d.PrefixStore(f"aiosync/{model_id or ''}", store)
 
 
 class StoreResponder:
-    """Answers workers that look for their sender with ``answer``. :meth:`run` blocks in a thread.
-
-    This object keeps the store ``kept`` alive.
-    """
+    """Answers workers that look for their sender with ``answer``. It keeps the store ``kept`` alive."""
 
     def __init__(self, kept: Any, model_id: str | None, answer: bytes) -> None:
         self._kept = kept
-        store, other = kept.clone(), kept.clone()
+        store = kept.clone()
+        store.set_timeout(_FOR_EVER)
         self._store = _of_model(store, model_id)
-        self._other = _of_model(other, model_id)
+        self._other = _of_model(kept.clone(), model_id)
         self._answer = answer
         self._closed = False
-        store.set_timeout(_FOR_EVER)
 
     def run(self) -> str:
-        """Answer until :meth:`close`, or until the store is gone. Returns why it ended; empty: by close()."""
+        """Block until :meth:`close`, or until the store is gone. Returns why it ended; empty: by close()."""
         while True:
             try:
                 name = self._store.queue_pop("arrivals")
@@ -237,10 +202,7 @@ class StoreLookup:
         self._cancelled = False
 
     def run(self) -> tuple[bytes, Any] | None:
-        """Wait for the sender's answer. Returns the answer and the store, or None after :meth:`cancel`.
-
-        Raises WorkerLostError if there is no store, or it is gone.
-        """
+        """Wait for the sender's answer. Returns the answer and the store, or None after :meth:`cancel`."""
         store = self._store_address.connect()
         store.set_timeout(_FOR_EVER)
         mine, key = _of_model(store, self._model_id), f"met/{self._name}"

@@ -14,7 +14,6 @@ import asyncio
 import os
 import secrets
 from abc import abstractmethod
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -37,18 +36,12 @@ from aiosync.weights.segment import Segment
 class LocalAddress(msgspec.Struct, frozen=True):
     """Where a sender listens for workers on its own machine."""
 
-    address: str
-    """Address of the Unix socket."""
-
-    user: int
-    """The sender's user id. Processes of other users cannot connect."""
-
-    sample: dict[str, int | str]
-    """Handle of a small segment of the sender's memory."""
-
+    address: str  # of the Unix socket
+    user: int  # the sender's user id. Processes of other users cannot connect
+    sample: dict[str, int | str]  # handle of a small segment of the sender's memory
+    # Content of that segment. A worker compares it, because in another container the handle's process id may
+    # belong to another process.
     mark: bytes
-    """Content of that segment. A worker compares it, because in another container the handle's process id may
-    belong to another process."""
 
     def within_reach(self) -> bool:
         """Return whether this process may connect, and can map the sender's memory."""
@@ -80,16 +73,14 @@ class SenderAddress(msgspec.Struct, frozen=True):
 
 
 class TorchDistributedTransport(DialledTransport):
-    """A worker's connection to its sender. A subclass finds the sender's address in :meth:`_find`.
-
-    ``store_address`` is None if the subclass connects to the store itself.
-    """
+    """A worker's connection to its sender. A subclass finds the sender's address in :meth:`_find`."""
 
     def __init__(self, *, share_memory: bool, store_address: StoreAddress | None = None) -> None:
         super().__init__(Address("127.0.0.1", 0))
         self._share_memory = share_memory
-        self._store_address = store_address
+        self._store_address = store_address  # None: the subclass connects to the store itself
         self._store: Any = None
+        self._bare = True  # whether updates have no chunks on this socket
 
     async def reach(self, deadline: Deadline) -> Transport:
         """Find the sender and connect to it, over a Unix socket if its memory can be mapped; else over TCP.
@@ -106,15 +97,11 @@ class TorchDistributedTransport(DialledTransport):
             transport = SharedMemTransport(local.address)
             transport.secret = address.token
             try:
-                await transport.open(deadline)
-            except WorkerLostError:
-                await transport.aclose()  # connecting over TCP gives the reason, if the sender is gone
-            except BaseException:
+                return await transport.reach(deadline)
+            except BaseException as exc:
                 await transport.aclose()
-                raise
-            else:
-                transport.reached = True
-                return transport
+                if not isinstance(exc, WorkerLostError):  # connecting over TCP gives the reason
+                    raise
         await self._connect_to(address, deadline)
         return self
 
@@ -134,7 +121,7 @@ class TorchDistributedTransport(DialledTransport):
         """Return the sender's address. Raises as :meth:`reach`."""
 
     def connection(self) -> Any:
-        """Make a connection to the store, for a thread that blocks in the store. Blocking."""
+        """Make a connection to the store, for a thread that blocks in it. Blocking."""
         if self._store is None:
             assert self._store_address is not None
             self._store = self._store_address.connect()
@@ -143,14 +130,13 @@ class TorchDistributedTransport(DialledTransport):
     def trust(self, inbound: Inbound) -> None:
         super().trust(inbound)
         if self._socket is not None:
-            self._socket.decoder.bare = True  # updates have no chunks on this socket
+            self._socket.decoder.bare = self._bare
 
 
 class TorchDistributedListener(Listener):
-    """Listens for workers over TCP, and over a Unix socket for those on this machine.
+    """Listens for workers over TCP, and over a Unix socket for those that may map the sender's memory.
 
-    A subclass publishes the addresses. ``share_memory``: whether workers on this machine may map the sender's
-    memory.
+    A subclass publishes the address.
     """
 
     def __init__(self, store_address: StoreAddress, token: bytes, *, share_memory: bool) -> None:
@@ -249,16 +235,15 @@ class DistributedListener(TorchDistributedListener):
         self, store_address: StoreAddress, model_id: str | None, token: bytes, *, share_memory: bool = True
     ) -> None:
         super().__init__(store_address, token, share_memory=share_memory)
-        self._make_responder: Callable[[], StoreResponder] | None = partial(
-            StoreResponder, self._store, model_id, msgspec.msgpack.encode(self.address)
-        )
+        self._model_id = model_id
         self._responder: StoreResponder | None = None
         self._thread = DetachedThread("aiosync-store")
 
     async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
-        assert self._make_responder is not None
         await super().listen(on_connection, on_lost)
-        self._responder = await abandonable(self._make_responder, "aiosync-store")
+        answer = msgspec.msgpack.encode(self.address)
+        respond = partial(StoreResponder, self._store, self._model_id, answer)
+        self._responder = await abandonable(respond, "aiosync-store")
         self._thread.wake = self._responder.close
         self._thread.submit(self._responder.run)
 
@@ -268,7 +253,3 @@ class DistributedListener(TorchDistributedListener):
         if responder is not None:
             start_thread(responder.close, "aiosync-store")
         self._thread.close()
-
-    def close(self) -> None:
-        super().close()
-        self._make_responder = None

@@ -2,9 +2,6 @@
 
 A worker asks the sender's process for the sender's address, by one call. Frames then go over a socket, and a
 process group sends the weights. A sender that starts later answers the workers that asked for it before.
-
-Each process has two tables: :data:`_directory` has its senders and the lookups that wait for one, and
-:data:`_pending` has its own lookups that wait for an answer.
 """
 
 from __future__ import annotations
@@ -12,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,7 +26,7 @@ from aiosync.transports.torch_distributed.transport import (
     TorchDistributedListener,
     TorchDistributedTransport,
 )
-from aiosync.transports.torch_rpc.calls import Call, agent_here, is_member, notify, store_here
+from aiosync.transports.torch_rpc.transport import Call, agent_here, is_member, notify, store_here
 
 _REMEMBERED = 256  # most cancelled lookups that are remembered because their question may still arrive
 
@@ -43,73 +42,70 @@ def _sender_name(given: str | None) -> str:
 
 
 class _Directory:
-    """The senders of this process, and the lookups that wait for a sender.
-
-    A sender has two names: its model's name and a key that only it has.
-    """
+    """The senders of this process, and the lookups that wait for a sender."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._addresses: dict[str, list[SenderAddress]] = {}
-        self._asked: dict[str, dict[str, str]] = {}  # sender's name -> ticket of a lookup -> worker's process
+        # The newest last. A sender has two names: its model's name and a key that only it has.
+        self._senders: list[tuple[str, SenderAddress]] = []
+        # Ticket of a lookup -> the sender's name, the worker's process, and when the lookup ends if no
+        # cancellation arrives: the worker may have died, or left the job.
+        self._asked: dict[str, tuple[str, str, float]] = {}
         # Tickets cancelled before their question arrived: torch RPC runs calls in several threads.
-        self._cancelled: dict[str, None] = {}
+        self._cancelled: deque[str] = deque(maxlen=_REMEMBERED)
 
     def add(self, names: tuple[str, ...], address: SenderAddress) -> None:
         """Add a sender, and answer the lookups that wait for it."""
         with self._lock:
-            asked: dict[str, str] = {}
-            for name in names:
-                self._addresses.setdefault(name, []).append(address)
-                asked |= self._asked.pop(name, {})
-        for ticket, worker in asked.items():
+            self._senders += [(name, address) for name in names]
+            answered = {ticket: worker for ticket, (name, worker, _) in self._asked.items() if name in names}
+            for ticket in answered:
+                del self._asked[ticket]
+        for ticket, worker in answered.items():
             notify(worker, _receive_answer, ticket, address)
 
-    def remove(self, names: tuple[str, ...], address: SenderAddress) -> None:
+    def remove(self, address: SenderAddress) -> None:
         """Remove a sender; idempotent."""
         with self._lock:
-            for name in names:
-                addresses = self._addresses.get(name, [])
-                if address in addresses:
-                    addresses.remove(address)
-                if not addresses:
-                    self._addresses.pop(name, None)
+            self._senders = [sender for sender in self._senders if sender[1] != address]
 
-    def look_up(self, name: str, ticket: str, worker: str) -> SenderAddress | None:
-        """Return the address of the newest sender of this name; None: the answer is sent later."""
+    def look_up(self, name: str, ticket: str, worker: str, patience: float) -> SenderAddress | None:
+        """Return the address of the newest sender of this name; None: the answer is sent later.
+
+        ``patience``: seconds that the worker waits.
+        """
+        now = time.monotonic()
         with self._lock:
-            if name in self._addresses:
-                return self._addresses[name][-1]
+            for known, address in reversed(self._senders):
+                if known == name:
+                    return address
+            self._asked = {asking: lookup for asking, lookup in self._asked.items() if lookup[2] > now}
             if ticket in self._cancelled:
-                del self._cancelled[ticket]
-                return None
-            self._asked.setdefault(name, {})[ticket] = worker
+                self._cancelled.remove(ticket)
+            else:
+                self._asked[ticket] = name, worker, now + patience
             return None
 
-    def cancel(self, name: str, ticket: str) -> None:
+    def cancel(self, ticket: str) -> None:
         """Remove a lookup that waits, or remember that it is cancelled if it has not arrived yet."""
         with self._lock:
-            asked = self._asked.get(name, {})
-            if asked.pop(ticket, None) is None:
-                self._cancelled[ticket] = None
-                if len(self._cancelled) > _REMEMBERED:
-                    del self._cancelled[next(iter(self._cancelled))]
-            if not asked:
-                self._asked.pop(name, None)
+            if self._asked.pop(ticket, None) is None:
+                self._cancelled.append(ticket)
 
 
 _directory = _Directory()
+# The lookups of this process that wait for an answer: ticket -> resolves the future of the answer.
 _pending: dict[str, Callable[[Callable[[], SenderAddress]], None]] = {}
 
 
-def _look_up(name: str, ticket: str, worker: str) -> SenderAddress | None:
+def _look_up(name: str, ticket: str, worker: str, patience: float) -> SenderAddress | None:
     """Called by a worker through torch RPC, in the sender's process."""
-    return _directory.look_up(name, ticket, worker)
+    return _directory.look_up(name, ticket, worker, patience)
 
 
-def _cancel(name: str, ticket: str) -> None:
+def _cancel(ticket: str) -> None:
     """Called by a worker through torch RPC, in the sender's process."""
-    _directory.cancel(name, ticket)
+    _directory.cancel(ticket)
 
 
 def _receive_answer(ticket: str, address: SenderAddress) -> None:
@@ -132,13 +128,9 @@ class SenderInfo:
 
 
 class RPCWorkerTransport(TorchDistributedTransport):
-    """A worker's connection to its sender.
+    """A worker's connection to its sender, whose process in torch RPC is ``sender``, or rank 0.
 
-    Args:
-        model_id: the model's name.
-        sender: the name of the sender's process in torch RPC; None: rank 0.
-        info: what the sender has published about itself; None: look the sender up by ``model_id``.
-        share_memory: whether the worker may map the sender's memory, if it can.
+    ``info`` is what the sender has published about itself. None: look the sender up by ``model_id``.
     """
 
     def __init__(
@@ -161,8 +153,8 @@ class RPCWorkerTransport(TorchDistributedTransport):
         answer, _pending[ticket] = handover()
         self.trouble = f"the process {sender!r} of torch RPC has no sender of this model"
         try:
-            asking = Call(sender, _look_up, (self._name, ticket, rpc.get_worker_info().name), deadline)
-            address = await asking.answer()
+            asked = self._name, ticket, rpc.get_worker_info().name, deadline.remaining()
+            address = await Call(sender, _look_up, asked, deadline).answer()
             if address is None:
                 async with asyncio.timeout(deadline.remaining()):
                     address = await answer
@@ -171,17 +163,13 @@ class RPCWorkerTransport(TorchDistributedTransport):
         finally:
             _pending.pop(ticket, None)
             if address is None:
-                notify(sender, _cancel, self._name, ticket)
+                notify(sender, _cancel, ticket)
         assert isinstance(address, SenderAddress)
         return address
 
 
 class RPCListener(TorchDistributedListener):
-    """Listens for workers of ``model_id``, which ask for its address by torch RPC.
-
-    Raises:
-        NotInitializedError: torch RPC is not initialised in this process.
-    """
+    """Listens for workers of ``model_id``, which ask for its address by torch RPC."""
 
     def __init__(self, model_id: str | None, token: bytes, *, share_memory: bool = True) -> None:
         super().__init__(StoreAddress(store=store_here()), token, share_memory=share_memory)
@@ -196,7 +184,7 @@ class RPCListener(TorchDistributedListener):
 
     def stop(self) -> None:
         super().stop()
-        _directory.remove(self._names, self.address)
+        _directory.remove(self.address)
 
 
 def _named(model_id: str | None) -> str:

@@ -1,4 +1,9 @@
-"""Calls of objects in other processes, by torch.distributed.rpc."""
+"""Awaitable calls of torch.distributed.rpc, and of the methods of objects in other processes.
+
+Calls should be few and short, and none may stay pending. The reasons: an agent of torch RPC runs incoming
+calls in a few threads, which the job's own calls may occupy; it reports a peer's death only to pending calls;
+and ``rpc.shutdown()`` waits for all pending calls.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,46 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed import rpc
+
 from aiosync._deadline import Deadline
-from aiosync.errors import RemoteApplyError, SyncTimeoutError, WorkerLostError
+from aiosync.errors import NotInitializedError, RemoteApplyError, WorkerLostError
 from aiosync.transports._offload import offloaded
-from aiosync.transports.remote_calls import CallingTransport
-from aiosync.transports.torch_rpc.calls import Call, is_member
+from aiosync.transports.remote_calls import CallingTransport, PendingCall
+from aiosync.transports.torch_distributed.store import first_line, without_prefix
 from aiosync.weights.strategy import to_tensordict
+
+_api: Any = rpc.api
+# Seconds that an agent keeps a call pending beyond our deadline, or if no answer is awaited.
+_SHORTLY = 10.0
+
+
+def agent_here() -> Any:
+    """Return this process's RPC agent. Raises NotInitializedError if torch RPC is not initialised."""
+    if not is_member():
+        hint = "call torch.distributed.rpc.init_rpc() first"
+        raise NotInitializedError(f"torch RPC is not initialised in this process: {hint}")
+    return _api._get_current_rpc_agent()
+
+
+def is_member() -> bool:
+    """Return whether torch RPC is initialised in this process."""
+    return dist.is_available() and rpc.is_available() and _api._is_current_rpc_agent_set()
+
+
+def store_here() -> Any:
+    """Return the store that torch RPC was initialised with."""
+    return without_prefix(agent_here().store)
+
+
+def rank_here() -> int:
+    """Return this process's rank in torch RPC; -1 if torch RPC is not initialised."""
+    return int(rpc.get_worker_info().id) if is_member() else -1
 
 
 @dataclass(frozen=True)
@@ -26,15 +62,53 @@ class _Raised:
     trace: str
 
 
-@dataclass(frozen=True)
-class _Method:
-    """A method that is looked up by name in the process that calls it."""
+class Call(PendingCall):
+    """A pending call of a function in another process, which can import the function's module.
 
-    owner: type[Any] | None
-    name: str
+    ``to`` is the process's name in torch RPC, or its WorkerInfo. ``workers`` are those that errors name.
+    """
 
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.owner or type(target), self.name)(target, *args, **kwargs)
+    def __init__(
+        self,
+        to: Any,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        deadline: Deadline,
+        workers: Sequence[int] = (),
+    ) -> None:
+        agent_here()
+        super().__init__(workers, deadline)
+        self.phase = "ack" if workers else "connect"
+        self._name = str(getattr(to, "name", to))
+        self.hint = f"{self._name} did not answer a call of torch RPC"
+        try:
+            # The agent cancels the call too, after our deadline.
+            limit = deadline.remaining() + _SHORTLY
+            pending = rpc.rpc_async(to, function, args=args, timeout=limit)
+            pending.add_done_callback(lambda done: self._resolve(done.wait))
+        except RuntimeError as exc:  # no process has that name, or the agent knows that the process is gone
+            self._answer.set_exception(exc)
+
+    def _read(self) -> Any:
+        try:
+            result = self._answer.result()
+        except RuntimeError as exc:
+            reason = f"a call of torch RPC to {self._name} failed: {first_line(exc)}"
+            raise WorkerLostError(self._workers, reason) from exc
+        if isinstance(result, _Raised):
+            raise RemoteApplyError(self._workers[0], -1, result.kind, result.message, result.trace)
+        return result
+
+
+def notify(to: str, function: Callable[..., Any], *args: Any) -> None:
+    """Call a function in another process without waiting. Does nothing if the process is gone."""
+    with suppress(RuntimeError):
+        rpc.rpc_async(to, function, args=args, timeout=_SHORTLY)
+
+
+def _call_method(target: Any, owner: type[Any] | None, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a method that is looked up by name in the process that calls it."""
+    return getattr(owner or type(target), name)(target, *args, **kwargs)
 
 
 def _apply(rref: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -92,12 +166,12 @@ class RPCTransport(CallingTransport):
         Raises:
             As :meth:`call`.
         """
-        return await self._result(self._apply(function, args, kwargs, Deadline.after(timeout)))
+        return await self._apply(function, args, kwargs, Deadline.after(timeout)).answer()
 
     def _start_call(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], deadline: Deadline
     ) -> Call:
-        return self._apply(_Method(self._class, method), args, kwargs, deadline)
+        return self._apply(_call_method, (self._class, method, *args), kwargs, deadline)
 
     async def _start_weights(self, weights: Any, deadline: Deadline) -> Call:
         copied = await offloaded(lambda: to_tensordict(weights).cpu().clone(), "aiosync-rpc")
@@ -106,16 +180,4 @@ class RPCTransport(CallingTransport):
     def _apply(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], deadline: Deadline
     ) -> Call:
-        return Call(self._info, _apply, (self._rref, function, args, kwargs), deadline)
-
-    async def _result(self, call: Call, deadline: Deadline | None = None) -> Any:
-        try:
-            result = await call.answer(deadline)
-        except SyncTimeoutError as exc:
-            hint = "it did not answer a call of torch RPC"
-            raise SyncTimeoutError("ack", seconds=exc.seconds, workers=[self.worker_idx], hint=hint) from exc
-        except WorkerLostError as exc:
-            raise WorkerLostError([self.worker_idx], exc.reason) from exc
-        if isinstance(result, _Raised):
-            raise RemoteApplyError(self.worker_idx, -1, result.kind, result.message, result.trace)
-        return result
+        return Call(self._info, _apply, (self._rref, function, args, kwargs), deadline, [self.worker_idx])
