@@ -1,7 +1,8 @@
 """Writes the blocking twins from the asyncio classes: ``python tools/gen_sync.py [--check]``.
 
 Each public method of an asyncio class becomes a method of the same name, signature, types and docstring,
-whose body is one line that hands the call on. A class joins by one line in TWINS. The imports of a file are
+whose body is one line that hands the call on. A method is left out if the twin's base class has the same
+one: same arguments, no docstring of its own. A class joins by one line in TWINS. The imports of a file are
 those of the names that its signatures use, as the asyncio classes' own modules import them. ruff sorts the
 imports and formats the file.
 """
@@ -23,6 +24,7 @@ from typing import Any
 
 import aiosync
 from aiosync import collectors, updaters
+from aiosync.updaters import remote
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "aiosync" / "sync"
@@ -46,6 +48,7 @@ UPDATER_TWINS: list[type[Any]] = [
     updaters.VanillaWeightUpdater,
     updaters.MultiProcessedWeightUpdater,
     updaters.RemoteModuleWeightUpdater,
+    remote.RemoteCollectorsUpdater,
     updaters.RayWeightUpdater,
     updaters.RPCWeightUpdater,
     updaters.DistributedWeightUpdater,
@@ -87,6 +90,7 @@ OWN_NAMES = {
     "aiosync": "import aiosync",
     "collectors": "from aiosync import collectors",
     "portal": "from aiosync.sync._portal import portal",
+    "remote": "from aiosync.updaters import remote",
     "run_inline": "from aiosync.sync._inline import run_inline",
     "updaters": "from aiosync import updaters",
 }
@@ -179,50 +183,83 @@ def accessor(name: str, prop: property) -> str:
     return text
 
 
-def members(owners: list[type[Any]]) -> dict[str, object]:
-    """The public members that these classes define themselves."""
-    return {
+def base_of(cls: type[Any], twins: list[type[Any]]) -> type[Any] | None:
+    """The nearest base class that has a twin."""
+    return next((base for base in cls.__mro__[1:] if base in twins), None)
+
+
+def members(cls: type[Any], base: type[Any] | None) -> dict[str, object]:
+    """The public members that the class defines, and those of its base classes without a twin."""
+    inherited = set(base.__mro__) if base else set()
+    owners = [owner for owner in reversed(cls.__mro__) if owner not in inherited]
+    found = {
         name: member
-        for owner in reversed(owners)
+        for owner in owners
         if owner.__module__.startswith("aiosync.")
         for name, member in vars(owner).items()
         if (not name.startswith("_") or name in OTHERS_CALL)
         and name not in LEFT_OUT
         and isinstance(member, FunctionType | classmethod | property)
     }
+    return {name: each for name, each in found.items() if base is None or not repeats(each, name, base)}
+
+
+def repeats(member: object, name: str, base: type[Any]) -> bool:
+    """Whether the twin's method would be the one of its base class."""
+    inherited = inspect.getattr_static(base, name, None)
+    if isinstance(member, property) and isinstance(inherited, property):
+        member, inherited = member.fget, inherited.fget
+    if not isinstance(member, FunctionType) or not isinstance(inherited, FunctionType) or member.__doc__:
+        return False
+    own, others = definition(member), definition(inherited)
+    return type(own) is type(others) and ast.dump(own.args) == ast.dump(others.args)
+
+
+def class_head(cls: type[Any], *bases: str) -> str:
+    """The class statement, and a short docstring: the asyncio class has the long one."""
+    packages = (aiosync, collectors, updaters)
+    module = next((p.__name__ for p in packages if cls.__name__ in p.__all__), cls.__module__)
+    doc = f"The blocking twin of :class:`{module}.{cls.__name__}`: same arguments, same methods."
+    doc = textwrap.fill(doc, 102)
+    summary = re.match(r"[^.]+\.(?=\s|$)", (inspect.getdoc(cls) or "").partition("\n")[0])
+    if summary:
+        doc += f"\n\n{summary[0]}"
+    doc = textwrap.indent(blocking_words(doc), "    ").strip()
+    end = "\n    " if "\n" in doc else ""
+    return f'class {cls.__name__}({", ".join(bases)}):\n    """{doc}{end}"""\n'
 
 
 def twin(cls: type[Any]) -> str:
     """One scheme. It defines what its asyncio class defines, and inherits the rest."""
-    first = cls is aiosync.WeightSyncScheme
-    base = "BlockingTwin" if first else cls.__bases__[0].__name__
-    doc = f"The blocking twin of :class:`aiosync.{cls.__name__}`.\n\n{inspect.getdoc(cls)}"
-    text = f"class {cls.__name__}({base}):\n"
-    text += f'    """{textwrap.indent(blocking_words(doc), "    ").strip()}\n    """\n\n'
-    if not first:
-        text += f"    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.{cls.__name__}\n"
-    text += f"    _async: aiosync.{cls.__name__}\n"
-    parts = [constructor(cls)] if first or "__init__" in vars(cls) else []
-    for name, member in members(list(cls.__mro__) if first else [cls]).items():
-        if isinstance(member, property):
-            parts.append(accessor(name, member))
-        elif isinstance(member, FunctionType) and member.__name__ != name:
-            parts.append(f"    {name} = {member.__name__}\n")
-        else:
-            parts.append(method(name, member))
-    return text + "\n" + "\n".join(parts)
+    name = cls.__name__
+    base = base_of(cls, TWINS)
+    text = class_head(cls, base.__name__ if base else "BlockingTwin") + "\n"
+    if base:
+        text += f"    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.{name}\n"
+    text += f"    _async: aiosync.{name}\n"
+    parts = [constructor(cls)] if base is None or "__init__" in vars(cls) else []
+    return text + "\n" + "\n".join(parts + methods(members(cls, base)))
+
+
+def methods(found: dict[str, object]) -> list[str]:
+    """The source of these members. An alias is an assignment."""
+    return [
+        accessor(name, member)
+        if isinstance(member, property)
+        else f"    {name} = {member.__name__}\n"
+        if isinstance(member, FunctionType) and member.__name__ != name
+        else method(name, member)
+        for name, member in found.items()
+    ]
 
 
 def updater_twin(cls: type[Any]) -> str:
-    """One updater: what blocks is said anew, all else is inherited."""
-    name = cls.__name__
-    own = f"updaters.{name}"
-    base = "InlineHooks" if cls is updaters.WeightUpdaterBase else "WeightUpdaterBase"
-    doc = f"The blocking twin of :class:`aiosync.{own}`.\n\n{inspect.getdoc(cls)}"
-    text = f"class {name}({base}, {own}):\n"
-    text += f'    """{textwrap.indent(blocking_words(doc), "    ").strip()}\n    """\n'
-    shared = [owner for owner in cls.__mro__[1:-1] if owner.__module__ == "aiosync.updaters.remote"]
-    for key, member in {k: m for owner in [*shared, cls] for k, m in vars(owner).items()}.items():
+    """One updater. It defines the methods that block, and inherits the others."""
+    base = base_of(cls, UPDATER_TWINS)
+    module = "updaters" if cls.__name__ in updaters.__all__ else "remote"
+    own = f"{module}.{cls.__name__}"
+    text = class_head(cls, base.__name__ if base else "InlineHooks", own)
+    for key, member in vars(cls).items():
         if not inspect.iscoroutinefunction(member) or (key.startswith("_") and key != "__call__"):
             continue
         node = definition(member)
@@ -237,21 +274,16 @@ def updater_twin(cls: type[Any]) -> str:
 def collector_twin(cls: type[Any]) -> str:
     """One collector."""
     name = cls.__name__
-    base = "BlockingCollector" if cls is collectors.MultiCollector else "MultiCollector"
-    doc = f"The blocking twin of :class:`aiosync.collectors.{name}`.\n\n{inspect.getdoc(cls)}"
-    text = f"class {name}({base}):\n"
-    text += f'    """{textwrap.indent(blocking_words(doc), "    ").strip()}\n    """\n\n'
-    text += f"    _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.{name}\n"
-    if "__init__" not in vars(cls):
-        return text
-    node = definition(cls.__init__)
-    text += f"\n    def __init__({ast.unparse(node.args)}) -> None:\n"
-    text += f"        self._async = self._async_class({handed_on(node.args)})\n"
-    if base == "MultiCollector":
-        return text
-    for key, member in members(list(cls.__mro__)).items():
-        text += "\n" + (accessor(key, member) if isinstance(member, property) else method(key, member))
-    return text
+    base = base_of(cls, COLLECTOR_TWINS)
+    own = f"collectors.{name}"
+    text = class_head(cls, base.__name__ if base else "BlockingCollector")
+    text += f"\n    _async_class: ClassVar[type[collectors.MultiCollector]] = {own}\n"
+    if "__init__" in vars(cls):
+        node = definition(cls.__init__)
+        text += f"\n    def __init__({ast.unparse(node.args)}) -> None:\n"
+        text += f"        self._async = self._async_class({handed_on(node.args)})\n"
+    found = {} if base else members(cls, base)
+    return "\n".join([text, *methods(found)])
 
 
 # -- whole files ---------------------------------------------------------------------------------------
