@@ -24,6 +24,7 @@ from typing import Any
 
 import aiosync
 from aiosync import collectors, updaters
+from aiosync.schemes import process_groups
 from aiosync.updaters import remote
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +35,7 @@ TWINS: list[type[Any]] = [
     aiosync.SharedMemWeightSyncScheme,
     aiosync.MultiProcessWeightSyncScheme,
     aiosync.TCPWeightSyncScheme,
+    process_groups.ProcessGroupScheme,
     aiosync.DistributedWeightSyncScheme,
     aiosync.RPCWeightSyncScheme,
     aiosync.RayWeightSyncScheme,
@@ -90,6 +92,7 @@ OWN_NAMES = {
     "aiosync": "import aiosync",
     "collectors": "from aiosync import collectors",
     "portal": "from aiosync.sync._portal import portal",
+    "process_groups": "from aiosync.schemes import process_groups",
     "remote": "from aiosync.updaters import remote",
     "run_inline": "from aiosync.sync._inline import run_inline",
     "updaters": "from aiosync import updaters",
@@ -231,13 +234,14 @@ def class_head(cls: type[Any], *bases: str) -> str:
 
 def twin(cls: type[Any]) -> str:
     """One scheme. It defines what its asyncio class defines, and inherits the rest."""
-    name = cls.__name__
+    public = cls.__name__ in aiosync.__all__
+    own = f"{'aiosync' if public else 'process_groups'}.{cls.__name__}"
     base = base_of(cls, TWINS)
     text = class_head(cls, base.__name__ if base else "BlockingTwin") + "\n"
-    if base:
-        text += f"    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.{name}\n"
-    text += f"    _async: aiosync.{name}\n"
-    parts = [constructor(cls)] if base is None or "__init__" in vars(cls) else []
+    if base and public:
+        text += f"    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = {own}\n"
+    text += f"    _async: {own}\n"
+    parts = [constructor(cls)] if base is None or (public and "__init__" in vars(cls)) else []
     return text + "\n" + "\n".join(parts + methods(members(cls, base)))
 
 

@@ -87,22 +87,14 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
     # -- endpoints -----------------------------------------------------------------------------------
 
     def get_sender(self) -> WeightSender:
-        """Return the connected sending endpoint.
-
-        Raises:
-            NotConnectedError: this process has none.
-        """
+        """Return the connected sending endpoint; raise NotConnectedError if this process has none."""
         endpoint = self._sending()
         if not isinstance(endpoint, WeightSender):
             raise NotConnectedError("this scheme has no sender here: rank 0 sends, or nothing is sent")
         return endpoint
 
     def get_receiver(self) -> WeightReceiver:
-        """Return the connected receiving endpoint.
-
-        Raises:
-            NotConnectedError: this process has none.
-        """
+        """Return the connected receiving endpoint; raise NotConnectedError if this process has none."""
         endpoint = self._receiving()
         if not isinstance(endpoint, WeightReceiver):
             raise NotConnectedError("this scheme has no receiver: nothing is sent")

@@ -67,11 +67,8 @@ class SchemeRecipe(SchemeState, ABC):
 
     @abstractmethod
     def create_transport(self, *, worker_idx: int) -> Transport:
-        """Create a worker's connection to the sender, not open yet.
-
-        Raises:
-            NotInitializedError, InvalidArgumentError: this scheme does not know its sender's address.
-        """
+        """Create a worker's connection to the sender, not open yet; raise NotInitializedError or
+        InvalidArgumentError if this scheme does not know its sender's address."""
 
     @abstractmethod
     def _make_transfer(self) -> Transfer:
@@ -271,11 +268,8 @@ class SchemeRecipe(SchemeState, ABC):
     # -- endpoints -----------------------------------------------------------------------------------
 
     def create_sender(self) -> WeightSender:
-        """Return the sending endpoint, created by the first call (usually from :meth:`connect`).
-
-        Raises:
-            NotInitializedError: ``init_on_sender`` was not called.
-        """
+        """Return the sending endpoint, created by the first call (usually from :meth:`connect`); raise
+        NotInitializedError if ``init_on_sender`` was not called."""
         if self._plan is None or self._listener is None:
             raise NotInitializedError("call init_on_sender() first")
         if not isinstance(self._endpoint, WeightSender):
@@ -293,11 +287,8 @@ class SchemeRecipe(SchemeState, ABC):
         return self._endpoint
 
     def create_receiver(self, *, worker_idx: int | None = None) -> WeightReceiver:
-        """Return the receiving endpoint, created by the first call (usually from :meth:`connect`).
-
-        Raises:
-            NotInitializedError: ``init_on_receiver`` was not called, or no worker index is known.
-        """
+        """Return the receiving endpoint, created by the first call (usually from :meth:`connect`); raise
+        NotInitializedError if ``init_on_receiver`` was not called, or no worker index is known."""
         if self._role != "receiver":
             raise NotInitializedError("call init_on_receiver() first")
         if worker_idx is not None:

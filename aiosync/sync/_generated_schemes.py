@@ -15,6 +15,7 @@ from aiosync._options import OnFailure, OnSenderClose, StrategyName
 from aiosync.events import EventHook, SchemeStats
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.reports import SendReport, WorkerState
+from aiosync.schemes import process_groups
 from aiosync.schemes.ray import DataPlane, TensorTransport
 from aiosync.sender.endpoint import WeightSender
 from aiosync.sync._portal import portal
@@ -235,10 +236,8 @@ class WeightSyncScheme(BlockingTwin):
         return self._async.shared_transport
 
     def create_transport(self, *, worker_idx: int) -> Transport:
-        """Create a worker's connection to the sender, not open yet.
-
-        Raises:
-            NotInitializedError, InvalidArgumentError: this scheme does not know its sender's address.
+        """Create a worker's connection to the sender, not open yet; raise NotInitializedError or
+        InvalidArgumentError if this scheme does not know its sender's address.
         """
         return self._async.create_transport(worker_idx=worker_idx)
 
@@ -363,19 +362,11 @@ class WeightSyncScheme(BlockingTwin):
         return cls._blocking_from_backend(backend, **kwargs)
 
     def get_sender(self) -> WeightSender:
-        """Return the connected sending endpoint.
-
-        Raises:
-            NotConnectedError: this process has none.
-        """
+        """Return the connected sending endpoint; raise NotConnectedError if this process has none."""
         return self._async.get_sender()
 
     def get_receiver(self) -> WeightReceiver:
-        """Return the connected receiving endpoint.
-
-        Raises:
-            NotConnectedError: this process has none.
-        """
+        """Return the connected receiving endpoint; raise NotConnectedError if this process has none."""
         return self._async.get_receiver()
 
     def send(
@@ -573,7 +564,31 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         return self._async.address
 
 
-class DistributedWeightSyncScheme(WeightSyncScheme):
+class ProcessGroupScheme(WeightSyncScheme):
+    """The blocking twin of :class:`aiosync.schemes.process_groups.ProcessGroupScheme`: same arguments, same
+    methods.
+    """
+
+    _async: process_groups.ProcessGroupScheme
+
+    def reconnect(self, *, timeout: float | None = None) -> None:
+        """On the sender, after a worker was lost: wait for all workers to connect, then resume broadcasts.
+
+        The broadcasts use a new process group. Until then, the sender sends to each worker separately.
+
+        Raises:
+            NotConnectedError: this is not a connected sender.
+            SyncTimeoutError: workers did not connect in time; the message names them.
+        """
+        portal().call(self._async.reconnect, timeout=timeout)
+
+    @property
+    def port_of_sender(self) -> int:
+        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
+        return self._async.port_of_sender
+
+
+class DistributedWeightSyncScheme(ProcessGroupScheme):
     """The blocking twin of :class:`aiosync.DistributedWeightSyncScheme`: same arguments, same methods."""
 
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.DistributedWeightSyncScheme
@@ -604,25 +619,8 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             **options,
         )
 
-    def reconnect(self, *, timeout: float | None = None) -> None:
-        """On the sender, after a worker was lost: wait for all workers to connect, then resume broadcasts.
 
-        The broadcasts use a new process group. Until then, the sender sends to each worker through the
-        process group that the two created when the worker connected.
-
-        Raises:
-            NotConnectedError: this is not a connected sender.
-            SyncTimeoutError: workers did not connect in time; the message names them.
-        """
-        portal().call(self._async.reconnect, timeout=timeout)
-
-    @property
-    def port_of_sender(self) -> int:
-        """Always 0: the store, not the recipe, has the port on which the sender listens."""
-        return self._async.port_of_sender
-
-
-class RPCWeightSyncScheme(WeightSyncScheme):
+class RPCWeightSyncScheme(ProcessGroupScheme):
     """The blocking twin of :class:`aiosync.RPCWeightSyncScheme`: same arguments, same methods."""
 
     _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RPCWeightSyncScheme
@@ -649,15 +647,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             **options,
         )
 
-    def reconnect(self, *, timeout: float | None = None) -> None:
-        """See :meth:`aiosync.DistributedWeightSyncScheme.reconnect`."""
-        portal().call(self._async.reconnect, timeout=timeout)
-
-    @property
-    def port_of_sender(self) -> int:
-        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
-        return self._async.port_of_sender
-
     def init_on_sender(self, **arguments: Any) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`; a ``context`` may have remote objects.
 
@@ -668,7 +657,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         self._async.init_on_sender(**arguments)
 
 
-class RayWeightSyncScheme(WeightSyncScheme):
+class RayWeightSyncScheme(ProcessGroupScheme):
     """The blocking twin of :class:`aiosync.RayWeightSyncScheme`: same arguments, same methods.
 
     Sends weights to Ray actors, anywhere in the cluster.
@@ -713,7 +702,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
             actors: handles; None: the context's ``remote_collectors``, if it has them.
             remote_collectors: as torchrl's ``RayCollector`` gives them. Each of them creates its endpoint
                 itself; ``context`` is then not searched for models or workers.
-            arguments: those of :meth:`WeightSyncScheme.init_on_sender`.
 
         Raises:
             NotInitializedError: this process is not connected to a Ray cluster.
@@ -724,15 +712,12 @@ class RayWeightSyncScheme(WeightSyncScheme):
     def add_worker(self, actor: Any, worker_idx: int | None = None, *, timeout: float | None = None) -> int:
         """On the connected sender: add an actor as a worker, and wait until it has the newest version.
 
-        The actor may replace a lost one that Ray does not restart.
+        The actor may replace a lost one that Ray does not restart. Returns the worker's index.
 
         Args:
             actor: the actor's handle.
             worker_idx: the worker's index; None: the next.
             timeout: seconds; None: the scheme's.
-
-        Returns:
-            The worker's index.
 
         Raises:
             NotConnectedError: the scheme is not connected.
@@ -742,15 +727,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
             SyncTimeoutError: the actor did not connect in time.
         """
         return portal().call(self._async.add_worker, actor, worker_idx, timeout=timeout)
-
-    def reconnect(self, *, timeout: float | None = None) -> None:
-        """See :meth:`aiosync.DistributedWeightSyncScheme.reconnect`."""
-        portal().call(self._async.reconnect, timeout=timeout)
-
-    @property
-    def port_of_sender(self) -> int:
-        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
-        return self._async.port_of_sender
 
 
 class RayModuleTransformScheme(RayWeightSyncScheme):
@@ -787,11 +763,6 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         Args:
             actors: handles, or objects with a handle as ``_actor``; None: the object at ``model_id`` on
                 ``context``, or the ``RayModuleTransform`` that the scheme was passed to.
-            model_id: the model's name, or the path to it on ``context``.
-            context: the object with the transform.
-            model: the module with the weights to send.
-            weights: the weights to send instead of a module's.
-            arguments: those of :meth:`WeightSyncScheme.init_on_sender`.
 
         Raises:
             NotInitializedError: this process is not connected to a Ray cluster.
@@ -801,29 +772,6 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         self._async.init_on_sender(
             actors=actors, model_id=model_id, context=context, model=model, weights=weights, **arguments
         )
-
-    def init_on_receiver(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        worker_idx: int | None = None,
-    ) -> None:
-        """See :meth:`WeightSyncScheme.init_on_receiver`; called for every actor that the sender enlists.
-
-        Args:
-            model_id: the model's name on the sender.
-            context: the actor, which has the method, and optionally the model as ``module``.
-            model: the module that the method updates, if it is not ``context.module``.
-            worker_idx: this worker's index.
-
-        Raises:
-            InvalidArgumentError: the actor has no such method.
-        """
-        self._async.init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
-
-    init_on_worker = init_on_receiver
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
@@ -838,44 +786,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def init_on_sender(self, *, model_id: str | None = None, **arguments: Any) -> None:
         """Accept the arguments of every other scheme."""
         self._async.init_on_sender(model_id=model_id, **arguments)
-
-    def init_on_receiver(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        worker_idx: int | None = None,
-    ) -> None:
-        """Accept the arguments of every other scheme."""
-        self._async.init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
-
-    init_on_worker = init_on_receiver
-
-    def connect(
-        self,
-        *,
-        worker_idx: int | None = None,
-        weights: Any = None,
-        min_workers: int | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        """Connect at once, with version 0."""
-        self._blocking_connect(
-            worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout
-        )
-
-    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply nothing."""
-        self._async.apply_weights(weights, inplace)
-
-    def create_transport(self, *, worker_idx: int) -> Transport:
-        """Raise: this scheme has no connections.
-
-        Raises:
-            NotConnectedError: always.
-        """
-        return self._async.create_transport(worker_idx=worker_idx)
 
 
 class MemoryWeightSyncScheme(WeightSyncScheme):
