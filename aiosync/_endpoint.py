@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 
 class AsyncResource(ABC):
-    """An object that lives from :meth:`connect` to :meth:`aclose`. ``async with`` calls both.
-
-    If :meth:`connect` raises, the object has released all that it took.
-    """
+    """An object that lives from :meth:`connect` to :meth:`aclose`. ``async with`` calls both, and
+    :meth:`aclose` also if :meth:`connect` raises."""
 
     @abstractmethod
     async def connect(self) -> object:
@@ -33,7 +31,11 @@ class AsyncResource(ABC):
         """Release everything. Idempotent."""
 
     async def __aenter__(self) -> Self:
-        await self.connect()
+        try:
+            await self.connect()
+        except BaseException:
+            await self.aclose()  # __aexit__ does not run if __aenter__ raises
+            raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -41,12 +43,9 @@ class AsyncResource(ABC):
 
 
 class Endpoint:
-    """The live half of a scheme in this process. A role overrides what it has.
+    """The live half of a scheme in this process. A role overrides what it has."""
 
-    Attributes:
-        ended: on a receiver, why no more updates will come; None while there is a sender.
-    """
-
+    # On a receiver: why no more updates will come; None while there is a sender.
     ended: str | None = None
 
     @property

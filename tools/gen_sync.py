@@ -24,7 +24,7 @@ from typing import Any
 
 import aiosync
 from aiosync import collectors, updaters
-from aiosync.schemes import process_groups
+from aiosync.schemes import distributed
 from aiosync.updaters import remote
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +35,7 @@ TWINS: list[type[Any]] = [
     aiosync.SharedMemWeightSyncScheme,
     aiosync.MultiProcessWeightSyncScheme,
     aiosync.TCPWeightSyncScheme,
-    process_groups.ProcessGroupScheme,
+    distributed.ProcessGroupScheme,
     aiosync.DistributedWeightSyncScheme,
     aiosync.RPCWeightSyncScheme,
     aiosync.RayWeightSyncScheme,
@@ -90,9 +90,9 @@ OWN_NAMES = {
     "ClassVar": "from typing import ClassVar",
     "InlineHooks": "from aiosync.sync._inline import InlineHooks",
     "aiosync": "import aiosync",
+    "distributed": "from aiosync.schemes import distributed",
     "collectors": "from aiosync import collectors",
     "portal": "from aiosync.sync._portal import portal",
-    "process_groups": "from aiosync.schemes import process_groups",
     "remote": "from aiosync.updaters import remote",
     "run_inline": "from aiosync.sync._inline import run_inline",
     "updaters": "from aiosync import updaters",
@@ -235,7 +235,7 @@ def class_head(cls: type[Any], *bases: str) -> str:
 def twin(cls: type[Any]) -> str:
     """One scheme. It defines what its asyncio class defines, and inherits the rest."""
     public = cls.__name__ in aiosync.__all__
-    own = f"{'aiosync' if public else 'process_groups'}.{cls.__name__}"
+    own = f"{'aiosync' if public else 'distributed'}.{cls.__name__}"
     base = base_of(cls, TWINS)
     text = class_head(cls, base.__name__ if base else "BlockingTwin") + "\n"
     if base and public:

@@ -7,13 +7,14 @@ still arriving. The relay acknowledges the update when all of its workers have.
 
 from __future__ import annotations
 
+from aiosync._deadline import Deadline, seconds_of
 from aiosync._endpoint import AsyncResource
 from aiosync.errors import AiosyncError, NotConnectedError
 from aiosync.events import logger
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.relay.forwarder import RelayForwarder
 from aiosync.reports import WorkerState
-from aiosync.schemes.tcp import TCPWeightSyncScheme, relay_parts, upstream_deadline, upstream_receiver
+from aiosync.schemes.tcp import TCPWeightSyncScheme, relay_parts, upstream_receiver
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 
@@ -89,7 +90,7 @@ class WeightRelay(AsyncResource):
         applier = self._applier = RelayForwarder(self._parts, self._model_id)
         self._receiver = upstream_receiver(self._upstream, applier, self._model_id)
         try:
-            await self._receiver.connect(upstream_deadline(self._upstream, timeout))
+            await self._receiver.connect(Deadline.after(seconds_of(timeout, self._upstream.timeout)))
             await applier.open_downstream()
             await self._host.start()
             self._host.spawn(self._run)

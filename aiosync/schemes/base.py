@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from aiosync._deadline import Deadline, seconds_of
 from aiosync._endpoint import AsyncResource, Endpoint
@@ -363,14 +363,6 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
     async def shutdown(self) -> None:
         """Alias of :meth:`aclose`."""
         await self.aclose()
-
-    async def __aenter__(self) -> Self:
-        try:
-            await self.connect()
-        except BaseException:
-            await self.aclose()  # __aexit__ does not run if __aenter__ raises
-            raise
-        return self
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self._spec.seconds(timeout))

@@ -12,7 +12,7 @@ from aiosync._options import check_choice, check_count
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.events import logger
 from aiosync.schemes.attach import all_joined, enlist
-from aiosync.schemes.process_groups import ProcessGroupScheme
+from aiosync.schemes.distributed import ProcessGroupScheme
 from aiosync.schemes.recipe import UNKNOWN_SENDER
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.object_store import ObjectStoreTransfer
@@ -78,8 +78,8 @@ class RayWeightSyncScheme(ProcessGroupScheme):
         reconnect_for: float = 60.0,
         **options: Any,
     ) -> None:
-        super().__init__(backend, collective, share_memory, reconnect_for, sync=sync, **options)
         _check_planes(tensor_transport, data_plane, backend)
+        super().__init__(backend, collective, share_memory, reconnect_for, sync=sync, **options)
         self._tensor_transport: TensorTransport = tensor_transport
         self._data_plane: DataPlane = data_plane
 

@@ -10,7 +10,7 @@ from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.attach import all_joined, enlist
 from aiosync.schemes.contexts import adapter_for
-from aiosync.schemes.process_groups import ProcessGroupScheme
+from aiosync.schemes.distributed import ProcessGroupScheme
 from aiosync.transfer.process_group import Collective
 from aiosync.transports.base import Listener
 from aiosync.transports.torch_rpc.calls import rank_here

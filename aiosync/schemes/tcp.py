@@ -9,7 +9,6 @@ from functools import lru_cache
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from aiosync._deadline import Deadline
 from aiosync._options import OnSenderClose, SchemeOptions, check_bool, check_count, check_reconnecting
 from aiosync.errors import InsecureTransportError, InvalidArgumentError
 from aiosync.events import EventSource
@@ -171,11 +170,6 @@ def relay_parts(scheme: TCPWeightSyncScheme, model_id: str | None) -> RelayParts
     listener = scheme._listener = scheme._make_listener((), None)
     transfer = scheme._make_transfer()
     return RelayParts(scheme._spec, listener, scheme._token, scheme._events, transfer, scheme._reconnect_for)
-
-
-def upstream_deadline(scheme: TCPWeightSyncScheme, timeout: float | None) -> Deadline:
-    """Return the deadline of a relay's call. Raises InvalidArgumentError for an invalid timeout."""
-    return scheme._deadline(timeout)
 
 
 def upstream_receiver(scheme: TCPWeightSyncScheme, applier: Applier, model_id: str | None) -> WeightReceiver:

@@ -15,7 +15,7 @@ from aiosync._options import OnFailure, OnSenderClose, StrategyName
 from aiosync.events import EventHook, SchemeStats
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.reports import SendReport, WorkerState
-from aiosync.schemes import process_groups
+from aiosync.schemes import distributed
 from aiosync.schemes.ray import DataPlane, TensorTransport
 from aiosync.sender.endpoint import WeightSender
 from aiosync.sync._portal import portal
@@ -565,11 +565,11 @@ class TCPWeightSyncScheme(WeightSyncScheme):
 
 
 class ProcessGroupScheme(WeightSyncScheme):
-    """The blocking twin of :class:`aiosync.schemes.process_groups.ProcessGroupScheme`: same arguments, same
+    """The blocking twin of :class:`aiosync.schemes.distributed.ProcessGroupScheme`: same arguments, same
     methods.
     """
 
-    _async: process_groups.ProcessGroupScheme
+    _async: distributed.ProcessGroupScheme
 
     def reconnect(self, *, timeout: float | None = None) -> None:
         """On the sender, after a worker was lost: wait for all workers to connect, then resume broadcasts.

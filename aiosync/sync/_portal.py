@@ -108,7 +108,7 @@ class Portal:
         self._over = False
         self._thread = threading.Thread(target=self._run, name="aiosync-portal", daemon=True)
         self._thread.start()
-        Finalize(None, self._at_exit, exitpriority=_EXIT_PRIORITY)
+        Finalize(None, self.close, (_EXIT_PATIENCE,), exitpriority=_EXIT_PRIORITY)
 
     # -- calls, from other threads ----------------------------------------------------------------
 
@@ -193,9 +193,6 @@ class Portal:
             self._closing = True
         self._loop.call_soon_threadsafe(lambda: self.start_task(self._wind_up(patience), "aiosync-end"))
         self._thread.join(3 * patience)
-
-    def _at_exit(self) -> None:
-        self.close(_EXIT_PATIENCE)
 
     async def _wind_up(self, patience: float) -> None:
         closing = [asyncio.ensure_future(close()) for close in self._endpoints.values()]
