@@ -96,34 +96,25 @@ def joined(make: Callable[[], Any], scheme: WeightSyncScheme, worker: int) -> An
 
 
 class LoopTicker:
-    """Schedules a call on the running loop every ``interval`` seconds, and records its delay.
-
-    Attributes:
-        late: the delay of each call in seconds.
-    """
+    """Wakes up on the running loop every ``interval`` seconds; ``late`` has each delay in seconds."""
 
     def __init__(self, interval: float = 0.005) -> None:
         self.interval = interval
         self.late: list[float] = []
-        self._due = 0.0
-        self._handle: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> LoopTicker:
-        self._arm()
+        self._task = asyncio.create_task(self._tick())
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
+        self._task.cancel()
 
-    def _arm(self) -> None:
+    async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
-        self._due = loop.time() + self.interval
-        self._handle = loop.call_at(self._due, self._tick)
-
-    def _tick(self) -> None:
-        self.late.append(max(0.0, asyncio.get_running_loop().time() - self._due))
-        self._arm()
+        while True:
+            due = loop.time() + self.interval
+            await asyncio.sleep(self.interval)
+            self.late.append(max(0.0, loop.time() - due))
 
 
 # ---- the report ----------------------------------------------------------------------------------

@@ -92,14 +92,11 @@ def _prometheus_metrics(registry: CollectorRegistry) -> tuple[Counter, Counter, 
 
 
 def to_opentelemetry(scheme: WeightSyncScheme, meter: Meter | None = None) -> Callable[[], None]:
-    """Record a scheme's events with an OpenTelemetry meter.
+    """Record a scheme's events with an OpenTelemetry meter, as :func:`to_prometheus` does.
 
     Args:
         scheme: a sender or a receiver.
         meter: None: the meter ``aiosync`` of the global provider.
-
-    Returns:
-        A function that ends the recording.
 
     Raises:
         ModuleNotFoundError: ``opentelemetry`` is not installed.

@@ -157,15 +157,6 @@ def method(name: str, raw: object) -> str:
     return decorator + head + docstring(function, " " * 8) + f"        {line}\n"
 
 
-def constructor(cls: type[Any]) -> str:
-    """``__init__`` with the asyncio class's signature."""
-    node = definition(cls.__init__)
-    # A subclass may inherit the base class's constructor, so that one creates the subclass's asyncio object.
-    made = "self._make_async" if cls is aiosync.WeightSyncScheme else f"aiosync.{cls.__name__}"
-    head = f"    def __init__({ast.unparse(node.args)}) -> None:\n"
-    return head + f"        self._async = {made}({handed_on(node.args)})\n"
-
-
 def accessor(name: str, prop: property) -> str:
     """One property of a twin, with its setter if there is one."""
     assert isinstance(prop.fget, FunctionType)
@@ -178,11 +169,7 @@ def accessor(name: str, prop: property) -> str:
         value = setter.args.args[1].arg
         text += f"\n    @{name}.setter\n    def {name}({ast.unparse(setter.args)}) -> None:\n"
         rebinds = name in REBINDING
-        text += (
-            f"        self._rebind({name}={value})\n"
-            if rebinds
-            else f"        self._async.{name} = {value}\n"
-        )
+        text += f"        self.{f'_rebind({name}={value})' if rebinds else f'_async.{name} = {value}'}\n"
     return text
 
 
@@ -218,11 +205,20 @@ def repeats(member: object, name: str, base: type[Any]) -> bool:
     return type(own) is type(others) and ast.dump(own.args) == ast.dump(others.args)
 
 
+def module_of(cls: type[Any]) -> str:
+    """The module that users import the class from."""
+    packages = (aiosync, collectors, updaters)
+    return next((each.__name__ for each in packages if cls.__name__ in each.__all__), cls.__module__)
+
+
+def name_here(cls: type[Any]) -> str:
+    """The asyncio class's name in the generated file, such as ``updaters.RayWeightUpdater``."""
+    return f"{module_of(cls).rpartition('.')[2]}.{cls.__name__}"
+
+
 def class_head(cls: type[Any], *bases: str) -> str:
     """The class statement, and a short docstring: the asyncio class has the long one."""
-    packages = (aiosync, collectors, updaters)
-    module = next((p.__name__ for p in packages if cls.__name__ in p.__all__), cls.__module__)
-    doc = f"The blocking twin of :class:`{module}.{cls.__name__}`: same arguments, same methods."
+    doc = f"The blocking twin of :class:`{module_of(cls)}.{cls.__name__}`: same arguments, same methods."
     doc = textwrap.fill(doc, 102)
     summary = re.match(r"[^.]+\.(?=\s|$)", (inspect.getdoc(cls) or "").partition("\n")[0])
     if summary:
@@ -232,37 +228,31 @@ def class_head(cls: type[Any], *bases: str) -> str:
     return f'class {cls.__name__}({", ".join(bases)}):\n    """{doc}{end}"""\n'
 
 
-def twin(cls: type[Any]) -> str:
-    """One scheme. It defines what its asyncio class defines, and inherits the rest."""
-    public = cls.__name__ in aiosync.__all__
-    own = f"{'aiosync' if public else 'distributed'}.{cls.__name__}"
-    base = base_of(cls, TWINS)
-    text = class_head(cls, base.__name__ if base else "BlockingTwin") + "\n"
-    if base and public:
-        text += f"    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = {own}\n"
-    text += f"    _async: {own}\n"
-    parts = [constructor(cls)] if base is None or (public and "__init__" in vars(cls)) else []
-    return text + "\n" + "\n".join(parts + methods(members(cls, base)))
+def twin(cls: type[Any], twins: list[type[Any]], root: str) -> str:
+    """One scheme or collector. It defines what its asyncio class defines, and inherits the rest."""
+    own, base, concrete = name_here(cls), base_of(cls, twins), not inspect.isabstract(cls)
+    parts = []
+    if base is None or (concrete and "__init__" in vars(cls)):
+        node = definition(cls.__init__)
+        made = f"self._async = self._async_class({handed_on(node.args)})"
+        parts.append(f"    def __init__({ast.unparse(node.args)}) -> None:\n        {made}\n")
+    for name, member in members(cls, base).items():
+        if isinstance(member, property):
+            parts.append(accessor(name, member))
+        elif isinstance(member, FunctionType) and member.__name__ != name:
+            parts.append(f"    {name} = {member.__name__}\n")
+        else:
+            parts.append(method(name, member))
+    text = class_head(cls, base.__name__ if base else root) + "\n"
+    text += f"    _async_class: ClassVar[type[{own}]] = {own}\n" if concrete else ""
+    text += f"    _async: {own}\n" if parts else ""
+    return "\n".join([text, *parts])
 
 
-def methods(found: dict[str, object]) -> list[str]:
-    """The source of these members. An alias is an assignment."""
-    return [
-        accessor(name, member)
-        if isinstance(member, property)
-        else f"    {name} = {member.__name__}\n"
-        if isinstance(member, FunctionType) and member.__name__ != name
-        else method(name, member)
-        for name, member in found.items()
-    ]
-
-
-def updater_twin(cls: type[Any]) -> str:
+def updater_twin(cls: type[Any], twins: list[type[Any]], root: str) -> str:
     """One updater. It defines the methods that block, and inherits the others."""
-    base = base_of(cls, UPDATER_TWINS)
-    module = "updaters" if cls.__name__ in updaters.__all__ else "remote"
-    own = f"{module}.{cls.__name__}"
-    text = class_head(cls, base.__name__ if base else "InlineHooks", own)
+    own, base = name_here(cls), base_of(cls, twins)
+    text = class_head(cls, base.__name__ if base else root, own)
     for key, member in vars(cls).items():
         if not inspect.iscoroutinefunction(member) or (key.startswith("_") and key != "__call__"):
             continue
@@ -273,21 +263,6 @@ def updater_twin(cls: type[Any]) -> str:
         text += f"\n    def {blocking}({ignored}{ast.unparse(node.args)}) -> None:\n"
         text += docstring(member, " " * 8) + f"        run_inline({own}.{key}(self{passed}))\n"
     return text
-
-
-def collector_twin(cls: type[Any]) -> str:
-    """One collector."""
-    name = cls.__name__
-    base = base_of(cls, COLLECTOR_TWINS)
-    own = f"collectors.{name}"
-    text = class_head(cls, base.__name__ if base else "BlockingCollector")
-    text += f"\n    _async_class: ClassVar[type[collectors.MultiCollector]] = {own}\n"
-    if "__init__" in vars(cls):
-        node = definition(cls.__init__)
-        text += f"\n    def __init__({ast.unparse(node.args)}) -> None:\n"
-        text += f"        self._async = self._async_class({handed_on(node.args)})\n"
-    found = {} if base else members(cls, base)
-    return "\n".join([text, *methods(found)])
 
 
 # -- whole files ---------------------------------------------------------------------------------------
@@ -339,9 +314,11 @@ def import_block(text: str, twins: list[type[Any]]) -> str:
     return "\n".join(sorted(statements))
 
 
-def whole_file(kind: str, twins: list[type[Any]], write_twin: Callable[[type[Any]], str]) -> str:
-    """The file of one kind of classes, formatted."""
-    classes = "\n\n".join(map(write_twin, twins))
+def whole_file(
+    kind: str, twins: list[type[Any]], write_twin: Callable[[type[Any], list[type[Any]], str], str], root: str
+) -> str:
+    """The file of one kind of classes, formatted. ``root``: the base class of the first twins."""
+    classes = "\n\n".join(write_twin(cls, twins, root) for cls in twins)
     head = f'"""The blocking twins of the {kind}. Generated by tools/gen_sync.py: do not edit."""'
     imports = f"from __future__ import annotations\n{import_block(classes, twins)}"
     return formatted("\n\n".join((head, imports, classes)))
@@ -359,9 +336,9 @@ def formatted(text: str) -> str:
 def generated() -> dict[str, str]:
     """The generated files: name -> text."""
     return {
-        "_generated_schemes.py": whole_file("schemes", TWINS, twin),
-        "_generated_updaters.py": whole_file("updaters", UPDATER_TWINS, updater_twin),
-        "_generated_collectors.py": whole_file("collectors", COLLECTOR_TWINS, collector_twin),
+        "_generated_schemes.py": whole_file("schemes", TWINS, twin, "BlockingTwin"),
+        "_generated_updaters.py": whole_file("updaters", UPDATER_TWINS, updater_twin, "InlineHooks"),
+        "_generated_collectors.py": whole_file("collectors", COLLECTOR_TWINS, twin, "BlockingCollector"),
     }
 
 

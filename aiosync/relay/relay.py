@@ -14,7 +14,7 @@ from aiosync.events import logger
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.relay.forwarder import RelayForwarder
 from aiosync.reports import WorkerState
-from aiosync.schemes.tcp import TCPWeightSyncScheme, relay_parts, upstream_receiver
+from aiosync.schemes.tcp import RelayParts, TCPWeightSyncScheme, relay_parts, upstream_receiver
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 
@@ -41,18 +41,13 @@ class WeightRelay(AsyncResource):
     """
 
     def __init__(
-        self,
-        upstream: TCPWeightSyncScheme,
-        downstream: TCPWeightSyncScheme,
-        *,
-        model_id: str | None = None,
+        self, upstream: TCPWeightSyncScheme, downstream: TCPWeightSyncScheme, *, model_id: str | None = None
     ) -> None:
         self._upstream = upstream
         self._downstream = downstream
         self._model_id = model_id
-        self._parts = relay_parts(downstream, model_id)
-        # Whether the listener in _parts was closed.
-        self._closed = False
+        # None: its listener was closed.
+        self._parts: RelayParts | None = relay_parts(downstream, model_id)
         self._applier: RelayForwarder | None = None
         self._receiver: WeightReceiver | None = None
         self._host = BackgroundTasks("aiosync-relay")
@@ -85,8 +80,8 @@ class WeightRelay(AsyncResource):
         Raises:
             WorkerLostError, HandshakeError, SyncTimeoutError: as a worker's ``connect``.
         """
-        if self._closed:  # an attempt before this one failed
-            self._parts, self._closed = relay_parts(self._downstream, self._model_id), False
+        if self._parts is None:  # an attempt before this one failed
+            self._parts = relay_parts(self._downstream, self._model_id)
         applier = self._applier = RelayForwarder(self._parts, self._model_id)
         self._receiver = upstream_receiver(self._upstream, applier, self._model_id)
         try:
@@ -116,7 +111,7 @@ class WeightRelay(AsyncResource):
         await uninterrupted(lambda _: self._close())
 
     async def _close(self) -> None:
-        receiver, self._receiver, self._closed = self._receiver, None, True
+        receiver, self._receiver, self._parts = self._receiver, None, None
         await self._host.aclose()
         if receiver is not None:
             await receiver.aclose()

@@ -56,11 +56,7 @@ def enlist(target: Any, scheme: EnlistingScheme, model_id: str | None, worker_id
 
 
 def take_seat(
-    target: Any,
-    scheme: EnlistingScheme,
-    model_id: str | None,
-    worker_idx: int,
-    again: Callable[[], object],
+    target: Any, scheme: EnlistingScheme, model_id: str | None, worker_idx: int, again: Callable[[], object]
 ) -> _Key | None:
     """Initialise the receiver and return its key, or None if this worker's receiver is running.
 

@@ -66,15 +66,12 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
 
     @classmethod
     def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
-        """Create the scheme with this backend name.
+        """Create the scheme with this backend name; raise InvalidArgumentError if there is none.
 
         Args:
             backend: ``none`` or ``direct``, ``shared`` or ``thread``, ``process`` or
                 ``multiprocessing``, ``tcp``, ``distributed``, ``rpc``, ``ray``, ``ray_module``, ``memory``.
             kwargs: the constructor's arguments.
-
-        Raises:
-            InvalidArgumentError: there is no such backend.
         """
         found = cls._registry.get(backend)
         if found is None:

@@ -30,12 +30,11 @@ TensorTransport: TypeAlias = Literal["object_store", "nixl"]
 class RayWeightSyncScheme(ProcessGroupScheme):
     """Sends weights to Ray actors, anywhere in the cluster.
 
-    Each version is copied into a slot. Actors on the driver's node view the slot. For all other actors the
-    version is put into Ray's object store once, and each actor views the object on its node. An actor's
-    parameters view this memory until the next version, so they are read only by contract. The driver releases
-    an object when the last actor has read it; Ray keeps it as long as a process views it. (Weights of at most
-    256 KiB are sent in the update message.) A small helper actor, one per driver, has the object references,
-    so an actor can apply updates while one of its methods runs, even one that never returns.
+    Actors on the driver's node view the driver's slots. For all other actors a version is put into Ray's
+    object store once, and each actor views the object on its node. An actor's parameters view this memory
+    until the next version, so they are read only by contract. (Weights of at most 256 KiB are sent in the
+    update message.) A small helper actor, one per driver, has the object references, so an actor can apply
+    updates while one of its methods runs, even one that never returns.
 
     The caller calls ``ray.init()``. The sender's ``connect`` turns any actor into a worker. The actor needs
     the model, as ``actor.policy`` or ``actor.get_model("policy")``; no update is applied during the model's

@@ -335,9 +335,8 @@ class SchemeRecipe(SchemeState, ABC):
 
         Args:
             weights: as for :meth:`send`.
-            model_id: the model to use if no weights are given; None: the scheme's.
-            strategy: how to extract the weights; None: the scheme's.
-            context: the object to look models up on; None: the scheme's.
+            model_id: the model to use if no weights are given.
+            strategy, context: in place of the scheme's.
 
         Raises:
             InvalidArgumentError: there is nothing to send.

@@ -22,6 +22,7 @@ class MultiCollector(BlockingCollector):
     """
 
     _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.MultiCollector
+    _async: collectors.MultiCollector
 
     def __init__(
         self,
@@ -243,7 +244,7 @@ class MultiSyncCollector(MultiCollector):
     A :class:`MultiCollector` with ``sync=True``.
     """
 
-    _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.MultiSyncCollector
+    _async_class: ClassVar[type[collectors.MultiSyncCollector]] = collectors.MultiSyncCollector
 
 
 class MultiAsyncCollector(MultiCollector):
@@ -252,7 +253,7 @@ class MultiAsyncCollector(MultiCollector):
     A :class:`MultiCollector` with ``sync=False``.
     """
 
-    _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.MultiAsyncCollector
+    _async_class: ClassVar[type[collectors.MultiAsyncCollector]] = collectors.MultiAsyncCollector
 
 
 class Collector(MultiCollector):
@@ -261,7 +262,8 @@ class Collector(MultiCollector):
     Rolls out a policy in this process, on the event loop that iterates the collector.
     """
 
-    _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.Collector
+    _async_class: ClassVar[type[collectors.Collector]] = collectors.Collector
+    _async: collectors.Collector
 
     def __init__(
         self,

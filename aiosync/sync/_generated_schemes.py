@@ -52,7 +52,7 @@ class WeightSyncScheme(BlockingTwin):
         first_version: int = 0,
         min_workers: int | None = None,
     ) -> None:
-        self._async = self._make_async(
+        self._async = self._async_class(
             strategy,
             sync,
             timeout=timeout,
@@ -337,9 +337,8 @@ class WeightSyncScheme(BlockingTwin):
 
         Args:
             weights: as for :meth:`send`.
-            model_id: the model to use if no weights are given; None: the scheme's.
-            strategy: how to extract the weights; None: the scheme's.
-            context: the object to look models up on; None: the scheme's.
+            model_id: the model to use if no weights are given.
+            strategy, context: in place of the scheme's.
 
         Raises:
             InvalidArgumentError: there is nothing to send.
@@ -349,15 +348,12 @@ class WeightSyncScheme(BlockingTwin):
 
     @classmethod
     def from_backend(cls, backend: str, **kwargs: Any) -> Any:
-        """Create the scheme with this backend name.
+        """Create the scheme with this backend name; raise InvalidArgumentError if there is none.
 
         Args:
             backend: ``none`` or ``direct``, ``shared`` or ``thread``, ``process`` or
                 ``multiprocessing``, ``tcp``, ``distributed``, ``rpc``, ``ray``, ``ray_module``, ``memory``.
             kwargs: the constructor's arguments.
-
-        Raises:
-            InvalidArgumentError: there is no such backend.
         """
         return cls._blocking_from_backend(backend, **kwargs)
 
@@ -487,8 +483,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     One copy into shared memory per update and device, which all workers view.
     """
 
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.SharedMemWeightSyncScheme
-    _async: aiosync.SharedMemWeightSyncScheme
+    _async_class: ClassVar[type[aiosync.SharedMemWeightSyncScheme]] = aiosync.SharedMemWeightSyncScheme
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
@@ -497,7 +492,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     Copies the weights once per update into a buffer, which each worker maps copy-on-write.
     """
 
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.MultiProcessWeightSyncScheme
+    _async_class: ClassVar[type[aiosync.MultiProcessWeightSyncScheme]] = aiosync.MultiProcessWeightSyncScheme
     _async: aiosync.MultiProcessWeightSyncScheme
 
     def __init__(
@@ -507,9 +502,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         on_other_message: Callable[[int, Any], None] | None = None,
         **options: Any,
     ) -> None:
-        self._async = aiosync.MultiProcessWeightSyncScheme(
-            *args, pipes=pipes, on_other_message=on_other_message, **options
-        )
+        self._async = self._async_class(*args, pipes=pipes, on_other_message=on_other_message, **options)
 
     def init_on_sender(
         self, *, pipes: Sequence[Connection[Any, Any]] | None = None, **arguments: Any
@@ -530,7 +523,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     Sends weights to workers on this or other machines, which connect to the sender's address.
     """
 
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.TCPWeightSyncScheme
+    _async_class: ClassVar[type[aiosync.TCPWeightSyncScheme]] = aiosync.TCPWeightSyncScheme
     _async: aiosync.TCPWeightSyncScheme
 
     def __init__(
@@ -546,7 +539,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         max_connections: int = 1024,
         **options: Any,
     ) -> None:
-        self._async = aiosync.TCPWeightSyncScheme(
+        self._async = self._async_class(
             address,
             token=token,
             tls=tls,
@@ -591,7 +584,7 @@ class ProcessGroupScheme(WeightSyncScheme):
 class DistributedWeightSyncScheme(ProcessGroupScheme):
     """The blocking twin of :class:`aiosync.DistributedWeightSyncScheme`: same arguments, same methods."""
 
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.DistributedWeightSyncScheme
+    _async_class: ClassVar[type[aiosync.DistributedWeightSyncScheme]] = aiosync.DistributedWeightSyncScheme
     _async: aiosync.DistributedWeightSyncScheme
 
     def __init__(
@@ -607,7 +600,7 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
         on_sender_close: OnSenderClose = "stop",
         **options: Any,
     ) -> None:
-        self._async = aiosync.DistributedWeightSyncScheme(
+        self._async = self._async_class(
             backend,
             sync,
             collective=collective,
@@ -623,7 +616,7 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
 class RPCWeightSyncScheme(ProcessGroupScheme):
     """The blocking twin of :class:`aiosync.RPCWeightSyncScheme`: same arguments, same methods."""
 
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RPCWeightSyncScheme
+    _async_class: ClassVar[type[aiosync.RPCWeightSyncScheme]] = aiosync.RPCWeightSyncScheme
     _async: aiosync.RPCWeightSyncScheme
 
     def __init__(
@@ -637,7 +630,7 @@ class RPCWeightSyncScheme(ProcessGroupScheme):
         reconnect_for: float = 60.0,
         **options: Any,
     ) -> None:
-        self._async = aiosync.RPCWeightSyncScheme(
+        self._async = self._async_class(
             backend,
             sync,
             sender=sender,
@@ -663,7 +656,7 @@ class RayWeightSyncScheme(ProcessGroupScheme):
     Sends weights to Ray actors, anywhere in the cluster.
     """
 
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RayWeightSyncScheme
+    _async_class: ClassVar[type[aiosync.RayWeightSyncScheme]] = aiosync.RayWeightSyncScheme
     _async: aiosync.RayWeightSyncScheme
 
     def __init__(
@@ -678,7 +671,7 @@ class RayWeightSyncScheme(ProcessGroupScheme):
         reconnect_for: float = 60.0,
         **options: Any,
     ) -> None:
-        self._async = aiosync.RayWeightSyncScheme(
+        self._async = self._async_class(
             tensor_transport,
             sync,
             data_plane=data_plane,
@@ -732,7 +725,7 @@ class RayWeightSyncScheme(ProcessGroupScheme):
 class RayModuleTransformScheme(RayWeightSyncScheme):
     """The blocking twin of :class:`aiosync.RayModuleTransformScheme`: same arguments, same methods."""
 
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RayModuleTransformScheme
+    _async_class: ClassVar[type[aiosync.RayModuleTransformScheme]] = aiosync.RayModuleTransformScheme
     _async: aiosync.RayModuleTransformScheme
 
     def __init__(
@@ -742,7 +735,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         sync: bool = True,
         **options: Any,
     ) -> None:
-        self._async = aiosync.RayModuleTransformScheme(update_method, tensor_transport, sync, **options)
+        self._async = self._async_class(update_method, tensor_transport, sync, **options)
 
     def _set_transform(self, ray_transform: Any) -> None:
         """Set the transform to update. Called by torchrl's ``RayModuleTransform``."""
@@ -780,7 +773,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     Sends nothing: every call succeeds at once.
     """
 
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.NoWeightSyncScheme
+    _async_class: ClassVar[type[aiosync.NoWeightSyncScheme]] = aiosync.NoWeightSyncScheme
     _async: aiosync.NoWeightSyncScheme
 
     def init_on_sender(self, *, model_id: str | None = None, **arguments: Any) -> None:
@@ -794,8 +787,8 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
     Sender and workers in one process, each with its own copy of the scheme object.
     """
 
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.MemoryWeightSyncScheme
+    _async_class: ClassVar[type[aiosync.MemoryWeightSyncScheme]] = aiosync.MemoryWeightSyncScheme
     _async: aiosync.MemoryWeightSyncScheme
 
     def __init__(self, *, faults: Sequence[Fault] = (), **options: Any) -> None:
-        self._async = aiosync.MemoryWeightSyncScheme(faults=faults, **options)
+        self._async = self._async_class(faults=faults, **options)

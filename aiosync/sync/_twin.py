@@ -45,9 +45,6 @@ class BlockingTwin:
             import_module("aiosync.compat.torchrl")
         return type(self)
 
-    def _make_async(self, *args: Any, **options: Any) -> Any:
-        return self._async_class(*args, **options)
-
     # -- pickling ------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
