@@ -23,21 +23,23 @@ _EXTRA_OF = {
 }
 
 
-def _say_what_is_missing(missing: ModuleNotFoundError, command: str) -> SystemExit:
-    extra = _EXTRA_OF.get((missing.name or "").partition(".")[0])
-    if extra is None:
-        raise missing
-    return SystemExit(
-        f"{command} needs {missing.name}, which is not installed: python -m pip install 'aiosync[{extra}]'"
-    )
+@contextlib.contextmanager
+def _naming_extras(command: str) -> Iterator[None]:
+    """Turn a missing optional package into one line that says what to install."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        extra = _EXTRA_OF.get((missing.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        raise SystemExit(
+            f"{command} needs {missing.name}, which is not installed: "
+            f"python -m pip install 'aiosync[{extra}]'"
+        ) from None
 
 
-try:
+with _naming_extras("aiosync"):
     import typer
-except ModuleNotFoundError as missing:
-    raise _say_what_is_missing(missing, "aiosync") from None
-
-__all__ = ["app", "main"]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -61,15 +63,6 @@ def _load(search: Path, module: str) -> Any:
     """Import a bundled module. Spawned workers import it too, by name: so its folder goes on ``sys.path``."""
     sys.path.insert(0, str(search))
     return importlib.import_module(module)
-
-
-@contextlib.contextmanager
-def _naming_extras(command: str) -> Iterator[None]:
-    """Turn a missing optional package into one line that says what to install."""
-    try:
-        yield
-    except ModuleNotFoundError as missing:
-        raise _say_what_is_missing(missing, command) from None
 
 
 @app.command(add_help_option=False, context_settings=_FORWARD)

@@ -85,16 +85,16 @@ RETURNS = {
 OWN_NAMES = {
     "AbstractContextManager": "from contextlib import AbstractContextManager",
     "Any": "from typing import Any",
-    "BlockingCollector": "from aiosync.sync._collecting import BlockingCollector",
+    "BlockingCollector": "from aiosync.sync._bases import BlockingCollector",
     "BlockingTwin": "from aiosync.sync._twin import BlockingTwin",
     "ClassVar": "from typing import ClassVar",
-    "InlineHooks": "from aiosync.sync._inline import InlineHooks",
+    "InlineHooks": "from aiosync.sync._bases import InlineHooks",
     "aiosync": "import aiosync",
     "distributed": "from aiosync.schemes import distributed",
     "collectors": "from aiosync import collectors",
     "portal": "from aiosync.sync._portal import portal",
     "remote": "from aiosync.updaters import remote",
-    "run_inline": "from aiosync.sync._inline import run_inline",
+    "run_inline": "from aiosync.sync._bases import run_inline",
     "updaters": "from aiosync import updaters",
 }
 """The names that the generator itself writes -> the statement that imports each."""
@@ -125,9 +125,9 @@ def definition(function: FunctionType) -> ast.FunctionDef | ast.AsyncFunctionDef
     return node
 
 
-def handed_on(arguments: ast.arguments, skip: int = 1) -> str:
+def handed_on(arguments: ast.arguments) -> str:
     """The call's arguments: each parameter under its own name."""
-    passed = [a.arg for a in (arguments.posonlyargs + arguments.args)[skip:]]
+    passed = [a.arg for a in (arguments.posonlyargs + arguments.args)[1:]]
     if arguments.vararg:
         passed.append(f"*{arguments.vararg.arg}")
     passed += [f"{a.arg}={a.arg}" for a in arguments.kwonlyargs]
@@ -344,11 +344,10 @@ def generated() -> dict[str, str]:
 
 def main(arguments: list[str], folder: Path = FOLDER) -> int:
     """Write the files, or compare them with what would be written."""
-    check = "--check" in arguments
-    return max(write(folder / name, text, check=check) for name, text in generated().items())
+    return max(write(folder / name, text, "--check" in arguments) for name, text in generated().items())
 
 
-def write(path: Path, text: str, *, check: bool) -> int:
+def write(path: Path, text: str, check: bool) -> int:
     """Write a file, or compare it; 1 if it differs."""
     if not check:
         path.write_text(text)

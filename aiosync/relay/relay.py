@@ -1,9 +1,4 @@
-"""A node between a trainer and its workers, which passes on each block as it arrives.
-
-Upstream the relay is a worker, downstream a sender. It receives an update into a slot of the downstream side
-and notifies its workers at the first block. They fetch from that slot, block by block, while the rest is
-still arriving. The relay acknowledges the update when all of its workers have.
-"""
+"""A node between a trainer and its workers, which passes on each block as it arrives."""
 
 from __future__ import annotations
 
@@ -65,9 +60,7 @@ class WeightRelay(AsyncResource):
     @property
     def workers(self) -> dict[int, WorkerState]:
         """The relay's workers: index -> state."""
-        if self._applier is None:
-            return {}
-        return self._applier.registry.states(self.version)
+        return self._applier.registry.states(self.version) if self._applier is not None else {}
 
     @property
     def ended(self) -> str | None:

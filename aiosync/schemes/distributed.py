@@ -24,6 +24,8 @@ class ProcessGroupScheme(WeightSyncScheme):
     """A scheme with process groups; see :class:`~aiosync.DistributedWeightSyncScheme` for the arguments."""
 
     _fields: ClassVar[tuple[str, ...]] = ("backend", "collective", "share_memory", "reconnect_for")
+    # Weights up to this size in bytes are sent in the update message.
+    _inline: ClassVar[int] = INLINE_LIMIT
 
     def __init__(
         self, backend: str, collective: Collective, share_memory: bool, reconnect_for: float, **options: Any
@@ -63,7 +65,7 @@ class ProcessGroupScheme(WeightSyncScheme):
 
     def _make_transfer(self) -> Transfer:
         return ProcessGroupTransfer(
-            self._backend, self._collective, self.timeout, self._listener, INLINE_LIMIT
+            self._backend, self._collective, self.timeout, self._listener, self._inline
         )
 
 

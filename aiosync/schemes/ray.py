@@ -21,7 +21,6 @@ from aiosync.transfer.stream import StreamTransfer
 from aiosync.transports.base import Listener
 from aiosync.transports.ray.calls import ActorCall, handle_of, in_actor
 from aiosync.transports.ray.rendezvous import RayListener, RayWorkerTransport, SenderInfo
-from aiosync.weights.copying import INLINE_LIMIT
 
 DataPlane: TypeAlias = Literal["object_store", "tcp", "distributed"]
 TensorTransport: TypeAlias = Literal["object_store", "nixl"]
@@ -219,7 +218,7 @@ class RayWeightSyncScheme(ProcessGroupScheme):
         if self._data_plane == "distributed":
             return super()._make_transfer()
         office = None if self._known is None else self._known.ref_keeper
-        return ObjectStoreTransfer(office, self._tensor_transport, self._listener, INLINE_LIMIT)
+        return ObjectStoreTransfer(office, self._tensor_transport, self._listener, self._inline)
 
     def _release(self) -> None:
         self._actors = {}

@@ -41,10 +41,7 @@ class RayModuleTransformSender(WeightSender):
 
 
 class RayModuleTransformReceiver(WeightReceiver):
-    """The receiving endpoint of :class:`RayModuleTransformScheme`, in the actor's process.
-
-    A commit is one call of the actor's method.
-    """
+    """The receiving endpoint of :class:`RayModuleTransformScheme`: a commit calls the actor's method."""
 
     @staticmethod
     def method_of(actor: Any, update_method: UpdateMethod) -> Any:

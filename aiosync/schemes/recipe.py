@@ -1,5 +1,4 @@
-"""From a pickled scheme to an endpoint: what each scheme defines, what is pickled, ``init_on_*`` and
-``create_*``."""
+"""From a pickled scheme to an endpoint: a scheme's hooks, its pickling, ``init_on_*`` and ``create_*``."""
 
 from __future__ import annotations
 

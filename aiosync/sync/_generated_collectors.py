@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from aiosync import collectors
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.worker import POLICY
-from aiosync.sync._collecting import BlockingCollector
+from aiosync.sync._bases import BlockingCollector
 from aiosync.sync._portal import portal
 
 

@@ -191,9 +191,7 @@ class WeightSyncScheme(BlockingTwin):
 
     @property
     def version(self) -> int:
-        """The version last published (sender) or current (receiver), also after :meth:`close`; -1 before
-        ``connect``.
-        """
+        """The version last published (sender) or current (receiver), also if closed; -1 before the first."""
         return self._async.version
 
     @property
@@ -203,9 +201,7 @@ class WeightSyncScheme(BlockingTwin):
 
     @property
     def ended(self) -> str | None:
-        """On a receiver: why no more updates will come, also after :meth:`close`; None while there is a
-        sender.
-        """
+        """On a receiver: why no more updates will come, also if closed; None while there is a sender."""
         return self._async.ended
 
     @property

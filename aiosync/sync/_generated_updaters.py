@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from aiosync import updaters
-from aiosync.sync._inline import InlineHooks, run_inline
+from aiosync.sync._bases import InlineHooks, run_inline
 from aiosync.updaters import remote
 from aiosync.updaters.base import WorkerIds
 

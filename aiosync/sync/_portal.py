@@ -112,15 +112,6 @@ class Portal:
 
     # -- calls, from other threads ----------------------------------------------------------------
 
-    def check_thread(self) -> None:
-        """Raise BlockingCallError in the loop's own thread, which would wait for itself."""
-        if threading.get_ident() == self._thread.ident:
-            raise BlockingCallError(
-                "a blocking call was made on the event loop that has to serve it (in an event hook, or "
-                "in a coroutine of that loop), where it would wait for itself for ever: make it from "
-                "another thread, or await the asyncio scheme of the same name instead"
-            )
-
     def call(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function(*args, **kwargs)`` on the loop, in the caller's context, and wait for its result.
 
@@ -134,7 +125,12 @@ class Portal:
             NotConnectedError: the process is ending.
             Exception: what the coroutine raises.
         """
-        self.check_thread()
+        if threading.get_ident() == self._thread.ident:
+            raise BlockingCallError(
+                "a blocking call was made on the event loop that has to serve it (in an event hook, or "
+                "in a coroutine of that loop), where it would wait for itself for ever: make it from "
+                "another thread, or await the asyncio scheme of the same name instead"
+            )
         call = _Call(self._loop, lambda: function(*args, **kwargs))
         try:
             if self._post(call.begin):

@@ -135,8 +135,7 @@ class BlockingTwin:
         return portal().call(self._async.wait_ack, worker_ids, timeout)
 
     def close(self) -> None:
-        """Close this process's endpoint; idempotent. Other endpoints stay open: when a worker closes,
-        its siblings stay connected. The model keeps its version."""
+        """Close this process's endpoint; idempotent. Others stay open. The model keeps its version."""
         portal().call(self._close)
 
     def shutdown(self) -> None:
