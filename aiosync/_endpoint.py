@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 
 class AsyncResource(ABC):
-    """An object that lives from :meth:`connect` to :meth:`aclose`. ``async with`` calls both, and
-    :meth:`aclose` also if :meth:`connect` raises."""
+    """An object that lives from :meth:`connect` to :meth:`aclose`. ``async with`` calls both.
+
+    If :meth:`connect` raises, the object has released all that it took.
+    """
 
     @abstractmethod
     async def connect(self) -> object:
@@ -31,11 +33,7 @@ class AsyncResource(ABC):
         """Release everything. Idempotent."""
 
     async def __aenter__(self) -> Self:
-        try:
-            await self.connect()
-        except BaseException:
-            await self.aclose()  # __aexit__ does not run if __aenter__ raises
-            raise
+        await self.connect()
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from aiosync._deadline import Deadline, seconds_of
 from aiosync._endpoint import AsyncResource, Endpoint
@@ -201,7 +201,8 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
         strict: bool = True,
         timeout: float | None = None,
     ) -> SendReport:
-        """Publish the next version.
+        """Publish the next version, and return the result of each worker: without ``wait``, whether it was
+        notified.
 
         If workers refuse, are lost or do not answer in time, the others are updated all the same. The
         raised error's ``report`` lists the result of each worker.
@@ -215,9 +216,6 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
             strict: whether every entry must be given. With False a subset is enough (adapters, one
                 head), and the other entries keep their values.
             timeout: seconds; None: the scheme's.
-
-        Returns:
-            The result of each worker. Without ``wait``, whether it was notified.
 
         Raises:
             NotConnectedError: the scheme is not connected.
@@ -257,11 +255,9 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
     async def receive(self, timeout: float | None = None) -> Any:
         """Wait for the next update and return its weights once they are applied; None if none came in time.
 
-        No update is returned twice. If :meth:`receiving` has applied several, this returns the newest.
-
-        Returns:
-            A TensorDict or dict, by the strategy, that views the current weights. It is read only, and
-            valid until the next version or until this endpoint is closed.
+        No update is returned twice. If :meth:`receiving` has applied several, this returns the newest. The
+        TensorDict or dict (by the strategy) views the current weights. It is read only, and valid until the
+        next version or until this endpoint is closed.
 
         Raises:
             NotConnectedError: the scheme is not connected.
@@ -360,6 +356,14 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
     async def shutdown(self) -> None:
         """Alias of :meth:`aclose`."""
         await self.aclose()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.connect()
+        except BaseException:
+            await self.aclose()  # __aexit__ does not run if __aenter__ raises
+            raise
+        return self
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self._spec.seconds(timeout))

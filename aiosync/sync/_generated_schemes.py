@@ -370,7 +370,8 @@ class WeightSyncScheme(BlockingTwin):
         strict: bool = True,
         timeout: float | None = None,
     ) -> SendReport:
-        """Publish the next version.
+        """Publish the next version, and return the result of each worker: without ``wait``, whether it was
+        notified.
 
         If workers refuse, are lost or do not answer in time, the others are updated all the same. The
         raised error's ``report`` lists the result of each worker.
@@ -384,9 +385,6 @@ class WeightSyncScheme(BlockingTwin):
             strict: whether every entry must be given. With False a subset is enough (adapters, one
                 head), and the other entries keep their values.
             timeout: seconds; None: the scheme's.
-
-        Returns:
-            The result of each worker. Without ``wait``, whether it was notified.
 
         Raises:
             NotConnectedError: the scheme is not connected.
@@ -420,11 +418,9 @@ class WeightSyncScheme(BlockingTwin):
     def receive(self, timeout: float | None = None) -> Any:
         """Wait for the next update and return its weights once they are applied; None if none came in time.
 
-        No update is returned twice. If :meth:`receiving` has applied several, this returns the newest.
-
-        Returns:
-            A TensorDict or dict, by the strategy, that views the current weights. It is read only, and
-            valid until the next version or until this endpoint is closed.
+        No update is returned twice. If :meth:`receiving` has applied several, this returns the newest. The
+        TensorDict or dict (by the strategy) views the current weights. It is read only, and valid until the
+        next version or until this endpoint is closed.
 
         Raises:
             NotConnectedError: the scheme is not connected.
