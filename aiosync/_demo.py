@@ -12,9 +12,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from rich.console import Console
@@ -96,49 +95,37 @@ def joined(make: Callable[[], Any], scheme: WeightSyncScheme, worker: int) -> An
 
 
 class LoopTicker:
-    """Schedules a call on the running loop every ``interval`` seconds, and records its delay.
-
-    Attributes:
-        late: the delay of each call in seconds.
-    """
+    """Wakes up on the running loop every ``interval`` seconds; ``late`` has each delay in seconds."""
 
     def __init__(self, interval: float = 0.005) -> None:
         self.interval = interval
         self.late: list[float] = []
-        self._due = 0.0
-        self._handle: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> LoopTicker:
-        self._arm()
+        self._task = asyncio.create_task(self._tick())
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
+        self._task.cancel()
 
-    def _arm(self) -> None:
+    async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
-        self._due = loop.time() + self.interval
-        self._handle = loop.call_at(self._due, self._tick)
-
-    def _tick(self) -> None:
-        self.late.append(max(0.0, asyncio.get_running_loop().time() - self._due))
-        self._arm()
+        while True:
+            due = loop.time() + self.interval
+            await asyncio.sleep(self.interval)
+            self.late.append(max(0.0, loop.time() - due))
 
 
 # ---- the report ----------------------------------------------------------------------------------
 
 
-@dataclass
-class _Series:
-    """One line of a panel: values, and their times in seconds since the start of the training."""
+_Points: TypeAlias = list[tuple[float, float]]
+"""One line of a panel: (seconds since the start of the training, value)."""
 
-    at: list[float] = field(default_factory=list)
-    value: list[float] = field(default_factory=list)
 
-    def add(self, at: float, value: float) -> None:
-        self.at.append(at)
-        self.value.append(value)
+def _columns(points: _Points) -> Any:
+    """Convert points to the arguments of ``plot``: their times, and their values."""
+    return np.array(points).reshape(-1, 2).T
 
 
 class DemoReport:
@@ -179,9 +166,11 @@ class DemoReport:
         # Trajectory -> its return so far.
         self._scores: dict[int, float] = {}
         self._recent: deque[float] = deque(maxlen=RECENT_EPISODES)
-        self._training, self._evaluations, self._trainer = _Series(), _Series(), _Series()
-        self._version = [_Series() for _ in range(workers)]
-        self._lag = [_Series() for _ in range(workers)]
+        self._training: _Points = []
+        self._evaluations: _Points = []
+        self._trainer: _Points = []
+        self._version: list[_Points] = [[] for _ in range(workers)]
+        self._lag: list[_Points] = [[] for _ in range(workers)]
 
     def __enter__(self) -> DemoReport:
         self._progress.start()
@@ -230,24 +219,24 @@ class DemoReport:
         worker = int(ids[0, 0]) % len(self._lag)
         self._steps += int(live.sum())
         self._lags.append(lag)
-        self._lag[worker].add(now, lag)
-        self._version[worker].add(now, float(acted.max()))
+        self._lag[worker].append((now, lag))
+        self._version[worker].append((now, float(acted.max())))
         rewards, done = batch["next", "reward"].squeeze(-1), batch["next", "done"].squeeze(-1) & live
         for number in ids.unique().tolist():
             mine = (ids == number) & live
             self._scores[number] = self._scores.get(number, 0.0) + float(rewards[mine].sum())
             if done[mine].any():
                 self._recent.append(self._scores.pop(number))
-                self._training.add(now, float(np.mean(self._recent)))
+                self._training.append((now, float(np.mean(self._recent))))
 
     def update(self, version: int, send_seconds: float) -> None:
         """Record an update that all workers have applied, and the duration of its ``send`` in seconds."""
         self._sends.append(send_seconds)
-        self._trainer.add(self._now(), float(version))
+        self._trainer.append((self._now(), float(version)))
         self._progress.update(
             self._bar,
             completed=len(self._sends),
-            ret=self._training.value[-1] if self._training.value else 0.0,
+            ret=self._training[-1][1] if self._training else 0.0,
             version=version,
             lag=float(np.mean(self._lags[-2 * len(self._lag) :])),
         )
@@ -255,7 +244,7 @@ class DemoReport:
     def evaluation(self, mean_return: float) -> None:
         """Record an evaluation."""
         self.evaluated = mean_return
-        self._evaluations.add(self._now(), mean_return)
+        self._evaluations.append((self._now(), mean_return))
 
     def _table(self) -> Table:
         send_p50, send_p99 = np.percentile(self._sends, [50, 99]) * 1e3
@@ -263,7 +252,7 @@ class DemoReport:
         table = Table(title=self.title, show_header=False)
         table.add_column(style="bold")
         table.add_column(justify="right")
-        evaluated = f"{self.evaluated:.1f}" if self._evaluations.value else "none yet"
+        evaluated = f"{self.evaluated:.1f}" if self._evaluations else "none yet"
         rows = {
             "updates": f"{len(self._sends)}",
             "environment steps": f"{self._steps:,}",
@@ -282,19 +271,17 @@ class DemoReport:
     def _picture(self) -> Figure:
         figure = self._figure(figsize=(9, 9), layout="constrained")
         learning, versions, lag = figure.subplots(3, 1, sharex=True)
-        training, tests = self._training, self._evaluations
-        learning.plot(training.at, training.value, label=f"training, last {RECENT_EPISODES} episodes")
-        learning.plot(tests.at, tests.value, "o-", color="C2", label="evaluation")
+        learning.plot(*_columns(self._training), label=f"training, last {RECENT_EPISODES} episodes")
+        learning.plot(*_columns(self._evaluations), "o-", color="C2", label="evaluation")
         learning.axhline(475, color="0.4", ls="--", lw=0.9, label="solved (475)")
         learning.set(title="Learning curve", ylabel="return")
         learning.set_ylim(0, 520)
-        for worker, series in enumerate(self._version):
-            versions.step(series.at, series.value, where="post", label=f"worker {worker}")
-        trainer = self._trainer
-        versions.step(trainer.at, trainer.value, where="post", color="0.4", ls=":", label="trainer")
+        for worker, points in enumerate(self._version):
+            versions.step(*_columns(points), where="post", label=f"worker {worker}")
+        versions.step(*_columns(self._trainer), where="post", color="0.4", ls=":", label="trainer")
         versions.set(title="Version that acts in each worker", ylabel="version")
-        for worker, series in enumerate(self._lag):
-            lag.plot(series.at, series.value, ".-", ms=4, lw=0.7, label=f"worker {worker}")
+        for worker, points in enumerate(self._lag):
+            lag.plot(*_columns(points), ".-", ms=4, lw=0.7, label=f"worker {worker}")
         lag.set(
             title="Lag: versions between acting and learning (mean over a rollout)",
             xlabel="seconds of training",

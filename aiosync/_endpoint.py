@@ -41,12 +41,9 @@ class AsyncResource(ABC):
 
 
 class Endpoint:
-    """The live half of a scheme in this process. A role overrides what it has.
+    """The live half of a scheme in this process. A role overrides what it has."""
 
-    Attributes:
-        ended: on a receiver, why no more updates will come; None while there is a sender.
-    """
-
+    # On a receiver: why no more updates will come; None while there is a sender.
     ended: str | None = None
 
     @property

@@ -48,11 +48,7 @@ class SchemeOptions:
             check_count("min_workers", self.min_workers)
 
     def seconds(self, timeout: float | None) -> float:
-        """The seconds that a call may take: its own ``timeout``, else the scheme's, else the default's.
-
-        Raises:
-            InvalidArgumentError: a timeout that is negative or not finite.
-        """
+        """The seconds that a call may take, as :func:`seconds_of`; the default is the scheme's timeout."""
         return seconds_of(timeout, self.timeout)
 
 

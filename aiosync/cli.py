@@ -1,16 +1,14 @@
 """The command ``aiosync`` and its subcommands ``demo``, ``bench``, ``relay`` and ``doctor``."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal
 
 # Optional package -> the extra that installs it. The command line prints it instead of a bare traceback.
 _EXTRA_OF = {
@@ -25,21 +23,23 @@ _EXTRA_OF = {
 }
 
 
-def _say_what_is_missing(missing: ModuleNotFoundError, command: str) -> SystemExit:
-    extra = _EXTRA_OF.get((missing.name or "").partition(".")[0])
-    if extra is None:
-        raise missing
-    return SystemExit(
-        f"{command} needs {missing.name}, which is not installed: python -m pip install 'aiosync[{extra}]'"
-    )
+@contextlib.contextmanager
+def _naming_extras(command: str) -> Iterator[None]:
+    """Turn a missing optional package into one line that says what to install."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        extra = _EXTRA_OF.get((missing.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        raise SystemExit(
+            f"{command} needs {missing.name}, which is not installed: "
+            f"python -m pip install 'aiosync[{extra}]'"
+        ) from None
 
 
-try:
+with _naming_extras("aiosync"):
     import typer
-except ModuleNotFoundError as missing:
-    raise _say_what_is_missing(missing, "aiosync") from None
-
-__all__ = ["app", "main"]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -47,8 +47,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A trainer's model weights to the workers that roll out the policy.",
 )
-
-_Options = TypeVar("_Options")
 
 # The commands below hand their whole command line, --help included, to the program that they run.
 _FORWARD = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -67,15 +65,6 @@ def _load(search: Path, module: str) -> Any:
     return importlib.import_module(module)
 
 
-@contextlib.contextmanager
-def _naming_extras(command: str) -> Iterator[None]:
-    """Turn a missing optional package into one line that says what to install."""
-    try:
-        yield
-    except ModuleNotFoundError as missing:
-        raise _say_what_is_missing(missing, command) from None
-
-
 @app.command(add_help_option=False, context_settings=_FORWARD)
 def demo(context: typer.Context) -> None:
     """Learn CartPole with an asyncio trainer and two workers; a table and a picture at the end."""
@@ -92,25 +81,6 @@ def bench(context: typer.Context) -> None:
     with _naming_extras("aiosync bench"):
         module = _load(_bundled("benchmarks").parent, "benchmarks.cli")
         module.app(context.args, prog_name="aiosync bench")
-
-
-def _options_of(options: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
-    """Give a command one option per field of the dataclass ``options``; the command is called with an
-    instance."""
-
-    def decorate(command: Callable[[_Options], None]) -> Callable[..., None]:
-        def run(**values: Any) -> None:
-            command(options(**values))
-
-        hints = get_type_hints(options, include_extras=True)
-        fields = inspect.signature(options).parameters.values()
-        run.__name__, run.__doc__, run.__annotations__ = command.__name__, command.__doc__, hints
-        # typer reads a command's options from its signature.
-        signature = inspect.Signature([field.replace(annotation=hints[field.name]) for field in fields])
-        run.__signature__ = signature  # type: ignore[attr-defined]
-        return run
-
-    return decorate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,14 +106,14 @@ class _RelayOptions:
 
 
 @app.command()
-@_options_of(_RelayOptions)
-def relay(options: _RelayOptions) -> None:
+def relay(**values: Any) -> None:
     """Hand a trainer's updates on to workers here, as they arrive, until the trainer closes."""
     import asyncio
     import logging
 
     import aiosync
 
+    options = _RelayOptions(**values)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     token = os.environ.get(options.token_env or "AIOSYNC_TOKEN")
     if options.token_env is not None and token is None:
@@ -158,6 +128,10 @@ def relay(options: _RelayOptions) -> None:
         raise SystemExit(f"aiosync relay: {exc}") from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+# typer reads a command's options from its signature.
+relay.__signature__ = inspect.signature(_RelayOptions)  # type: ignore[attr-defined]
 
 
 async def _run_relay(options: _RelayOptions, token: str | None) -> None:

@@ -30,7 +30,7 @@ from aiosync.schemes.base import WeightSyncScheme
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter
-    from prometheus_client import CollectorRegistry
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 __all__ = ["to_opentelemetry", "to_prometheus"]
 
@@ -57,55 +57,46 @@ def to_prometheus(scheme: WeightSyncScheme, registry: CollectorRegistry | None =
     """
     from prometheus_client import REGISTRY
 
-    metrics = _prometheus_metrics(REGISTRY if registry is None else registry)
+    events, nbytes, version, spent = _prometheus_metrics(REGISTRY if registry is None else registry)
 
     def count(event: SyncEvent) -> None:
         labels = _labels(event)
-        metrics.events.labels(kind=event.kind, **labels).inc()
+        events.labels(kind=event.kind, **labels).inc()
         if event.nbytes:
-            metrics.nbytes.labels(**labels).inc(event.nbytes)
+            nbytes.labels(**labels).inc(event.nbytes)
         if event.version >= 0:
-            metrics.version.labels(**labels).set(event.version)
+            version.labels(**labels).set(event.version)
         for phase, seconds in event.seconds.items():
-            metrics.seconds.labels(phase=phase, **labels).observe(seconds)
+            spent.labels(phase=phase, **labels).observe(seconds)
 
     return scheme.on_event(count)
 
 
-@cache
-def _prometheus_metrics(registry: CollectorRegistry) -> _PrometheusMetrics:
-    # A metric's name can be registered once per registry, and several schemes may use one registry.
-    return _PrometheusMetrics(registry)
+@cache  # a metric's name can be registered once per registry, and several schemes may use one registry
+def _prometheus_metrics(registry: CollectorRegistry) -> tuple[Counter, Counter, Gauge, Histogram]:
+    from prometheus_client import Counter, Gauge, Histogram
 
-
-class _PrometheusMetrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
-        from prometheus_client import Counter, Gauge, Histogram
-
-        labels = ["model", "worker"]
-        self.events = Counter(
-            "aiosync_events", "Events of weight synchronisation", ["kind", *labels], registry=registry
-        )
-        self.nbytes = Counter("aiosync_bytes", "Bytes of weights copied", labels, registry=registry)
-        self.version = Gauge("aiosync_version", "Version of the weights", labels, registry=registry)
-        self.seconds = Histogram(
+    labels = ["model", "worker"]
+    return (
+        Counter("aiosync_events", "Events of weight synchronisation", ["kind", *labels], registry=registry),
+        Counter("aiosync_bytes", "Bytes of weights copied", labels, registry=registry),
+        Gauge("aiosync_version", "Version of the weights", labels, registry=registry),
+        Histogram(
             "aiosync_phase_seconds",
             "Seconds per phase",
             ["phase", *labels],
-            registry=registry,
             buckets=SECONDS,
-        )
+            registry=registry,
+        ),
+    )
 
 
 def to_opentelemetry(scheme: WeightSyncScheme, meter: Meter | None = None) -> Callable[[], None]:
-    """Record a scheme's events with an OpenTelemetry meter.
+    """Record a scheme's events with an OpenTelemetry meter, as :func:`to_prometheus` does.
 
     Args:
         scheme: a sender or a receiver.
         meter: None: the meter ``aiosync`` of the global provider.
-
-    Returns:
-        A function that ends the recording.
 
     Raises:
         ModuleNotFoundError: ``opentelemetry`` is not installed.

@@ -56,18 +56,15 @@ class WeightActorMixin:
     def pinned(
         self, model_id: str = "policy", *, timeout: float | None = None
     ) -> AbstractAsyncContextManager[int]:
-        """Keep the version in service for the length of the body: ``async with self.pinned() as version``.
+        """Keep the current version until the body ends: ``async with self.pinned() as version``.
 
-        Put it around inference that awaits in its middle or runs in a thread, or whose result is to say which
-        version acted. When the sender has gone, the model keeps its last version.
-
-        Args:
-            model_id: the model's name.
-            timeout: seconds; None: the environment's ``AIOSYNC_TIMEOUT``, else 120.
+        Use it around inference that awaits or runs in a thread, or that must report the version that acted.
+        When the sender has gone, the model keeps its last version. ``timeout``: seconds; None: the
+        environment's ``AIOSYNC_TIMEOUT``, else 120.
 
         Raises:
             NotConnectedError: no sender has made this actor a worker for that model.
-            SyncTimeoutError: a waiting commit was held up by other bodies until the timeout.
+            SyncTimeoutError: other bodies blocked a waiting commit until the timeout.
         """
         found = _endpoints_of(self).get(model_id)
         if found is None:
@@ -76,13 +73,13 @@ class WeightActorMixin:
         return found.model_applier.gate.pinned(deadline, found.applier)
 
     def weight_version(self, model_id: str = "policy") -> int:
-        """The version in service; -1 as long as no sender has connected."""
+        """The current version; -1 as long as no sender has connected."""
         found = _endpoints_of(self).get(model_id)
         return found.version if found is not None else -1
 
     @property
     def policy_version(self) -> int:
-        """The version of ``"policy"`` in service; -1 as long as no sender has connected."""
+        """The current version of ``"policy"``; -1 as long as no sender has connected."""
         return self.weight_version()
 
 

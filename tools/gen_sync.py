@@ -1,7 +1,8 @@
 """Writes the blocking twins from the asyncio classes: ``python tools/gen_sync.py [--check]``.
 
 Each public method of an asyncio class becomes a method of the same name, signature, types and docstring,
-whose body is one line that hands the call on. A class joins by one line in TWINS. The imports of a file are
+whose body is one line that hands the call on. A method is left out if the twin's base class has the same
+one: same arguments, no docstring of its own. A class joins by one line in TWINS. The imports of a file are
 those of the names that its signatures use, as the asyncio classes' own modules import them. ruff sorts the
 imports and formats the file.
 """
@@ -23,6 +24,8 @@ from typing import Any
 
 import aiosync
 from aiosync import collectors, updaters
+from aiosync.schemes import distributed
+from aiosync.updaters import remote
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "aiosync" / "sync"
@@ -32,6 +35,7 @@ TWINS: list[type[Any]] = [
     aiosync.SharedMemWeightSyncScheme,
     aiosync.MultiProcessWeightSyncScheme,
     aiosync.TCPWeightSyncScheme,
+    distributed.ProcessGroupScheme,
     aiosync.DistributedWeightSyncScheme,
     aiosync.RPCWeightSyncScheme,
     aiosync.RayWeightSyncScheme,
@@ -46,6 +50,7 @@ UPDATER_TWINS: list[type[Any]] = [
     updaters.VanillaWeightUpdater,
     updaters.MultiProcessedWeightUpdater,
     updaters.RemoteModuleWeightUpdater,
+    remote.RemoteCollectorsUpdater,
     updaters.RayWeightUpdater,
     updaters.RPCWeightUpdater,
     updaters.DistributedWeightUpdater,
@@ -80,14 +85,16 @@ RETURNS = {
 OWN_NAMES = {
     "AbstractContextManager": "from contextlib import AbstractContextManager",
     "Any": "from typing import Any",
-    "BlockingCollector": "from aiosync.sync._collecting import BlockingCollector",
+    "BlockingCollector": "from aiosync.sync._bases import BlockingCollector",
     "BlockingTwin": "from aiosync.sync._twin import BlockingTwin",
     "ClassVar": "from typing import ClassVar",
-    "InlineHooks": "from aiosync.sync._inline import InlineHooks",
+    "InlineHooks": "from aiosync.sync._bases import InlineHooks",
     "aiosync": "import aiosync",
+    "distributed": "from aiosync.schemes import distributed",
     "collectors": "from aiosync import collectors",
     "portal": "from aiosync.sync._portal import portal",
-    "run_inline": "from aiosync.sync._inline import run_inline",
+    "remote": "from aiosync.updaters import remote",
+    "run_inline": "from aiosync.sync._bases import run_inline",
     "updaters": "from aiosync import updaters",
 }
 """The names that the generator itself writes -> the statement that imports each."""
@@ -118,9 +125,9 @@ def definition(function: FunctionType) -> ast.FunctionDef | ast.AsyncFunctionDef
     return node
 
 
-def handed_on(arguments: ast.arguments, skip: int = 1) -> str:
+def handed_on(arguments: ast.arguments) -> str:
     """The call's arguments: each parameter under its own name."""
-    passed = [a.arg for a in (arguments.posonlyargs + arguments.args)[skip:]]
+    passed = [a.arg for a in (arguments.posonlyargs + arguments.args)[1:]]
     if arguments.vararg:
         passed.append(f"*{arguments.vararg.arg}")
     passed += [f"{a.arg}={a.arg}" for a in arguments.kwonlyargs]
@@ -150,15 +157,6 @@ def method(name: str, raw: object) -> str:
     return decorator + head + docstring(function, " " * 8) + f"        {line}\n"
 
 
-def constructor(cls: type[Any]) -> str:
-    """``__init__`` with the asyncio class's signature."""
-    node = definition(cls.__init__)
-    # A subclass may inherit the base class's constructor, so that one creates the subclass's asyncio object.
-    made = "self._make_async" if cls is aiosync.WeightSyncScheme else f"aiosync.{cls.__name__}"
-    head = f"    def __init__({ast.unparse(node.args)}) -> None:\n"
-    return head + f"        self._async = {made}({handed_on(node.args)})\n"
-
-
 def accessor(name: str, prop: property) -> str:
     """One property of a twin, with its setter if there is one."""
     assert isinstance(prop.fget, FunctionType)
@@ -171,58 +169,91 @@ def accessor(name: str, prop: property) -> str:
         value = setter.args.args[1].arg
         text += f"\n    @{name}.setter\n    def {name}({ast.unparse(setter.args)}) -> None:\n"
         rebinds = name in REBINDING
-        text += (
-            f"        self._rebind({name}={value})\n"
-            if rebinds
-            else f"        self._async.{name} = {value}\n"
-        )
+        text += f"        self.{f'_rebind({name}={value})' if rebinds else f'_async.{name} = {value}'}\n"
     return text
 
 
-def members(owners: list[type[Any]]) -> dict[str, object]:
-    """The public members that these classes define themselves."""
-    return {
+def base_of(cls: type[Any], twins: list[type[Any]]) -> type[Any] | None:
+    """The nearest base class that has a twin."""
+    return next((base for base in cls.__mro__[1:] if base in twins), None)
+
+
+def members(cls: type[Any], base: type[Any] | None) -> dict[str, object]:
+    """The public members that the class defines, and those of its base classes without a twin."""
+    inherited = set(base.__mro__) if base else set()
+    owners = [owner for owner in reversed(cls.__mro__) if owner not in inherited]
+    found = {
         name: member
-        for owner in reversed(owners)
+        for owner in owners
         if owner.__module__.startswith("aiosync.")
         for name, member in vars(owner).items()
         if (not name.startswith("_") or name in OTHERS_CALL)
         and name not in LEFT_OUT
         and isinstance(member, FunctionType | classmethod | property)
     }
+    return {name: each for name, each in found.items() if base is None or not repeats(each, name, base)}
 
 
-def twin(cls: type[Any]) -> str:
-    """One scheme. It defines what its asyncio class defines, and inherits the rest."""
-    first = cls is aiosync.WeightSyncScheme
-    base = "BlockingTwin" if first else cls.__bases__[0].__name__
-    doc = f"The blocking twin of :class:`aiosync.{cls.__name__}`.\n\n{inspect.getdoc(cls)}"
-    text = f"class {cls.__name__}({base}):\n"
-    text += f'    """{textwrap.indent(blocking_words(doc), "    ").strip()}\n    """\n\n'
-    if not first:
-        text += f"    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.{cls.__name__}\n"
-    text += f"    _async: aiosync.{cls.__name__}\n"
-    parts = [constructor(cls)] if first or "__init__" in vars(cls) else []
-    for name, member in members(list(cls.__mro__) if first else [cls]).items():
+def repeats(member: object, name: str, base: type[Any]) -> bool:
+    """Whether the twin's method would be the one of its base class."""
+    inherited = inspect.getattr_static(base, name, None)
+    if isinstance(member, property) and isinstance(inherited, property):
+        member, inherited = member.fget, inherited.fget
+    if not isinstance(member, FunctionType) or not isinstance(inherited, FunctionType) or member.__doc__:
+        return False
+    own, others = definition(member), definition(inherited)
+    return type(own) is type(others) and ast.dump(own.args) == ast.dump(others.args)
+
+
+def module_of(cls: type[Any]) -> str:
+    """The module that users import the class from."""
+    packages = (aiosync, collectors, updaters)
+    return next((each.__name__ for each in packages if cls.__name__ in each.__all__), cls.__module__)
+
+
+def name_here(cls: type[Any]) -> str:
+    """The asyncio class's name in the generated file, such as ``updaters.RayWeightUpdater``."""
+    return f"{module_of(cls).rpartition('.')[2]}.{cls.__name__}"
+
+
+def class_head(cls: type[Any], *bases: str) -> str:
+    """The class statement, and a short docstring: the asyncio class has the long one."""
+    doc = f"The blocking twin of :class:`{module_of(cls)}.{cls.__name__}`: same arguments, same methods."
+    doc = textwrap.fill(doc, 102)
+    summary = re.match(r"[^.]+\.(?=\s|$)", (inspect.getdoc(cls) or "").partition("\n")[0])
+    if summary:
+        doc += f"\n\n{summary[0]}"
+    doc = textwrap.indent(blocking_words(doc), "    ").strip()
+    end = "\n    " if "\n" in doc else ""
+    return f'class {cls.__name__}({", ".join(bases)}):\n    """{doc}{end}"""\n'
+
+
+def twin(cls: type[Any], twins: list[type[Any]], root: str) -> str:
+    """One scheme or collector. It defines what its asyncio class defines, and inherits the rest."""
+    own, base, concrete = name_here(cls), base_of(cls, twins), not inspect.isabstract(cls)
+    parts = []
+    if base is None or (concrete and "__init__" in vars(cls)):
+        node = definition(cls.__init__)
+        made = f"self._async = self._async_class({handed_on(node.args)})"
+        parts.append(f"    def __init__({ast.unparse(node.args)}) -> None:\n        {made}\n")
+    for name, member in members(cls, base).items():
         if isinstance(member, property):
             parts.append(accessor(name, member))
         elif isinstance(member, FunctionType) and member.__name__ != name:
             parts.append(f"    {name} = {member.__name__}\n")
         else:
             parts.append(method(name, member))
-    return text + "\n" + "\n".join(parts)
+    text = class_head(cls, base.__name__ if base else root) + "\n"
+    text += f"    _async_class: ClassVar[type[{own}]] = {own}\n" if concrete else ""
+    text += f"    _async: {own}\n" if parts else ""
+    return "\n".join([text, *parts])
 
 
-def updater_twin(cls: type[Any]) -> str:
-    """One updater: what blocks is said anew, all else is inherited."""
-    name = cls.__name__
-    own = f"updaters.{name}"
-    base = "InlineHooks" if cls is updaters.WeightUpdaterBase else "WeightUpdaterBase"
-    doc = f"The blocking twin of :class:`aiosync.{own}`.\n\n{inspect.getdoc(cls)}"
-    text = f"class {name}({base}, {own}):\n"
-    text += f'    """{textwrap.indent(blocking_words(doc), "    ").strip()}\n    """\n'
-    shared = [owner for owner in cls.__mro__[1:-1] if owner.__module__ == "aiosync.updaters.remote"]
-    for key, member in {k: m for owner in [*shared, cls] for k, m in vars(owner).items()}.items():
+def updater_twin(cls: type[Any], twins: list[type[Any]], root: str) -> str:
+    """One updater. It defines the methods that block, and inherits the others."""
+    own, base = name_here(cls), base_of(cls, twins)
+    text = class_head(cls, base.__name__ if base else root, own)
+    for key, member in vars(cls).items():
         if not inspect.iscoroutinefunction(member) or (key.startswith("_") and key != "__call__"):
             continue
         node = definition(member)
@@ -231,26 +262,6 @@ def updater_twin(cls: type[Any]) -> str:
         ignored = "  # type: ignore[override]\n" if blocking == key else ""
         text += f"\n    def {blocking}({ignored}{ast.unparse(node.args)}) -> None:\n"
         text += docstring(member, " " * 8) + f"        run_inline({own}.{key}(self{passed}))\n"
-    return text
-
-
-def collector_twin(cls: type[Any]) -> str:
-    """One collector."""
-    name = cls.__name__
-    base = "BlockingCollector" if cls is collectors.MultiCollector else "MultiCollector"
-    doc = f"The blocking twin of :class:`aiosync.collectors.{name}`.\n\n{inspect.getdoc(cls)}"
-    text = f"class {name}({base}):\n"
-    text += f'    """{textwrap.indent(blocking_words(doc), "    ").strip()}\n    """\n\n'
-    text += f"    _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.{name}\n"
-    if "__init__" not in vars(cls):
-        return text
-    node = definition(cls.__init__)
-    text += f"\n    def __init__({ast.unparse(node.args)}) -> None:\n"
-    text += f"        self._async = self._async_class({handed_on(node.args)})\n"
-    if base == "MultiCollector":
-        return text
-    for key, member in members(list(cls.__mro__)).items():
-        text += "\n" + (accessor(key, member) if isinstance(member, property) else method(key, member))
     return text
 
 
@@ -303,9 +314,11 @@ def import_block(text: str, twins: list[type[Any]]) -> str:
     return "\n".join(sorted(statements))
 
 
-def whole_file(kind: str, twins: list[type[Any]], write_twin: Callable[[type[Any]], str]) -> str:
-    """The file of one kind of classes, formatted."""
-    classes = "\n\n".join(map(write_twin, twins))
+def whole_file(
+    kind: str, twins: list[type[Any]], write_twin: Callable[[type[Any], list[type[Any]], str], str], root: str
+) -> str:
+    """The file of one kind of classes, formatted. ``root``: the base class of the first twins."""
+    classes = "\n\n".join(write_twin(cls, twins, root) for cls in twins)
     head = f'"""The blocking twins of the {kind}. Generated by tools/gen_sync.py: do not edit."""'
     imports = f"from __future__ import annotations\n{import_block(classes, twins)}"
     return formatted("\n\n".join((head, imports, classes)))
@@ -323,19 +336,18 @@ def formatted(text: str) -> str:
 def generated() -> dict[str, str]:
     """The generated files: name -> text."""
     return {
-        "_generated_schemes.py": whole_file("schemes", TWINS, twin),
-        "_generated_updaters.py": whole_file("updaters", UPDATER_TWINS, updater_twin),
-        "_generated_collectors.py": whole_file("collectors", COLLECTOR_TWINS, collector_twin),
+        "_generated_schemes.py": whole_file("schemes", TWINS, twin, "BlockingTwin"),
+        "_generated_updaters.py": whole_file("updaters", UPDATER_TWINS, updater_twin, "InlineHooks"),
+        "_generated_collectors.py": whole_file("collectors", COLLECTOR_TWINS, twin, "BlockingCollector"),
     }
 
 
 def main(arguments: list[str], folder: Path = FOLDER) -> int:
     """Write the files, or compare them with what would be written."""
-    check = "--check" in arguments
-    return max(write(folder / name, text, check=check) for name, text in generated().items())
+    return max(write(folder / name, text, "--check" in arguments) for name, text in generated().items())
 
 
-def write(path: Path, text: str, *, check: bool) -> int:
+def write(path: Path, text: str, check: bool) -> int:
     """Write a file, or compare it; 1 if it differs."""
     if not check:
         path.write_text(text)

@@ -254,8 +254,7 @@ class RelayForwarder(Applier):
     # -- whole ----------------------------------------------------------------------------------------
 
     async def stage(self, pending: PendingUpdate) -> None:
-        if self._landing is None:
-            raise NotConnectedError("this relay was closed before an update was whole")
+        assert self._landing is not None
         _, views = self._landing.find(pending.update)  # its blocks are in the slot already
         pending.staged = Staged(views, frozenset(), frozenset())
 

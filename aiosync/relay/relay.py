@@ -1,19 +1,15 @@
-"""A node between a trainer and its workers, which passes on each block as it arrives.
-
-Upstream the relay is a worker, downstream a sender. It receives an update into a slot of the downstream side
-and notifies its workers at the first block. They fetch from that slot, block by block, while the rest is
-still arriving. The relay acknowledges the update when all of its workers have.
-"""
+"""A node between a trainer and its workers, which passes on each block as it arrives."""
 
 from __future__ import annotations
 
+from aiosync._deadline import Deadline, seconds_of
 from aiosync._endpoint import AsyncResource
 from aiosync.errors import AiosyncError, NotConnectedError
 from aiosync.events import logger
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.relay.forwarder import RelayForwarder
 from aiosync.reports import WorkerState
-from aiosync.schemes.tcp import TCPWeightSyncScheme, relay_parts, upstream_deadline, upstream_receiver
+from aiosync.schemes.tcp import RelayParts, TCPWeightSyncScheme, relay_parts, upstream_receiver
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 
@@ -40,18 +36,13 @@ class WeightRelay(AsyncResource):
     """
 
     def __init__(
-        self,
-        upstream: TCPWeightSyncScheme,
-        downstream: TCPWeightSyncScheme,
-        *,
-        model_id: str | None = None,
+        self, upstream: TCPWeightSyncScheme, downstream: TCPWeightSyncScheme, *, model_id: str | None = None
     ) -> None:
         self._upstream = upstream
         self._downstream = downstream
         self._model_id = model_id
-        self._parts = relay_parts(downstream, model_id)
-        # Whether the listener in _parts was closed.
-        self._closed = False
+        # None: its listener was closed.
+        self._parts: RelayParts | None = relay_parts(downstream, model_id)
         self._applier: RelayForwarder | None = None
         self._receiver: WeightReceiver | None = None
         self._host = BackgroundTasks("aiosync-relay")
@@ -69,9 +60,7 @@ class WeightRelay(AsyncResource):
     @property
     def workers(self) -> dict[int, WorkerState]:
         """The relay's workers: index -> state."""
-        if self._applier is None:
-            return {}
-        return self._applier.registry.states(self.version)
+        return self._applier.registry.states(self.version) if self._applier is not None else {}
 
     @property
     def ended(self) -> str | None:
@@ -84,12 +73,12 @@ class WeightRelay(AsyncResource):
         Raises:
             WorkerLostError, HandshakeError, SyncTimeoutError: as a worker's ``connect``.
         """
-        if self._closed:  # an attempt before this one failed
-            self._parts, self._closed = relay_parts(self._downstream, self._model_id), False
+        if self._parts is None:  # an attempt before this one failed
+            self._parts = relay_parts(self._downstream, self._model_id)
         applier = self._applier = RelayForwarder(self._parts, self._model_id)
         self._receiver = upstream_receiver(self._upstream, applier, self._model_id)
         try:
-            await self._receiver.connect(upstream_deadline(self._upstream, timeout))
+            await self._receiver.connect(Deadline.after(seconds_of(timeout, self._upstream.timeout)))
             await applier.open_downstream()
             await self._host.start()
             self._host.spawn(self._run)
@@ -115,7 +104,7 @@ class WeightRelay(AsyncResource):
         await uninterrupted(lambda _: self._close())
 
     async def _close(self) -> None:
-        receiver, self._receiver, self._closed = self._receiver, None, True
+        receiver, self._receiver, self._parts = self._receiver, None, None
         await self._host.aclose()
         if receiver is not None:
             await receiver.aclose()

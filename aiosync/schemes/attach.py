@@ -11,17 +11,12 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from aiosync.errors import AiosyncError
 from aiosync.events import logger
+from aiosync.schemes.distributed import ProcessGroupScheme
 from aiosync.transports._offload import LoopThread, start_thread
-
-if TYPE_CHECKING:
-    from aiosync.schemes.ray import RayWeightSyncScheme
-    from aiosync.schemes.rpc import RPCWeightSyncScheme
-
-    EnlistingScheme: TypeAlias = RayWeightSyncScheme | RPCWeightSyncScheme
 
 _Key: TypeAlias = tuple[bytes, int, int]
 """The sender's token, the worker's index and the sender's port."""
@@ -40,7 +35,7 @@ async def all_joined(calls: Iterable[Awaitable[object]]) -> None:
             raise result
 
 
-def enlist(target: Any, scheme: EnlistingScheme, model_id: str | None, worker_idx: int) -> None:
+def enlist(target: Any, scheme: ProcessGroupScheme, model_id: str | None, worker_idx: int) -> None:
     """Start a receiver for an object, on an event loop in a new thread. ``scheme``: for this worker only.
 
     Returns before the receiver has connected. Does nothing while the worker's receiver is running.
@@ -57,7 +52,7 @@ def enlist(target: Any, scheme: EnlistingScheme, model_id: str | None, worker_id
 
 def take_seat(
     target: Any,
-    scheme: EnlistingScheme,
+    scheme: ProcessGroupScheme,
     model_id: str | None,
     worker_idx: int,
     again: Callable[[], object],
@@ -87,14 +82,14 @@ def keep(task: asyncio.Task[None]) -> None:
     task.add_done_callback(_tasks.discard)
 
 
-async def _in_thread(thread: LoopThread, scheme: EnlistingScheme, key: _Key) -> None:
+async def _in_thread(thread: LoopThread, scheme: ProcessGroupScheme, key: _Key) -> None:
     try:
         await serve(scheme, key)
     finally:
         start_thread(thread.close, "aiosync-enlisted")
 
 
-async def serve(scheme: EnlistingScheme, key: _Key) -> None:
+async def serve(scheme: ProcessGroupScheme, key: _Key) -> None:
     """Connect and receive until the sender has gone, then release the seat."""
     receiver = scheme.create_receiver()
     try:

@@ -66,15 +66,12 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
 
     @classmethod
     def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
-        """Create the scheme with this backend name.
+        """Create the scheme with this backend name; raise InvalidArgumentError if there is none.
 
         Args:
             backend: ``none`` or ``direct``, ``shared`` or ``thread``, ``process`` or
                 ``multiprocessing``, ``tcp``, ``distributed``, ``rpc``, ``ray``, ``ray_module``, ``memory``.
             kwargs: the constructor's arguments.
-
-        Raises:
-            InvalidArgumentError: there is no such backend.
         """
         found = cls._registry.get(backend)
         if found is None:
@@ -87,22 +84,14 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
     # -- endpoints -----------------------------------------------------------------------------------
 
     def get_sender(self) -> WeightSender:
-        """Return the connected sending endpoint.
-
-        Raises:
-            NotConnectedError: this process has none.
-        """
+        """Return the connected sending endpoint; raise NotConnectedError if this process has none."""
         endpoint = self._sending()
         if not isinstance(endpoint, WeightSender):
             raise NotConnectedError("this scheme has no sender here: rank 0 sends, or nothing is sent")
         return endpoint
 
     def get_receiver(self) -> WeightReceiver:
-        """Return the connected receiving endpoint.
-
-        Raises:
-            NotConnectedError: this process has none.
-        """
+        """Return the connected receiving endpoint; raise NotConnectedError if this process has none."""
         endpoint = self._receiving()
         if not isinstance(endpoint, WeightReceiver):
             raise NotConnectedError("this scheme has no receiver: nothing is sent")
@@ -212,7 +201,8 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
         strict: bool = True,
         timeout: float | None = None,
     ) -> SendReport:
-        """Publish the next version.
+        """Publish the next version, and return the result of each worker: without ``wait``, whether it was
+        notified.
 
         If workers refuse, are lost or do not answer in time, the others are updated all the same. The
         raised error's ``report`` lists the result of each worker.
@@ -226,9 +216,6 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
             strict: whether every entry must be given. With False a subset is enough (adapters, one
                 head), and the other entries keep their values.
             timeout: seconds; None: the scheme's.
-
-        Returns:
-            The result of each worker. Without ``wait``, whether it was notified.
 
         Raises:
             NotConnectedError: the scheme is not connected.
@@ -268,11 +255,9 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
     async def receive(self, timeout: float | None = None) -> Any:
         """Wait for the next update and return its weights once they are applied; None if none came in time.
 
-        No update is returned twice. If :meth:`receiving` has applied several, this returns the newest.
-
-        Returns:
-            A TensorDict or dict, by the strategy, that views the current weights. It is read only, and
-            valid until the next version or until this endpoint is closed.
+        No update is returned twice. If :meth:`receiving` has applied several, this returns the newest. The
+        TensorDict or dict (by the strategy) views the current weights. It is read only, and valid until the
+        next version or until this endpoint is closed.
 
         Raises:
             NotConnectedError: the scheme is not connected.

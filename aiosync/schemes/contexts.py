@@ -12,18 +12,14 @@ from aiosync.receiver.listeners import ContextUpdater, UpdateListener
 from aiosync.sender.registry import WorkerRegistry
 from aiosync.transports.process_watch import ProcessWatch
 
-_ADAPTERS = {"torchrl": "aiosync.compat.torchrl"}
-"""Root package of a context's class -> the module with the functions that adapt it: ``listener_for``,
-``first_worker``, ``is_enlisted``, ``processes`` and ``last_words``. Imported at the first such context."""
-
 
 def adapter_for(context: Any) -> Any:
-    """Return the adapter module for a context, by the package of its class; None if there is none."""
-    for cls in type(context).__mro__:
-        root = cls.__module__.partition(".")[0]
-        if root in _ADAPTERS:
-            return importlib.import_module(_ADAPTERS[root])
-    return None
+    """Return the module that adapts a context, by the package of the context's class; None if there is none.
+
+    It has ``listener_for``, ``first_worker``, ``is_enlisted``, ``processes`` and ``last_words``.
+    """
+    of_torchrl = any(cls.__module__.partition(".")[0] == "torchrl" for cls in type(context).__mro__)
+    return importlib.import_module("aiosync.compat.torchrl") if of_torchrl else None
 
 
 def listener_for(context: Any, model_id: str | None) -> UpdateListener:

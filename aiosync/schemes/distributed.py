@@ -1,4 +1,4 @@
-"""Weights over torch.distributed."""
+"""Weights over torch.distributed, and what other schemes share that can send through its process groups."""
 
 from __future__ import annotations
 
@@ -7,19 +7,69 @@ from collections.abc import Iterable
 from multiprocessing.context import BaseContext
 from typing import Any, ClassVar
 
-from aiosync._options import OnSenderClose, check_reconnecting
+from aiosync._options import OnSenderClose, check_bool, check_choice, check_reconnecting
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.process_groups import check_process_groups, may_share, resume_broadcasts
+from aiosync.sender.endpoint import WeightSender
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.process_group import Collective, ProcessGroupTransfer
 from aiosync.transports.base import Listener
+from aiosync.transports.torch_distributed.process_group import check_backend
 from aiosync.transports.torch_distributed.store import StoreAddress
 from aiosync.transports.torch_distributed.transport import DistributedListener, DistributedTransport
 from aiosync.weights.copying import INLINE_LIMIT
 
 
-class DistributedWeightSyncScheme(WeightSyncScheme):
+class ProcessGroupScheme(WeightSyncScheme):
+    """A scheme with process groups; see :class:`~aiosync.DistributedWeightSyncScheme` for the arguments."""
+
+    _fields: ClassVar[tuple[str, ...]] = ("backend", "collective", "share_memory", "reconnect_for")
+    # Weights up to this size in bytes are sent in the update message.
+    _inline: ClassVar[int] = INLINE_LIMIT
+
+    def __init__(
+        self, backend: str, collective: Collective, share_memory: bool, reconnect_for: float, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        check_backend(backend)
+        check_choice("collective", collective, ("p2p", "broadcast"))
+        check_bool("share_memory", share_memory)
+        self._backend = backend
+        self._collective: Collective = collective
+        self._share_memory = share_memory
+        self._reconnect_for = reconnect_for
+
+    async def reconnect(self, *, timeout: float | None = None) -> None:
+        """On the sender, after a worker was lost: wait for all workers to connect, then resume broadcasts.
+
+        The broadcasts use a new process group. Until then, the sender sends to each worker separately.
+
+        Raises:
+            NotConnectedError: this is not a connected sender.
+            SyncTimeoutError: workers did not connect in time; the message names them.
+        """
+        sender, deadline = self._sending(), self._deadline(timeout)
+        if isinstance(sender, WeightSender):  # the other ranks of a sharded trainer have no workers
+            await sender.await_workers(deadline)
+            sender.transfer.renew()
+
+    @property
+    def port_of_sender(self) -> int:
+        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
+        return 0
+
+    @property
+    def _shares(self) -> bool:
+        """Whether workers on the sender's machine view its slots; never if these are on a GPU."""
+        return self._share_memory and self._backend == "gloo"
+
+    def _make_transfer(self) -> Transfer:
+        return ProcessGroupTransfer(
+            self._backend, self._collective, self.timeout, self._listener, self._inline
+        )
+
+
+class DistributedWeightSyncScheme(ProcessGroupScheme):
     """Sends weights by torch.distributed, from rank to rank, in a few flat buckets.
 
     The sender is rank 0, worker ``i`` is rank ``i + 1``. The sender and each worker create a separate process
@@ -39,7 +89,6 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
 
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
-        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
         collective: ``"p2p"``: from the sender to each worker. ``"broadcast"``: to all workers at once,
             through one process group, if a send addresses all of them and all are connected. A stopped
             worker then blocks the others, for ``timeout`` at most; after one dies, weights are sent to each
@@ -52,16 +101,14 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
         on_sender_close: ``"stop"``: when the sender closes in order, a worker stops receiving and keeps its
             version. ``"wait"``: it looks for a new sender in the store for ``reconnect_for`` seconds.
-        options: see :class:`~aiosync.WeightSyncScheme`.
+        sync, options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
         InvalidArgumentError: the backend is not available, or ``store`` is not a store.
     """
 
     backends = ("distributed",)
-    _fields = ("backend", "collective", "share_memory", "reconnect_for", "meeting", "on_sender_close")
-    # Weights up to this size in bytes are sent in the update message.
-    _inline: ClassVar[int] = INLINE_LIMIT
+    _fields = (*ProcessGroupScheme._fields, "meeting", "on_sender_close")
 
     def __init__(
         self,
@@ -76,51 +123,22 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         on_sender_close: OnSenderClose = "stop",
         **options: Any,
     ) -> None:
-        super().__init__(sync=sync, **options)
-        check_process_groups(backend, collective, share_memory)
+        super().__init__(backend, collective, share_memory, reconnect_for, sync=sync, **options)
         check_reconnecting(reconnect_for, on_sender_close)
-        self._backend = backend
-        self._collective: Collective = collective
-        self._share_memory = share_memory
-        self._reconnect_for = reconnect_for
         self._on_sender_close = on_sender_close
         self._meeting = StoreAddress.at(store, init_method)
-
-    async def reconnect(self, *, timeout: float | None = None) -> None:
-        """On the sender, after a worker was lost: wait for all workers to connect, then resume broadcasts.
-
-        The broadcasts use a new process group. Until then, the sender sends to each worker through the
-        process group that the two created when the worker connected.
-
-        Raises:
-            NotConnectedError: this is not a connected sender.
-            SyncTimeoutError: workers did not connect in time; the message names them.
-        """
-        await resume_broadcasts(self._sending(), self._deadline(timeout))
-
-    @property
-    def port_of_sender(self) -> int:
-        """Always 0: the store, not the recipe, has the port on which the sender listens."""
-        return 0
 
     def _usual_index(self) -> int | None:
         rank = os.environ.get("RANK", "")
         return int(rank) - 1 if rank.isdigit() and int(rank) > 0 else None
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
-        shares = may_share(self._backend, self._share_memory)
-        listener = DistributedListener(self._meeting, self._model_id, self._token, share_memory=shares)
+        listener = DistributedListener(self._meeting, self._model_id, self._token, share_memory=self._shares)
         self._meeting = listener.store_address
         return listener
 
     def create_transport(self, *, worker_idx: int) -> DistributedTransport:
-        shares = may_share(self._backend, self._share_memory)
-        return DistributedTransport(self._meeting, self._model_id, worker_idx + 1, share_memory=shares)
-
-    def _make_transfer(self) -> Transfer:
-        return ProcessGroupTransfer(
-            self._backend, self._collective, self.timeout, self._listener, self._inline
-        )
+        return DistributedTransport(self._meeting, self._model_id, worker_idx + 1, share_memory=self._shares)
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
         if self._meeting.store is not None and not inherit:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import anyio
@@ -22,12 +20,6 @@ from aiosync.sender.publisher import Publication, publish_together
 from aiosync.transfer.slots import JointParts
 
 _Senders: TypeAlias = dict[WeightSyncScheme, WeightSender]
-
-
-@dataclass(slots=True)
-class _Part:
-    weights: Any = None
-    strict: bool = True
 
 
 class JointUpdate:
@@ -64,7 +56,8 @@ class JointUpdate:
             if not isinstance(scheme, WeightSyncScheme):
                 raise InvalidArgumentError(f"atomic() takes schemes, got {type(scheme).__name__}")
         self.reports: Mapping[WeightSyncScheme, SendReport] = {}
-        self._parts = {scheme: _Part() for scheme in schemes}
+        # Scheme -> the arguments of its send: the weights, and ``strict``.
+        self._parts: dict[WeightSyncScheme, tuple[Any, bool]] = dict.fromkeys(schemes, (None, True))
         self._timeout = timeout
 
     def send(self, scheme: WeightSyncScheme, weights: Any = None, *, strict: bool = True) -> None:
@@ -75,7 +68,7 @@ class JointUpdate:
         """
         if scheme not in self._parts:
             raise InvalidArgumentError(f"{scheme!r} is not part of this joint update")
-        self._parts[scheme] = _Part(weights, strict)
+        self._parts[scheme] = weights, strict
 
     async def __aenter__(self) -> Self:
         for scheme in self._parts:
@@ -88,9 +81,7 @@ class JointUpdate:
                 )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, *_: object) -> None:
         if kind is None:
             await self._send_all()
 
@@ -122,12 +113,12 @@ class JointUpdate:
         targets = set.intersection(*(sender.registry.workers for sender in senders.values()))
         prepared: dict[WeightSyncScheme, Publication] = {}
         try:
-            for scheme, part in self._parts.items():
+            for scheme, (weights, strict) in self._parts.items():
                 sender = senders[scheme]
                 sender.check_open()
-                sources = await sender.source.extract(part.weights, targets)
+                sources = await sender.source.extract(weights, targets)
                 publication = await sender.publisher.prepare(
-                    sources, set(targets), strict=part.strict, joint=joint, deadline=deadline
+                    sources, set(targets), strict=strict, joint=joint, deadline=deadline
                 )
                 await sender.publisher.fill(publication, None)
                 prepared[scheme] = publication

@@ -24,15 +24,11 @@ from aiosync.transports.mp.queues import QueueListener, QueuePair, QueuePipe
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """Copies the weights once per update into a buffer, which each worker maps copy-on-write.
 
-    The sender passes the buffer's handle to the workers by a ``multiprocessing`` queue. Each worker maps the
-    buffer and re-points its parameters at it. A worker may write into its parameters: only the pages that it
-    writes are copied, and they are private to it. With ``commit="copy"`` the weights are copied into the
-    parameters' memory. If the buffer is on a CUDA device, or the system is not Linux, each worker copies it
-    into a back slot.
+    A worker may write into its parameters: only the pages that it writes are copied, and they are private to
+    it. If the buffer is on a CUDA device, or the system is not Linux, each worker copies it into a back slot.
 
-    Memory: two buffers of the model's size, a third while a worker is behind, whatever the number of
-    workers. Workers that hang, or that later sends do not address, may each keep one more. In a worker: the
-    pages that it writes, at most once per buffer; two slots if it copies.
+    Memory: as :class:`~aiosync.SharedMemWeightSyncScheme`, and in a worker the pages that it writes, at most
+    once per buffer; two slots if it copies.
 
     A process that a worker forks sees the model change with the worker's updates, unless it has a copy of the
     model or the worker uses ``commit="copy"``.

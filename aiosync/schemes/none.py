@@ -34,31 +34,26 @@ class NullEndpoint(Endpoint):
     async def send(
         self, weights: Any, worker_ids: Any, *, wait: bool, strict: bool, deadline: Deadline
     ) -> SendReport:
-        """Count one version."""
         self._version += 1
         return await self.wait_ack(worker_ids, deadline)
 
     async def wait_ack(self, worker_ids: Any, deadline: Deadline) -> SendReport:
-        """Return a report without workers."""
         return SendReport(self._version, 0, {}, {"total": 0.0})
 
     async def receive(self, deadline: Deadline) -> None:
         """Return None at once: no update ever comes."""
 
     def receiving(self) -> AbstractAsyncContextManager[None]:
-        """Run nothing beside the body."""
         return nullcontext()
 
     @asynccontextmanager
     async def pinned(self, deadline: Deadline) -> AsyncIterator[int]:
-        """Yield the version, which does not change on a receiver."""
         yield self._version
 
     async def rebind(self, model: Any, listener: Any, *, may_view: bool) -> None:
         """Accept another model."""
 
     async def wait_closed(self) -> None:
-        """Wait until this endpoint is closed."""
         await self._closed.wait()
 
     async def aclose(self) -> None:
@@ -91,7 +86,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
         model: Any = None,
         worker_idx: int | None = None,
     ) -> None:
-        """Accept the arguments of every other scheme."""
         self._forget_runtime()
         self._model_id = model_id
         self._model = model
@@ -109,7 +103,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
         min_workers: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Connect at once, with version 0."""
         if self._pid != os.getpid():
             self._pid, self._endpoint = os.getpid(), Endpoint()
         if not isinstance(self._endpoint, NullEndpoint):
@@ -117,7 +110,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._synchronized = True
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply nothing."""
+        return
 
     def _sending(self) -> NullEndpoint:
         if self._pid != os.getpid() or not isinstance(self._endpoint, NullEndpoint):
@@ -127,11 +120,6 @@ class NoWeightSyncScheme(WeightSyncScheme):
     _receiving = _sending
 
     def create_transport(self, *, worker_idx: int) -> Transport:
-        """Raise: this scheme has no connections.
-
-        Raises:
-            NotConnectedError: always.
-        """
         raise NotConnectedError(_NOTHING)
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:

@@ -5,38 +5,35 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Sequence
 from multiprocessing.context import BaseContext
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from aiosync._deadline import Deadline
 from aiosync._options import check_choice, check_count
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.events import logger
 from aiosync.schemes.attach import all_joined, enlist
-from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.process_groups import check_process_groups, may_share, resume_broadcasts
+from aiosync.schemes.distributed import ProcessGroupScheme
 from aiosync.schemes.recipe import UNKNOWN_SENDER
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.object_store import ObjectStoreTransfer
-from aiosync.transfer.process_group import Collective, ProcessGroupTransfer
+from aiosync.transfer.process_group import Collective
 from aiosync.transfer.stream import StreamTransfer
 from aiosync.transports.base import Listener
 from aiosync.transports.ray.rendezvous import RayListener, RayWorkerTransport, SenderInfo
 from aiosync.transports.ray.transport import ActorCall, handle_of, in_actor
-from aiosync.weights.copying import INLINE_LIMIT
 
 DataPlane: TypeAlias = Literal["object_store", "tcp", "distributed"]
 TensorTransport: TypeAlias = Literal["object_store", "nixl"]
 
 
-class RayWeightSyncScheme(WeightSyncScheme):
+class RayWeightSyncScheme(ProcessGroupScheme):
     """Sends weights to Ray actors, anywhere in the cluster.
 
-    Each version is copied into a slot. Actors on the driver's node view the slot. For all other actors the
-    version is put into Ray's object store once, and each actor views the object on its node. An actor's
-    parameters view this memory until the next version, so they are read only by contract. The driver releases
-    an object when the last actor has read it; Ray keeps it as long as a process views it. (Weights of at most
-    256 KiB are sent in the update message.) A small helper actor, one per driver, has the object references,
-    so an actor can apply updates while one of its methods runs, even one that never returns.
+    Actors on the driver's node view the driver's slots. For all other actors a version is put into Ray's
+    object store once, and each actor views the object on its node. An actor's parameters view this memory
+    until the next version, so they are read only by contract. (Weights of at most 256 KiB are sent in the
+    update message.) A small helper actor, one per driver, has the object references, so an actor can apply
+    updates while one of its methods runs, even one that never returns.
 
     The caller calls ``ray.init()``. The sender's ``connect`` turns any actor into a worker. The actor needs
     the model, as ``actor.policy`` or ``actor.get_model("policy")``; no update is applied during the model's
@@ -50,7 +47,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
     Args:
         tensor_transport: how Ray moves objects: ``"object_store"``, or ``"nixl"`` for Ray's own support of
             NIXL (actors need ``enable_tensor_transport=True``).
-        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
         data_plane: how the bytes are moved: ``"object_store"``; ``"tcp"``, as
             :class:`~aiosync.TCPWeightSyncScheme`; ``"distributed"``, as
             :class:`~aiosync.DistributedWeightSyncScheme`, without any setup.
@@ -58,24 +54,14 @@ class RayWeightSyncScheme(WeightSyncScheme):
         collective: ``"p2p"`` or ``"broadcast"``, with ``data_plane="distributed"``.
         share_memory: whether actors on the driver's node view its memory; not with ``data_plane="tcp"``.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
-        options: see :class:`~aiosync.WeightSyncScheme`.
+        sync, options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
         InvalidArgumentError: an invalid argument, or nixl is not installed.
     """
 
     backends = ("ray",)
-    _fields: ClassVar[tuple[str, ...]] = (
-        "backend",
-        "collective",
-        "share_memory",
-        "reconnect_for",
-        "tensor_transport",
-        "data_plane",
-        "known",
-    )
-    # Weights up to this size in bytes are sent in the update message.
-    _inline: ClassVar[int] = INLINE_LIMIT
+    _fields = (*ProcessGroupScheme._fields, "tensor_transport", "data_plane", "known")
     _known: SenderInfo | None = None
 
     def __init__(
@@ -90,13 +76,8 @@ class RayWeightSyncScheme(WeightSyncScheme):
         reconnect_for: float = 60.0,
         **options: Any,
     ) -> None:
-        super().__init__(sync=sync, **options)
         _check_planes(tensor_transport, data_plane, backend)
-        check_process_groups(backend, collective, share_memory)
-        self._backend = backend
-        self._collective: Collective = collective
-        self._share_memory = share_memory
-        self._reconnect_for = reconnect_for
+        super().__init__(backend, collective, share_memory, reconnect_for, sync=sync, **options)
         self._tensor_transport: TensorTransport = tensor_transport
         self._data_plane: DataPlane = data_plane
 
@@ -118,7 +99,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
             actors: handles; None: the context's ``remote_collectors``, if it has them.
             remote_collectors: as torchrl's ``RayCollector`` gives them. Each of them creates its endpoint
                 itself; ``context`` is then not searched for models or workers.
-            arguments: those of :meth:`WeightSyncScheme.init_on_sender`.
 
         Raises:
             NotInitializedError: this process is not connected to a Ray cluster.
@@ -160,15 +140,12 @@ class RayWeightSyncScheme(WeightSyncScheme):
     ) -> int:
         """On the connected sender: add an actor as a worker, and wait until it has the newest version.
 
-        The actor may replace a lost one that Ray does not restart.
+        The actor may replace a lost one that Ray does not restart. Returns the worker's index.
 
         Args:
             actor: the actor's handle.
             worker_idx: the worker's index; None: the next.
             timeout: seconds; None: the scheme's.
-
-        Returns:
-            The worker's index.
 
         Raises:
             NotConnectedError: the scheme is not connected.
@@ -216,19 +193,13 @@ class RayWeightSyncScheme(WeightSyncScheme):
         except Exception as exc:  # noqa: BLE001 - Ray itself may be shutting down
             logger.warning("the actor of worker %d does not come back: %s", worker, exc)
 
-    async def reconnect(self, *, timeout: float | None = None) -> None:
-        """See :meth:`aiosync.DistributedWeightSyncScheme.reconnect`."""
-        await resume_broadcasts(self._sending(), self._deadline(timeout))
-
     @property
     def port_of_sender(self) -> int:
-        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
         return self._known.address.port if self._known is not None else 0
 
     @property
     def _shares(self) -> bool:
-        """Whether actors on the sender's machine view its slots."""
-        return may_share(self._backend, self._share_memory) and self._data_plane != "tcp"
+        return super()._shares and self._data_plane != "tcp"
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
         stores = self._data_plane == "object_store"
@@ -245,9 +216,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         if self._data_plane == "tcp":
             return StreamTransfer()
         if self._data_plane == "distributed":
-            return ProcessGroupTransfer(
-                self._backend, self._collective, self.timeout, self._listener, self._inline
-            )
+            return super()._make_transfer()
         office = None if self._known is None else self._known.ref_keeper
         return ObjectStoreTransfer(office, self._tensor_transport, self._listener, self._inline)
 

@@ -30,11 +30,6 @@ class RayModuleTransformSender(WeightSender):
     async def fetch(self, worker: int, actor: Any, deadline: Deadline) -> Mapping[str, torch.Tensor]:
         """Return the weights of an actor's module: name -> tensor, in the object store's memory.
 
-        Args:
-            worker: the actor's worker index.
-            actor: the actor's handle.
-            deadline: for the answer.
-
         Raises:
             RemoteApplyError: the actor has no ``module``.
             WorkerLostError: the actor is gone.
@@ -45,18 +40,11 @@ class RayModuleTransformSender(WeightSender):
 
 
 class RayModuleTransformReceiver(WeightReceiver):
-    """The receiving endpoint of :class:`RayModuleTransformScheme`, in the actor's process.
-
-    A commit is one call of the actor's method.
-    """
+    """The receiving endpoint of :class:`RayModuleTransformScheme`: a commit calls the actor's method."""
 
     @staticmethod
     def method_of(actor: Any, update_method: UpdateMethod) -> Any:
-        """Return a function that calls the actor's update method with the weights.
-
-        Args:
-            actor: the actor object, not its handle.
-            update_method: ``"tensordict"`` or ``"state_dict"``.
+        """Return a function that calls an actor object's update method with the weights.
 
         Raises:
             InvalidArgumentError: the actor has no such method, or it is async.
@@ -90,9 +78,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     Args:
         update_method: ``"tensordict"`` or ``"state_dict"``.
-        tensor_transport: see :class:`RayWeightSyncScheme`.
-        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
-        options: see :class:`RayWeightSyncScheme`.
+        tensor_transport, sync, options: see :class:`RayWeightSyncScheme`.
 
     Raises:
         InvalidArgumentError: an invalid argument, or nixl is not installed.
@@ -144,11 +130,6 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         Args:
             actors: handles, or objects with a handle as ``_actor``; None: the object at ``model_id`` on
                 ``context``, or the ``RayModuleTransform`` that the scheme was passed to.
-            model_id: the model's name, or the path to it on ``context``.
-            context: the object with the transform.
-            model: the module with the weights to send.
-            weights: the weights to send instead of a module's.
-            arguments: those of :meth:`WeightSyncScheme.init_on_sender`.
 
         Raises:
             NotInitializedError: this process is not connected to a Ray cluster.
@@ -188,17 +169,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         model: Any = None,
         worker_idx: int | None = None,
     ) -> None:
-        """See :meth:`WeightSyncScheme.init_on_receiver`; called for every actor that the sender enlists.
-
-        Args:
-            model_id: the model's name on the sender.
-            context: the actor, which has the method, and optionally the model as ``module``.
-            model: the module that the method updates, if it is not ``context.module``.
-            worker_idx: this worker's index.
-
-        Raises:
-            InvalidArgumentError: the actor has no such method.
-        """
+        # Called for every actor that the sender enlists: the context is the actor, which has the method.
         found = model if model is not None else getattr(context, "module", None)
         update = RayModuleTransformReceiver.method_of(context, self._update_method)
         named = context if model_id is not None and found is not None else None

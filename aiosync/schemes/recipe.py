@@ -1,5 +1,4 @@
-"""From a pickled scheme to an endpoint: what each scheme defines, what is pickled, ``init_on_*`` and
-``create_*``."""
+"""From a pickled scheme to an endpoint: a scheme's hooks, its pickling, ``init_on_*`` and ``create_*``."""
 
 from __future__ import annotations
 
@@ -67,11 +66,8 @@ class SchemeRecipe(SchemeState, ABC):
 
     @abstractmethod
     def create_transport(self, *, worker_idx: int) -> Transport:
-        """Create a worker's connection to the sender, not open yet.
-
-        Raises:
-            NotInitializedError, InvalidArgumentError: this scheme does not know its sender's address.
-        """
+        """Create a worker's connection to the sender, not open yet; raise NotInitializedError or
+        InvalidArgumentError if this scheme does not know its sender's address."""
 
     @abstractmethod
     def _make_transfer(self) -> Transfer:
@@ -271,11 +267,8 @@ class SchemeRecipe(SchemeState, ABC):
     # -- endpoints -----------------------------------------------------------------------------------
 
     def create_sender(self) -> WeightSender:
-        """Return the sending endpoint, created by the first call (usually from :meth:`connect`).
-
-        Raises:
-            NotInitializedError: ``init_on_sender`` was not called.
-        """
+        """Return the sending endpoint, created by the first call (usually from :meth:`connect`); raise
+        NotInitializedError if ``init_on_sender`` was not called."""
         if self._plan is None or self._listener is None:
             raise NotInitializedError("call init_on_sender() first")
         if not isinstance(self._endpoint, WeightSender):
@@ -293,11 +286,8 @@ class SchemeRecipe(SchemeState, ABC):
         return self._endpoint
 
     def create_receiver(self, *, worker_idx: int | None = None) -> WeightReceiver:
-        """Return the receiving endpoint, created by the first call (usually from :meth:`connect`).
-
-        Raises:
-            NotInitializedError: ``init_on_receiver`` was not called, or no worker index is known.
-        """
+        """Return the receiving endpoint, created by the first call (usually from :meth:`connect`); raise
+        NotInitializedError if ``init_on_receiver`` was not called, or no worker index is known."""
         if self._role != "receiver":
             raise NotInitializedError("call init_on_receiver() first")
         if worker_idx is not None:
@@ -344,9 +334,8 @@ class SchemeRecipe(SchemeState, ABC):
 
         Args:
             weights: as for :meth:`send`.
-            model_id: the model to use if no weights are given; None: the scheme's.
-            strategy: how to extract the weights; None: the scheme's.
-            context: the object to look models up on; None: the scheme's.
+            model_id: the model to use if no weights are given.
+            strategy, context: in place of the scheme's.
 
         Raises:
             InvalidArgumentError: there is nothing to send.

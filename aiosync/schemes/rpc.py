@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from multiprocessing.context import BaseContext
-from typing import Any, ClassVar
+from typing import Any
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.attach import all_joined, enlist
-from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.contexts import adapter_for
-from aiosync.schemes.process_groups import check_process_groups, may_share, resume_broadcasts
-from aiosync.transfer.base import Transfer
-from aiosync.transfer.process_group import Collective, ProcessGroupTransfer
+from aiosync.schemes.distributed import ProcessGroupScheme
+from aiosync.transfer.process_group import Collective
 from aiosync.transports.base import Listener
 from aiosync.transports.torch_rpc.rendezvous import RPCListener, RPCWorkerTransport, SenderInfo
 from aiosync.transports.torch_rpc.transport import RPCTransport, rank_here
-from aiosync.weights.copying import INLINE_LIMIT
 
 
-class RPCWeightSyncScheme(WeightSyncScheme):
+class RPCWeightSyncScheme(ProcessGroupScheme):
     """Sends weights to workers that torch RPC connects, from rank to rank as
     :class:`~aiosync.DistributedWeightSyncScheme` does.
 
@@ -37,22 +34,16 @@ class RPCWeightSyncScheme(WeightSyncScheme):
     unpickles what it receives.
 
     Args:
-        backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
-        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
         sender: the sender's name in torch RPC, for workers without the sender's scheme; None: rank 0's.
-        collective: ``"p2p"`` or ``"broadcast"``, see :class:`~aiosync.DistributedWeightSyncScheme`.
-        share_memory: whether workers on the sender's machine view its slots, see the same class.
-        reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
-        options: see :class:`~aiosync.WeightSyncScheme`.
+        backend, collective, share_memory, reconnect_for: see :class:`~aiosync.DistributedWeightSyncScheme`.
+        sync, options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
         InvalidArgumentError: the backend is not available.
     """
 
     backends = ("rpc",)
-    _fields = ("backend", "collective", "share_memory", "reconnect_for", "sender_name", "known")
-    # Weights up to this size in bytes are sent in the update message.
-    _inline: ClassVar[int] = INLINE_LIMIT
+    _fields = (*ProcessGroupScheme._fields, "sender_name", "known")
     _known: SenderInfo | None = None
 
     def __init__(
@@ -66,12 +57,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         reconnect_for: float = 60.0,
         **options: Any,
     ) -> None:
-        super().__init__(sync=sync, **options)
-        check_process_groups(backend, collective, share_memory)
-        self._backend = backend
-        self._collective: Collective = collective
-        self._share_memory = share_memory
-        self._reconnect_for = reconnect_for
+        super().__init__(backend, collective, share_memory, reconnect_for, sync=sync, **options)
         self._sender_name = sender
 
     def _forget_runtime(self) -> None:
@@ -79,13 +65,8 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         # The remote objects that connect() enlists as workers.
         self._remote: tuple[RPCTransport, ...] = ()
 
-    async def reconnect(self, *, timeout: float | None = None) -> None:
-        """See :meth:`aiosync.DistributedWeightSyncScheme.reconnect`."""
-        await resume_broadcasts(self._sending(), self._deadline(timeout))
-
     @property
     def port_of_sender(self) -> int:
-        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
         return self._known.address.port if self._known is not None else 0
 
     def init_on_sender(self, **arguments: Any) -> None:
@@ -130,19 +111,12 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         return rank - 1 if rank > 0 else None
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
-        shares = may_share(self._backend, self._share_memory)
-        listener = RPCListener(self._model_id, self._token, share_memory=shares)
+        listener = RPCListener(self._model_id, self._token, share_memory=self._shares)
         self._known = listener.sender_info
         return listener
 
     def create_transport(self, *, worker_idx: int) -> RPCWorkerTransport:
-        shares = may_share(self._backend, self._share_memory)
-        return RPCWorkerTransport(self._model_id, self._sender_name, self._known, share_memory=shares)
-
-    def _make_transfer(self) -> Transfer:
-        return ProcessGroupTransfer(
-            self._backend, self._collective, self.timeout, self._listener, self._inline
-        )
+        return RPCWorkerTransport(self._model_id, self._sender_name, self._known, share_memory=self._shares)
 
     def _release(self) -> None:
         self._remote = ()

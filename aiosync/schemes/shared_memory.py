@@ -17,10 +17,8 @@ from aiosync.transports.unix_socket import SharedMemTransport, UnixListener
 class SharedMemWeightSyncScheme(WeightSyncScheme):
     """One copy into shared memory per update and device, which all workers view.
 
-    The sender copies the weights once into a free slot of an arena. It notifies the workers over a Unix
-    socket, and they re-point their parameters at the slot. The cost does not depend on the number of workers,
-    and no worker reads a slot that is being written. On CUDA devices the arena is in the device's memory and
-    shared by CUDA IPC.
+    The workers re-point their parameters at the slot that the sender has written. The cost does not depend on
+    the number of workers, and no worker reads a slot that is being written. CUDA devices use CUDA IPC.
 
     Memory: two slots of the model's size, a third while a worker is behind, whatever the number of
     workers. Workers that hang, or that later sends do not address, may each keep one more.

@@ -217,8 +217,7 @@ class SchemeState:
 
     @property
     def version(self) -> int:
-        """The version last published (sender) or current (receiver), also after :meth:`aclose`; -1 before
-        ``connect``."""
+        """The version last published (sender) or current (receiver), also if closed; -1 before the first."""
         return self._last_version if type(self._endpoint) is Endpoint else self._endpoint.version
 
     @property
@@ -228,8 +227,7 @@ class SchemeState:
 
     @property
     def ended(self) -> str | None:
-        """On a receiver: why no more updates will come, also after :meth:`aclose`; None while there is a
-        sender."""
+        """On a receiver: why no more updates will come, also if closed; None while there is a sender."""
         return self._last_ended if type(self._endpoint) is Endpoint else self._endpoint.ended
 
     @property

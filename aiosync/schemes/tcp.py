@@ -9,7 +9,6 @@ from functools import lru_cache
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from aiosync._deadline import Deadline
 from aiosync._options import OnSenderClose, SchemeOptions, check_bool, check_count, check_reconnecting
 from aiosync.errors import InsecureTransportError, InvalidArgumentError
 from aiosync.events import EventSource
@@ -34,10 +33,9 @@ _FEWEST_CHARACTERS = 8
 class TCPWeightSyncScheme(WeightSyncScheme):
     """Sends weights to workers on this or other machines, which connect to the sender's address.
 
-    The sender copies the weights once into a slot. A thread beside the event loop sends the slot to all
-    workers at the same time; each block has a checksum. A worker receives the bytes directly into its back
-    slot. Nothing on the wire is pickled. On a Unix socket without TLS (on Linux) the worker gets the blocks'
-    positions and copies them from the sender's slot.
+    A thread beside the event loop sends the weights to all workers at once, in blocks with checksums. Nothing
+    on the wire is pickled. On a Unix socket without TLS (on Linux) the worker gets the blocks' positions and
+    copies them from the sender's slot.
 
     A worker on another machine creates the same scheme from address and token; a pickled scheme also has the
     real port. Without ``num_workers=`` the sender accepts workers at any time: ``connect(min_workers=2)``
@@ -45,10 +43,9 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     worker without ``worker_idx``, and it does not wait for a worker that has gone.
 
     Memory: two slots of the model's size on the sender, a third while a worker is behind, whatever the
-    number of workers (if memory is needed, an update is taken back from a worker that reads nothing for a
-    second, and sent again later); two slots in each worker, and two more if it converts dtypes. Updates
-    of some entries (``strict=False``) take a third slot in each worker, and a fourth if successive
-    updates have different entries: entries that are not sent keep their memory.
+    number of workers; two slots in each worker, and two more if it converts dtypes. Updates of some entries
+    (``strict=False``) take a third slot in each worker, and a fourth if successive updates have different
+    entries.
 
     Args:
         address: ``tcp://host:port`` (port 0: any free one, chosen in ``init_on_sender``) or
@@ -171,11 +168,6 @@ def relay_parts(scheme: TCPWeightSyncScheme, model_id: str | None) -> RelayParts
     listener = scheme._listener = scheme._make_listener((), None)
     transfer = scheme._make_transfer()
     return RelayParts(scheme._spec, listener, scheme._token, scheme._events, transfer, scheme._reconnect_for)
-
-
-def upstream_deadline(scheme: TCPWeightSyncScheme, timeout: float | None) -> Deadline:
-    """Return the deadline of a relay's call. Raises InvalidArgumentError for an invalid timeout."""
-    return scheme._deadline(timeout)
 
 
 def upstream_receiver(scheme: TCPWeightSyncScheme, applier: Applier, model_id: str | None) -> WeightReceiver:

@@ -11,52 +11,18 @@ from tensordict import TensorDictBase
 from aiosync import collectors
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.worker import POLICY
-from aiosync.sync._collecting import BlockingCollector
+from aiosync.sync._bases import BlockingCollector
 from aiosync.sync._portal import portal
 
 
 class MultiCollector(BlockingCollector):
-    """The blocking twin of :class:`aiosync.collectors.MultiCollector`.
+    """The blocking twin of :class:`aiosync.collectors.MultiCollector`: same arguments, same methods.
 
     Worker processes that roll out a policy, and an asynchronous iterator of their batches.
-
-    ::
-
-        with MultiCollector([make_env] * 2, policy, frames_per_batch=200) as collector:
-            for batch in collector:
-                ...  # learn
-                collector.update_policy_weights_()
-
-    Each worker has one event loop. It steps the environments, receives weights and executes the collector's
-    commands there, one at a time. So weights change only between two steps, and each frame is tagged with the
-    version that acted. Batches go through shared memory; they are neither pickled nor sent.
-
-    With ``sync=True`` a batch has a part from every worker, and no worker steps between one batch and the
-    request for the next. With ``sync=False`` a batch comes from one worker, batches come in the order in
-    which they are complete, and workers continue meanwhile: each is at most two batches ahead. With
-    ``sync=False`` a batch's memory is reused once the last reference to the batch is dropped.
-
-    Args:
-        create_env_fn: returns an environment (see :func:`~aiosync.collectors.adapt`); or one function per
-            worker. Called in the workers.
-        policy: the trainer's policy: a TensorDictModule, or a module or function of the observation. Workers
-            get a copy, and its weights. None: random actions.
-        sync: see above.
-        policy_factory: returns a worker's policy; or one function per worker. Called in the workers.
-            ``policy`` is then only the source of the weights.
-        create_env_kwargs: keyword arguments of ``create_env_fn``; or one mapping per worker.
-        config: all other options.
-        options: the same options as keywords: see :class:`BatchConfig`, :class:`PolicyConfig`,
-            :class:`DeviceConfig`, :class:`ProcessConfig`, :class:`WeightConfig` and :class:`ReplayConfig`.
-
-    Attributes:
-        frames: how many frames the iterator has returned.
-
-    Raises:
-        InvalidArgumentError: an unknown option, or options that do not fit together.
     """
 
     _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.MultiCollector
+    _async: collectors.MultiCollector
 
     def __init__(
         self,
@@ -274,46 +240,31 @@ class MultiCollector(BlockingCollector):
 
 
 class MultiSyncCollector(MultiCollector):
-    """The blocking twin of :class:`aiosync.collectors.MultiSyncCollector`.
+    """The blocking twin of :class:`aiosync.collectors.MultiSyncCollector`: same arguments, same methods.
 
     A :class:`MultiCollector` with ``sync=True``.
     """
 
-    _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.MultiSyncCollector
+    _async_class: ClassVar[type[collectors.MultiSyncCollector]] = collectors.MultiSyncCollector
 
 
 class MultiAsyncCollector(MultiCollector):
-    """The blocking twin of :class:`aiosync.collectors.MultiAsyncCollector`.
+    """The blocking twin of :class:`aiosync.collectors.MultiAsyncCollector`: same arguments, same methods.
 
     A :class:`MultiCollector` with ``sync=False``.
     """
 
-    _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.MultiAsyncCollector
+    _async_class: ClassVar[type[collectors.MultiAsyncCollector]] = collectors.MultiAsyncCollector
 
 
 class Collector(MultiCollector):
-    """The blocking twin of :class:`aiosync.collectors.Collector`.
+    """The blocking twin of :class:`aiosync.collectors.Collector`: same arguments, same methods.
 
     Rolls out a policy in this process, on the event loop that iterates the collector.
-
-    Otherwise it behaves as a :class:`MultiCollector` with one worker and ``sync=True``: no step happens
-    between one batch and the request for the next. The policy that acts is a copy, with the version that was
-    sent last. An environment with a slow ``step`` blocks the event loop, unless ``step`` is a coroutine
-    function.
-
-    Args:
-        create_env_fn: an environment, or a function that returns one.
-        policy: see :class:`MultiCollector`.
-        policy_factory: see :class:`MultiCollector`.
-        create_env_kwargs: see :class:`MultiCollector`.
-        config: see :class:`MultiCollector`. Options about processes are refused.
-        options: the same options as keywords.
-
-    Raises:
-        InvalidArgumentError: an unknown option, or options that do not fit together.
     """
 
-    _async_class: ClassVar[type[collectors.MultiCollector]] = collectors.Collector
+    _async_class: ClassVar[type[collectors.Collector]] = collectors.Collector
+    _async: collectors.Collector
 
     def __init__(
         self,

@@ -15,58 +15,25 @@ from aiosync._options import OnFailure, OnSenderClose, StrategyName
 from aiosync.events import EventHook, SchemeStats
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.reports import SendReport, WorkerState
+from aiosync.schemes import distributed
 from aiosync.schemes.ray import DataPlane, TensorTransport
 from aiosync.sender.endpoint import WeightSender
 from aiosync.sync._portal import portal
 from aiosync.sync._twin import BlockingTwin
 from aiosync.transfer.process_group import Collective
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.memory import Fault, MemoryTransport
-from aiosync.transports.ray.rendezvous import RayWorkerTransport
+from aiosync.transports.memory import Fault
 from aiosync.transports.ray.transport import UpdateMethod
-from aiosync.transports.tcp.connection import TCPTransport
 from aiosync.transports.tcp.tls import TLSConfig
-from aiosync.transports.torch_distributed.transport import DistributedTransport
-from aiosync.transports.torch_rpc.rendezvous import RPCWorkerTransport
-from aiosync.transports.unix_socket import SharedMemTransport
 from aiosync.weights.binding import CommitMode
 from aiosync.weights.codec import Codec
 from aiosync.weights.strategy import WeightStrategy
 
 
 class WeightSyncScheme(BlockingTwin):
-    """The blocking twin of :class:`aiosync.WeightSyncScheme`.
+    """The blocking twin of :class:`aiosync.WeightSyncScheme`: same arguments, same methods.
 
     Synchronises ONE model's weights from a trainer to its workers.
-
-    A scheme is a recipe: it can be pickled, and each process creates one endpoint from it. In the trainer
-    call :meth:`init_on_sender`, pass the scheme to the workers, then :meth:`connect` and :meth:`send`. In a
-    worker call :meth:`init_on_receiver` and :meth:`connect`, and run :meth:`receiving` around the
-    environment loop.
-
-    Do not change the weights while a ``send`` is running: it copies them in another thread.
-
-    Args:
-        strategy: ``"tensordict"`` or ``"state_dict"``: the form of the weights that the context is given
-            and that :meth:`receive` returns.
-        sync: whether :meth:`send` waits by default until the workers have applied the weights.
-        timeout: seconds that a call may take by default; None: the environment's
-            ``AIOSYNC_TIMEOUT``, else 120.
-        cast: a floating dtype to which floating tensors are narrowed before they are sent.
-        commit: ``"flip"`` re-points a worker's parameters at the new memory, in microseconds;
-            ``"copy"`` writes into the parameters' memory (for CUDA graphs and raw pointers), which
-            takes one copy of the weights on the worker's loop.
-        on_failure: ``"raise"``: a send updates the healthy workers and then raises; ``"drop"``: the sender
-            removes workers that were lost or missed the deadline, and the report lists them.
-        per_worker_weights: whether each worker has a separate copy, and may be sent different weights
-            (``send({0: w0, 1: w1})``).
-        max_slots: how many versions the shared memory may hold, at least 2. Versions that are kept only
-            for hung workers, or for workers that later sends do not address, do not count.
-        first_version: the number of the first version that a sender publishes, an integer >= 0. A trainer
-            that resumes from a checkpoint gives the number after the saved one.
-        min_workers: on the sender, how many workers :meth:`connect` waits for: an integer >= 0; None: all of
-            ``num_workers``, or 1 if the number of workers is not fixed. With 0 ``with scheme`` does
-            not wait for any worker.
     """
 
     _async: aiosync.WeightSyncScheme
@@ -85,7 +52,7 @@ class WeightSyncScheme(BlockingTwin):
         first_version: int = 0,
         min_workers: int | None = None,
     ) -> None:
-        self._async = self._make_async(
+        self._async = self._async_class(
             strategy,
             sync,
             timeout=timeout,
@@ -224,9 +191,7 @@ class WeightSyncScheme(BlockingTwin):
 
     @property
     def version(self) -> int:
-        """The version last published (sender) or current (receiver), also after :meth:`close`; -1 before
-        ``connect``.
-        """
+        """The version last published (sender) or current (receiver), also if closed; -1 before the first."""
         return self._async.version
 
     @property
@@ -236,9 +201,7 @@ class WeightSyncScheme(BlockingTwin):
 
     @property
     def ended(self) -> str | None:
-        """On a receiver: why no more updates will come, also after :meth:`close`; None while there is a
-        sender.
-        """
+        """On a receiver: why no more updates will come, also if closed; None while there is a sender."""
         return self._async.ended
 
     @property
@@ -269,10 +232,8 @@ class WeightSyncScheme(BlockingTwin):
         return self._async.shared_transport
 
     def create_transport(self, *, worker_idx: int) -> Transport:
-        """Create a worker's connection to the sender, not open yet.
-
-        Raises:
-            NotInitializedError, InvalidArgumentError: this scheme does not know its sender's address.
+        """Create a worker's connection to the sender, not open yet; raise NotInitializedError or
+        InvalidArgumentError if this scheme does not know its sender's address.
         """
         return self._async.create_transport(worker_idx=worker_idx)
 
@@ -372,9 +333,8 @@ class WeightSyncScheme(BlockingTwin):
 
         Args:
             weights: as for :meth:`send`.
-            model_id: the model to use if no weights are given; None: the scheme's.
-            strategy: how to extract the weights; None: the scheme's.
-            context: the object to look models up on; None: the scheme's.
+            model_id: the model to use if no weights are given.
+            strategy, context: in place of the scheme's.
 
         Raises:
             InvalidArgumentError: there is nothing to send.
@@ -384,32 +344,21 @@ class WeightSyncScheme(BlockingTwin):
 
     @classmethod
     def from_backend(cls, backend: str, **kwargs: Any) -> Any:
-        """Create the scheme with this backend name.
+        """Create the scheme with this backend name; raise InvalidArgumentError if there is none.
 
         Args:
             backend: ``none`` or ``direct``, ``shared`` or ``thread``, ``process`` or
                 ``multiprocessing``, ``tcp``, ``distributed``, ``rpc``, ``ray``, ``ray_module``, ``memory``.
             kwargs: the constructor's arguments.
-
-        Raises:
-            InvalidArgumentError: there is no such backend.
         """
         return cls._blocking_from_backend(backend, **kwargs)
 
     def get_sender(self) -> WeightSender:
-        """Return the connected sending endpoint.
-
-        Raises:
-            NotConnectedError: this process has none.
-        """
+        """Return the connected sending endpoint; raise NotConnectedError if this process has none."""
         return self._async.get_sender()
 
     def get_receiver(self) -> WeightReceiver:
-        """Return the connected receiving endpoint.
-
-        Raises:
-            NotConnectedError: this process has none.
-        """
+        """Return the connected receiving endpoint; raise NotConnectedError if this process has none."""
         return self._async.get_receiver()
 
     def send(
@@ -421,7 +370,8 @@ class WeightSyncScheme(BlockingTwin):
         strict: bool = True,
         timeout: float | None = None,
     ) -> SendReport:
-        """Publish the next version.
+        """Publish the next version, and return the result of each worker: without ``wait``, whether it was
+        notified.
 
         If workers refuse, are lost or do not answer in time, the others are updated all the same. The
         raised error's ``report`` lists the result of each worker.
@@ -435,9 +385,6 @@ class WeightSyncScheme(BlockingTwin):
             strict: whether every entry must be given. With False a subset is enough (adapters, one
                 head), and the other entries keep their values.
             timeout: seconds; None: the scheme's.
-
-        Returns:
-            The result of each worker. Without ``wait``, whether it was notified.
 
         Raises:
             NotConnectedError: the scheme is not connected.
@@ -471,11 +418,9 @@ class WeightSyncScheme(BlockingTwin):
     def receive(self, timeout: float | None = None) -> Any:
         """Wait for the next update and return its weights once they are applied; None if none came in time.
 
-        No update is returned twice. If :meth:`receiving` has applied several, this returns the newest.
-
-        Returns:
-            A TensorDict or dict, by the strategy, that views the current weights. It is read only, and
-            valid until the next version or until this endpoint is closed.
+        No update is returned twice. If :meth:`receiving` has applied several, this returns the newest. The
+        TensorDict or dict (by the strategy) views the current weights. It is read only, and valid until the
+        next version or until this endpoint is closed.
 
         Raises:
             NotConnectedError: the scheme is not connected.
@@ -525,70 +470,21 @@ class WeightSyncScheme(BlockingTwin):
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):
-    """The blocking twin of :class:`aiosync.SharedMemWeightSyncScheme`.
+    """The blocking twin of :class:`aiosync.SharedMemWeightSyncScheme`: same arguments, same methods.
 
     One copy into shared memory per update and device, which all workers view.
-
-    The sender copies the weights once into a free slot of an arena. It notifies the workers over a Unix
-    socket, and they re-point their parameters at the slot. The cost does not depend on the number of workers,
-    and no worker reads a slot that is being written. On CUDA devices the arena is in the device's memory and
-    shared by CUDA IPC.
-
-    Memory: two slots of the model's size, a third while a worker is behind, whatever the number of
-    workers. Workers that hang, or that later sends do not address, may each keep one more.
-
-    With ``commit="flip"`` the parameters of all workers view the same pages, and are read only by
-    contract: a worker that writes into its parameters needs ``commit="copy"``. A process that a worker
-    forks views these pages too, and reads a mix of versions once the trainer writes: give it a deep copy of
-    the model. Buffers are private to the worker in both modes. If the model was found on a context with
-    ``update_policy_weights_``, which may write to it, the model gets private memory instead.
-
-    All workers are processes of this user on this machine (Linux; on other POSIX systems a worker's
-    death shows by its closed socket only).
-
-    See :class:`~aiosync.WeightSyncScheme` for the arguments; ``max_slots`` and ``per_worker_weights``
-    have an effect here.
     """
 
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.SharedMemWeightSyncScheme
-    _async: aiosync.SharedMemWeightSyncScheme
-
-    def create_transport(self, *, worker_idx: int) -> SharedMemTransport:
-        return self._async.create_transport(worker_idx=worker_idx)
+    _async_class: ClassVar[type[aiosync.SharedMemWeightSyncScheme]] = aiosync.SharedMemWeightSyncScheme
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
-    """The blocking twin of :class:`aiosync.MultiProcessWeightSyncScheme`.
+    """The blocking twin of :class:`aiosync.MultiProcessWeightSyncScheme`: same arguments, same methods.
 
     Copies the weights once per update into a buffer, which each worker maps copy-on-write.
-
-    The sender passes the buffer's handle to the workers by a ``multiprocessing`` queue. Each worker maps the
-    buffer and re-points its parameters at it. A worker may write into its parameters: only the pages that it
-    writes are copied, and they are private to it. With ``commit="copy"`` the weights are copied into the
-    parameters' memory. If the buffer is on a CUDA device, or the system is not Linux, each worker copies it
-    into a back slot.
-
-    Memory: two buffers of the model's size, a third while a worker is behind, whatever the number of
-    workers. Workers that hang, or that later sends do not address, may each keep one more. In a worker: the
-    pages that it writes, at most once per buffer; two slots if it copies.
-
-    A process that a worker forks sees the model change with the worker's updates, unless it has a copy of the
-    model or the worker uses ``commit="copy"``.
-
-    A process can only be given queues while it is being started, so pass the scheme to ``Process``
-    after ``init_on_sender``. A worker that was killed can be started again in the same way. The
-    queues pickle each message, as all of ``multiprocessing`` does; they are inherited, and no other
-    process can write to them.
-
-    Args:
-        pipes: in place of queues, one end of a duplex ``multiprocessing.Pipe`` per worker, in order
-            (or a context that has ``pipes``). They are watched without a thread and stay open.
-        on_other_message: takes (worker, message) for each message on a pipe that is not aiosync's; on a
-            receiver the worker is its own index.
-        options: see :class:`~aiosync.WeightSyncScheme`.
     """
 
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.MultiProcessWeightSyncScheme
+    _async_class: ClassVar[type[aiosync.MultiProcessWeightSyncScheme]] = aiosync.MultiProcessWeightSyncScheme
     _async: aiosync.MultiProcessWeightSyncScheme
 
     def __init__(
@@ -598,9 +494,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
         on_other_message: Callable[[int, Any], None] | None = None,
         **options: Any,
     ) -> None:
-        self._async = aiosync.MultiProcessWeightSyncScheme(
-            *args, pipes=pipes, on_other_message=on_other_message, **options
-        )
+        self._async = self._async_class(*args, pipes=pipes, on_other_message=on_other_message, **options)
 
     def init_on_sender(
         self, *, pipes: Sequence[Connection[Any, Any]] | None = None, **arguments: Any
@@ -614,58 +508,14 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     init_on_worker = init_on_receiver
 
-    def create_transport(self, *, worker_idx: int) -> Transport:
-        return self._async.create_transport(worker_idx=worker_idx)
-
 
 class TCPWeightSyncScheme(WeightSyncScheme):
-    """The blocking twin of :class:`aiosync.TCPWeightSyncScheme`.
+    """The blocking twin of :class:`aiosync.TCPWeightSyncScheme`: same arguments, same methods.
 
     Sends weights to workers on this or other machines, which connect to the sender's address.
-
-    The sender copies the weights once into a slot. A thread beside the event loop sends the slot to all
-    workers at the same time; each block has a checksum. A worker receives the bytes directly into its back
-    slot. Nothing on the wire is pickled. On a Unix socket without TLS (on Linux) the worker gets the blocks'
-    positions and copies them from the sender's slot.
-
-    A worker on another machine creates the same scheme from address and token; a pickled scheme also has the
-    real port. Without ``num_workers=`` the sender accepts workers at any time: ``connect(min_workers=2)``
-    waits for the first two, ``scheme.workers`` lists the connected ones, the sender chooses the index of a
-    worker without ``worker_idx``, and it does not wait for a worker that has gone.
-
-    Memory: two slots of the model's size on the sender, a third while a worker is behind, whatever the
-    number of workers (if memory is needed, an update is taken back from a worker that reads nothing for a
-    second, and sent again later); two slots in each worker, and two more if it converts dtypes. Updates
-    of some entries (``strict=False``) take a third slot in each worker, and a fourth if successive
-    updates have different entries: entries that are not sent keep their memory.
-
-    Args:
-        address: ``tcp://host:port`` (port 0: any free one, chosen in ``init_on_sender``) or
-            ``unix:///path`` (for this user alone).
-        token: a secret of 16 characters or more. Sender and workers prove to each other that they have it.
-            It does not encrypt: use TLS on networks that others can read.
-        tls: certificates; with a ``cafile`` on the sender, workers need a certificate too.
-        codec: how weights are encoded, always bit-exact: ``"full"``, unchanged; ``"zstd"``, compressed;
-            ``"delta"``, the difference from the version that the worker acknowledged, compressed, or all
-            bytes if the worker has no version or the difference is no smaller. Needs ``aiosync[delta]`` on
-            both sides; a worker without it gets the bytes unchanged. With ``cast=torch.bfloat16`` most small
-            updates change few elements.
-        reconnect_for: seconds for which a worker that has lost the sender tries to find it again, while it
-            keeps its version; 0: it does not try. A restarted sender numbers its versions from its
-            ``first_version``, and the worker then logs this and does the same.
-        on_sender_close: what a worker does when the sender closes in order. ``"stop"``: it stops receiving
-            and keeps its version. ``"wait"``: it looks for a sender for ``reconnect_for`` seconds, as after a
-            lost connection, and so finds a restarted trainer.
-        insecure: listen to other machines with neither a token nor mutual TLS.
-        max_connections: the most workers that a sender serves at a time. Further ones retry until their
-            timeout.
-        options: see :class:`~aiosync.WeightSyncScheme`.
-
-    Raises:
-        InvalidArgumentError: an invalid address or argument, or a token that is too short.
     """
 
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.TCPWeightSyncScheme
+    _async_class: ClassVar[type[aiosync.TCPWeightSyncScheme]] = aiosync.TCPWeightSyncScheme
     _async: aiosync.TCPWeightSyncScheme
 
     def __init__(
@@ -681,7 +531,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         max_connections: int = 1024,
         **options: Any,
     ) -> None:
-        self._async = aiosync.TCPWeightSyncScheme(
+        self._async = self._async_class(
             address,
             token=token,
             tls=tls,
@@ -698,52 +548,35 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         """The sender's address; with the real port after ``init_on_sender``."""
         return self._async.address
 
-    def create_transport(self, *, worker_idx: int) -> TCPTransport:
-        return self._async.create_transport(worker_idx=worker_idx)
 
-
-class DistributedWeightSyncScheme(WeightSyncScheme):
-    """The blocking twin of :class:`aiosync.DistributedWeightSyncScheme`.
-
-    Sends weights by torch.distributed, from rank to rank, in a few flat buckets.
-
-    The sender is rank 0, worker ``i`` is rank ``i + 1``. The sender and each worker create a separate process
-    group. The job's own groups are not needed, used, replaced or waited for. A worker on the sender's machine
-    views the sender's slots in shared memory, as with :class:`~aiosync.SharedMemWeightSyncScheme`, and no
-    weights are sent to it. (The worker tests this: in another container it may not reach the slots.)
-
-    Sender and workers find each other in a store: ``store=``, the TCPStore at ``init_method=`` or at
-    MASTER_ADDR and MASTER_PORT, or one that the sender starts on this machine, whose address the pickled
-    scheme has. Under ``torchrun`` no argument is needed: RANK gives the worker's rank too.
-
-    A call into torch.distributed cannot be interrupted: it ends when the other side continues or dies, or
-    after ``timeout``. A cancelled aiosync call, or one that reaches its deadline, returns at once; until the
-    torch call ends, its thread and the slot that it reads or writes stay in use. So a stopped worker keeps
-    one more slot. Any error in a group ends the worker's connection; the worker, or its replacement, connects
-    again with a new group. All processes that can reach the store are trusted, as in torch.distributed.
-
-    Args:
-        backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
-        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
-        collective: ``"p2p"``: from the sender to each worker. ``"broadcast"``: to all workers at once,
-            through one process group, if a send addresses all of them and all are connected. A stopped
-            worker then blocks the others, for ``timeout`` at most; after one dies, weights are sent to each
-            worker separately until :meth:`reconnect`.
-        store: a torch.distributed store that both sides can reach.
-        init_method: ``"env://"`` or ``"tcp://host:port"``.
-        share_memory: whether workers on the sender's machine view its slots (with gloo, on Linux). Their
-            parameters are then read only by contract: a worker that writes into its parameters needs
-            ``commit="copy"``. If either side has it off, all weights are sent.
-        reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
-        on_sender_close: ``"stop"``: when the sender closes in order, a worker stops receiving and keeps its
-            version. ``"wait"``: it looks for a new sender in the store for ``reconnect_for`` seconds.
-        options: see :class:`~aiosync.WeightSyncScheme`.
-
-    Raises:
-        InvalidArgumentError: the backend is not available, or ``store`` is not a store.
+class ProcessGroupScheme(WeightSyncScheme):
+    """The blocking twin of :class:`aiosync.schemes.distributed.ProcessGroupScheme`: same arguments, same
+    methods.
     """
 
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.DistributedWeightSyncScheme
+    _async: distributed.ProcessGroupScheme
+
+    def reconnect(self, *, timeout: float | None = None) -> None:
+        """On the sender, after a worker was lost: wait for all workers to connect, then resume broadcasts.
+
+        The broadcasts use a new process group. Until then, the sender sends to each worker separately.
+
+        Raises:
+            NotConnectedError: this is not a connected sender.
+            SyncTimeoutError: workers did not connect in time; the message names them.
+        """
+        portal().call(self._async.reconnect, timeout=timeout)
+
+    @property
+    def port_of_sender(self) -> int:
+        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
+        return self._async.port_of_sender
+
+
+class DistributedWeightSyncScheme(ProcessGroupScheme):
+    """The blocking twin of :class:`aiosync.DistributedWeightSyncScheme`: same arguments, same methods."""
+
+    _async_class: ClassVar[type[aiosync.DistributedWeightSyncScheme]] = aiosync.DistributedWeightSyncScheme
     _async: aiosync.DistributedWeightSyncScheme
 
     def __init__(
@@ -759,7 +592,7 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
         on_sender_close: OnSenderClose = "stop",
         **options: Any,
     ) -> None:
-        self._async = aiosync.DistributedWeightSyncScheme(
+        self._async = self._async_class(
             backend,
             sync,
             collective=collective,
@@ -771,59 +604,11 @@ class DistributedWeightSyncScheme(WeightSyncScheme):
             **options,
         )
 
-    def reconnect(self, *, timeout: float | None = None) -> None:
-        """On the sender, after a worker was lost: wait for all workers to connect, then resume broadcasts.
 
-        The broadcasts use a new process group. Until then, the sender sends to each worker through the
-        process group that the two created when the worker connected.
+class RPCWeightSyncScheme(ProcessGroupScheme):
+    """The blocking twin of :class:`aiosync.RPCWeightSyncScheme`: same arguments, same methods."""
 
-        Raises:
-            NotConnectedError: this is not a connected sender.
-            SyncTimeoutError: workers did not connect in time; the message names them.
-        """
-        portal().call(self._async.reconnect, timeout=timeout)
-
-    @property
-    def port_of_sender(self) -> int:
-        """Always 0: the store, not the recipe, has the port on which the sender listens."""
-        return self._async.port_of_sender
-
-    def create_transport(self, *, worker_idx: int) -> DistributedTransport:
-        return self._async.create_transport(worker_idx=worker_idx)
-
-
-class RPCWeightSyncScheme(WeightSyncScheme):
-    """The blocking twin of :class:`aiosync.RPCWeightSyncScheme`.
-
-    Sends weights to workers that torch RPC connects, from rank to rank as
-    :class:`~aiosync.DistributedWeightSyncScheme` does.
-
-    The caller calls ``rpc.init_rpc()`` before initialising the scheme, and closes the scheme before
-    ``rpc.shutdown()`` (which does not wait for it). A worker calls ``init_on_receiver`` and ``connect`` as
-    with any other scheme. Or the sender's context has ``collector_infos``, ``collector_rrefs`` and
-    ``collector_class``, as torchrl's RPCCollector does. Then :meth:`connect` starts a receiver beside each
-    remote object, in a thread. It looks the model up by ``model_id``, never applies an update during the
-    model's forward pass, and calls the object's ``update_policy_weights_`` with each update.
-
-    The limits of process groups apply: see :class:`~aiosync.DistributedWeightSyncScheme`. torch RPC does not
-    accept a new process in place of a dead one. Such a process finds the sender by the sender's pickled
-    scheme, without torch RPC. All members of the RPC group are trusted, as in torch RPC itself, which
-    unpickles what it receives.
-
-    Args:
-        backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
-        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
-        sender: the sender's name in torch RPC, for workers without the sender's scheme; None: rank 0's.
-        collective: ``"p2p"`` or ``"broadcast"``, see :class:`~aiosync.DistributedWeightSyncScheme`.
-        share_memory: whether workers on the sender's machine view its slots, see the same class.
-        reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
-        options: see :class:`~aiosync.WeightSyncScheme`.
-
-    Raises:
-        InvalidArgumentError: the backend is not available.
-    """
-
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RPCWeightSyncScheme
+    _async_class: ClassVar[type[aiosync.RPCWeightSyncScheme]] = aiosync.RPCWeightSyncScheme
     _async: aiosync.RPCWeightSyncScheme
 
     def __init__(
@@ -837,7 +622,7 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         reconnect_for: float = 60.0,
         **options: Any,
     ) -> None:
-        self._async = aiosync.RPCWeightSyncScheme(
+        self._async = self._async_class(
             backend,
             sync,
             sender=sender,
@@ -846,15 +631,6 @@ class RPCWeightSyncScheme(WeightSyncScheme):
             reconnect_for=reconnect_for,
             **options,
         )
-
-    def reconnect(self, *, timeout: float | None = None) -> None:
-        """See :meth:`aiosync.DistributedWeightSyncScheme.reconnect`."""
-        portal().call(self._async.reconnect, timeout=timeout)
-
-    @property
-    def port_of_sender(self) -> int:
-        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
-        return self._async.port_of_sender
 
     def init_on_sender(self, **arguments: Any) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`; a ``context`` may have remote objects.
@@ -865,53 +641,14 @@ class RPCWeightSyncScheme(WeightSyncScheme):
         """
         self._async.init_on_sender(**arguments)
 
-    @property
-    def sender_enlists(self) -> bool:
-        return self._async.sender_enlists
 
-    def create_transport(self, *, worker_idx: int) -> RPCWorkerTransport:
-        return self._async.create_transport(worker_idx=worker_idx)
-
-
-class RayWeightSyncScheme(WeightSyncScheme):
-    """The blocking twin of :class:`aiosync.RayWeightSyncScheme`.
+class RayWeightSyncScheme(ProcessGroupScheme):
+    """The blocking twin of :class:`aiosync.RayWeightSyncScheme`: same arguments, same methods.
 
     Sends weights to Ray actors, anywhere in the cluster.
-
-    Each version is copied into a slot. Actors on the driver's node view the slot. For all other actors the
-    version is put into Ray's object store once, and each actor views the object on its node. An actor's
-    parameters view this memory until the next version, so they are read only by contract. The driver releases
-    an object when the last actor has read it; Ray keeps it as long as a process views it. (Weights of at most
-    256 KiB are sent in the update message.) A small helper actor, one per driver, has the object references,
-    so an actor can apply updates while one of its methods runs, even one that never returns.
-
-    The caller calls ``ray.init()``. The sender's ``connect`` turns any actor into a worker. The actor needs
-    the model, as ``actor.policy`` or ``actor.get_model("policy")``; no update is applied during the model's
-    forward pass. If the actor has ``update_policy_weights_``, it is called with each update, and the model
-    gets private memory. An actor may also create its endpoint itself, from the pickled scheme.
-
-    Besides Ray's calls each actor opens a connection to the sender's node. It carries both sides' messages,
-    shows the end of the actor, and is authenticated by a token that is pickled with the scheme. Every process
-    that may call the cluster's actors is trusted, as in Ray itself, which unpickles what it receives.
-
-    Args:
-        tensor_transport: how Ray moves objects: ``"object_store"``, or ``"nixl"`` for Ray's own support of
-            NIXL (actors need ``enable_tensor_transport=True``).
-        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
-        data_plane: how the bytes are moved: ``"object_store"``; ``"tcp"``, as
-            :class:`~aiosync.TCPWeightSyncScheme`; ``"distributed"``, as
-            :class:`~aiosync.DistributedWeightSyncScheme`, without any setup.
-        backend: of torch.distributed, with ``data_plane="distributed"``.
-        collective: ``"p2p"`` or ``"broadcast"``, with ``data_plane="distributed"``.
-        share_memory: whether actors on the driver's node view its memory; not with ``data_plane="tcp"``.
-        reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
-        options: see :class:`~aiosync.WeightSyncScheme`.
-
-    Raises:
-        InvalidArgumentError: an invalid argument, or nixl is not installed.
     """
 
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RayWeightSyncScheme
+    _async_class: ClassVar[type[aiosync.RayWeightSyncScheme]] = aiosync.RayWeightSyncScheme
     _async: aiosync.RayWeightSyncScheme
 
     def __init__(
@@ -926,7 +663,7 @@ class RayWeightSyncScheme(WeightSyncScheme):
         reconnect_for: float = 60.0,
         **options: Any,
     ) -> None:
-        self._async = aiosync.RayWeightSyncScheme(
+        self._async = self._async_class(
             tensor_transport,
             sync,
             data_plane=data_plane,
@@ -950,7 +687,6 @@ class RayWeightSyncScheme(WeightSyncScheme):
             actors: handles; None: the context's ``remote_collectors``, if it has them.
             remote_collectors: as torchrl's ``RayCollector`` gives them. Each of them creates its endpoint
                 itself; ``context`` is then not searched for models or workers.
-            arguments: those of :meth:`WeightSyncScheme.init_on_sender`.
 
         Raises:
             NotInitializedError: this process is not connected to a Ray cluster.
@@ -961,15 +697,12 @@ class RayWeightSyncScheme(WeightSyncScheme):
     def add_worker(self, actor: Any, worker_idx: int | None = None, *, timeout: float | None = None) -> int:
         """On the connected sender: add an actor as a worker, and wait until it has the newest version.
 
-        The actor may replace a lost one that Ray does not restart.
+        The actor may replace a lost one that Ray does not restart. Returns the worker's index.
 
         Args:
             actor: the actor's handle.
             worker_idx: the worker's index; None: the next.
             timeout: seconds; None: the scheme's.
-
-        Returns:
-            The worker's index.
 
         Raises:
             NotConnectedError: the scheme is not connected.
@@ -980,47 +713,11 @@ class RayWeightSyncScheme(WeightSyncScheme):
         """
         return portal().call(self._async.add_worker, actor, worker_idx, timeout=timeout)
 
-    def reconnect(self, *, timeout: float | None = None) -> None:
-        """See :meth:`aiosync.DistributedWeightSyncScheme.reconnect`."""
-        portal().call(self._async.reconnect, timeout=timeout)
-
-    @property
-    def port_of_sender(self) -> int:
-        """The port on which this recipe's sender listens; 0: the recipe does not have it."""
-        return self._async.port_of_sender
-
-    def create_transport(self, *, worker_idx: int) -> RayWorkerTransport:
-        return self._async.create_transport(worker_idx=worker_idx)
-
 
 class RayModuleTransformScheme(RayWeightSyncScheme):
-    """The blocking twin of :class:`aiosync.RayModuleTransformScheme`.
+    """The blocking twin of :class:`aiosync.RayModuleTransformScheme`: same arguments, same methods."""
 
-    Sends weights to models inside Ray actors, as in torchrl's ``RayModuleTransform``: actors with
-    ``_update_weights_tensordict(params=)`` or ``_update_weights_state_dict(state_dict=)``.
-
-    Each update is one call of that method in the actor's process, with all of the newest weights. The call
-    happens between two forward passes of the actor's ``module``, if it has that attribute. The weights view
-    Ray's object store and are read only; a TensorDict has them as parameters, so that the method may put it
-    in place of the module's. If the method raises, it is called again with the previous weights, and the
-    sender gets the error. All else is as with :class:`RayWeightSyncScheme`.
-
-    The actors are given as ``init_on_sender(actors=...)``, which takes handles and objects with a handle as
-    ``_actor``; as ``context=`` with ``model_id=``, the path to such an object (``"env.transform[0]"``); or by
-    passing the scheme's blocking twin to ``RayModuleTransform(weight_sync_scheme=...)``. If neither a model
-    nor weights are given, version 0 is the first actor's weights.
-
-    Args:
-        update_method: ``"tensordict"`` or ``"state_dict"``.
-        tensor_transport: see :class:`RayWeightSyncScheme`.
-        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
-        options: see :class:`RayWeightSyncScheme`.
-
-    Raises:
-        InvalidArgumentError: an invalid argument, or nixl is not installed.
-    """
-
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.RayModuleTransformScheme
+    _async_class: ClassVar[type[aiosync.RayModuleTransformScheme]] = aiosync.RayModuleTransformScheme
     _async: aiosync.RayModuleTransformScheme
 
     def __init__(
@@ -1030,7 +727,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         sync: bool = True,
         **options: Any,
     ) -> None:
-        self._async = aiosync.RayModuleTransformScheme(update_method, tensor_transport, sync, **options)
+        self._async = self._async_class(update_method, tensor_transport, sync, **options)
 
     def _set_transform(self, ray_transform: Any) -> None:
         """Set the transform to update. Called by torchrl's ``RayModuleTransform``."""
@@ -1051,11 +748,6 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         Args:
             actors: handles, or objects with a handle as ``_actor``; None: the object at ``model_id`` on
                 ``context``, or the ``RayModuleTransform`` that the scheme was passed to.
-            model_id: the model's name, or the path to it on ``context``.
-            context: the object with the transform.
-            model: the module with the weights to send.
-            weights: the weights to send instead of a module's.
-            arguments: those of :meth:`WeightSyncScheme.init_on_sender`.
 
         Raises:
             NotInitializedError: this process is not connected to a Ray cluster.
@@ -1066,104 +758,29 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             actors=actors, model_id=model_id, context=context, model=model, weights=weights, **arguments
         )
 
-    def init_on_receiver(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        worker_idx: int | None = None,
-    ) -> None:
-        """See :meth:`WeightSyncScheme.init_on_receiver`; called for every actor that the sender enlists.
-
-        Args:
-            model_id: the model's name on the sender.
-            context: the actor, which has the method, and optionally the model as ``module``.
-            model: the module that the method updates, if it is not ``context.module``.
-            worker_idx: this worker's index.
-
-        Raises:
-            InvalidArgumentError: the actor has no such method.
-        """
-        self._async.init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
-
-    init_on_worker = init_on_receiver
-
 
 class NoWeightSyncScheme(WeightSyncScheme):
-    """The blocking twin of :class:`aiosync.NoWeightSyncScheme`.
+    """The blocking twin of :class:`aiosync.NoWeightSyncScheme`: same arguments, same methods.
 
     Sends nothing: every call succeeds at once.
-
-    For policies without weights, and to switch synchronisation off in one place. ``send`` counts
-    versions all the same; a receiver's version stays 0.
-
-    See :class:`~aiosync.WeightSyncScheme` for the arguments.
     """
 
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.NoWeightSyncScheme
+    _async_class: ClassVar[type[aiosync.NoWeightSyncScheme]] = aiosync.NoWeightSyncScheme
     _async: aiosync.NoWeightSyncScheme
 
     def init_on_sender(self, *, model_id: str | None = None, **arguments: Any) -> None:
         """Accept the arguments of every other scheme."""
         self._async.init_on_sender(model_id=model_id, **arguments)
 
-    def init_on_receiver(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        model: Any = None,
-        worker_idx: int | None = None,
-    ) -> None:
-        """Accept the arguments of every other scheme."""
-        self._async.init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
-
-    init_on_worker = init_on_receiver
-
-    def connect(
-        self,
-        *,
-        worker_idx: int | None = None,
-        weights: Any = None,
-        min_workers: int | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        """Connect at once, with version 0."""
-        self._blocking_connect(
-            worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout
-        )
-
-    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply nothing."""
-        self._async.apply_weights(weights, inplace)
-
-    def create_transport(self, *, worker_idx: int) -> Transport:
-        """Raise: this scheme has no connections.
-
-        Raises:
-            NotConnectedError: always.
-        """
-        return self._async.create_transport(worker_idx=worker_idx)
-
 
 class MemoryWeightSyncScheme(WeightSyncScheme):
-    """The blocking twin of :class:`aiosync.MemoryWeightSyncScheme`.
+    """The blocking twin of :class:`aiosync.MemoryWeightSyncScheme`: same arguments, same methods.
 
     Sender and workers in one process, each with its own copy of the scheme object.
-
-    For tests: both sides run in full, without a second process. Give each receiver ``copy.copy(scheme)``.
-
-    Args:
-        faults: the faults to inject, and the frames that they affect.
-        options: see :class:`~aiosync.WeightSyncScheme`.
     """
 
-    _async_class: ClassVar[type[aiosync.WeightSyncScheme]] = aiosync.MemoryWeightSyncScheme
+    _async_class: ClassVar[type[aiosync.MemoryWeightSyncScheme]] = aiosync.MemoryWeightSyncScheme
     _async: aiosync.MemoryWeightSyncScheme
 
     def __init__(self, *, faults: Sequence[Fault] = (), **options: Any) -> None:
-        self._async = aiosync.MemoryWeightSyncScheme(faults=faults, **options)
-
-    def create_transport(self, *, worker_idx: int) -> MemoryTransport:
-        return self._async.create_transport(worker_idx=worker_idx)
+        self._async = self._async_class(faults=faults, **options)

@@ -5,25 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from aiosync import updaters
-from aiosync.sync._inline import InlineHooks, run_inline
+from aiosync.sync._bases import InlineHooks, run_inline
+from aiosync.updaters import remote
 from aiosync.updaters.base import WorkerIds
 
 
 class WeightUpdaterBase(InlineHooks, updaters.WeightUpdaterBase):
-    """The blocking twin of :class:`aiosync.updaters.WeightUpdaterBase`.
+    """The blocking twin of :class:`aiosync.updaters.WeightUpdaterBase`: same arguments, same methods.
 
     Pushes a policy's weights to workers.
-
-    A push calls these methods, in this order:
-
-    - :meth:`_get_server_weights`, if no weights were given;
-    - :meth:`_maybe_map_weights`, which converts them;
-    - :meth:`all_worker_ids`, if no workers were given;
-    - for each worker :meth:`_skip_update`, and unless it returns True :meth:`_sync_weights_with_worker`;
-    - the hooks of :meth:`register_post_hook`.
-
-    A subclass must implement :meth:`_sync_weights_with_worker`. All of these methods, and the hooks, may be
-    plain functions or coroutine functions. A subclass need not call ``super().__init__()``.
     """
 
     def push_weights(  # type: ignore[override]
@@ -66,95 +56,33 @@ class WeightUpdaterBase(InlineHooks, updaters.WeightUpdaterBase):
 
 
 class VanillaWeightUpdater(WeightUpdaterBase, updaters.VanillaWeightUpdater):
-    """The blocking twin of :class:`aiosync.updaters.VanillaWeightUpdater`.
+    """The blocking twin of :class:`aiosync.updaters.VanillaWeightUpdater`: same arguments, same methods.
 
     Updates one local policy in place.
-
-    Args:
-        weight_getter: returns the weights if none are given; None: a push without weights does nothing.
-        policy_weights: the policy's own weights, as a TensorDict; written in place.
     """
 
 
 class MultiProcessedWeightUpdater(WeightUpdaterBase, updaters.MultiProcessedWeightUpdater):
-    """The blocking twin of :class:`aiosync.updaters.MultiProcessedWeightUpdater`.
+    """The blocking twin of :class:`aiosync.updaters.MultiProcessedWeightUpdater`: same arguments, same
+    methods.
 
-    Updates weights that worker processes share with this process, one worker after the other, in place. A
-    worker may see half an update.
-
-    Args:
-        get_server_weights: returns the weights if none are given; None, or if it returns None: a push without
-            weights does nothing.
-        policy_weights: worker (a device or an index) -> its weights as a TensorDict; written in place.
+    Updates weights that worker processes share with this process, one worker after the other, in place.
     """
 
 
 class RemoteModuleWeightUpdater(WeightUpdaterBase, updaters.RemoteModuleWeightUpdater):
-    """The blocking twin of :class:`aiosync.updaters.RemoteModuleWeightUpdater`.
+    """The blocking twin of :class:`aiosync.updaters.RemoteModuleWeightUpdater`: same arguments, same
+    methods.
 
     For workers that update themselves: a push only checks that weights are given.
     """
 
 
-class RayWeightUpdater(WeightUpdaterBase, updaters.RayWeightUpdater):
-    """The blocking twin of :class:`aiosync.updaters.RayWeightUpdater`.
-
-    Puts the weights into Ray's object store once, and calls ``update_policy_weights_(weights)`` of all
-    remote collectors concurrently.
-
-    Args:
-        policy_weights: a module, a TensorDict or a dict; pushed if no weights are given.
-        remote_collectors: the actors' handles.
-        max_interval: how many pushes skip a worker between two that update it. 0: no push skips it.
-    """
-
-    def push_weights(  # type: ignore[override]
-        self,
-        policy_or_weights: Any = None,
-        worker_ids: WorkerIds = None,
-        *,
-        weights: Any = None,
-        wait: bool = True,
-        timeout: float | None = None,
-    ) -> None:
-        """Update workers, then call the hooks. The healthy workers are updated even if others fail.
-
-        Args:
-            policy_or_weights: an ``nn.Module``, a TensorDict or a dict; None: :attr:`policy_weights`.
-            worker_ids: a worker, several, or None for all.
-            weights: another name of ``policy_or_weights``.
-            wait: wait until the weights are applied. If False, the next push waits, and raises the errors of
-                this one.
-            timeout: seconds for the whole push; None: the environment variable ``AIOSYNC_TIMEOUT``, else 120.
-
-        Raises:
-            UnknownWorkerError: there is no such worker.
-            RemoteApplyError: a collector raised.
-            WorkerLostError: the process of a collector has ended.
-            SyncTimeoutError: a collector did not answer in time.
-        """
-        run_inline(
-            updaters.RayWeightUpdater.push_weights(
-                self, policy_or_weights, worker_ids, weights=weights, wait=wait, timeout=timeout
-            )
-        )
-
-    def close(self) -> None:
-        """Release all resources; idempotent. The collectors stay open."""
-        run_inline(updaters.RayWeightUpdater.aclose(self))
-
-
-class RPCWeightUpdater(WeightUpdaterBase, updaters.RPCWeightUpdater):
-    """The blocking twin of :class:`aiosync.updaters.RPCWeightUpdater`.
+class RemoteCollectorsUpdater(WeightUpdaterBase, remote.RemoteCollectorsUpdater):
+    """The blocking twin of :class:`aiosync.updaters.remote.RemoteCollectorsUpdater`: same arguments, same
+    methods.
 
     Calls ``update_policy_weights_(weights)`` of all remote collectors concurrently.
-
-    Args:
-        collector_infos: WorkerInfo or name of each collector's process.
-        collector_class: the collectors' class.
-        collector_rrefs: an RRef to each collector.
-        policy_weights: a module, a TensorDict or a dict; pushed if no weights are given.
-        num_workers: the number of collectors.
     """
 
     def push_weights(  # type: ignore[override]
@@ -183,31 +111,31 @@ class RPCWeightUpdater(WeightUpdaterBase, updaters.RPCWeightUpdater):
             SyncTimeoutError: a collector did not answer in time.
         """
         run_inline(
-            updaters.RPCWeightUpdater.push_weights(
+            remote.RemoteCollectorsUpdater.push_weights(
                 self, policy_or_weights, worker_ids, weights=weights, wait=wait, timeout=timeout
             )
         )
 
     def close(self) -> None:
         """Release all resources; idempotent. The collectors stay open."""
-        run_inline(updaters.RPCWeightUpdater.aclose(self))
+        run_inline(remote.RemoteCollectorsUpdater.aclose(self))
+
+
+class RayWeightUpdater(RemoteCollectorsUpdater, updaters.RayWeightUpdater):
+    """The blocking twin of :class:`aiosync.updaters.RayWeightUpdater`: same arguments, same methods."""
+
+
+class RPCWeightUpdater(RemoteCollectorsUpdater, updaters.RPCWeightUpdater):
+    """The blocking twin of :class:`aiosync.updaters.RPCWeightUpdater`: same arguments, same methods.
+
+    Calls ``update_policy_weights_(weights)`` of all remote collectors concurrently.
+    """
 
 
 class DistributedWeightUpdater(WeightUpdaterBase, updaters.DistributedWeightUpdater):
-    """The blocking twin of :class:`aiosync.updaters.DistributedWeightUpdater`.
+    """The blocking twin of :class:`aiosync.updaters.DistributedWeightUpdater`: same arguments, same methods.
 
     Sends weights from rank 0 to workers over the default process group, to one worker after the other.
-
-    For each worker: set ``NODE_<rank>_in`` to ``update_weights`` in the store, send the weights with
-    TensorDict's ``send``, and wait until ``NODE_<rank>_out`` is ``updated``. All of this blocks, in a thread.
-    After a timeout or a cancellation the thread runs on until torch.distributed returns. Between a trainer
-    and workers of aiosync, use :class:`~aiosync.DistributedWeightSyncScheme`.
-
-    Args:
-        store: a torch.distributed store, or any object with its ``set``, ``get`` and ``delete_key``.
-        policy_weights: a TensorDict; pushed if no weights are given.
-        num_workers: the number of workers; their ranks begin at 1.
-        sync: wait until torch.distributed has sent the weights before waiting for the answer.
     """
 
     def close(self) -> None:

@@ -13,19 +13,13 @@ from aiosync.sync._portal import portal
 
 
 class JointUpdate:
-    """Several models that commit together on each worker, or not at all; see :class:`aiosync.JointUpdate`.
+    """The blocking twin of :class:`aiosync.JointUpdate`: same arguments, same methods.
 
     ::
 
         with aiosync.sync.atomic(policy_scheme, value_scheme) as tx:
             tx.send(policy_scheme, policy)
             tx.send(value_scheme, value_net)
-
-    Args:
-        schemes: connected senders, each once.
-        timeout: seconds for the whole update; None: the longest of the schemes' timeouts.
-
-    Raises as :class:`aiosync.JointUpdate`.
     """
 
     def __init__(self, schemes: tuple[WeightSyncScheme, ...], timeout: float | None) -> None:

@@ -108,18 +108,9 @@ class Portal:
         self._over = False
         self._thread = threading.Thread(target=self._run, name="aiosync-portal", daemon=True)
         self._thread.start()
-        Finalize(None, self._at_exit, exitpriority=_EXIT_PRIORITY)
+        Finalize(None, self.close, (_EXIT_PATIENCE,), exitpriority=_EXIT_PRIORITY)
 
     # -- calls, from other threads ----------------------------------------------------------------
-
-    def check_thread(self) -> None:
-        """Raise BlockingCallError in the loop's own thread, which would wait for itself."""
-        if threading.get_ident() == self._thread.ident:
-            raise BlockingCallError(
-                "a blocking call was made on the event loop that has to serve it (in an event hook, or "
-                "in a coroutine of that loop), where it would wait for itself for ever: make it from "
-                "another thread, or await the asyncio scheme of the same name instead"
-            )
 
     def call(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function(*args, **kwargs)`` on the loop, in the caller's context, and wait for its result.
@@ -134,7 +125,12 @@ class Portal:
             NotConnectedError: the process is ending.
             Exception: what the coroutine raises.
         """
-        self.check_thread()
+        if threading.get_ident() == self._thread.ident:
+            raise BlockingCallError(
+                "a blocking call was made on the event loop that has to serve it (in an event hook, or "
+                "in a coroutine of that loop), where it would wait for itself for ever: make it from "
+                "another thread, or await the asyncio scheme of the same name instead"
+            )
         call = _Call(self._loop, lambda: function(*args, **kwargs))
         try:
             if self._post(call.begin):
@@ -193,9 +189,6 @@ class Portal:
             self._closing = True
         self._loop.call_soon_threadsafe(lambda: self.start_task(self._wind_up(patience), "aiosync-end"))
         self._thread.join(3 * patience)
-
-    def _at_exit(self) -> None:
-        self.close(_EXIT_PATIENCE)
 
     async def _wind_up(self, patience: float) -> None:
         closing = [asyncio.ensure_future(close()) for close in self._endpoints.values()]

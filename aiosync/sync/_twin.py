@@ -45,9 +45,6 @@ class BlockingTwin:
             import_module("aiosync.compat.torchrl")
         return type(self)
 
-    def _make_async(self, *args: Any, **options: Any) -> Any:
-        return self._async_class(*args, **options)
-
     # -- pickling ------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,8 +135,7 @@ class BlockingTwin:
         return portal().call(self._async.wait_ack, worker_ids, timeout)
 
     def close(self) -> None:
-        """Close this process's endpoint; idempotent. Other endpoints stay open: when a worker closes,
-        its siblings stay connected. The model keeps its version."""
+        """Close this process's endpoint; idempotent. Others stay open. The model keeps its version."""
         portal().call(self._close)
 
     def shutdown(self) -> None:

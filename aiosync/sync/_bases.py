@@ -1,17 +1,24 @@
-"""The base class of the generated collectors' twins."""
+"""The base classes of the generated twins of collectors and updaters, written by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from aiosync.collectors import MultiCollector
+from aiosync.errors import BlockingCallError
 from aiosync.sync._portal import portal
+from aiosync.updaters.base import bounded
+
+if TYPE_CHECKING:
+    from aiosync.collectors import MultiCollector
+
+T = TypeVar("T")
 
 
 class BlockingCollector:
-    """Iterates, and is a context manager, by calls on the portal's loop."""
+    """The collectors' twins iterate, and are context managers, by calls on the portal's loop."""
 
     _async: MultiCollector
 
@@ -51,3 +58,24 @@ class BlockingCollector:
             yield
         finally:
             portal().call(pausing.__aexit__, None, None, None)
+
+
+def run_inline(steps: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine of an updater in this thread. Only ``_settle`` may wait, else BlockingCallError."""
+    try:
+        steps.send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    steps.close()
+    raise BlockingCallError(
+        "_push_weights() of a blocking updater awaited something itself: make it a plain function, or "
+        "use the class of the same name in aiosync.updaters"
+    )
+
+
+class InlineHooks:
+    """The updaters' twins run in the caller's thread: they call hooks there, and await on the portal what a
+    hook returns."""
+
+    async def _settle(self, result: Any) -> Any:
+        return portal().call(bounded, result) if inspect.isawaitable(result) else result
