@@ -48,8 +48,7 @@ class WeightApplier(Applier):
         super().__init__(worker)
         # Blocks commits while a reader uses the model.
         self.gate = CommitGate()
-        # None: the caller only reads `weights`.
-        self._model = model
+        self._model = model  # None: the caller only reads `weights`
         self._listen(listener)
         self._strategy = strategy  # the form in which the listener gets weights
         self._model_id = model_id
@@ -364,11 +363,10 @@ class WeightApplier(Applier):
         pending.seconds["commit"] = time.perf_counter() - started
 
     def overtake(self) -> None:
-        match self._waiting:
-            case CommitJob() as job:
-                job.withdraw()
-            case JointPart() as part:
-                drop_out(part)
+        if isinstance(self._waiting, CommitJob):
+            self._waiting.withdraw()
+        elif self._waiting is not None:
+            drop_out(self._waiting)
 
     # -- the end ---------------------------------------------------------------------------------
 
