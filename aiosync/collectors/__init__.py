@@ -15,12 +15,7 @@ One batch goes through the files in this order:
 :mod:`ray_host` replaces :mod:`host` on a Ray cluster.
 """
 
-from aiosync.collectors.collector import (
-    Collector,
-    MultiAsyncCollector,
-    MultiCollector,
-    MultiSyncCollector,
-)
+from aiosync.collectors.collector import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from aiosync.collectors.config import (
     BatchConfig,
     CollectorConfig,

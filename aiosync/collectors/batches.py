@@ -148,10 +148,8 @@ class BufferLoans:
     """
 
     def __init__(self) -> None:
-        # Buffers of batches that the trainer holds.
-        self.lent: set[int] = set()
-        # Buffers that the worker may reuse and has not been notified of.
-        self._released: list[int] = []
+        self.lent: set[int] = set()  # buffers of batches that the trainer holds
+        self._released: list[int] = []  # buffers that the worker may reuse and has not been notified of
 
     def lend(self, buffer: int) -> Callable[[], None]:
         """Record a loan. Returns the function that ends it, to be called from any thread."""

@@ -150,10 +150,7 @@ class MultiCollector(BatchIterator, AsyncResource):
     # -- life cycle -----------------------------------------------------------------------------------
 
     async def connect(self, timeout: float | None = None) -> None:
-        """Start the workers, and wait until each is ready to act with version 0.
-
-        Args:
-            timeout: seconds.
+        """Start the workers, and wait until each is ready to act with version 0. ``timeout``: seconds.
 
         Raises:
             Exception: what an environment or a policy raised in a worker, with the worker's traceback as its

@@ -10,6 +10,7 @@ import struct
 import traceback
 from abc import ABC, abstractmethod
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Self
 
@@ -165,12 +166,12 @@ class _Reader(asyncio.StreamReader):
         self.feed_eof()
 
 
+@dataclass(eq=False)
 class ProcessCommandPipe(CommandPipe):
     """A pipe between a process and its child. Messages are pickled: only this program has the pipe."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
 
     @classmethod
     async def open(cls, connection: Connection[Any, Any]) -> Self:
@@ -209,13 +210,13 @@ _END = object()
 """Sent behind the last message of a LocalCommandPipe."""
 
 
+@dataclass(eq=False)
 class LocalCommandPipe(CommandPipe):
     """A pipe between two tasks of one event loop. Messages are passed by reference."""
 
-    def __init__(self, incoming: asyncio.Queue[Any], outgoing: asyncio.Queue[Any]) -> None:
-        self._incoming = incoming
-        self._outgoing = outgoing
-        self._closed = False
+    _incoming: asyncio.Queue[Any]
+    _outgoing: asyncio.Queue[Any]
+    _closed: bool = False
 
     @classmethod
     def pair(cls) -> tuple[Self, Self]:

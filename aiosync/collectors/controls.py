@@ -135,28 +135,19 @@ class Controls:
         await self._connected_pool.call("reset", {index: [] for index in chosen}, self._deadline(timeout))
 
     async def getattr_env(self, name: str, timeout: float | None = None) -> list[Any]:
-        """Return an attribute of each worker's environment.
-
-        Args:
-            name: the attribute's name; dots go to nested attributes.
-            timeout: seconds.
+        """Return an attribute of each worker's environment. Dots in ``name`` go to nested attributes.
+        ``timeout``: seconds.
         """
         return await self._call_all("get_attribute", timeout, "env", name)
 
     async def getattr_policy(self, name: str, timeout: float | None = None) -> list[Any]:
-        """Return an attribute of each worker's policy.
-
-        Args:
-            name: the attribute's name; dots go to nested attributes.
-            timeout: seconds.
+        """Return an attribute of each worker's policy. Dots in ``name`` go to nested attributes.
+        ``timeout``: seconds.
         """
         return await self._call_all("get_attribute", timeout, "policy", name)
 
     def getattr_rb(self, name: str) -> Any:
-        """Return an attribute of the replay buffer.
-
-        Args:
-            name: the attribute's name; dots go to nested attributes.
+        """Return an attribute of the replay buffer. Dots in ``name`` go to nested attributes.
 
         Raises:
             NotInitializedError: there is no replay buffer.

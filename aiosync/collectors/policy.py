@@ -57,9 +57,8 @@ def _optimized(policy: Callable[..., Any], config: PolicyConfig) -> Callable[...
 
 def _only_calls_its_module(policy: Any) -> bool:
     """Return whether a call of this policy is a call of its module, and nothing else."""
-    if type(policy) is not TensorDictModule or policy.method is not None:
-        return False
-    return not (policy._forward_hooks or policy._forward_pre_hooks or policy._kwargs)
+    plain = type(policy) is TensorDictModule and policy.method is None
+    return plain and not (policy._forward_hooks or policy._forward_pre_hooks or policy._kwargs)
 
 
 def _takes_tensordict(policy: Callable[..., Any]) -> bool:

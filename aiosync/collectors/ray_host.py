@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,23 +17,23 @@ from aiosync.collectors.worker import Schemes, WorkerSpec, run_worker
 from aiosync.transports._offload import handover
 
 
+@dataclass(eq=False)
 class RayHost(Host):
-    """Runs a worker in a Ray actor. ``ray`` is the module, ``options`` are Ray's options for the actor."""
+    """Runs a worker in a Ray actor."""
 
-    def __init__(self, ray: Any, options: Mapping[str, Any]) -> None:
-        self._ray = ray
-        self._options = dict(options)
-        self._handle: Any = None
+    ray: Any  # the module
+    options: Mapping[str, Any]  # Ray's, for the actor
+    _handle: Any = None
 
     async def start(self, spec: WorkerSpec, schemes: Schemes) -> CommandPipe:
         # An async actor: a call that waits for messages does not block other calls.
-        self._handle = self._ray.remote(_WorkerActor).options(**self._options).remote()
+        self._handle = self.ray.remote(_WorkerActor).options(**self.options).remote()
         self._running = _as_future(self._handle.run.remote(cloudpickle.dumps(spec), dict(schemes)))
         return _RayCommandPipe(self._handle)
 
     def kill(self) -> None:
         if self._handle is not None:
-            self._ray.kill(self._handle)
+            self.ray.kill(self._handle)
 
     def cause(self) -> str:
         if self._running is None or not self._running.done():
@@ -87,13 +88,13 @@ class _WorkerActor:
             return []
 
 
+@dataclass(eq=False)
 class _RayCommandPipe(CommandPipe):
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-        self._numbers = itertools.count()
-        self._received: list[Any] = []
-        self._pending: asyncio.Future[Any] | None = None
-        self._closed = False
+    _handle: Any
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _received: list[Any] = field(default_factory=list)  # newest first
+    _pending: asyncio.Future[Any] | None = None
+    _closed: bool = False
 
     def send(self, message: object) -> None:
         if not self._closed:

@@ -41,15 +41,13 @@ class WeightUpdates:
         self.updater = _make_updater(config.weight_updater)
         if self.updater is not None:
             self.updater.register_collector(collector)
-        # Model id -> scheme, to the workers.
         self.schemes: dict[str, WeightSyncScheme] = dict(config.weight_sync_schemes or {})
         if config.weight_sync_schemes is None and self.updater is None and _has_weights(collector.policy):
             self.schemes[POLICY] = default
         self._default = default
         self._upstream = dict(config.weight_recv_schemes or {})
         self._stack = AsyncExitStack()
-        # Updates of the policy that no scheme counts.
-        self._extra_updates = 0
+        self._extra_updates = 0  # updates of the policy that no scheme counts
 
     @property
     def version(self) -> int:
@@ -93,6 +91,10 @@ class WeightUpdates:
                 f"{', '.join(unknown)}: this collector has no scheme for such a model; expected some of "
                 f"{', '.join(self.schemes) or 'none'}"
             )
+        if len(given) != 1 and worker_ids is not None:
+            raise InvalidArgumentError(
+                "weights_dict: expected no worker_ids: several models go to all workers"
+            )
         serving = list(pool.workers)
         try:
             if len(given) == 1:
@@ -101,10 +103,6 @@ class WeightUpdates:
                     weights = self._collector.get_model(name)  # the scheme would find the same, more slowly
                 ids = worker_ids if worker_ids is None or isinstance(worker_ids, int) else list(worker_ids)
                 await self.schemes[name].send(weights, ids, timeout=timeout)
-            elif worker_ids is not None:
-                raise InvalidArgumentError(
-                    "weights_dict: expected no worker_ids: several models go to all workers"
-                )
             else:
                 chosen = {self.schemes[name]: weights for name, weights in given.items()}
                 async with atomic(*chosen, timeout=timeout) as update:
@@ -114,7 +112,7 @@ class WeightUpdates:
             await self._raise_unless_replaced(pool, [serving[index] for index in exc.workers], exc)
 
     async def _raise_unless_replaced(
-        self, pool: Pool, lost: Sequence[WorkerProxy], error: WorkerLostError
+        self, pool: Pool, lost: list[WorkerProxy], error: WorkerLostError
     ) -> None:
         """Raise the error of a lost worker, or ``error`` if no reason is known. Return if each lost worker
         has a successor: it begins with the weights that were just published."""
@@ -129,20 +127,18 @@ class WeightUpdates:
         if not all(pool.is_replaced(worker) for worker in lost):
             raise error
 
-    async def _push_by_updater(
-        self, given: Mapping[str, Any], worker_ids: WorkerIds, deadline: Deadline
-    ) -> None:
+    async def _push_by_updater(self, given: Mapping[str, Any], ids: WorkerIds, deadline: Deadline) -> None:
         if given.keys() != {POLICY}:
             raise InvalidArgumentError(
                 f"a weight_updater updates {POLICY!r} only, got {', '.join(sorted(given))}"
             )
         push, weights = self.updater.push_weights, given[POLICY]
         if inspect.iscoroutinefunction(push):
-            await push(weights, worker_ids, timeout=deadline.remaining())
+            await push(weights, ids, timeout=deadline.remaining())
             return
         try:
             async with asyncio.timeout(deadline.remaining()):
-                await abandonable(lambda: push(weights, worker_ids), "aiosync-updater")
+                await abandonable(lambda: push(weights, ids), "aiosync-updater")
         except TimeoutError as exc:
             raise deadline.error("commit", hint="the updater has not returned") from exc
 

@@ -71,7 +71,7 @@ class WeightUpdaterBase(ABC):
     """
 
     _may_lack_weights: ClassVar[bool] = False
-    _collector_refs: list[Callable[[], Any]] | None = None
+    _collector_refs: tuple[Callable[[], Any], ...] = ()
     _hooks: list[Callable[[], Any]] | None = None
 
     # -- methods for subclasses ------------------------------------------------------------------------
@@ -91,9 +91,8 @@ class WeightUpdaterBase(ABC):
         Raises:
             WeightSourceError: the weights are neither a module nor a TensorDict nor a dict.
         """
-        if isinstance(policy_or_weights, TensorDictBase | dict) or (
-            policy_or_weights is None and self._may_lack_weights
-        ):
+        lacking = policy_or_weights is None and self._may_lack_weights
+        if lacking or isinstance(policy_or_weights, TensorDictBase | dict):
             return policy_or_weights
         if isinstance(policy_or_weights, nn.Module):
             return TensorDict.from_module(policy_or_weights).data
@@ -117,15 +116,12 @@ class WeightUpdaterBase(ABC):
 
     def init(self, *args: Any, **kwargs: Any) -> None:
         """Set up the updater. For subclasses that are set up after their construction."""
-        return
 
     # -- collectors and hooks --------------------------------------------------------------------------
 
     def register_collector(self, collector: Any) -> None:
         """Add a weak reference to a collector, or to another object that contains the workers."""
-        if self._collector_refs is None:
-            self._collector_refs = []
-        self._collector_refs.append(weakref.ref(collector))
+        self._collector_refs = (*self._collector_refs, weakref.ref(collector))
 
     @property
     def collector(self) -> Any:
@@ -134,7 +130,7 @@ class WeightUpdaterBase(ABC):
         Raises:
             InvalidArgumentError: several collectors are registered.
         """
-        refs = self._collector_refs or []
+        refs = self._collector_refs
         if len(refs) > 1:
             raise InvalidArgumentError(f"{len(refs)} collectors are registered: use `collectors`")
         return refs[0]() if refs else None
@@ -181,11 +177,7 @@ class WeightUpdaterBase(ABC):
         await self._push(policy_or_weights, worker_ids, timeout)
 
     async def increment_version(self, *, timeout: float | None = None) -> None:
-        """Increment the policy version of each registered collector.
-
-        Args:
-            timeout: seconds.
-        """
+        """Increment the policy version of each registered collector. ``timeout``: seconds."""
         with _limited(timeout):
             for collector in self.collectors or ():
                 if collector is not None:
@@ -193,7 +185,6 @@ class WeightUpdaterBase(ABC):
 
     async def aclose(self) -> None:
         """Release all resources; idempotent."""
-        return
 
     async def _push(
         self, policy_or_weights: Any, worker_ids: WorkerIds, timeout: float | None, **how: Any

@@ -45,9 +45,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
     def _get_server_weights(self) -> Any:
         return self.weight_getter() if self.weight_getter is not None else None
 
-    async def _sync_weights_with_worker(
-        self, *, worker_id: WorkerId | None = None, server_weights: Any
-    ) -> None:
+    async def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         if server_weights is not None:
             await _apply(self.policy_weights, server_weights)
 
@@ -65,10 +63,7 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
     _may_lack_weights = True
 
     def __init__(
-        self,
-        *,
-        get_server_weights: Callable[[], Any] | None,
-        policy_weights: Mapping[Any, TensorDictBase],
+        self, *, get_server_weights: Callable[[], Any] | None, policy_weights: Mapping[Any, TensorDictBase]
     ) -> None:
         self.weights_getter = get_server_weights
         self._policy_weights = dict(policy_weights)
@@ -80,9 +75,7 @@ class MultiProcessedWeightUpdater(WeightUpdaterBase):
     def _get_server_weights(self) -> Any:
         return self.weights_getter() if self.weights_getter is not None else None
 
-    async def _sync_weights_with_worker(
-        self, *, worker_id: WorkerId | None = None, server_weights: Any
-    ) -> None:
+    async def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         if worker_id not in self._policy_weights:
             raise UnknownWorkerError(worker_id, list(self._policy_weights))
         if server_weights is not None:
