@@ -43,8 +43,7 @@ class BatchIterator(Controls):
         self._pauses_begun = 0  # a timeout during a pause is distinguished from others
         self._not_paused = asyncio.Event()
         self._not_paused.set()
-        join: Callable[[Sequence[TensorDict]], TensorDictBase] = BatchJoiner(config.batch.cat_results).join
-        self._join = join
+        self._join: Callable[[Sequence[TensorDict]], Any] = BatchJoiner(config.batch.cat_results).join
         self._collecting: asyncio.Task[None] | None = None  # the task of start()
 
     def __aiter__(self) -> Self:
@@ -173,8 +172,7 @@ class BatchIterator(Controls):
         return self._finish(found, sum(part.frames for part in delivered))
 
     async def _lend(self, delivered: DeliveredBatch) -> TensorDictBase:
-        """Return a worker's batch, in the memory that the worker wrote it to, or copied to
-        ``storing_device``."""
+        """Return a worker's batch, in the memory that the worker wrote, or copied to ``storing_device``."""
         device = self.config.devices.of(delivered.worker.index).storing
         if device is None or device.type == "cpu":
             found: TensorDictBase = delivered.lend()
@@ -239,10 +237,10 @@ class BatchIterator(Controls):
                 f"state_dict: the state has {len(workers)} workers, and this collector {self.num_workers}"
             )
         expected = self.config.processes.envs_per_worker
-        for worker in workers:
-            if len(worker["rollouts"]) != expected:
+        for count in (len(worker["rollouts"]) for worker in workers):
+            if count != expected:
                 raise InvalidArgumentError(
-                    f"state_dict: expected {expected} environments per worker, got {len(worker['rollouts'])}"
+                    f"state_dict: expected {expected} environments per worker, got {count}"
                 )
         next_ids = [max(rollout["next_traj_id"] for rollout in worker["rollouts"]) for worker in workers]
         pool = self._connected_pool
@@ -259,10 +257,7 @@ class BatchIterator(Controls):
     @asynccontextmanager
     async def pause(self, timeout: float | None = None) -> AsyncIterator[None]:
         """Stop the workers' steps inside this context. The workers finish the batches in progress first. They
-        continue when the context ends, also by an exception.
-
-        Args:
-            timeout: seconds to wait for the batches in progress.
+        continue when the context ends, also by an exception. ``timeout``: seconds to wait for those batches.
 
         Raises:
             Exception: as the iterator.

@@ -34,8 +34,7 @@ class PartialBatch:
 
     def __init__(self, request: Collect, buffers: BatchBuffers, width: int) -> None:
         self.request = request
-        # The number of the buffer; -1: not allocated yet, because no frame has shown the fields.
-        self.buffer = -1
+        self.buffer = -1  # the number of the buffer; -1: not allocated, because no frame has shown the fields
         self.steps = 0  # how many places have their frame
         self._capacity = -(-request.frames // width)  # places of the complete batch; end_early() lowers it
         self._buffers = buffers

@@ -90,6 +90,14 @@ class MultiCollector(BlockingCollector):
         """
         self._blocking_connect(timeout)
 
+    def get_model(self, model_id: str = POLICY) -> Any:
+        """Return the trainer's model with this id.
+
+        Raises:
+            AttributeError: there is no such model.
+        """
+        return self._async.get_model(model_id)
+
     def update_policy_weights_(
         self,
         policy_or_weights: Any = None,
@@ -177,11 +185,8 @@ class MultiCollector(BlockingCollector):
         return portal().call(self._async.set_seed, seed, static_seed, timeout)
 
     def reset(self, reset_idx: Sequence[bool] | None = None, timeout: float | None = None) -> None:
-        """Begin new episodes.
-
-        Args:
-            reset_idx: for each worker, whether to reset its environments; None: all.
-            timeout: seconds.
+        """Begin new episodes. ``reset_idx``: for each worker, whether to reset its environments; None: all.
+        ``timeout``: seconds.
         """
         portal().call(self._async.reset, reset_idx, timeout)
 
@@ -205,14 +210,6 @@ class MultiCollector(BlockingCollector):
             AttributeError: the replay buffer has no such attribute.
         """
         return self._async.getattr_rb(name)
-
-    def get_model(self, model_id: str = POLICY) -> Any:
-        """Return the trainer's model with this id.
-
-        Raises:
-            AttributeError: there is no such model.
-        """
-        return self._async.get_model(model_id)
 
     def start(self) -> None:
         """Collect into the replay buffer, in a task of this event loop, until ``total_frames`` or
@@ -242,10 +239,7 @@ class MultiCollector(BlockingCollector):
 
     def pause(self, timeout: float | None = None) -> AbstractContextManager[None]:
         """Stop the workers' steps inside this context. The workers finish the batches in progress first. They
-        continue when the context ends, also by an exception.
-
-        Args:
-            timeout: seconds to wait for the batches in progress.
+        continue when the context ends, also by an exception. ``timeout``: seconds to wait for those batches.
 
         Raises:
             Exception: as the iterator.
