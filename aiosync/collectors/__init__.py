@@ -11,16 +11,10 @@ One batch goes through the files in this order:
 4. :mod:`proxy` receives the message that the batch is complete; :mod:`batches` joins the parts of several
    workers; :mod:`batch_iterator` returns the batch.
 
-:mod:`updates` sends weights to the workers. :mod:`controls` has the other calls: pause, seed, state.
-:mod:`ray_host` replaces :mod:`host` on a Ray cluster.
+:mod:`controls` has the calls that send weights and commands to the workers.
 """
 
-from aiosync.collectors.collector import (
-    Collector,
-    MultiAsyncCollector,
-    MultiCollector,
-    MultiSyncCollector,
-)
+from aiosync.collectors.collector import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from aiosync.collectors.config import (
     BatchConfig,
     CollectorConfig,

@@ -33,24 +33,18 @@ class BatchIterator(Controls):
 
     def __init__(self, config: CollectorConfig, *, sync: bool) -> None:
         self.config = config
-        # Each batch has a part from every worker, and no worker steps between two batches.
-        self.sync = sync
-        # How many frames the iterator has returned.
-        self.frames = 0
-        # Frames of all requested batches, delivered or not; dropped ones do not count.
-        self._requested = 0
+        self.sync = sync  # each batch has a part from every worker, and no worker steps between two batches
+        self.frames = 0  # how many the iterator has returned
+        self._requested = 0  # frames of all requested batches, delivered or not; dropped ones do not count
         # Delivered batches of an asynchronous collector that the caller has not taken, oldest first.
         self._finished: deque[DeliveredBatch] = deque()
         self._next_lock = asyncio.Lock()
         self._active_pauses = 0
-        # Counts all pauses, so that a timeout during a pause is distinguished from others.
-        self._pauses_begun = 0
+        self._pauses_begun = 0  # a timeout during a pause is distinguished from others
         self._not_paused = asyncio.Event()
         self._not_paused.set()
-        join: Callable[[Sequence[TensorDict]], TensorDictBase] = BatchJoiner(config.batch.cat_results).join
-        self._join = join
-        # The task of start().
-        self._collecting: asyncio.Task[None] | None = None
+        self._join: Callable[[Sequence[TensorDict]], Any] = BatchJoiner(config.batch.cat_results).join
+        self._collecting: asyncio.Task[None] | None = None  # the task of start()
 
     def __aiter__(self) -> Self:
         return self
@@ -178,8 +172,7 @@ class BatchIterator(Controls):
         return self._finish(found, sum(part.frames for part in delivered))
 
     async def _lend(self, delivered: DeliveredBatch) -> TensorDictBase:
-        """Return a worker's batch, in the memory that the worker wrote it to, or copied to
-        ``storing_device``."""
+        """Return a worker's batch, in the memory that the worker wrote, or copied to ``storing_device``."""
         device = self.config.devices.of(delivered.worker.index).storing
         if device is None or device.type == "cpu":
             found: TensorDictBase = delivered.lend()
@@ -225,21 +218,14 @@ class BatchIterator(Controls):
     async def state_dict(self, timeout: float | None = None) -> dict[str, Any]:
         """Return the state of collection: the number of frames, and each worker's random number generators
         and environments, as far as these can be pickled. Call it while no worker collects: between two
-        synchronous batches, or inside :meth:`pause`.
-
-        Args:
-            timeout: seconds.
+        synchronous batches, or inside :meth:`pause`. ``timeout``: seconds.
         """
         workers = await self._call_all("state", timeout)
         return {"frames": self.frames, "workers": workers}
 
     async def load_state_dict(self, state: Mapping[str, Any], timeout: float | None = None) -> None:
         """Restore a state of :meth:`state_dict`. Batches that workers have delivered and the iterator has not
-        returned are dropped.
-
-        Args:
-            state: what :meth:`state_dict` returned.
-            timeout: seconds.
+        returned are dropped. ``timeout``: seconds.
 
         Raises:
             InvalidArgumentError: the state is of another number of workers or environments. Nothing
@@ -251,10 +237,10 @@ class BatchIterator(Controls):
                 f"state_dict: the state has {len(workers)} workers, and this collector {self.num_workers}"
             )
         expected = self.config.processes.envs_per_worker
-        for worker in workers:
-            if len(worker["rollouts"]) != expected:
+        for count in (len(worker["rollouts"]) for worker in workers):
+            if count != expected:
                 raise InvalidArgumentError(
-                    f"state_dict: expected {expected} environments per worker, got {len(worker['rollouts'])}"
+                    f"state_dict: expected {expected} environments per worker, got {count}"
                 )
         next_ids = [max(rollout["next_traj_id"] for rollout in worker["rollouts"]) for worker in workers]
         pool = self._connected_pool
@@ -271,10 +257,7 @@ class BatchIterator(Controls):
     @asynccontextmanager
     async def pause(self, timeout: float | None = None) -> AsyncIterator[None]:
         """Stop the workers' steps inside this context. The workers finish the batches in progress first. They
-        continue when the context ends, also by an exception.
-
-        Args:
-            timeout: seconds to wait for the batches in progress.
+        continue when the context ends, also by an exception. ``timeout``: seconds to wait for those batches.
 
         Raises:
             Exception: as the iterator.

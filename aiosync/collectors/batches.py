@@ -41,10 +41,7 @@ class BatchBuffer:
 
     def write(self, places: Sequence[int], frames: Sequence[Fields]) -> None:
         """Write frames to their places. One copy for several frames: most of a copy's cost is its start.
-
-        Raises:
-            InvalidArgumentError: a frame differs from the first one of the batch in a key, shape or dtype.
-        """
+        InvalidArgumentError: a frame differs from the first one of the batch in a key, shape or dtype."""
         first, last = places[0], places[0] + len(places)
         in_a_row = places == list(range(first, last))
         if any(len(frame) != len(self.views) for frame in frames):
@@ -148,10 +145,8 @@ class BufferLoans:
     """
 
     def __init__(self) -> None:
-        # Buffers of batches that the trainer holds.
-        self.lent: set[int] = set()
-        # Buffers that the worker may reuse and has not been notified of.
-        self._released: list[int] = []
+        self.lent: set[int] = set()  # buffers of batches that the trainer holds
+        self._released: list[int] = []  # buffers that the worker may reuse and has not been notified of
 
     def lend(self, buffer: int) -> Callable[[], None]:
         """Record a loan. Returns the function that ends it, to be called from any thread."""
@@ -181,11 +176,7 @@ class BatchJoiner:
         self._free: list[BatchBuffer] = []
 
     def join(self, parts: Sequence[TensorDict]) -> TensorDictBase:
-        """Return one batch. Blocking.
-
-        Raises:
-            InvalidArgumentError: the parts' shapes do not fit together along that dimension.
-        """
+        """Return one batch. Blocking. InvalidArgumentError: the parts' shapes do not fit together."""
         dim, put = 0, torch.stack
         if self._dim == "stack":
             longest = max(part.shape[-1] for part in parts)
@@ -243,12 +234,8 @@ def valid_frames(batch: TensorDictBase) -> TensorDictBase:
 
 
 def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
-    """Return a batch as ``(trajectories, steps)``: one row per trajectory, padded with zeros, with
-    ``("collector", "mask")``.
-
-    Args:
-        batch: of any shape whose last dimension is time, with ``("collector", "traj_ids")``.
-    """
+    """Return a batch, whose last dimension is time, as ``(trajectories, steps)``: one row per trajectory,
+    padded with zeros, with ``("collector", "mask")``."""
     flat = valid_frames(batch)
     ids = flat[TRAJ_IDS]
     rows = [(ids == number).nonzero().view(-1) for number in ids.unique()]  # each in order of time

@@ -18,10 +18,8 @@ from aiosync._deadline import Deadline
 from aiosync._endpoint import AsyncResource
 from aiosync.collectors.batch_iterator import BatchIterator
 from aiosync.collectors.config import CollectorConfig, per_worker
-from aiosync.collectors.host import LocalHost, MakeHost, ProcessHost, context_of
+from aiosync.collectors.host import LocalHost, MakeHost, ProcessHost, RayHost, context_of
 from aiosync.collectors.pool import Pool
-from aiosync.collectors.ray_host import RayHost
-from aiosync.collectors.updates import WeightUpdates
 from aiosync.collectors.worker import WorkerSpec, cancel_all
 from aiosync.errors import InvalidArgumentError, NotConnectedError
 from aiosync.schemes.base import WeightSyncScheme
@@ -105,7 +103,7 @@ class MultiCollector(BatchIterator, AsyncResource):
         self._saved_threads: int | None = None
         commit = "copy" if config.policy.needs_fixed_memory else "flip"
         default = self._default_scheme(timeout=config.processes.seconds, commit=commit)
-        self._updates = WeightUpdates(self, default)
+        self._set_up_schemes(default)
         self._closed = False
         each = config.per_batch if self.sync else config.batch.frames_of(0, 1)
         total = config.batch.total_frames
@@ -131,7 +129,7 @@ class MultiCollector(BatchIterator, AsyncResource):
 
     def _spec(self, index: int) -> WorkerSpec:
         make, policy, config = self.policy_factory[index], self.policy, self.config
-        share_tensors = self._updates.updater is not None  # it writes into tensors that workers share
+        share_tensors = self._updater is not None  # it writes into tensors that workers share
         if make is None and share_tensors:
             make = None if policy is None else lambda: policy
         elif make is None and policy is not None:
@@ -150,10 +148,7 @@ class MultiCollector(BatchIterator, AsyncResource):
     # -- life cycle -----------------------------------------------------------------------------------
 
     async def connect(self, timeout: float | None = None) -> None:
-        """Start the workers, and wait until each is ready to act with version 0.
-
-        Args:
-            timeout: seconds.
+        """Start the workers, and wait until each is ready to act with version 0. ``timeout``: seconds.
 
         Raises:
             Exception: what an environment or a policy raised in a worker, with the worker's traceback as its
@@ -170,22 +165,19 @@ class MultiCollector(BatchIterator, AsyncResource):
             self._saved_threads = torch.get_num_threads()
             torch.set_num_threads(threads)
         try:
-            self._updates.init_senders(ctx)
+            self._init_senders(ctx)
             specs = [self._spec(index) for index in range(self.num_workers)]
             restarts = [self.config.processes.restart_workers] * self.num_workers
-            self._pool = Pool(specs, self._updates.schemes, make_host, restarts, self._on_delivered)
+            self._pool = Pool(specs, self._schemes, make_host, restarts, self._on_delivered)
             await self._pool.start(deadline)
-            await self._updates.connect_receivers(self._pool, deadline)
+            await self._connect_receivers(self._pool, deadline)
         except BaseException:
             await self.aclose(_ABORT_SECONDS)
             raise
 
     async def aclose(self, timeout: float | None = None) -> None:
-        """End the workers; idempotent.
-
-        Args:
-            timeout: seconds that the workers have to end by themselves, after which they are killed. None:
-                10, or the collector's own timeout if that is shorter.
+        """End the workers; idempotent. ``timeout``: seconds that they have to end by themselves, after which
+        they are killed. None: 10, or the collector's own timeout if that is shorter.
         """
         self._closed = True
         self._not_paused.set()
@@ -203,13 +195,11 @@ class MultiCollector(BatchIterator, AsyncResource):
             await uninterrupted(lambda _: asyncio.wait([release]))
             raise
 
-    async def _release(
-        self, collecting: asyncio.Task[None] | None, pool: Pool | None, deadline: Deadline
-    ) -> None:
+    async def _release(self, task: asyncio.Task[None] | None, pool: Pool | None, deadline: Deadline) -> None:
         try:
-            if collecting is not None:
-                await cancel_all(collecting)
-            await self._updates.aclose()
+            if task is not None:
+                await cancel_all(task)
+            await self._following.aclose()
         finally:
             if pool is not None:
                 await pool.aclose(deadline)

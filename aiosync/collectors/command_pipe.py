@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import pickle
 import socket
 import struct
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Self
 
@@ -17,6 +20,7 @@ import cloudpickle
 from tensordict import TensorDict
 
 from aiosync.collectors.env import Specs
+from aiosync.transports._offload import handover
 from aiosync.transports.sockets import close_in_children
 
 # -- messages to the worker ----------------------------------------------------------------------------
@@ -92,9 +96,8 @@ class ErrorReport(NamedTuple):
 
     def exception(self, worker: int) -> BaseException:
         """Return the exception, with its traceback as the cause and a note that names the worker."""
-        error: BaseException = RuntimeError(f"{self.kind}: {self.message}")
-        if self.error is not None:
-            error = pickle.loads(self.error)
+        unpicklable = RuntimeError(f"{self.kind}: {self.message}")
+        error: BaseException = unpicklable if self.error is None else pickle.loads(self.error)
         error.__cause__ = RemoteTraceback(self.trace)
         error.add_note(f"(raised by collector worker {worker})")
         return error
@@ -165,12 +168,12 @@ class _Reader(asyncio.StreamReader):
         self.feed_eof()
 
 
+@dataclass(eq=False)
 class ProcessCommandPipe(CommandPipe):
     """A pipe between a process and its child. Messages are pickled: only this program has the pipe."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
 
     @classmethod
     async def open(cls, connection: Connection[Any, Any]) -> Self:
@@ -209,13 +212,13 @@ _END = object()
 """Sent behind the last message of a LocalCommandPipe."""
 
 
+@dataclass(eq=False)
 class LocalCommandPipe(CommandPipe):
     """A pipe between two tasks of one event loop. Messages are passed by reference."""
 
-    def __init__(self, incoming: asyncio.Queue[Any], outgoing: asyncio.Queue[Any]) -> None:
-        self._incoming = incoming
-        self._outgoing = outgoing
-        self._closed = False
+    _incoming: asyncio.Queue[Any]
+    _outgoing: asyncio.Queue[Any]
+    _closed: bool = False
 
     @classmethod
     def pair(cls) -> tuple[Self, Self]:
@@ -248,3 +251,45 @@ class LocalCommandPipe(CommandPipe):
             self._closed = True
             self._outgoing.put_nowait(_END)
             self._incoming.put_nowait(_END)
+
+
+def future_of(pending: Any) -> asyncio.Future[Any]:
+    """Return the future of a call of a Ray actor."""
+    answer: asyncio.Future[Any]
+    answer, settle = handover()
+    pending.future().add_done_callback(lambda done: settle(done.result))
+    return answer
+
+
+@dataclass(eq=False)
+class RayCommandPipe(CommandPipe):
+    """A pipe to a Ray actor, which has the methods ``deliver`` and ``messages``."""
+
+    _handle: Any
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _received: list[Any] = field(default_factory=list)  # newest first
+    _pending: asyncio.Future[Any] | None = None
+    _closed: bool = False
+
+    def send(self, message: object) -> None:
+        if not self._closed:
+            self._handle.deliver.remote(next(self._numbers), cloudpickle.dumps(message))
+
+    async def receive(self) -> Any:
+        if not self._received:
+            if self._pending is None:  # else a cancelled receive() has made the call
+                self._pending = future_of(self._handle.messages.remote())
+            await asyncio.wait([self._pending])
+            pending, self._pending = self._pending, None
+            try:
+                self._received = list(reversed(pending.result()))
+            except Exception as exc:
+                raise CommandPipeClosed("the actor has ended") from exc
+        if not self._received:
+            raise CommandPipeClosed("the actor has closed the pipe")
+        return self._received.pop()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._handle.deliver.remote(next(self._numbers), None)

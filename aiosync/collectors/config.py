@@ -47,8 +47,7 @@ class BatchConfig:
 
     Attributes:
         frames_per_batch: frames of each batch; or a sequence: frames of each worker's part.
-        total_frames: end after this many frames; -1: never. If it is not a multiple of a batch, the last
-            batch goes past it.
+        total_frames: end after this many frames, rounded up to whole batches; -1: never.
         max_frames_per_traj: truncate an episode after this many steps; 0: never.
         init_random_frames: take random actions in this many frames at the beginning.
         reset_at_each_iter: reset the environments at the beginning of each batch.
@@ -61,8 +60,7 @@ class BatchConfig:
         preemptive_threshold: when this fraction of the workers has delivered, the others deliver the frames
             that they have. In (0, 1].
         postproc: called with each batch; returns the batch that the iterator gives.
-        use_buffers: batches go through shared memory, which is reused; otherwise each batch is pickled
-            through a pipe. (With Ray both are the same.)
+        use_buffers: batches go through reused shared memory; otherwise pickled through a pipe. Not with Ray.
     """
 
     frames_per_batch: int | Sequence[int] = 200
@@ -149,8 +147,7 @@ class DeviceConfig:
         device: the default of the three others.
         env_device: what environments return is moved to this device; a torchrl environment is moved itself.
         policy_device: the device of the workers' policies.
-        storing_device: the device of the batches that the iterator returns; with ``sync=True`` one for all
-            workers.
+        storing_device: the device of the batches returned; with ``sync=True`` one for all workers.
         no_cuda_sync: synchronize each copy to or from a CUDA device by itself, instead of the whole device
             after each step.
     """
@@ -287,9 +284,7 @@ class WeightConfig:
     @property
     def allowed_updates(self) -> float:
         """How many updates may be sent between the request for a batch and the return of that batch."""
-        if self.on_stale == "drop" or self.max_staleness is None:
-            return math.inf
-        return self.max_staleness
+        return math.inf if self.on_stale == "drop" or self.max_staleness is None else self.max_staleness
 
 
 @dataclass(frozen=True, kw_only=True)

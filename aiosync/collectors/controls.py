@@ -1,29 +1,61 @@
-"""The calls of a collector beside iteration: weights, pause, seed, reset, attributes, state."""
+"""The calls of a collector beside iteration: weights, seed, reset, attributes."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import AsyncExitStack
+from multiprocessing.context import BaseContext
+from typing import Any, TypeAlias
 
 from tensordict import TensorDictBase
+from torch import nn
 
 from aiosync._deadline import Deadline
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.pool import Pool
-from aiosync.collectors.updates import WeightUpdates
-from aiosync.collectors.worker import POLICY
-from aiosync.errors import NotConnectedError, NotInitializedError
+from aiosync.collectors.worker import POLICY, cancel_all, policy_schemes
+from aiosync.errors import InvalidArgumentError, NotConnectedError, NotInitializedError, WorkerLostError
+from aiosync.receiver.listeners import in_format
+from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.joint import atomic
+from aiosync.transports._offload import abandonable
 from aiosync.weights.resolve import resolve_model
+from aiosync.weights.strategy import WeightStrategy
+
+Weights: TypeAlias = Mapping[str, Any]
+"""Model id -> its weights; None: those of the trainer's model."""
+
+WorkerIds: TypeAlias = int | Sequence[int] | None
+"""One worker, several, or None for all."""
 
 
 class Controls:
-    """Base of the collectors: the calls that send weights and commands to the workers."""
+    """Base of the collectors: the calls that send weights and commands to the workers.
+
+    A collector has weight sync schemes, or a weight updater. It has the models, so it is the context of all
+    schemes.
+    """
 
     config: CollectorConfig
     num_workers: int
     policy: Any  # the trainer's
-    _updates: WeightUpdates
     _pool: Pool | None = None
+
+    def _set_up_schemes(self, default: WeightSyncScheme) -> None:
+        """Take schemes from the options. ``default``: the policy's, if none is given and it has weights."""
+        config = self.config.weights
+        self._updater = _make_updater(config.weight_updater)
+        if self._updater is not None:
+            self._updater.register_collector(self)
+        self._schemes: dict[str, WeightSyncScheme] = dict(config.weight_sync_schemes or {})
+        if config.weight_sync_schemes is None and self._updater is None and _has_weights(self.policy):
+            self._schemes[POLICY] = default
+        self._default = default
+        self._upstream = dict(config.weight_recv_schemes or {})
+        self._following = AsyncExitStack()  # disconnects weight_recv_schemes
+        self._extra_updates = 0  # updates of the policy that no scheme counts
 
     @property
     def _connected_pool(self) -> Pool:
@@ -34,6 +66,33 @@ class Controls:
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self.config.processes.seconds if timeout is None else timeout)
+
+    def get_model(self, model_id: str = POLICY) -> Any:
+        """Return the trainer's model with this id.
+
+        Raises:
+            AttributeError: there is no such model.
+        """
+        return self.policy if model_id == POLICY else resolve_model(self, model_id)
+
+    def _init_senders(self, ctx: BaseContext | None) -> None:
+        """Initialise every scheme as a sender that is not one yet. Called before workers get the schemes.
+        ``ctx`` is multiprocessing's context of the workers, if they are processes."""
+        for model_id, scheme in self._schemes.items():
+            if not scheme.initialized_on_sender:
+                scheme.init_on_sender(model_id=model_id, context=self, ctx=ctx)
+
+    async def _connect_receivers(self, pool: Pool, deadline: Deadline) -> None:
+        """Connect ``weight_recv_schemes``, if there are any: this collector becomes a worker of another
+        collector. Raises what ``connect`` of a scheme raises."""
+        for model_id, scheme in self._upstream.items():
+            if not scheme.initialized_on_receiver:
+                index = self.config.weights.worker_idx
+                scheme.init_on_receiver(model_id=model_id, context=self, worker_idx=index)
+            self._following.push_async_callback(scheme.aclose)
+            await scheme.connect(timeout=deadline.remaining())
+            receiving = asyncio.create_task(_receive_until_closed(scheme, pool), name="aiosync-following")
+            self._following.push_async_callback(cancel_all, receiving)
 
     async def update_policy_weights_(
         self,
@@ -59,18 +118,26 @@ class Controls:
         """
         given = weights_dict if weights_dict is not None else {model_id: policy_or_weights}
         seconds = self.config.processes.seconds if timeout is None else timeout
-        await self._updates.send(self._connected_pool, given, worker_ids, seconds)
+        send = self._send_by_schemes if self._updater is None else self._push_by_updater
+        await send(self._connected_pool, given, worker_ids, seconds)
 
     @property
     def policy_version(self) -> int:
         """The newest version of the policy; 0 if the policy has no weights."""
-        return self._updates.version
+        versions = [scheme.version for scheme in policy_schemes(self._schemes)]  # -1: not connected yet
+        return self._extra_updates + max([0, *versions])
 
     async def increment_version(self, timeout: float | None = None) -> None:
         """Increment the policy's version, after weights reached the workers without this collector. Later
         frames are tagged with the new version. ``timeout``: seconds.
         """
-        await self._updates.count_update(self._connected_pool, self._deadline(timeout))
+        await self._count_update(self._connected_pool, self._deadline(timeout))
+
+    async def _count_update(self, pool: Pool, deadline: Deadline) -> None:
+        self._extra_updates += 1
+        pool.extra_updates = self._extra_updates
+        each = {worker.index: [self._extra_updates] for worker in pool.workers}
+        await pool.call("set_extra_updates", each, deadline)
 
     async def receive_weights(self, policy_or_weights: Any = None, *, timeout: float | None = None) -> None:
         """Update this collector's own policy.
@@ -87,11 +154,36 @@ class Controls:
                 no policy.
             LayoutMismatchError: the weights do not fit the policy.
         """
-        await self._updates.receive(policy_or_weights, self._deadline(timeout))
+        deadline = self._deadline(timeout)
+        if self._upstream and policy_or_weights is not None:
+            raise InvalidArgumentError(
+                "this collector has weight_recv_schemes: call receive_weights() without weights"
+            )
+        if self._upstream:
+            for scheme in self._upstream.values():
+                await scheme.receive(deadline.remaining())
+            return
+        if policy_or_weights is None:
+            raise NotInitializedError(
+                "receive_weights() needs weights, or a collector with weight_recv_schemes="
+            )
+        model = self.policy
+        if not isinstance(model, nn.Module):
+            raise NotInitializedError("receive_weights() needs a collector whose policy is a module")
+        strategy = WeightStrategy()
+        strategy.apply_weights(model, strategy.extract_weights(policy_or_weights))
 
     def get_cached_weights(self, model_id: str = POLICY) -> TensorDictBase | None:
         """Return a copy of the weights that were sent last; None if none were sent."""
-        return self._updates.cached(model_id)
+        scheme = self._schemes.get(model_id)
+        if scheme is None or scheme.version < 0:
+            return None
+        published = scheme.get_sender().weights_in_use
+        if published is None:
+            return None
+        found = in_format(WeightStrategy(extract_as="tensordict"), published)
+        assert isinstance(found, TensorDictBase)
+        return found.clone()
 
     @property
     def policy_device(self) -> list[Any] | None:
@@ -125,38 +217,26 @@ class Controls:
         return each[self.num_workers - 1] + strides[-1]
 
     async def reset(self, reset_idx: Sequence[bool] | None = None, timeout: float | None = None) -> None:
-        """Begin new episodes.
-
-        Args:
-            reset_idx: for each worker, whether to reset its environments; None: all.
-            timeout: seconds.
+        """Begin new episodes. ``reset_idx``: for each worker, whether to reset its environments; None: all.
+        ``timeout``: seconds.
         """
         chosen = [index for index in range(self.num_workers) if reset_idx is None or reset_idx[index]]
         await self._connected_pool.call("reset", {index: [] for index in chosen}, self._deadline(timeout))
 
     async def getattr_env(self, name: str, timeout: float | None = None) -> list[Any]:
-        """Return an attribute of each worker's environment.
-
-        Args:
-            name: the attribute's name; dots go to nested attributes.
-            timeout: seconds.
+        """Return an attribute of each worker's environment. Dots in ``name`` go to nested attributes.
+        ``timeout``: seconds.
         """
         return await self._call_all("get_attribute", timeout, "env", name)
 
     async def getattr_policy(self, name: str, timeout: float | None = None) -> list[Any]:
-        """Return an attribute of each worker's policy.
-
-        Args:
-            name: the attribute's name; dots go to nested attributes.
-            timeout: seconds.
+        """Return an attribute of each worker's policy. Dots in ``name`` go to nested attributes.
+        ``timeout``: seconds.
         """
         return await self._call_all("get_attribute", timeout, "policy", name)
 
     def getattr_rb(self, name: str) -> Any:
-        """Return an attribute of the replay buffer.
-
-        Args:
-            name: the attribute's name; dots go to nested attributes.
+        """Return an attribute of the replay buffer. Dots in ``name`` go to nested attributes.
 
         Raises:
             NotInitializedError: there is no replay buffer.
@@ -170,10 +250,70 @@ class Controls:
         each = {index: arguments for index in range(self.num_workers)}
         return await self._connected_pool.call(method, each, self._deadline(timeout))
 
-    def get_model(self, model_id: str = POLICY) -> Any:
-        """Return the trainer's model with this id.
+    # -- sending ---------------------------------------------------------------------------------------
 
-        Raises:
-            AttributeError: there is no such model.
-        """
-        return self.policy if model_id == POLICY else resolve_model(self, model_id)
+    async def _send_by_schemes(self, pool: Pool, given: Weights, ids: WorkerIds, seconds: float) -> None:
+        if not given.keys() <= self._schemes.keys():
+            unknown = sorted(given.keys() - self._schemes.keys())
+            raise InvalidArgumentError(
+                f"{', '.join(unknown)}: this collector has no scheme for such a model; expected some of "
+                f"{', '.join(self._schemes) or 'none'}"
+            )
+        serving = list(pool.workers)
+        try:
+            if len(given) == 1:
+                ((name, weights),) = given.items()
+                if weights is None and self._schemes[name] is self._default:
+                    weights = self.get_model(name)  # the scheme would find the same, more slowly
+                ids = ids if ids is None or isinstance(ids, int) else list(ids)
+                await self._schemes[name].send(weights, ids, timeout=seconds)
+                return
+            if ids is not None:
+                raise InvalidArgumentError(
+                    "weights_dict: expected no worker_ids: several models go to all workers"
+                )
+            chosen = {self._schemes[name]: weights for name, weights in given.items()}
+            async with atomic(*chosen, timeout=seconds) as update:
+                for scheme, weights in chosen.items():
+                    update.send(scheme, weights)
+        except WorkerLostError as exc:
+            await pool.raise_unless_replaced([serving[index] for index in exc.workers], exc)
+
+    async def _push_by_updater(self, pool: Pool, given: Weights, ids: WorkerIds, seconds: float) -> None:
+        if given.keys() != {POLICY}:
+            raise InvalidArgumentError(
+                f"a weight_updater updates {POLICY!r} only, got {', '.join(sorted(given))}"
+            )
+        push, weights, deadline = self._updater.push_weights, given[POLICY], Deadline.after(seconds)
+        if inspect.iscoroutinefunction(push):
+            await push(weights, ids, timeout=deadline.remaining())
+        else:
+            try:
+                async with asyncio.timeout(deadline.remaining()):
+                    await abandonable(lambda: push(weights, ids), "aiosync-updater")
+            except TimeoutError as exc:
+                raise deadline.error("commit", hint="the updater has not returned") from exc
+        await self._count_update(pool, deadline)
+
+
+async def _receive_until_closed(scheme: WeightSyncScheme, pool: Pool) -> None:
+    """Receive until the sender closes. If the sender is lost, the collector's next call raises."""
+    receiver = scheme.get_receiver()
+    await receiver.run()
+    if receiver.lost:
+        pool.fail(WorkerLostError((), receiver.ended or "unknown"))
+
+
+def _has_weights(policy: Any) -> bool:
+    return isinstance(policy, nn.Module) and bool([*policy.parameters(), *policy.buffers()])
+
+
+def _make_updater(given: Any) -> Any:
+    is_one = callable(getattr(given, "push_weights", None)) and not isinstance(given, type)
+    made = given() if callable(given) and not is_one else given
+    if made is not None and not callable(getattr(made, "push_weights", None)):
+        raise InvalidArgumentError(
+            f"weight_updater: expected an updater with push_weights(), or a function that returns one; got "
+            f"{type(made).__name__}"
+        )
+    return made

@@ -178,8 +178,8 @@ def _call_env(method: Callable[..., Any], *arguments: Any, **options: Any) -> An
         ) from exc
 
 
-class _GymnasiumStyleEnv(Env):
-    """Base of the adapters for environments that step as Gymnasium's do."""
+class GymnasiumEnv(Env):
+    """A single Gymnasium environment."""
 
     def __init__(self, env: Any, device: torch.device | None = None) -> None:
         self.env = env
@@ -189,6 +189,12 @@ class _GymnasiumStyleEnv(Env):
         space = getattr(env, "single_action_space", None) or getattr(env, "action_space", None)
         if space is not None and type(space).__name__ == "Discrete":
             self._one_hot = int(space.n)
+
+    async def reset(self) -> Fields:
+        return self._reset_fields(_call_env(self.env.reset, **self._pop_seed()))
+
+    async def step(self, step: Fields) -> Fields:
+        return self._step_fields(_call_env(self.env.step, self._action(step)))
 
     def set_seed(self, seed: int) -> None:
         self._seed = seed
@@ -229,17 +235,7 @@ class _GymnasiumStyleEnv(Env):
         return {key: value.to(self.device) for key, value in fields.items()}
 
 
-class GymnasiumEnv(_GymnasiumStyleEnv):
-    """A single Gymnasium environment."""
-
-    async def reset(self) -> Fields:
-        return self._reset_fields(_call_env(self.env.reset, **self._pop_seed()))
-
-    async def step(self, step: Fields) -> Fields:
-        return self._step_fields(_call_env(self.env.step, self._action(step)))
-
-
-class AsyncEnv(_GymnasiumStyleEnv):
+class AsyncEnv(GymnasiumEnv):
     """An environment with ``async def reset`` and ``async def step``."""
 
     async def reset(self) -> Fields:

@@ -1,4 +1,4 @@
-"""What a worker runs in: a process of its own, or a task of the collector's event loop."""
+"""What a worker runs in: a process of its own, a task of the collector's event loop, or an actor of Ray."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import sys
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
@@ -30,6 +32,8 @@ from aiosync.collectors.command_pipe import (
     CommandPipeClosed,
     LocalCommandPipe,
     ProcessCommandPipe,
+    RayCommandPipe,
+    future_of,
 )
 from aiosync.collectors.worker import Schemes, WorkerSpec, run_worker
 from aiosync.transports._offload import offloaded, start_thread
@@ -300,3 +304,67 @@ class LocalHost(Host):
 
     def cause(self) -> str:
         return "its task has ended"
+
+
+@dataclass(eq=False)
+class RayHost(Host):
+    """Runs a worker in a Ray actor."""
+
+    ray: Any  # the module
+    options: Mapping[str, Any]  # Ray's, for the actor
+    _handle: Any = None
+
+    async def start(self, spec: WorkerSpec, schemes: Schemes) -> CommandPipe:
+        # An async actor: a call that waits for messages does not block other calls.
+        self._handle = self.ray.remote(_WorkerActor).options(**self.options).remote()
+        self._running = future_of(self._handle.run.remote(cloudpickle.dumps(spec), dict(schemes)))
+        return RayCommandPipe(self._handle)
+
+    def kill(self) -> None:
+        if self._handle is not None:
+            self.ray.kill(self._handle)
+
+    def cause(self) -> str:
+        if self._running is None or not self._running.done():
+            return "its actor sends nothing more, but still runs"
+        error = self._running.exception()
+        if error is None:
+            return "its actor has ended"
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return f"Ray reports: {' '.join(lines)[:400]}"
+
+    def release(self) -> None:
+        self.kill()  # an idle actor stays alive as long as a process has its handle
+        self._handle = self._running = None
+
+
+class _WorkerActor:
+    """The actor: runs a worker on its event loop."""
+
+    def __init__(self) -> None:
+        self._ours, self._theirs = LocalCommandPipe.pair()
+        self._expected = 0
+        self._out_of_order: dict[int, bytes | None] = {}
+
+    async def run(self, spec: bytes, schemes: Schemes) -> None:
+        """Run a worker until the collector closes the pipe."""
+        await run_worker(partial(cloudpickle.loads, spec), schemes, self._theirs)
+
+    async def deliver(self, number: int, data: bytes | None) -> None:
+        """Deliver message ``number`` to the worker; None closes the pipe. Ray may run the calls of an async
+        actor in another order."""
+        self._out_of_order[number] = data
+        while self._expected in self._out_of_order:
+            message = self._out_of_order.pop(self._expected)
+            self._expected += 1
+            if message is None:
+                self._ours.close()
+            else:
+                self._ours.send(cloudpickle.loads(message))
+
+    async def messages(self) -> list[Any]:
+        """Wait for messages of the worker and return them; an empty list after the last one."""
+        try:
+            return await self._ours.receive_all()
+        except CommandPipeClosed:
+            return []

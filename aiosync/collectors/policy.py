@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -37,13 +38,14 @@ def adapt_policy(policy: Any, config: PolicyConfig, devices: WorkerDevices, *, s
         raise InvalidArgumentError(f"policy: expected a callable, got {type(policy).__name__}")
     called = _optimized(policy, config)
     if called is policy and _only_calls_its_module(policy):
-        act = _of_keys(policy)
+        act: Act = _of_keys(policy)
     elif config.trust_policy or isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy):
-        act = _of_tensordicts(called)
+        act = partial(_with_tensordict, called)
     else:
-        act = _of_tensors(called)
-    act = _exploring(act, config.exploration_type)
-    return act if devices.policy is None else _on_device(act, devices.policy, sync=sync)
+        act = partial(_with_tensors, called)
+    act = partial(_exploring, act, config.exploration_type)
+    device = devices.policy
+    return act if device is None else partial(_on_device, act, device, sync and device.type == "cuda")
 
 
 def _optimized(policy: Callable[..., Any], config: PolicyConfig) -> Callable[..., Any]:
@@ -57,9 +59,8 @@ def _optimized(policy: Callable[..., Any], config: PolicyConfig) -> Callable[...
 
 def _only_calls_its_module(policy: Any) -> bool:
     """Return whether a call of this policy is a call of its module, and nothing else."""
-    if type(policy) is not TensorDictModule or policy.method is not None:
-        return False
-    return not (policy._forward_hooks or policy._forward_pre_hooks or policy._kwargs)
+    plain = type(policy) is TensorDictModule and policy.method is None
+    return plain and not (policy._forward_hooks or policy._forward_pre_hooks or policy._kwargs)
 
 
 def _takes_tensordict(policy: Callable[..., Any]) -> bool:
@@ -76,23 +77,18 @@ def _takes_tensordict(policy: Callable[..., Any]) -> bool:
     return parameters[0].name in ("tensordict", "td") or "TensorDict" in str(annotated)
 
 
-def _of_tensordicts(policy: Callable[..., Any]) -> Act:
-    """Adapt a policy that takes a TensorDict and returns one."""
-
-    def act(step: Fields, shape: tuple[int, ...]) -> Fields:
-        result = policy(unflatten(step, shape))
-        if not is_tensor_collection(result):
-            raise InvalidArgumentError(f"the policy returned {type(result).__name__}, expected a TensorDict")
-        leaves = result.items(include_nested=True, leaves_only=True)
-        return {key: value for key, value in leaves if key not in step or value is not step[key]}
-
-    return act
+def _with_tensordict(policy: Callable[..., Any], step: Fields, shape: tuple[int, ...]) -> Fields:
+    """Call a policy that takes a TensorDict and returns one."""
+    result = policy(unflatten(step, shape))
+    if not is_tensor_collection(result):
+        raise InvalidArgumentError(f"the policy returned {type(result).__name__}, expected a TensorDict")
+    leaves = result.items(include_nested=True, leaves_only=True)
+    return {key: value for key, value in leaves if key not in step or value is not step[key]}
 
 
 def _of_keys(policy: TensorDictModule) -> Act:
     """Adapt a TensorDictModule without a TensorDict, which would cost several times a small module's call:
     the module gets the tensors of ``in_keys`` and returns those of ``out_keys``."""
-    fallback = _of_tensordicts(policy)
     direct = True
 
     def act(step: Fields, shape: tuple[int, ...]) -> Fields:
@@ -109,42 +105,29 @@ def _of_keys(policy: TensorDictModule) -> Act:
                 return {key: value for key, value in zip(keys, result, strict=True) if key != "_"}
             # It is no simple module, or it is wrong and raises its own error.
             direct = False
-        return fallback(step, shape)
+        return _with_tensordict(policy, step, shape)
 
     return act
 
 
-def _of_tensors(policy: Callable[..., Any]) -> Act:
-    """Adapt a module or function of the observation, or of several observations in their order."""
-
-    def act(step: Fields, shape: tuple[int, ...]) -> Fields:
-        action = policy(*[value for key, value in step.items() if key not in _NOT_OBSERVED])
-        if isinstance(action, tuple):
-            action = action[0]
-        return {"action": action if isinstance(action, Tensor) else torch.as_tensor(action)}
-
-    return act
+def _with_tensors(policy: Callable[..., Any], step: Fields, shape: tuple[int, ...]) -> Fields:
+    """Call a module or function of the observation, or of several observations in their order."""
+    action = policy(*[value for key, value in step.items() if key not in _NOT_OBSERVED])
+    if isinstance(action, tuple):
+        action = action[0]
+    return {"action": action if isinstance(action, Tensor) else torch.as_tensor(action)}
 
 
-def _exploring(act: Act, exploration: InteractionType) -> Act:
+def _exploring(act: Act, exploration: InteractionType, step: Fields, shape: tuple[int, ...]) -> Fields:
     """Call ``act`` with an interaction type and without gradients."""
-
-    def exploring(step: Fields, shape: tuple[int, ...]) -> Fields:
-        with torch.no_grad(), set_interaction_type(exploration):
-            return act(step, shape)
-
-    return exploring
+    with torch.no_grad(), set_interaction_type(exploration):
+        return act(step, shape)
 
 
-def _on_device(act: Act, device: torch.device, *, sync: bool) -> Act:
-    """Call ``act`` on a device. With ``sync`` copies are asynchronous, and a CUDA device is synchronized
+def _on_device(act: Act, device: torch.device, sync: bool, step: Fields, shape: tuple[int, ...]) -> Fields:
+    """Call ``act`` on a device. With ``sync`` copies are asynchronous, and the CUDA device is synchronized
     after the call; otherwise each copy is synchronous."""
-    sync = sync and device.type == "cuda"
-
-    def on_device(step: Fields, shape: tuple[int, ...]) -> Fields:
-        result = act({key: value.to(device, non_blocking=sync) for key, value in step.items()}, shape)
-        if sync:
-            torch.cuda.synchronize(device)
-        return result
-
-    return on_device
+    result = act({key: value.to(device, non_blocking=sync) for key, value in step.items()}, shape)
+    if sync:
+        torch.cuda.synchronize(device)
+    return result

@@ -20,6 +20,9 @@ _GENERATION = 1 << 32
 """Distance between the trajectory numbers of a worker and those of its successor, in trajectories: more than
 a worker can collect."""
 
+_EXIT_SECONDS = 1.0
+"""Seconds within which the error of a worker with a broken connection must arrive."""
+
 
 @dataclass(eq=False, repr=False)
 class Pool:
@@ -108,12 +111,8 @@ class Pool:
             successor.fail(WorkerLostError([index], f"it could not be started again: {exc}"))
 
     async def wait_for(self, true: Callable[[], bool], deadline: Deadline, phase: Phase) -> None:
-        """Wait until ``true()`` returns True. It is called again after each message of a worker.
-
-        Raises:
-            Exception: why a worker failed, if it is not replaced.
-            SyncTimeoutError: the condition was not true in time.
-        """
+        """Wait until ``true()`` returns True. It is called again after each message of a worker. Raises why a
+        worker failed, if it is not replaced."""
         try:
             async with asyncio.timeout(deadline.remaining()) as limit:
                 while not true():
@@ -135,12 +134,24 @@ class Pool:
             if worker.error is not None and not worker.replaced:
                 raise worker.error
 
+    async def raise_unless_replaced(self, lost: Sequence[WorkerProxy], error: WorkerLostError) -> None:
+        """Raise the error of a lost worker, or ``error`` if no reason is known. Return if each lost worker
+        has a successor: it begins with the newest weights."""
+        if all(self.is_replaced(worker) for worker in lost):
+            return
+        try:
+            deadline = Deadline.after(_EXIT_SECONDS)
+            await self.wait_for(lambda: all(each.error is not None for each in lost), deadline, "receive")
+        except SyncTimeoutError:
+            raise error from None
+        self.check()
+        if not all(self.is_replaced(worker) for worker in lost):
+            raise error
+
     async def call(self, method: str, each: Mapping[int, Sequence[Any]], deadline: Deadline) -> list[Any]:
         """Call a method of some workers: worker index -> arguments. If a worker dies before it has answered,
         its successor is called. Raises what one of the methods raises, or why a worker failed."""
-        calls = [
-            asyncio.ensure_future(self._call(index, method, given, deadline)) for index, given in each.items()
-        ]
+        calls = [asyncio.ensure_future(self._call(i, method, args, deadline)) for i, args in each.items()]
         try:
             return list(await asyncio.gather(*calls))
         finally:

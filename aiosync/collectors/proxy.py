@@ -88,10 +88,9 @@ class DeliveredBatch:
 async def _last_report(pipe: CommandPipe) -> ErrorReport | None:
     """Return the error that a worker has reported before it ended, if the pipe still has it."""
     with suppress(CommandPipeClosed):
-        while True:
-            message = await pipe.receive()
-            if isinstance(message, ErrorReport):
-                return message
+        while not isinstance(message := await pipe.receive(), ErrorReport):
+            pass
+        return message
     return None
 
 
@@ -115,7 +114,7 @@ class WorkerProxy:
     buffers: dict[int, BatchBuffer] = field(default_factory=dict)
     # Number -> a requested batch that the worker has not delivered; number -> the answer of a call.
     _requests: dict[int, Collect] = field(default_factory=dict)
-    _calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    _calls: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _pipe: CommandPipe | None = None
     _receiving: asyncio.Task[None] | None = None
@@ -172,13 +171,8 @@ class WorkerProxy:
                 self.frames += delivered.frames
                 self.batches.append(delivered)
                 self.on_batch(delivered)
-            case Answer(number=number, value=value, error=error):
-                future = self._calls.pop(number, None)
-                if future is not None and not future.done():
-                    if error is None:
-                        future.set_result(value)
-                    else:
-                        future.set_exception(error.exception(self.index))
+            case Answer(number=number) if number in self._calls:  # else its call has timed out
+                self._calls.pop(number).set_result(message)
             case ErrorReport() as failed:
                 self.fail(failed.exception(self.index))
         self.on_change(self)
@@ -192,10 +186,8 @@ class WorkerProxy:
             self.on_change(self)
 
     def _fail_calls(self, error: BaseException) -> None:
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
-        self._calls.clear()
+        while self._calls:
+            self._calls.popitem()[1].set_exception(error)
 
     # -- requests and calls ---------------------------------------------------------------------------
 
@@ -235,9 +227,12 @@ class WorkerProxy:
             if not future.done():
                 hint = f"{method}() has not answered"
                 raise SyncTimeoutError("receive", workers=[self.index], seconds=deadline.seconds, hint=hint)
-            return future.result()
+            answer = future.result()
         finally:
             self._calls.pop(number, None)
+        if answer.error is not None:
+            raise answer.error.exception(self.index)
+        return answer.value
 
     # -- the end --------------------------------------------------------------------------------------
 

@@ -34,18 +34,13 @@ class PartialBatch:
 
     def __init__(self, request: Collect, buffers: BatchBuffers, width: int) -> None:
         self.request = request
-        # The number of the buffer; -1: not allocated yet, because no frame has shown the fields.
-        self.buffer = -1
-        # How many places have their frame.
-        self.steps = 0
-        # Places of the complete batch; end_early() lowers it.
-        self._capacity = -(-request.frames // width)
+        self.buffer = -1  # the number of the buffer; -1: not allocated, because no frame has shown the fields
+        self.steps = 0  # how many places have their frame
+        self._capacity = -(-request.frames // width)  # places of the complete batch; end_early() lowers it
         self._buffers = buffers
         self._claimed = 0
-        # Rollout -> its places, in order of time.
-        self._places_of: dict[int, list[int]] = {}
-        # Place -> a frame that is not copied into the buffer yet.
-        self._unwritten: dict[int, Fields] = {}
+        self._places_of: dict[int, list[int]] = {}  # rollout -> its places, in order of time
+        self._unwritten: dict[int, Fields] = {}  # place -> a frame that is not copied into the buffer yet
 
     @property
     def has_room(self) -> bool:

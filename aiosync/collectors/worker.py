@@ -133,13 +133,10 @@ class Worker:
                 self.policy.to(self._devices.policy)
         self._buffers = BatchBuffers(pipe.send if spec.use_buffers else None)
         self._rollouts: list[Rollout] = []
-        # Batch shape of a frame: the environments of one adapter, which step together.
-        self._shape = self._envs[0].shape
+        self._shape = self._envs[0].shape  # batch shape of a frame: the environments that step together
         self._width = math.prod(self._shape)
-        # Requested batches that are not complete, in order of their requests.
-        self._partial_batches: list[PartialBatch] = []
-        # Wakes the rollouts that have no batch to collect for.
-        self._batch_requested = asyncio.Event()
+        self._partial_batches: list[PartialBatch] = []  # not complete yet, in order of their requests
+        self._batch_requested = asyncio.Event()  # wakes the rollouts that have no batch to collect for
 
     def _make_env(self) -> Env:
         env = adapt(self._spec.create_env(), self._devices.env)

@@ -46,10 +46,7 @@ class MultiCollector(BlockingCollector):
         )
 
     def connect(self, timeout: float | None = None) -> None:
-        """Start the workers, and wait until each is ready to act with version 0.
-
-        Args:
-            timeout: seconds.
+        """Start the workers, and wait until each is ready to act with version 0. ``timeout``: seconds.
 
         Raises:
             Exception: what an environment or a policy raised in a worker, with the worker's traceback as its
@@ -58,6 +55,14 @@ class MultiCollector(BlockingCollector):
             SyncTimeoutError: not all workers were ready in time.
         """
         self._blocking_connect(timeout)
+
+    def get_model(self, model_id: str = POLICY) -> Any:
+        """Return the trainer's model with this id.
+
+        Raises:
+            AttributeError: there is no such model.
+        """
+        return self._async.get_model(model_id)
 
     def update_policy_weights_(
         self,
@@ -146,51 +151,31 @@ class MultiCollector(BlockingCollector):
         return portal().call(self._async.set_seed, seed, static_seed, timeout)
 
     def reset(self, reset_idx: Sequence[bool] | None = None, timeout: float | None = None) -> None:
-        """Begin new episodes.
-
-        Args:
-            reset_idx: for each worker, whether to reset its environments; None: all.
-            timeout: seconds.
+        """Begin new episodes. ``reset_idx``: for each worker, whether to reset its environments; None: all.
+        ``timeout``: seconds.
         """
         portal().call(self._async.reset, reset_idx, timeout)
 
     def getattr_env(self, name: str, timeout: float | None = None) -> list[Any]:
-        """Return an attribute of each worker's environment.
-
-        Args:
-            name: the attribute's name; dots go to nested attributes.
-            timeout: seconds.
+        """Return an attribute of each worker's environment. Dots in ``name`` go to nested attributes.
+        ``timeout``: seconds.
         """
         return portal().call(self._async.getattr_env, name, timeout)
 
     def getattr_policy(self, name: str, timeout: float | None = None) -> list[Any]:
-        """Return an attribute of each worker's policy.
-
-        Args:
-            name: the attribute's name; dots go to nested attributes.
-            timeout: seconds.
+        """Return an attribute of each worker's policy. Dots in ``name`` go to nested attributes.
+        ``timeout``: seconds.
         """
         return portal().call(self._async.getattr_policy, name, timeout)
 
     def getattr_rb(self, name: str) -> Any:
-        """Return an attribute of the replay buffer.
-
-        Args:
-            name: the attribute's name; dots go to nested attributes.
+        """Return an attribute of the replay buffer. Dots in ``name`` go to nested attributes.
 
         Raises:
             NotInitializedError: there is no replay buffer.
             AttributeError: the replay buffer has no such attribute.
         """
         return self._async.getattr_rb(name)
-
-    def get_model(self, model_id: str = POLICY) -> Any:
-        """Return the trainer's model with this id.
-
-        Raises:
-            AttributeError: there is no such model.
-        """
-        return self._async.get_model(model_id)
 
     def start(self) -> None:
         """Collect into the replay buffer, in a task of this event loop, until ``total_frames`` or
@@ -204,20 +189,13 @@ class MultiCollector(BlockingCollector):
     def state_dict(self, timeout: float | None = None) -> dict[str, Any]:
         """Return the state of collection: the number of frames, and each worker's random number generators
         and environments, as far as these can be pickled. Call it while no worker collects: between two
-        synchronous batches, or inside :meth:`pause`.
-
-        Args:
-            timeout: seconds.
+        synchronous batches, or inside :meth:`pause`. ``timeout``: seconds.
         """
         return portal().call(self._async.state_dict, timeout)
 
     def load_state_dict(self, state: Mapping[str, Any], timeout: float | None = None) -> None:
         """Restore a state of :meth:`state_dict`. Batches that workers have delivered and the iterator has not
-        returned are dropped.
-
-        Args:
-            state: what :meth:`state_dict` returned.
-            timeout: seconds.
+        returned are dropped. ``timeout``: seconds.
 
         Raises:
             InvalidArgumentError: the state is of another number of workers or environments. Nothing
@@ -227,10 +205,7 @@ class MultiCollector(BlockingCollector):
 
     def pause(self, timeout: float | None = None) -> AbstractContextManager[None]:
         """Stop the workers' steps inside this context. The workers finish the batches in progress first. They
-        continue when the context ends, also by an exception.
-
-        Args:
-            timeout: seconds to wait for the batches in progress.
+        continue when the context ends, also by an exception. ``timeout``: seconds to wait for those batches.
 
         Raises:
             Exception: as the iterator.

@@ -43,11 +43,7 @@ class WeightUpdaterBase(InlineHooks, updaters.WeightUpdaterBase):
     def increment_version(  # type: ignore[override]
         self, *, timeout: float | None = None
     ) -> None:
-        """Increment the policy version of each registered collector.
-
-        Args:
-            timeout: seconds.
-        """
+        """Increment the policy version of each registered collector. ``timeout``: seconds."""
         run_inline(updaters.WeightUpdaterBase.increment_version(self, timeout=timeout))
 
     def close(self) -> None:

@@ -4,11 +4,11 @@ An updater writes weights into the workers' models in place. It counts no versio
 workers is not all or nothing. A weight sync scheme has both; use a scheme in new programs.
 """
 
-from aiosync.updaters.base import WeightUpdaterBase
-from aiosync.updaters.local import (
+from aiosync.updaters.base import (
     MultiProcessedWeightUpdater,
     RemoteModuleWeightUpdater,
     VanillaWeightUpdater,
+    WeightUpdaterBase,
 )
 from aiosync.updaters.remote import DistributedWeightUpdater, RayWeightUpdater, RPCWeightUpdater
 

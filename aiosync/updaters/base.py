@@ -1,4 +1,4 @@
-"""Base of all weight updaters. Names and behaviour follow torchrl's WeightUpdaterBase."""
+"""Base of all weight updaters, and those of weights that this process can write to. Names as in torchrl."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import inspect
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
@@ -16,7 +17,15 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from aiosync._deadline import Deadline, check_timeout, default_timeout
-from aiosync.errors import InvalidArgumentError, SyncTimeoutError, WeightSourceError
+from aiosync.errors import (
+    InvalidArgumentError,
+    NotInitializedError,
+    SyncTimeoutError,
+    UnknownWorkerError,
+    WeightSourceError,
+)
+from aiosync.transports._offload import offloaded
+from aiosync.weights.strategy import WeightStrategy
 
 WorkerId: TypeAlias = "int | torch.device"
 """How an updater identifies a worker."""
@@ -71,7 +80,7 @@ class WeightUpdaterBase(ABC):
     """
 
     _may_lack_weights: ClassVar[bool] = False
-    _collector_refs: list[Callable[[], Any]] | None = None
+    _collector_refs: tuple[Callable[[], Any], ...] = ()
     _hooks: list[Callable[[], Any]] | None = None
 
     # -- methods for subclasses ------------------------------------------------------------------------
@@ -91,9 +100,8 @@ class WeightUpdaterBase(ABC):
         Raises:
             WeightSourceError: the weights are neither a module nor a TensorDict nor a dict.
         """
-        if isinstance(policy_or_weights, TensorDictBase | dict) or (
-            policy_or_weights is None and self._may_lack_weights
-        ):
+        lacking = policy_or_weights is None and self._may_lack_weights
+        if lacking or isinstance(policy_or_weights, TensorDictBase | dict):
             return policy_or_weights
         if isinstance(policy_or_weights, nn.Module):
             return TensorDict.from_module(policy_or_weights).data
@@ -117,15 +125,12 @@ class WeightUpdaterBase(ABC):
 
     def init(self, *args: Any, **kwargs: Any) -> None:
         """Set up the updater. For subclasses that are set up after their construction."""
-        return
 
     # -- collectors and hooks --------------------------------------------------------------------------
 
     def register_collector(self, collector: Any) -> None:
         """Add a weak reference to a collector, or to another object that contains the workers."""
-        if self._collector_refs is None:
-            self._collector_refs = []
-        self._collector_refs.append(weakref.ref(collector))
+        self._collector_refs = (*self._collector_refs, weakref.ref(collector))
 
     @property
     def collector(self) -> Any:
@@ -134,7 +139,7 @@ class WeightUpdaterBase(ABC):
         Raises:
             InvalidArgumentError: several collectors are registered.
         """
-        refs = self._collector_refs or []
+        refs = self._collector_refs
         if len(refs) > 1:
             raise InvalidArgumentError(f"{len(refs)} collectors are registered: use `collectors`")
         return refs[0]() if refs else None
@@ -181,11 +186,7 @@ class WeightUpdaterBase(ABC):
         await self._push(policy_or_weights, worker_ids, timeout)
 
     async def increment_version(self, *, timeout: float | None = None) -> None:
-        """Increment the policy version of each registered collector.
-
-        Args:
-            timeout: seconds.
-        """
+        """Increment the policy version of each registered collector. ``timeout``: seconds."""
         with _limited(timeout):
             for collector in self.collectors or ():
                 if collector is not None:
@@ -193,7 +194,6 @@ class WeightUpdaterBase(ABC):
 
     async def aclose(self) -> None:
         """Release all resources; idempotent."""
-        return
 
     async def _push(
         self, policy_or_weights: Any, worker_ids: WorkerIds, timeout: float | None, **how: Any
@@ -231,3 +231,85 @@ class WeightUpdaterBase(ABC):
         """Return the result of a method that may be a plain function or a coroutine function; await it if
         needed."""
         return await bounded(result) if inspect.isawaitable(result) else result
+
+
+# -- updaters of weights that this process can write to ---------------------------------------------------
+
+
+async def _apply(destination: Any, weights: Any) -> None:
+    """Write weights in place, in a thread: all that are given, or none if one does not fit."""
+    work = partial(WeightStrategy().apply_weights, destination, weights, strict=False)
+    await offloaded(work, "aiosync-updater")
+
+
+class VanillaWeightUpdater(WeightUpdaterBase):
+    """Updates one local policy in place.
+
+    Args:
+        weight_getter: returns the weights if none are given; None: a push without weights does nothing.
+        policy_weights: the policy's own weights, as a TensorDict; written in place.
+    """
+
+    _may_lack_weights = True
+
+    def __init__(
+        self, *, weight_getter: Callable[[], Any] | None = None, policy_weights: TensorDictBase
+    ) -> None:
+        self.weight_getter = weight_getter
+        self.policy_weights = policy_weights
+
+    @classmethod
+    def from_policy(cls, policy: nn.Module) -> Self | None:
+        """Return an updater of this policy's parameters and buffers."""
+        return cls(policy_weights=TensorDict.from_module(policy).lock_())
+
+    def _get_server_weights(self) -> Any:
+        return self.weight_getter() if self.weight_getter is not None else None
+
+    async def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        if server_weights is not None:
+            await _apply(self.policy_weights, server_weights)
+
+
+class MultiProcessedWeightUpdater(WeightUpdaterBase):
+    """Updates weights that worker processes share with this process, one worker after the other, in place. A
+    worker may see half an update.
+
+    Args:
+        get_server_weights: returns the weights if none are given; None, or if it returns None: a push without
+            weights does nothing.
+        policy_weights: worker (a device or an index) -> its weights as a TensorDict; written in place.
+    """
+
+    _may_lack_weights = True
+
+    def __init__(
+        self, *, get_server_weights: Callable[[], Any] | None, policy_weights: Mapping[Any, TensorDictBase]
+    ) -> None:
+        self.weights_getter = get_server_weights
+        self._policy_weights = dict(policy_weights)
+
+    def all_worker_ids(self) -> list[Any]:
+        """Return the devices or indices."""
+        return list(self._policy_weights)
+
+    def _get_server_weights(self) -> Any:
+        return self.weights_getter() if self.weights_getter is not None else None
+
+    async def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
+        if worker_id not in self._policy_weights:
+            raise UnknownWorkerError(worker_id, list(self._policy_weights))
+        if server_weights is not None:
+            await _apply(self._policy_weights[worker_id], server_weights)
+
+
+class RemoteModuleWeightUpdater(WeightUpdaterBase):
+    """For workers that update themselves: a push only checks that weights are given."""
+
+    _may_lack_weights = True
+
+    def _sync_weights_with_worker(self, *, worker_id: WorkerId | None = None, server_weights: Any) -> None:
+        if server_weights is None:
+            raise NotInitializedError(
+                "a RemoteModuleWeightUpdater has no weights of its own: call push_weights(weights)"
+            )

@@ -105,9 +105,7 @@ class RemoteCollectorsUpdater(WeightUpdaterBase):
             self._transports[worker] = self._make_transport(worker)
         return self._transports[worker]
 
-    async def _sync_weights_with_worker(
-        self, *, worker_id: WorkerId | None = None, server_weights: Any
-    ) -> None:
+    async def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         workers = self.all_worker_ids() if worker_id is None else [worker_id]
         await self._send(server_weights, workers, True)
 
@@ -228,9 +226,7 @@ class DistributedWeightUpdater(WeightUpdaterBase):
         if not isinstance(rank, int) or not 1 <= rank <= self.num_workers:
             raise WorkerError(f"worker ranks are 1 to {self.num_workers}, got {rank!r}")
 
-    async def _sync_weights_with_worker(
-        self, *, worker_id: WorkerId | None = None, server_weights: Any
-    ) -> None:
+    async def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         self._check(worker_id)
         await detached(self._thread, lambda: self._update_rank(worker_id, server_weights))
 
