@@ -318,7 +318,7 @@ async def test_a_joint_part_that_gives_way_to_a_newer_version(instead_of_reading
                     await first.send(timeout=BRIEF)
         finally:
             stall.go_on.set()
-        await eventually(lambda: value_of(stopped.model) == 5, "it goes on with the newest")
+        await eventually(lambda: value_of(stopped.model) == 5, "it has the newest version")
         # Committed with the other one or given up, but not waiting for it for ever.
         await eventually(lambda: not has_pending_update(partner.scheme), "the other part is done with")
         fill(value, 2)

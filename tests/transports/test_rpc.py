@@ -424,10 +424,10 @@ async def test_a_worker_whose_sender_does_not_come() -> None:
         await worker.close()
 
 
-async def test_nobody_has_that_name() -> None:
+async def test_no_process_has_that_name() -> None:
     async with here():
-        worker = worker_of(RPCWeightSyncScheme(sender="nobody", timeout=PATIENCE))
-        with pytest.raises(WorkerLostError, match="could not find destination name nobody"):
+        worker = worker_of(RPCWeightSyncScheme(sender="stranger", timeout=PATIENCE))
+        with pytest.raises(WorkerLostError, match="could not find destination name stranger"):
             await worker.connect()
         await worker.close()
 

@@ -93,8 +93,7 @@ class TCPListener(Listener):
         # The Unix socket's inode: another sender may have put its own socket at the path since.
         self._inode = inode(address.path) if address.path else None
         self._thread: LoopThread | None = None
-        # Whether accepting is paused until a connection ends, because the process has no free descriptor.
-        self._starved = False
+        self._starved = False  # whether accepting is paused until a connection ends and frees its descriptor
         self._log = LogLimit(logger)
         self._alive: set[AcceptedTransport] = set()
         self._shaking: set[AcceptedTransport] = set()  # their TLS handshake is not done

@@ -49,7 +49,6 @@ _GRACE = 1.0  # seconds that the other side has to close after our half-close
 _MAX_UNREAD = 1 << 19  # bytes of frames that may wait for the owner's loop before the thread stops reading
 _FRAME_COST = 1 << 9  # bytes that a waiting frame takes besides its encoded size
 
-
 _State = Enum("_State", "NEW HANDSHAKE OPEN CLOSING ENDED")
 
 
