@@ -358,10 +358,12 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
         await self.aclose()
 
     async def __aenter__(self) -> Self:
+        connected = self._synchronized
         try:
             await self.connect()
         except BaseException:
-            await self.aclose()  # __aexit__ does not run if __aenter__ raises
+            if not connected:
+                await self.aclose()  # __aexit__ does not run if __aenter__ raises
             raise
         return self
 

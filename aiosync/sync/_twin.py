@@ -150,10 +150,13 @@ class BlockingTwin:
         portal().release(self)
 
     def __enter__(self) -> Self:
+        scheme = self._async
+        connected = scheme.synchronized_on_sender or scheme.synchronized_on_receiver
         try:
             self._blocking_connect()
         except BaseException:
-            self.close()  # __exit__ does not run if __enter__ raises
+            if not connected:
+                self.close()  # __exit__ does not run if __enter__ raises
             raise
         return self
 

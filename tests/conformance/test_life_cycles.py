@@ -10,7 +10,7 @@ import time
 import pytest
 from torch import nn
 
-from aiosync import AiosyncError, WorkerLostError, WrongEventLoopError
+from aiosync import AiosyncError, AlreadyConnectedError, WorkerLostError, WrongEventLoopError
 from tests.kit import scenarios
 from tests.kit.cases import SCHEMES, SchemeCase
 from tests.kit.clock import PATIENCE, SCALE, within
@@ -137,3 +137,14 @@ async def test_a_killed_worker_whose_child_lives_on(process_case: SchemeCase) ->
         assert time.monotonic() - killed < 1.0 * max(1.0, SCALE)
         with pytest.raises(AiosyncError):
             await cluster.scheme.send()
+
+
+async def test_entering_a_connected_scheme_leaves_it_connected(case: SchemeCase) -> None:
+    async with LocalCluster(case) as cluster:
+        for scheme in (cluster.scheme, cluster.workers[0].scheme):
+            with pytest.raises(AlreadyConnectedError):
+                async with scheme:
+                    raise AssertionError("it was entered")
+        fill(cluster.model, 1)
+        await within(cluster.scheme.send())
+        assert cluster.workers[0].scheme.version == 1

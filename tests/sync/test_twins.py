@@ -65,6 +65,14 @@ def test_send_and_receive(kind: type[sync.WeightSyncScheme]) -> None:
             assert pair.receiver.version == 2
 
 
+def test_entering_a_connected_scheme_leaves_it_connected() -> None:
+    with Pair(sync.SharedMemWeightSyncScheme) as pair:
+        for scheme in (pair.sender, pair.receiver):
+            with pytest.raises(aiosync.AlreadyConnectedError), scheme:
+                raise AssertionError("it was entered")
+        assert pair.sender.send().ok
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_pinned_holds_commits_up(kind: type[sync.WeightSyncScheme]) -> None:
     with Pair(kind) as pair:
