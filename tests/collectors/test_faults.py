@@ -111,7 +111,7 @@ async def test_a_worker_hangs(phase: str, sync: bool) -> None:
         await asyncio.sleep(0.2)
         pid = _pid(collector, 1)
         os.kill(pid, signal.SIGSTOP)
-        if phase == "iterate" and not sync:  # the others go on, and nobody waits for this one
+        if phase == "iterate" and not sync:  # the others continue, and no call waits for this one
             await asyncio.sleep(0.5)
             assert not running.done()
             running.cancel()

@@ -28,7 +28,7 @@ async def test_batches_of_the_version_that_was_sent() -> None:
             check(batch)
             assert batch["policy_version"].unique().tolist() == [version]
             version += 1
-            mark(policy, version)  # which nobody plays before it is sent
+            mark(policy, version)  # no worker acts with it before it is sent
             await collector.update_policy_weights_()
         assert collector.policy_version == version == 5
 
