@@ -9,10 +9,10 @@ from torch import Tensor
 
 from aiosync.protocol.frames import Update
 from aiosync.transfer.base import InboundTransfer, MemoryAccess
-from aiosync.transfer.mapped import LentViews
 from aiosync.weights.binding import Binding, Staged
 from aiosync.weights.copying import INLINE_LIMIT, Pairs
 from aiosync.weights.layout import Layout
+from aiosync.weights.module_binding import LentViews
 from aiosync.weights.segment import Segment
 from aiosync.weights.target import WeightTarget, receiver_tensors
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from aiosync.errors import ProtocolError
 from aiosync.protocol.frames import Update
 from aiosync.transfer.base import InboundTransfer
-from aiosync.transfer.mapped import LentViews
 from aiosync.weights.arena import Arena, Slot
 from aiosync.weights.layout import Layout
+from aiosync.weights.module_binding import LentViews
 from aiosync.weights.segment import Segment
 
 _CPU = torch.device("cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -18,8 +17,8 @@ from aiosync.protocol.framing import decode_payload, encode_payload
 from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Transfer
 from aiosync.transfer.slots import SlotVersion
 from aiosync.transports.base import Transport
-from aiosync.weights.arena import LentTensors
 from aiosync.weights.layout import Layout
+from aiosync.weights.module_binding import LentViews
 from aiosync.weights.segment import CAN_ATTACH_PRIVATELY, Segment
 
 if TYPE_CHECKING:
@@ -37,41 +36,6 @@ class MappedPayload(msgspec.Struct, frozen=True, omit_defaults=True):
     new: list[tuple[SlotIndex, dict[str, Any]]] = []
     # The slots that were removed since.
     gone: list[SlotIndex] = []
-
-
-class LentViews:
-    """The tensors of a slot as a worker's parameters view them.
-
-    If a user calls ``share_memory_()`` on a parameter, or puts it into a ``torch.multiprocessing`` queue,
-    torch moves its storage into other memory. Such a tensor is made again before the slot is used again.
-    Otherwise the next version in this slot would show the old values.
-    """
-
-    def __init__(self, layout: Layout, buffer: Tensor) -> None:
-        self._layout = layout
-        self._buffer = buffer
-        # Filled when a storage drops its memory. Comparing the address of each tensor at each update would
-        # take longer than the rest of a small update's staging. On a device the addresses are compared.
-        self._moved: list[object] = []
-        self._watches: list[object] = []
-        self._make()
-
-    def _make(self) -> None:
-        moved: list[object] = []
-        watches: list[object] = []
-        views = self._layout.views(
-            self._buffer, lambda memory: watches.append(weakref.ref(memory, moved.append))
-        )
-        self._tensors, self._moved, self._watches = LentTensors(views), moved, watches
-        self._addresses = None if self._buffer.is_cpu else [*map(Tensor.data_ptr, views.values())]
-
-    def tensors(self) -> LentTensors:
-        """Return entry name -> tensor in the memory, aliases included. Do not change the dict."""
-        if self._moved or (
-            self._addresses is not None and [*map(Tensor.data_ptr, self._tensors.values())] != self._addresses
-        ):
-            self._make()
-        return self._tensors
 
 
 @dataclass(eq=False)

@@ -42,14 +42,6 @@ class Slot:
         return self._layout.views(self.segment.buffer)
 
 
-class LentTensors(dict[str, Tensor]):
-    """Entry name -> tensor."""
-
-    # (mark, result) that a binding has cached, so that the next commit of the same slot does not compute the
-    # result again. The mark identifies the binding and its state.
-    matched: tuple[object, Any] | None = None
-
-
 class Arena:
     """Slots of one layout, and their memory. ``allocate`` returns a segment of at least so many bytes."""
 

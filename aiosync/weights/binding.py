@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
+from aiosync.weights.copying import INLINE_LIMIT
 from aiosync.weights.extra_state import applying_extra_state
 from aiosync.weights.flatten import optional_names
 from aiosync.weights.layout import Layout
@@ -260,3 +261,26 @@ class MethodBinding(Binding):
             for parameter in self._module.parameters():
                 if parameter.untyped_storage().data_ptr() in lent:
                     parameter.data = parameter.data.clone()
+
+
+class FlippedViews(NamedTuple):
+    """What the flipped tensors view, in their order; None: unknown."""
+
+    tensors: Sequence[Any]
+    addresses: Sequence[int | None]
+    borrowed: frozenset[str]
+    """Names of those in memory that the sender will write again."""
+
+
+def names_to_flip(targets: Mapping[str, Tensor]) -> set[str]:
+    """Return the names that a commit re-points: all parameters, and the largest buffers.
+
+    The other buffers are together small enough to be copied on the event loop.
+    """
+    found = {name for name, target in targets.items() if isinstance(target, nn.Parameter)}
+    room = INLINE_LIMIT
+    for name in sorted(targets.keys() - found, key=lambda name: targets[name].nbytes):
+        room -= targets[name].nbytes
+        if room < 0 and not targets[name].is_meta:
+            found.add(name)
+    return found

@@ -13,9 +13,10 @@ differs. If the model no longer fits the layout, the update is refused and the m
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -24,9 +25,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from aiosync.errors import LayoutMismatchError
-from aiosync.weights.arena import LentTensors
-from aiosync.weights.binding import Binding, CommitMode, Staged, StaleConversion
-from aiosync.weights.copying import INLINE_LIMIT
+from aiosync.weights.binding import (
+    Binding,
+    CommitMode,
+    FlippedViews,
+    Staged,
+    StaleConversion,
+    names_to_flip,
+)
 from aiosync.weights.extra_state import applying_extra_state
 from aiosync.weights.flatten import optional_names
 from aiosync.weights.layout import Layout
@@ -78,7 +84,7 @@ class ModuleBinding(Binding):
         self._flips: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
         self._tied: dict[str, str] = {}  # other names of these tensors -> the name above
-        self._shown = _Views([], [], frozenset())  # what the last commit pointed _flips at
+        self._shown = FlippedViews([], [], frozenset())  # what the last commit pointed _flips at
         self._in_place = False  # whether all of _flips were at these addresses at the last comparison
         # The module is current as long as these are the same.
         self._structure = Structure(model)
@@ -132,7 +138,7 @@ class ModuleBinding(Binding):
                 targets[name] = target
             else:
                 tied[name] = first[id(target)]
-        flipped = _flipped(targets) if self._mode == "flip" else ()
+        flipped = names_to_flip(targets) if self._mode == "flip" else ()
         flips = {name: target for name, target in targets.items() if name in flipped}
         copies = {name: target for name, target in targets.items() if name not in flipped}
         looks = [look_of(target) for target in flips.values()]
@@ -144,7 +150,7 @@ class ModuleBinding(Binding):
         self._flips, self._copies, self._looks = flips, copies, looks
         self._shapes = [target.shape for target in flips.values()]
         kept = [shown.get(name, (None, None)) for name in flips]
-        self._shown = _Views([view for view, _ in kept], [at for _, at in kept], self._shown.borrowed)
+        self._shown = FlippedViews([view for view, _ in kept], [at for _, at in kept], self._shown.borrowed)
         self._in_place = False
         self._copied_looks = [(t.data_ptr(), look_of(t)) for t in copies.values()]
         self._structure = structure
@@ -242,13 +248,13 @@ class ModuleBinding(Binding):
         parts = msgspec.structs.replace(staged, views={**staged.views, **sent}, generation=-1)
         return parts, {*names, *sent}
 
-    def _new(self, staged: Staged, names: Collection[str] | None) -> _Views:
+    def _new(self, staged: Staged, names: Collection[str] | None) -> FlippedViews:
         """Return what each of the flipped tensors will view."""
         if names is not None:
             return self._new_of(staged, names)
         lent = staged.views if type(staged.views) is LentTensors else None
         if lent is not None and lent.matched is not None and lent.matched[0] is self._mark:
-            matched: _Views = lent.matched[1]
+            matched: FlippedViews = lent.matched[1]
             return matched
         fits = staged.generation == self.generation and not self._inference
         if fits:
@@ -256,12 +262,12 @@ class ModuleBinding(Binding):
         else:
             new = [self._fitting(name, target, staged) for name, target in self._flips.items()]
         borrowed = frozenset(self._flips).difference(staged.lasting)
-        views = _Views(new, [view.data_ptr() for view in new], borrowed)
+        views = FlippedViews(new, [view.data_ptr() for view in new], borrowed)
         if fits and lent is not None:
             lent.matched = self._mark, views
         return views
 
-    def _new_of(self, staged: Staged, names: Collection[str]) -> _Views:
+    def _new_of(self, staged: Staged, names: Collection[str]) -> FlippedViews:
         """Return the same for an update of some names only. The other entries keep their values.
 
         An entry that was not sent and views the sender's memory moves to the new version's memory, which has
@@ -295,7 +301,7 @@ class ModuleBinding(Binding):
                 new.append(target.data)
         addresses = [view.data_ptr() for view in new]
         sent = frozenset(self._flips).intersection(names).difference(staged.lasting)
-        return _Views(new, addresses, sent | moving)
+        return FlippedViews(new, addresses, sent | moving)
 
     def _fitting(self, name: str, target: Tensor, staged: Staged) -> Tensor:
         """Return the new value in ``target``'s dtype and on its device, which may differ since staging."""
@@ -311,7 +317,7 @@ class ModuleBinding(Binding):
         if view.dtype is not target.dtype and view.dtype is not self.layout[name].dtype:
             raise StaleConversion(f"{name} was converted to {view.dtype}; the model has {target.dtype} now")
 
-    def _point_at(self, new: _Views) -> Sequence[Tensor]:
+    def _point_at(self, new: FlippedViews) -> Sequence[Tensor]:
         """Re-point the flipped tensors; returns what they viewed before. Either all change or none."""
         targets = self._flips.values()
         # If they still view what the last commit pointed them at, no new tensors have to be made.
@@ -341,30 +347,50 @@ class ModuleBinding(Binding):
                     own[key] = target.detach().clone()
                 target.data = data_for(target, own[key])
         unknown = [None] * len(self._flips)
-        self._shown = _Views(unknown, unknown, frozenset())
+        self._shown = FlippedViews(unknown, unknown, frozenset())
 
     def forget_replaced(self) -> None:
         self._replaced = []
 
 
-class _Views(NamedTuple):
-    """What the flipped tensors view, in their order; None: unknown."""
+class LentViews:
+    """The tensors of a slot as a worker's parameters view them.
 
-    tensors: Sequence[Any]
-    addresses: Sequence[int | None]
-    borrowed: frozenset[str]
-    """Names of those in memory that the sender will write again."""
-
-
-def _flipped(targets: Mapping[str, Tensor]) -> set[str]:
-    """Return the names that a commit re-points: all parameters, and the largest buffers.
-
-    The other buffers are together small enough to be copied on the event loop.
+    If a user calls ``share_memory_()`` on a parameter, or puts it into a ``torch.multiprocessing`` queue,
+    torch moves its storage into other memory. Such a tensor is made again before the slot is used again.
+    Otherwise the next version in this slot would show the old values.
     """
-    found = {name for name, target in targets.items() if isinstance(target, nn.Parameter)}
-    room = INLINE_LIMIT
-    for name in sorted(targets.keys() - found, key=lambda name: targets[name].nbytes):
-        room -= targets[name].nbytes
-        if room < 0 and not targets[name].is_meta:
-            found.add(name)
-    return found
+
+    def __init__(self, layout: Layout, buffer: Tensor) -> None:
+        self._layout = layout
+        self._buffer = buffer
+        # Filled when a storage drops its memory. Comparing the address of each tensor at each update would
+        # take longer than the rest of a small update's staging. On a device the addresses are compared.
+        self._moved: list[object] = []
+        self._watches: list[object] = []
+        self._make()
+
+    def _make(self) -> None:
+        moved: list[object] = []
+        watches: list[object] = []
+        views = self._layout.views(
+            self._buffer, lambda memory: watches.append(weakref.ref(memory, moved.append))
+        )
+        self._tensors, self._moved, self._watches = LentTensors(views), moved, watches
+        self._addresses = None if self._buffer.is_cpu else [*map(Tensor.data_ptr, views.values())]
+
+    def tensors(self) -> LentTensors:
+        """Return entry name -> tensor in the memory, aliases included. Do not change the dict."""
+        if self._moved or (
+            self._addresses is not None and [*map(Tensor.data_ptr, self._tensors.values())] != self._addresses
+        ):
+            self._make()
+        return self._tensors
+
+
+class LentTensors(dict[str, Tensor]):
+    """Entry name -> tensor."""
+
+    # (mark, result) that a binding has cached, so that the next commit of the same slot does not compute the
+    # result again. The mark identifies the binding and its state.
+    matched: tuple[object, Any] | None = None

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aiosync.transfer.mapped import LentViews
 from aiosync.weights.layout import Layout
+from aiosync.weights.module_binding import LentViews
 
 LAYOUT = Layout(
     [
