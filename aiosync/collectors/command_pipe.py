@@ -168,7 +168,7 @@ class _Reader(asyncio.StreamReader):
         self.feed_eof()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ProcessCommandPipe(CommandPipe):
     """A pipe between a process and its child. Messages are pickled: only this program has the pipe."""
 
@@ -212,7 +212,7 @@ _END = object()
 """Sent behind the last message of a LocalCommandPipe."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LocalCommandPipe(CommandPipe):
     """A pipe between two tasks of one event loop. Messages are passed by reference."""
 
@@ -261,7 +261,7 @@ def future_of(pending: Any) -> asyncio.Future[Any]:
     return answer
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RayCommandPipe(CommandPipe):
     """A pipe to a Ray actor, which has the methods ``deliver`` and ``messages``."""
 

@@ -306,7 +306,7 @@ class LocalHost(Host):
         return "its task has ended"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RayHost(Host):
     """Runs a worker in a Ray actor."""
 

@@ -87,11 +87,17 @@ class DeliveredBatch:
 
 async def _last_report(pipe: CommandPipe) -> ErrorReport | None:
     """Return the error that a worker has reported before it ended, if the pipe still has it."""
-    with suppress(CommandPipeClosed):
-        while not isinstance(message := await pipe.receive(), ErrorReport):
-            pass
-        return message
+    # With a deadline, since a process that the worker has left behind may hold the pipe open.
+    with suppress(CommandPipeClosed, TimeoutError):
+        async with asyncio.timeout(_EXIT_SECONDS):
+            return await _next_report(pipe)
     return None
+
+
+async def _next_report(pipe: CommandPipe) -> ErrorReport:
+    while not isinstance(message := await pipe.receive(), ErrorReport):
+        pass
+    return message
 
 
 @dataclass(eq=False, repr=False)

@@ -85,13 +85,18 @@ def policy_schemes(schemes: Schemes) -> list[WeightSyncScheme]:
 async def run_worker(spec: Callable[[], WorkerSpec], schemes: Schemes, pipe: CommandPipe) -> None:
     """Run a worker until the collector closes the pipe. An error is sent to the collector, also that of
     ``spec()``, which returns the worker's spec."""
+    first: Exception | None = None  # an error of a close() must not hide it
     try:
         async with AsyncExitStack() as stack:
-            await Worker(spec(), schemes, pipe, stack).run()
+            try:
+                await Worker(spec(), schemes, pipe, stack).run()
+            except Exception as exc:
+                first = exc
+                raise
     except CommandPipeClosed:
         pass  # the collector closed the pipe
     except Exception as exc:  # noqa: BLE001 - sent to the collector
-        pipe.send(ErrorReport.of(exc))
+        pipe.send(ErrorReport.of(first or exc))
     finally:
         pipe.close()
 

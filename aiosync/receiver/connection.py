@@ -38,7 +38,7 @@ _LONGEST_ATTEMPT = 15.0
 """Seconds that each attempt has at most, so that an attempt at a dead address is not the last one."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SenderConnection:
     """One connection at a time, its session, and the watch over the sender's process."""
 
@@ -138,7 +138,7 @@ class SenderConnection:
         await self.transport.aclose()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Connector:
     """Connects to the sender: the same one again, or another at its address."""
 

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch._C import _dynamo
 from aiosync.receiver.commit_gate import CommitGate
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ForwardGuard:
     """Makes each call of a module a reader of the module's gate.
 
@@ -60,18 +61,24 @@ class ForwardGuard:
 
     def remove(self) -> None:
         """End the guard; idempotent. The last one restores the class. A running pass leaves its gate."""
-        guards = _guards_of(self.module)
-        if guards and self in guards:
+        guards, found = _guards_of(self.module) or [], type(self.module)
+        if self in guards:
             guards.remove(self)
-            if not guards:
-                _, original = type(self.module).__bases__
-                object.__setattr__(self.module, "__class__", original)
+        # If other code (parametrizations, FSDP) has made a subclass since, the module keeps that one.
+        if not guards and _guards_in(found) is guards:
+            object.__setattr__(self.module, "__class__", found.__bases__[1])
+
+
+def _guards_in(cls: type) -> list[ForwardGuard] | None:
+    """The guards of a guarded class; None: it is another class."""
+    # An attribute of the function, because a metaclass may refuse attributes of the class.
+    return getattr(cls.__dict__.get("__call__"), "aiosync_guards", None)
 
 
 def _guards_of(module: nn.Module) -> list[ForwardGuard] | None:
-    """The guards of a module; None: its class is not a guarded one."""
-    # An attribute of the function, because a metaclass may refuse attributes of the class.
-    return getattr(type(module).__dict__.get("__call__"), "aiosync_guards", None)
+    """The guards in the guarded class of a module; None: it has none."""
+    found = (_guards_in(cls) for cls in type(module).__mro__)
+    return next((guards for guards in found if guards is not None), None)
 
 
 class _Unannounced:
@@ -88,11 +95,12 @@ class _Unannounced:
 
 def _guarded_class(original: type[nn.Module], guards: list[ForwardGuard]) -> type[nn.Module]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        plain = super(guarded, module).__call__
         # A compiler that traces this call must find nothing else here.
-        if torch.compiler.is_compiling() or not guards or guards[0].module is not module:
-            return plain(*args, **kwargs)
-        ticket, present = object(), tuple(guards)
+        if torch.compiler.is_compiling():
+            return super(guarded, module).__call__(*args, **kwargs)
+        # Not by super(): meanwhile another thread may restore the module's class.
+        plain = MethodType(original.__call__, module)
+        ticket, present = object(), [guard for guard in tuple(guards) if guard.module is module]
         try:
             try:
                 for guard in present:
@@ -106,7 +114,7 @@ def _guarded_class(original: type[nn.Module], guards: list[ForwardGuard]) -> typ
                 _untraced(guard.gate.leave, ticket)
 
     def reduce(module: nn.Module, protocol: int) -> Any:
-        found = super(guarded, module).__reduce_ex__(protocol)
+        found = original.__reduce_ex__(module, protocol)
         if not isinstance(found, tuple):
             return found
         make, arguments, *rest = found

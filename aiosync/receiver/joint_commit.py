@@ -25,7 +25,7 @@ JointKey: TypeAlias = tuple[str, int]
 """A joint update's id, and the worker: several workers may live in one process."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class JointPart:
     """One model's part of a joint update."""
 
@@ -36,7 +36,7 @@ class JointPart:
     done: Future[None] = field(default_factory=Future)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Joint:
     """The staged parts of one joint update. The commit is submitted once all have been staged."""
 

@@ -74,7 +74,7 @@ def weakly(context: Any) -> Callable[[], Any]:
         return lambda: context
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ReceiverReporter:
     """Emits a receiver's events, with its version and its worker index."""
 

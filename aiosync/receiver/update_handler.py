@@ -23,7 +23,7 @@ from aiosync.transfer.stream import BaseLostError
 from aiosync.weights.binding import StaleConversion
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class UpdateHandler:
     """Stages and commits the pending update, and answers the sender."""
 

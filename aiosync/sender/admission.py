@@ -42,7 +42,7 @@ class Refusal(NamedTuple):
     retry: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Admission:
     """Authenticates each new connection and hands it to the registry."""
 
@@ -94,7 +94,7 @@ class Admission:
         self._log.flush()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Tickets:
     """The secrets of the workers that are connected, or whose connection broke a moment ago.
 
@@ -141,7 +141,7 @@ class Tickets:
         return set(self._tickets)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class WorkerIndices:
     """The indices that a sender gives out."""
 

@@ -27,7 +27,7 @@ PATIENCE = 1.0
 """Seconds without a byte moved, after which an update that is being sent may be taken back."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class WorkerConnection:
     """A connected worker. The registry gets three outcomes: acknowledged, refused, lost."""
 

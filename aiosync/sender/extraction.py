@@ -33,7 +33,7 @@ def is_per_worker(weights: Any) -> bool:
     return type(weights) is dict and bool(weights) and all(isinstance(key, int) for key in weights)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class WeightSource:
     """Finds the weights that a call of ``send`` is to send."""
 

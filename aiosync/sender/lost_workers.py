@@ -70,7 +70,7 @@ class WorkerRecords(dict[int, WorkerRecord]):
         return {worker: error for worker, error in found.items() if error is not None}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class LostWorkers:
     """Keeps the leases of processes that lost their connection but run on.
 
@@ -124,7 +124,7 @@ class LostWorkers:
         self._leases.clear()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class DroppedConnection:
     """The sink of a dropped worker's connection, which waits for the worker's Bye or for the end."""
 
@@ -146,7 +146,7 @@ class DroppedConnection:
             on_end(released)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class AwayWorkers:
     """Workers of a relay that were disconnected without a goodbye, and may still act on an older version."""
 

@@ -100,7 +100,7 @@ class PendingAcks:
         return not self.pending
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class AwaitedAcks:
     """The answers that calls wait for at the moment, one :class:`PendingAcks` for each call."""
 
@@ -163,7 +163,7 @@ class AwaitedAcks:
                 acks.settle(WorkerReport(worker, "lost", version_of(worker), error=error))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class AckWaiter:
     """Waits for the workers' answers, and makes the report or the one error of a call."""
 

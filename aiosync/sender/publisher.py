@@ -61,7 +61,7 @@ class Publication(msgspec.Struct, eq=False):
     started: float = msgspec.field(default_factory=time.perf_counter)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Publisher:
     """Publishes one sender's versions."""
 

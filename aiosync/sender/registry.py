@@ -31,7 +31,7 @@ Deliver: TypeAlias = Callable[[Transport, WorkerGroup], OutboundTransfer]
 """Makes the transfer of a group's versions over a connection."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class WorkerRegistry:
     """The workers of one sender."""
 

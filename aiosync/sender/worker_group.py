@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from aiosync.sender.connection import WorkerConnection
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class WorkerGroup:
     """Workers that share one copy of the weights."""
 

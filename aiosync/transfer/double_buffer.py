@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -32,8 +33,8 @@ class DoubleBuffer(InboundTransfer):
         self._layout = layout
         self._entries = [entry.name for entry in layout]
         self._arena = Arena(layout, lambda nbytes: Segment.private(nbytes, device), max_slots=2)
-        # Index of a slot -> its tensors for the model to view.
-        self._lent: dict[int, LentViews] = {}
+        # Slot -> its tensors for the model to view.
+        self._lent: WeakKeyDictionary[Slot, LentViews] = WeakKeyDictionary()
         # The slot of the update that arrived last.
         self._slot: Slot | None = None
         # The slot that has the bytes of the version in service, as they arrived.
@@ -79,9 +80,9 @@ class DoubleBuffer(InboundTransfer):
     def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
         assert self._slot is not None
         buffer = self._slot.segment.buffer
-        views = self._lent.get(self._slot.index)
+        views = self._lent.get(self._slot)
         if views is None:
-            views = self._lent[self._slot.index] = LentViews(self._layout, buffer)
+            views = self._lent[self._slot] = LentViews(self._layout, buffer)
         return buffer, views.tensors()
 
     def is_lent(self, address: int) -> bool:

@@ -38,7 +38,7 @@ class MappedPayload(msgspec.Struct, frozen=True, omit_defaults=True):
     gone: list[SlotIndex] = []
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class MappedTransfer(Transfer):
     """Workers map the sender's slots."""
 
@@ -76,7 +76,7 @@ class PrivatelyMappedTransfer(Transfer):
         return MappedInbound(layout, MemoryAccess.READ_ONCE)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class MappedOutbound(OutboundTransfer):
     """The sender's side. Each update names the slots that were added or removed since the last one."""
 
@@ -103,7 +103,7 @@ class MappedOutbound(OutboundTransfer):
         return encode_payload(MappedPayload(published.slot.index, new, gone))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class MappedInbound(InboundTransfer):
     """The worker's side: maps a slot when an update first names it."""
 

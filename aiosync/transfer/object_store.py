@@ -40,7 +40,7 @@ class ObjectPayload(msgspec.Struct, frozen=True):
     number: int  # which of the objects kept by that name it is
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ObjectStoreTransfer(Transfer):
     """Ray's object store holds the versions. Workers that can map the slots view them instead."""
 
@@ -74,7 +74,7 @@ class ObjectStoreTransfer(Transfer):
             publisher.close()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ObjectStorePublisher:
     """Puts a group's newest version into the object store, and keeps older ones that a worker still reads.
 
@@ -162,7 +162,7 @@ class ObjectStorePublisher:
         self._thread.close()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ObjectStoreOutbound(OutboundTransfer):
     """The sender's side: a worker is sent a version once the object store has it."""
 
@@ -214,7 +214,7 @@ class ObjectStoreOutbound(OutboundTransfer):
         self.publisher.stop_reading(self)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ObjectStoreInbound(BackgroundInbound):
     """The worker's side. An object is never written again, so parameters may view it."""
 

@@ -46,7 +46,7 @@ class InlinePayload(msgspec.Struct, frozen=True, rename={"data": "bytes"}):
     data: bytes
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ProcessGroupTransfer(Transfer):
     """Process groups move the weights. Workers that can map the slots view them instead."""
 
@@ -104,7 +104,7 @@ def allocate_near(listener: Listener | None, nbytes: int, device: torch.device) 
     return Segment.private(nbytes, device)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class InlineOutbound(OutboundTransfer):
     """The sender's side for small weights: an Update frame has them."""
 
@@ -118,7 +118,7 @@ class InlineOutbound(OutboundTransfer):
         on_sent()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ProcessGroupOutbound(OutboundTransfer):
     """The sender's side: an Update frame names the process group that the bytes come through."""
 
@@ -149,7 +149,7 @@ class ProcessGroupOutbound(OutboundTransfer):
     moved = progress
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class BroadcastOutbound(ProcessGroupOutbound):
     """The sender's side where a version may be broadcast. Other versions are sent to this worker alone."""
 

@@ -50,7 +50,7 @@ class StreamPayload(msgspec.Struct, frozen=True, omit_defaults=True):
     memory: tuple[int, int] | None = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StreamTransfer(Transfer):
     """The connection carries the weights, in blocks."""
 
@@ -156,7 +156,7 @@ def _widths(layout: Layout) -> list[int]:
     return widths
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StreamOutbound(OutboundTransfer):
     """The sender's side."""
 

@@ -42,6 +42,7 @@ Spec: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype of an entry."""
 
 _MAX_BYTES = 1 << 56
+_MAX_ENTRIES = 1_000_000
 _Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=4096)]
 _Size: TypeAlias = Annotated[int, Meta(ge=0, le=2 * _MAX_BYTES)]
 _Shape: TypeAlias = Annotated[tuple[_Size, ...], Meta(max_length=64)]
@@ -50,8 +51,9 @@ _Shape: TypeAlias = Annotated[tuple[_Size, ...], Meta(max_length=64)]
 class _Wire(msgspec.Struct, forbid_unknown_fields=True):
     """What :meth:`Layout.to_wire` returns."""
 
-    entries: list[tuple[_Name, str, _Shape, _Size, _Size]]  # name, dtype, shape, offset, nbytes
-    aliases: list[tuple[_Name, _Name]]  # alias, name
+    # (name, dtype, shape, offset, nbytes), and (alias, name). The lengths are checked before the rows.
+    entries: Annotated[list[tuple[_Name, str, _Shape, _Size, _Size]], Meta(max_length=_MAX_ENTRIES)]
+    aliases: Annotated[list[tuple[_Name, _Name]], Meta(max_length=_MAX_ENTRIES)]
     nbytes: _Size
 
 
@@ -101,8 +103,7 @@ class Layout:
         self.optional: frozenset[str] = frozenset(optional)
         self._index = {entry.name: entry for entry in self.entries}
         self._index.update({alias: self._index[name] for alias, name in self.aliases.items()})
-        self._signature: str | None = None
-        self._identity: str | None = None
+        self._signature = self._identity = ""  # computed when they are first read
 
     @classmethod
     def of(
@@ -143,7 +144,7 @@ class Layout:
     @property
     def signature(self) -> str:
         """Hex digest of all names, shapes and dtypes. It does not depend on order or ties."""
-        if self._signature is None:
+        if not self._signature:
             rows = sorted((name, list(e.shape), dtype_name(e.dtype)) for name, e in self._index.items())
             self._signature = _digest(rows)
         return self._signature
@@ -151,7 +152,7 @@ class Layout:
     @property
     def identity(self) -> str:
         """Hex digest of the result of :meth:`to_wire`, with order, offsets and ties."""
-        if self._identity is None:
+        if not self._identity:
             self._identity = _digest(self.to_wire())
         return self._identity
 
@@ -352,7 +353,7 @@ class Layout:
         }
 
     @classmethod
-    def from_wire(cls, obj: object, *, max_entries: int = 1_000_000) -> Layout:
+    def from_wire(cls, obj: object, *, max_entries: int = _MAX_ENTRIES) -> Layout:
         """Rebuild a layout from the result of :meth:`to_wire`, which is not trusted.
 
         The offsets are computed again, and the given offsets must be equal. So entries cannot overlap, leave

@@ -74,7 +74,7 @@ class Odd(Exception):
 
 
 class Failing(Counting):
-    """Fails in a phase: ``init``, ``reset`` or ``step``, in one of several ways."""
+    """Fails in a phase: ``init``, ``reset`` or ``step``, in one of several ways, and then in ``close``."""
 
     def __init__(self, phase: str, how: str = "raise", name: int = 0) -> None:
         super().__init__(name)
@@ -102,6 +102,11 @@ class Failing(Counting):
         if self.count == 3:
             self._reach("step")
         return super().step(action)
+
+    def close(self) -> None:
+        """See :class:`Counting`."""
+        super().close()
+        raise RuntimeError("an error of close(), which must not hide the first one")
 
 
 def make_policy() -> Any:

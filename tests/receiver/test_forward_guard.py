@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 import pickle
+import sys
 import threading
 import types
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torch.nn.utils import parametrize
 
 from aiosync.receiver.commit_gate import CommitGate, submit
 from aiosync.receiver.forward_guard import ForwardGuard
@@ -277,3 +279,53 @@ def test_a_copy_of_a_module_with_two_guards_is_not_guarded() -> None:
     for guard in guards:
         guard.remove()
     assert type(module) is _Policy
+
+
+class _Plain(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_module_that_got_another_class_meanwhile_can_be_guarded_again() -> None:
+    gates, module = [CommitGate(), CommitGate()], nn.Linear(2, 2)
+    first = ForwardGuard(gates[0], module, PATIENCE, lambda: None)
+    parametrize.register_parametrization(module, "bias", _Plain())  # makes a subclass of the module's class
+    first.remove()
+    gates[0].try_enter("a reader", "of the ended guard")
+    submit([gates[0]], lambda: None)  # waits, and would block a forward pass that enters this gate
+    module(torch.zeros(2))
+    entered: list[int] = []
+    second = ForwardGuard(gates[1], module, PATIENCE, lambda: entered.append(len(gates[1].inside)))
+    module(torch.zeros(2))
+    assert entered == [1]
+    second.remove()
+    module(torch.zeros(2))
+    assert entered == [1]
+
+
+@pytest.mark.parametrize("moment", range(0, 60))
+def test_a_guard_may_end_at_any_moment_of_a_forward_pass(moment: int) -> None:
+    """Another thread may end it; here the same thread does, before the n-th instruction of ``__call__``."""
+    module, gate = _Policy(), CommitGate()
+    guard = ForwardGuard(gate, module, PATIENCE, lambda: None)
+    guarded_call = type(module).__call__.__code__
+
+    def trace(frame: types.FrameType, event: str, argument: object) -> Any:
+        nonlocal moment
+        if frame.f_code is not guarded_call:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            moment -= 1
+            if moment == 0:
+                guard.remove()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        module(torch.zeros(2))
+    finally:
+        sys.settrace(None)
+    guard.remove()
+    assert type(module) is _Policy
+    assert gate.inside == {}

@@ -101,3 +101,11 @@ def test_from_wire_refuses_too_many_entries() -> None:
 def test_odd_names_still_have_a_signature() -> None:
     wire = wire_of(["\ud800", "float32", [1], 0, 4])
     assert Layout.from_wire(wire).signature
+
+
+@pytest.mark.parametrize("part", ["entries", "aliases"])
+def test_too_many_rows_are_refused_before_they_are_read(part: str) -> None:
+    wire: dict[str, Any] = {"entries": [], "aliases": [], "nbytes": 64}
+    wire[part] = [object()] * 1_000_001  # reading the first would be refused with another text
+    with pytest.raises(ProtocolError, match="length <= 1000000"):
+        Layout.from_wire(wire)

@@ -26,7 +26,7 @@ from aiosync.sender.sharded.ranks import ShardOffer, ShardRequest, Shards
 from aiosync.transports._offload import call_when_done
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ShardGather:
     """One call on rank 0."""
 
@@ -65,7 +65,7 @@ class ShardGather:
         self.shards.submit(self.shards.conclude, self.call, self.work, -1, reason)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class GatherLeader:
     """Runs rank 0's calls one at a time, in order, as the other ranks do."""
 
@@ -123,7 +123,7 @@ def leading(
     return nullcontext() if leader is None else leader.calling(call, deadline)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ShardContributor(Endpoint):
     """The endpoint of the other ranks: it contributes this rank's shards to rank 0, which sends."""
 

@@ -138,7 +138,7 @@ class _AcceptedMPTransport(MPTransport):
         """Do nothing: the worker's next connection uses the same pipe."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _WorkerPipe:
     """One worker's message pipe, and the connection that uses it now."""
 

@@ -26,7 +26,7 @@ _PIPE_SIZE = 1 << 18  # bytes that a queue's pipe holds, if the system allows it
 _OVERHEAD = 12  # most bytes of the length that precedes a message
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _QueueReader:
     """A thread that reads a multiprocessing queue and passes its messages to the event loop.
 
@@ -126,7 +126,7 @@ class QueuePair:
             self.to_sender.close()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class QueuePipe(MessagePipe):
     """A message pipe of two queues of ``pair``. No other code of this process may use these ends of them."""
 

@@ -52,7 +52,7 @@ _FRAME_COST = 1 << 9  # bytes that a waiting frame takes besides its encoded siz
 _State = Enum("_State", "NEW HANDSHAKE OPEN CLOSING ENDED")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SocketThread:
     """A connection whose socket a thread reads and writes. Its callbacks run on the loop that runs now."""
 

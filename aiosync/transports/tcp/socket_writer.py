@@ -61,7 +61,7 @@ class _QueuedBody:
     next_chunk: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SocketWriter:
     """Sends frames and bodies over a connected socket, without blocking.
 

@@ -47,7 +47,7 @@ def device_of(backend: str) -> torch.device:
     return torch.device("cpu")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ProcessGroupMember:
     """One member of a process group. Rank 0 sends, the other ranks receive."""
 
