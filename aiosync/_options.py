@@ -74,11 +74,16 @@ def check_count(name: str, value: object, least: int = 0) -> None:
         raise InvalidArgumentError(f"{name}: expected an integer >= {least}, got {value!r}")
 
 
+def check_seconds(name: str, value: object) -> None:
+    """Check that an argument is a finite number of seconds >= 0."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value < math.inf:  # type: ignore[operator]
+        raise InvalidArgumentError(f"{name}: expected seconds >= 0, got {value!r}")
+
+
 def check_reconnecting(reconnect_for: object, on_sender_close: object) -> None:
     """Check what a worker is to do when its sender is gone."""
-    number = isinstance(reconnect_for, int | float) and not isinstance(reconnect_for, bool)
-    if not number or not 0 <= reconnect_for < math.inf:  # type: ignore[operator]
-        raise InvalidArgumentError(f"reconnect_for: expected seconds >= 0, got {reconnect_for!r}")
+    check_seconds("reconnect_for", reconnect_for)
     check_choice("on_sender_close", on_sender_close, get_args(OnSenderClose))
     if on_sender_close == "wait" and not reconnect_for:
         raise InvalidArgumentError("on_sender_close='wait' needs reconnect_for= > 0 seconds")

@@ -202,7 +202,8 @@ def repeats(member: object, name: str, base: type[Any]) -> bool:
     if not isinstance(member, FunctionType) or not isinstance(inherited, FunctionType) or member.__doc__:
         return False
     own, others = definition(member), definition(inherited)
-    return type(own) is type(others) and ast.dump(own.args) == ast.dump(others.args)
+    same = ast.unparse(own.returns or own.args) == ast.unparse(others.returns or others.args)
+    return type(own) is type(others) and same and ast.dump(own.args) == ast.dump(others.args)
 
 
 def module_of(cls: type[Any]) -> str:
@@ -217,12 +218,13 @@ def name_here(cls: type[Any]) -> str:
 
 
 def class_head(cls: type[Any], *bases: str) -> str:
-    """The class statement, and a short docstring: the asyncio class has the long one."""
+    """The class statement, and a short docstring. `document()` adds the asyncio class's at import."""
     doc = f"The blocking twin of :class:`{module_of(cls)}.{cls.__name__}`: same arguments, same methods."
     doc = textwrap.fill(doc, 102)
-    summary = re.match(r"[^.]+\.(?=\s|$)", (inspect.getdoc(cls) or "").partition("\n")[0])
+    paragraph = (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("\n", " ")
+    summary = re.match(r".+?[.:](?=\s|$)", paragraph)
     if summary:
-        doc += f"\n\n{summary[0]}"
+        doc += "\n\n" + textwrap.fill(summary[0].removesuffix(":").removesuffix(".") + ".", 102)
     doc = textwrap.indent(blocking_words(doc), "    ").strip()
     end = "\n    " if "\n" in doc else ""
     return f'class {cls.__name__}({", ".join(bases)}):\n    """{doc}{end}"""\n'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiosync._deadline import Deadline, seconds_of
 from aiosync._endpoint import AsyncResource
-from aiosync.errors import AiosyncError, NotConnectedError
+from aiosync.errors import AiosyncError, AlreadyConnectedError, NotConnectedError
 from aiosync.events import logger
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.relay.forwarder import RelayForwarder
@@ -71,8 +71,11 @@ class WeightRelay(AsyncResource):
         """Connect to the trainer, receive its newest version, then accept workers.
 
         Raises:
+            AlreadyConnectedError: it is connected.
             WorkerLostError, HandshakeError, SyncTimeoutError: as a worker's ``connect``.
         """
+        if self._receiver is not None:
+            raise AlreadyConnectedError("connect() was called before and succeeded")
         if self._parts is None:  # an attempt before this one failed
             self._parts = relay_parts(self._downstream, self._model_id)
         applier = self._applier = RelayForwarder(self._parts, self._model_id)

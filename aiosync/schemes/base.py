@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aiosync._deadline import Deadline, seconds_of
 from aiosync._endpoint import AsyncResource, Endpoint
+from aiosync._options import check_count
 from aiosync.errors import (
     AlreadyConnectedError,
     ForkedEndpointError,
@@ -158,6 +159,8 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
         if self._plan is not None:
             if worker_idx is not None:
                 raise InvalidArgumentError("worker_idx belongs to a receiver; this is the sender")
+            if min_workers is not None:
+                check_count("min_workers", min_workers)
             await self._connect_sender(self._plan, weights, min_workers, deadline)
         elif self._role == "receiver":
             if weights is not None or min_workers is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from multiprocessing.context import BaseContext
 from typing import Any, ClassVar
 
-from aiosync._options import OnSenderClose, check_bool, check_choice, check_reconnecting
+from aiosync._options import OnSenderClose, check_bool, check_choice, check_reconnecting, check_seconds
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.sender.endpoint import WeightSender
@@ -34,6 +34,7 @@ class ProcessGroupScheme(WeightSyncScheme):
         check_backend(backend)
         check_choice("collective", collective, ("p2p", "broadcast"))
         check_bool("share_memory", share_memory)
+        check_seconds("reconnect_for", reconnect_for)
         self._backend = backend
         self._collective: Collective = collective
         self._share_memory = share_memory

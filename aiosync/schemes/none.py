@@ -86,6 +86,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         model: Any = None,
         worker_idx: int | None = None,
     ) -> None:
+        """Accept the arguments of every other scheme."""
         self._forget_runtime()
         self._model_id = model_id
         self._model = model
@@ -103,6 +104,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         min_workers: int | None = None,
         timeout: float | None = None,
     ) -> None:
+        """Connect at once, with version 0."""
         if self._pid != os.getpid():
             self._pid, self._endpoint = os.getpid(), Endpoint()
         if not isinstance(self._endpoint, NullEndpoint):
@@ -110,7 +112,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
         self._synchronized = True
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        return
+        """Apply nothing."""
 
     def _sending(self) -> NullEndpoint:
         if self._pid != os.getpid() or not isinstance(self._endpoint, NullEndpoint):
@@ -120,6 +122,7 @@ class NoWeightSyncScheme(WeightSyncScheme):
     _receiving = _sending
 
     def create_transport(self, *, worker_idx: int) -> Transport:
+        """Raise NotConnectedError: this scheme has no connections."""
         raise NotConnectedError(_NOTHING)
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:

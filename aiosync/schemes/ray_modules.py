@@ -169,7 +169,17 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         model: Any = None,
         worker_idx: int | None = None,
     ) -> None:
-        # Called for every actor that the sender enlists: the context is the actor, which has the method.
+        """See :meth:`WeightSyncScheme.init_on_receiver`; called for every actor that the sender enlists.
+
+        Args:
+            model_id: the model's name on the sender.
+            context: the actor, which has the method, and optionally the model as ``module``.
+            model: the module that the method updates, if it is not ``context.module``.
+            worker_idx: this worker's index.
+
+        Raises:
+            InvalidArgumentError: the actor has no such method.
+        """
         found = model if model is not None else getattr(context, "module", None)
         update = RayModuleTransformReceiver.method_of(context, self._update_method)
         named = context if model_id is not None and found is not None else None

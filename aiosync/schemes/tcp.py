@@ -43,9 +43,10 @@ class TCPWeightSyncScheme(WeightSyncScheme):
     worker without ``worker_idx``, and it does not wait for a worker that has gone.
 
     Memory: two slots of the model's size on the sender, a third while a worker is behind, whatever the
-    number of workers; two slots in each worker, and two more if it converts dtypes. Updates of some entries
-    (``strict=False``) take a third slot in each worker, and a fourth if successive updates have different
-    entries.
+    number of workers (if memory is needed, an update is taken back from a worker that reads nothing for a
+    second, and sent again later); two slots in each worker, and two more if it converts dtypes. Updates of
+    some entries (``strict=False``) take a third slot in each worker, and a fourth if successive updates have
+    different entries: entries that are not sent keep their memory.
 
     Args:
         address: ``tcp://host:port`` (port 0: any free one, chosen in ``init_on_sender``) or

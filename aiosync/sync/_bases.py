@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from aiosync import collectors
 from aiosync.errors import BlockingCallError
 from aiosync.sync._portal import portal
 from aiosync.updaters.base import bounded
@@ -17,10 +18,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def document(twin: type, asyncio_class: type | None) -> None:
+    """Append the asyncio class's docstring to a generated twin's: it has the arguments."""
+    if asyncio_class is not None and twin.__doc__ and twin.__module__.startswith("aiosync.sync."):
+        twin.__doc__ = f"{inspect.getdoc(twin)}\n\n{inspect.getdoc(asyncio_class)}"
+
+
 class BlockingCollector:
     """The collectors' twins iterate, and are context managers, by calls on the portal's loop."""
 
     _async: MultiCollector
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        document(cls, getattr(collectors, cls.__name__, None))
 
     def __iter__(self) -> Iterator[Any]:
         return self

@@ -22,9 +22,14 @@ from aiosync.sync._portal import portal
 from aiosync.sync._twin import BlockingTwin
 from aiosync.transfer.process_group import Collective
 from aiosync.transports.base import Listener, Transport
-from aiosync.transports.memory import Fault
+from aiosync.transports.memory import Fault, MemoryTransport
+from aiosync.transports.ray.rendezvous import RayWorkerTransport
 from aiosync.transports.ray.transport import UpdateMethod
+from aiosync.transports.tcp.connection import TCPTransport
 from aiosync.transports.tcp.tls import TLSConfig
+from aiosync.transports.torch_distributed.transport import DistributedTransport
+from aiosync.transports.torch_rpc.rendezvous import RPCWorkerTransport
+from aiosync.transports.unix_socket import SharedMemTransport
 from aiosync.weights.binding import CommitMode
 from aiosync.weights.codec import Codec
 from aiosync.weights.strategy import WeightStrategy
@@ -476,6 +481,10 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     """
 
     _async_class: ClassVar[type[aiosync.SharedMemWeightSyncScheme]] = aiosync.SharedMemWeightSyncScheme
+    _async: aiosync.SharedMemWeightSyncScheme
+
+    def create_transport(self, *, worker_idx: int) -> SharedMemTransport:
+        return self._async.create_transport(worker_idx=worker_idx)
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
@@ -548,10 +557,15 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         """The sender's address; with the real port after ``init_on_sender``."""
         return self._async.address
 
+    def create_transport(self, *, worker_idx: int) -> TCPTransport:
+        return self._async.create_transport(worker_idx=worker_idx)
+
 
 class ProcessGroupScheme(WeightSyncScheme):
     """The blocking twin of :class:`aiosync.schemes.distributed.ProcessGroupScheme`: same arguments, same
     methods.
+
+    A scheme with process groups; see :class:`~aiosync.DistributedWeightSyncScheme` for the arguments.
     """
 
     _async: distributed.ProcessGroupScheme
@@ -574,7 +588,10 @@ class ProcessGroupScheme(WeightSyncScheme):
 
 
 class DistributedWeightSyncScheme(ProcessGroupScheme):
-    """The blocking twin of :class:`aiosync.DistributedWeightSyncScheme`: same arguments, same methods."""
+    """The blocking twin of :class:`aiosync.DistributedWeightSyncScheme`: same arguments, same methods.
+
+    Sends weights by torch.distributed, from rank to rank, in a few flat buckets.
+    """
 
     _async_class: ClassVar[type[aiosync.DistributedWeightSyncScheme]] = aiosync.DistributedWeightSyncScheme
     _async: aiosync.DistributedWeightSyncScheme
@@ -604,9 +621,16 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
             **options,
         )
 
+    def create_transport(self, *, worker_idx: int) -> DistributedTransport:
+        return self._async.create_transport(worker_idx=worker_idx)
+
 
 class RPCWeightSyncScheme(ProcessGroupScheme):
-    """The blocking twin of :class:`aiosync.RPCWeightSyncScheme`: same arguments, same methods."""
+    """The blocking twin of :class:`aiosync.RPCWeightSyncScheme`: same arguments, same methods.
+
+    Sends weights to workers that torch RPC connects, from rank to rank as
+    :class:`~aiosync.DistributedWeightSyncScheme` does.
+    """
 
     _async_class: ClassVar[type[aiosync.RPCWeightSyncScheme]] = aiosync.RPCWeightSyncScheme
     _async: aiosync.RPCWeightSyncScheme
@@ -640,6 +664,9 @@ class RPCWeightSyncScheme(ProcessGroupScheme):
             InvalidArgumentError: the number of remote objects is not the number of workers.
         """
         self._async.init_on_sender(**arguments)
+
+    def create_transport(self, *, worker_idx: int) -> RPCWorkerTransport:
+        return self._async.create_transport(worker_idx=worker_idx)
 
 
 class RayWeightSyncScheme(ProcessGroupScheme):
@@ -713,9 +740,15 @@ class RayWeightSyncScheme(ProcessGroupScheme):
         """
         return portal().call(self._async.add_worker, actor, worker_idx, timeout=timeout)
 
+    def create_transport(self, *, worker_idx: int) -> RayWorkerTransport:
+        return self._async.create_transport(worker_idx=worker_idx)
+
 
 class RayModuleTransformScheme(RayWeightSyncScheme):
-    """The blocking twin of :class:`aiosync.RayModuleTransformScheme`: same arguments, same methods."""
+    """The blocking twin of :class:`aiosync.RayModuleTransformScheme`: same arguments, same methods.
+
+    Sends weights to models inside Ray actors, as in torchrl's ``RayModuleTransform``.
+    """
 
     _async_class: ClassVar[type[aiosync.RayModuleTransformScheme]] = aiosync.RayModuleTransformScheme
     _async: aiosync.RayModuleTransformScheme
@@ -758,11 +791,34 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             actors=actors, model_id=model_id, context=context, model=model, weights=weights, **arguments
         )
 
+    def init_on_receiver(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        worker_idx: int | None = None,
+    ) -> None:
+        """See :meth:`WeightSyncScheme.init_on_receiver`; called for every actor that the sender enlists.
+
+        Args:
+            model_id: the model's name on the sender.
+            context: the actor, which has the method, and optionally the model as ``module``.
+            model: the module that the method updates, if it is not ``context.module``.
+            worker_idx: this worker's index.
+
+        Raises:
+            InvalidArgumentError: the actor has no such method.
+        """
+        self._async.init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
+
+    init_on_worker = init_on_receiver
+
 
 class NoWeightSyncScheme(WeightSyncScheme):
     """The blocking twin of :class:`aiosync.NoWeightSyncScheme`: same arguments, same methods.
 
-    Sends nothing: every call succeeds at once.
+    Sends nothing.
     """
 
     _async_class: ClassVar[type[aiosync.NoWeightSyncScheme]] = aiosync.NoWeightSyncScheme
@@ -771,6 +827,40 @@ class NoWeightSyncScheme(WeightSyncScheme):
     def init_on_sender(self, *, model_id: str | None = None, **arguments: Any) -> None:
         """Accept the arguments of every other scheme."""
         self._async.init_on_sender(model_id=model_id, **arguments)
+
+    def init_on_receiver(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: Any = None,
+        worker_idx: int | None = None,
+    ) -> None:
+        """Accept the arguments of every other scheme."""
+        self._async.init_on_receiver(model_id=model_id, context=context, model=model, worker_idx=worker_idx)
+
+    init_on_worker = init_on_receiver
+
+    def connect(
+        self,
+        *,
+        worker_idx: int | None = None,
+        weights: Any = None,
+        min_workers: int | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Connect at once, with version 0."""
+        self._blocking_connect(
+            worker_idx=worker_idx, weights=weights, min_workers=min_workers, timeout=timeout
+        )
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Apply nothing."""
+        self._async.apply_weights(weights, inplace)
+
+    def create_transport(self, *, worker_idx: int) -> Transport:
+        """Raise NotConnectedError: this scheme has no connections."""
+        return self._async.create_transport(worker_idx=worker_idx)
 
 
 class MemoryWeightSyncScheme(WeightSyncScheme):
@@ -784,3 +874,6 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
 
     def __init__(self, *, faults: Sequence[Fault] = (), **options: Any) -> None:
         self._async = self._async_class(faults=faults, **options)
+
+    def create_transport(self, *, worker_idx: int) -> MemoryTransport:
+        return self._async.create_transport(worker_idx=worker_idx)

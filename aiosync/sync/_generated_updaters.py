@@ -70,7 +70,7 @@ class RemoteModuleWeightUpdater(WeightUpdaterBase, updaters.RemoteModuleWeightUp
     """The blocking twin of :class:`aiosync.updaters.RemoteModuleWeightUpdater`: same arguments, same
     methods.
 
-    For workers that update themselves: a push only checks that weights are given.
+    For workers that update themselves.
     """
 
 
@@ -118,7 +118,11 @@ class RemoteCollectorsUpdater(WeightUpdaterBase, remote.RemoteCollectorsUpdater)
 
 
 class RayWeightUpdater(RemoteCollectorsUpdater, updaters.RayWeightUpdater):
-    """The blocking twin of :class:`aiosync.updaters.RayWeightUpdater`: same arguments, same methods."""
+    """The blocking twin of :class:`aiosync.updaters.RayWeightUpdater`: same arguments, same methods.
+
+    Puts the weights into Ray's object store once, and calls ``update_policy_weights_(weights)`` of all
+    remote collectors concurrently.
+    """
 
 
 class RPCWeightUpdater(RemoteCollectorsUpdater, updaters.RPCWeightUpdater):

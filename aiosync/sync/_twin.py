@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import aiosync
 from aiosync.errors import InvalidArgumentError, SyncTimeoutError
 from aiosync.reports import SendReport
+from aiosync.sync._bases import document
 from aiosync.sync._portal import portal
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class BlockingTwin:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        document(cls, getattr(aiosync, cls.__name__, None))
         if "_async_class" in cls.__dict__:
             BlockingTwin._twins.update(dict.fromkeys(vars(cls._async_class).get("backends", ()), cls))
 

@@ -53,11 +53,9 @@ class Transfer(ABC):
     """One way to move versions. It makes both sides, and lives as long as the endpoint that it is made for.
 
     A subclass must implement :meth:`outbound` and :meth:`inbound`.
-
-    Attributes:
-        streams: whether versions are sent block after block, and with checksums.
     """
 
+    # Whether versions are sent block after block, and with checksums.
     streams: Streams = ""
 
     def allocate(self, nbytes: int, device: torch.device) -> Segment:
@@ -94,15 +92,10 @@ class Transfer(ABC):
 
 
 class TransferConnection(Protocol):
-    """A worker's connection, as far as a transfer uses it.
-
-    Attributes:
-        worker: the worker's index.
-        notified: the version that the worker was notified of and has not fetched.
-    """
+    """A worker's connection, as far as a transfer uses it."""
 
     worker: int
-    notified: SlotVersion | None
+    notified: SlotVersion | None  # the version that the worker was notified of and has not fetched
 
     @property
     def ready(self) -> bool:
@@ -130,14 +123,12 @@ class OutboundTransfer(ABC):
         detach()                     the worker is gone
 
     A subclass must implement :meth:`payload`. The other methods do nothing by default.
-
-    Attributes:
-        access: how the worker uses the slot of the version in flight.
-        carries: whether there is more to do for an update than to send its frame. If not, only ``attach``,
-            ``can_start``, ``payload``, ``cancel`` and ``detach`` are called.
     """
 
+    # How the worker uses the slot of the version in flight.
     access = MemoryAccess.PRIVATE
+    # Whether there is more to do for an update than to send its frame. If not, only attach, can_start,
+    # payload, cancel and detach are called.
     carries = True
 
     @abstractmethod
@@ -217,12 +208,9 @@ class InboundTransfer(ABC):
         close()                  release everything
 
     A subclass must implement :meth:`is_here`, :meth:`is_quick`, :meth:`find` and :meth:`close`.
-
-    Attributes:
-        access: how this worker uses the memory that :meth:`find` returns.
-        nbytes: bytes that this object has allocated in this process.
     """
 
+    # How this worker uses the memory that find() returns.
     access = MemoryAccess.PRIVATE
 
     @property

@@ -45,8 +45,11 @@ class BackgroundTasks:
         self._stop.set()
         task, self._task = self._task, None
         if task is not None:
-            await uninterrupted(lambda _: asyncio.wait([task]))
-            task.result()
+            await uninterrupted(lambda _: self._ended(task))
+
+    async def _ended(self, task: asyncio.Task[None]) -> None:
+        await asyncio.wait([task])
+        task.result()
 
     async def _main(self, ready: asyncio.Event) -> None:
         async with anyio.create_task_group() as group:

@@ -393,8 +393,7 @@ class Layout:
 
 
 def _digest(value: object) -> str:
-    text = json.dumps(value, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(value, separators=(",", ":")).encode(), digest_size=16).hexdigest()
 
 
 def _refuse(reason: str) -> NoReturn:

@@ -10,7 +10,13 @@ import time
 import pytest
 from torch import nn
 
-from aiosync import AiosyncError, AlreadyConnectedError, WorkerLostError, WrongEventLoopError
+from aiosync import (
+    AiosyncError,
+    AlreadyConnectedError,
+    InvalidArgumentError,
+    WorkerLostError,
+    WrongEventLoopError,
+)
 from tests.kit import scenarios
 from tests.kit.cases import SCHEMES, SchemeCase
 from tests.kit.clock import PATIENCE, SCALE, within
@@ -148,3 +154,14 @@ async def test_entering_a_connected_scheme_leaves_it_connected(case: SchemeCase)
         fill(cluster.model, 1)
         await within(cluster.scheme.send())
         assert cluster.workers[0].scheme.version == 1
+
+
+async def test_a_wrong_number_of_workers_leaves_the_scheme_as_it_was(case: SchemeCase) -> None:
+    cluster = LocalCluster(case)
+    try:
+        with pytest.raises(InvalidArgumentError, match="min_workers: expected an integer >= 0, got 'x'"):
+            await cluster.scheme.connect(min_workers="x")  # type: ignore[arg-type]
+        await within(cluster.connect())
+        assert (await within(cluster.scheme.send())).ok
+    finally:
+        await cluster.close()

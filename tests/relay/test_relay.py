@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from aiosync import HandshakeError, RemoteApplyError, TCPWeightSyncScheme, WeightRelay
+from aiosync import AlreadyConnectedError, HandshakeError, RemoteApplyError, TCPWeightSyncScheme, WeightRelay
 from aiosync.relay.forwarder import RelayForwarder
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
@@ -50,6 +50,14 @@ async def test_a_tree(size: int) -> None:
         for worker in workers:
             await worker.close()
         fill(model, 6)
+        assert (await scheme.send()).ok
+
+
+async def test_a_relay_connects_once() -> None:
+    async with sender_of(Uniform()) as scheme, relay_below(scheme.address) as relay:
+        await connect(scheme, relay)
+        with pytest.raises(AlreadyConnectedError):
+            await relay.connect()
         assert (await scheme.send()).ok
 
 

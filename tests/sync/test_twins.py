@@ -8,12 +8,14 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import aiosync
 from aiosync import sync
+from aiosync.sync import collectors as sync_collectors
 from aiosync.sync._portal import portal
 
 TIMEOUT = 20.0
@@ -63,6 +65,31 @@ def test_send_and_receive(kind: type[sync.WeightSyncScheme]) -> None:
         assert pair.receiver.receive(timeout=0) is None
         with pair.receiver.receiving():
             assert pair.receiver.version == 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: aiosync.RPCWeightSyncScheme(reconnect_for=-1.0),
+        lambda: aiosync.RayWeightSyncScheme(reconnect_for=float("nan")),
+        lambda: aiosync.DistributedWeightSyncScheme(reconnect_for="x"),  # type: ignore[arg-type]
+    ],
+)
+def test_seconds_that_are_none(make: Callable[[], object]) -> None:
+    with pytest.raises(aiosync.InvalidArgumentError, match="reconnect_for: expected seconds >= 0"):
+        make()
+
+
+def test_the_docstring_of_a_twin_has_the_arguments() -> None:
+    for kind in (sync.TCPWeightSyncScheme, sync.WeightSyncScheme, sync_collectors.MultiCollector):
+        found = inspect.getdoc(kind) or ""
+        assert found.startswith("The blocking twin of")
+        assert "Args:" in found
+
+    class Own(sync.TCPWeightSyncScheme):
+        """A user's own."""
+
+    assert Own.__doc__ == "A user's own."
 
 
 def test_entering_a_connected_scheme_leaves_it_connected() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import multiprocessing
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -274,3 +275,39 @@ def test_a_pair_closes_when_all_its_users_are_done() -> None:
     with pytest.raises((OSError, ValueError)):
         pair.to_worker.put(b"closed")
     pair.close()
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+async def test_listen_may_be_called_again_after_it_failed(
+    broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``connect`` of a process that had no descriptor left for a moment."""
+    pairs = [multiprocessing.Pipe() for _ in range(2)]
+    listener = PipeListener([ours for ours, _ in pairs], lambda worker, message: None)
+    opened: list[ConnectionPipe] = []
+    open_pipe = ConnectionPipe.open
+
+    def fail_once(self: ConnectionPipe, *args: Any) -> Any:
+        if len(opened) == broken:
+            monkeypatch.undo()
+            raise OSError(errno.EMFILE, "too many open files")
+        opened.append(self)
+        return open_pipe(self, *args)
+
+    monkeypatch.setattr(ConnectionPipe, "open", fail_once)
+    come: list[Transport] = []
+    with pytest.raises(OSError, match="too many"):
+        await listener.listen(come.append, lambda worker, reason: None)
+    await listener.listen(come.append, lambda worker, reason: None)
+    for _, theirs in pairs:
+        worker = MPTransport(ConnectionPipe(theirs, lambda message: None))
+        await worker.open(_soon())
+        worker.write(_word(1))
+        come.append(worker)
+    await eventually(lambda: len(come) == 4, "a connection over each pipe")
+    for transport in come:
+        await transport.aclose()
+    listener.close()
+    for pair in pairs:
+        for end in pair:
+            end.close()

@@ -178,9 +178,10 @@ class MessagePipeListener(Listener):
 
     async def listen(self, on_connection: OnConnection, on_lost: OnLost) -> None:
         """Start to read all pipes. A worker's connection begins with its first message."""
-        pipes, self._pipes = self._pipes, {}
-        for worker, pipe in pipes.items():
+        while self._pipes:
+            worker, pipe = next(iter(self._pipes.items()))
             self._workers[worker] = _WorkerPipe(pipe, on_connection, partial(on_lost, worker))
+            del self._pipes[worker]  # only now: if opening it fails, listen() may be called again
 
     def worker_of(self, transport: Transport) -> int | None:
         """Return the index of the worker whose current connection is ``transport``; None: no worker's."""
