@@ -102,7 +102,8 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
         on_sender_close: ``"stop"``: when the sender closes in order, a worker stops receiving and keeps its
             version. ``"wait"``: it looks for a new sender in the store for ``reconnect_for`` seconds.
-        sync, options: see :class:`~aiosync.WeightSyncScheme`.
+        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
+        options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
         InvalidArgumentError: the backend is not available, or ``store`` is not a store.
@@ -110,6 +111,7 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
 
     backends = ("distributed",)
     _fields = (*ProcessGroupScheme._fields, "meeting", "on_sender_close")
+    _given: StoreAddress | None = None  # as the caller gave it; a pickled scheme does not have it
 
     def __init__(
         self,
@@ -127,14 +129,16 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
         super().__init__(backend, collective, share_memory, reconnect_for, sync=sync, **options)
         check_reconnecting(reconnect_for, on_sender_close)
         self._on_sender_close = on_sender_close
-        self._meeting = StoreAddress.at(store, init_method)
+        self._meeting = self._given = StoreAddress.at(store, init_method)
 
     def _usual_index(self) -> int | None:
         rank = os.environ.get("RANK", "")
         return int(rank) - 1 if rank.isdigit() and int(rank) > 0 else None
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
-        listener = DistributedListener(self._meeting, self._model_id, self._token, share_memory=self._shares)
+        # Not the address of a store that this process started for an earlier init_on_sender().
+        address = self._given or self._meeting
+        listener = DistributedListener(address, self._model_id, self._token, share_memory=self._shares)
         self._meeting = listener.store_address
         return listener
 

@@ -54,7 +54,8 @@ class RayWeightSyncScheme(ProcessGroupScheme):
         collective: ``"p2p"`` or ``"broadcast"``, with ``data_plane="distributed"``.
         share_memory: whether actors on the driver's node view its memory; not with ``data_plane="tcp"``.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
-        sync, options: see :class:`~aiosync.WeightSyncScheme`.
+        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
+        options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
         InvalidArgumentError: an invalid argument, or nixl is not installed.

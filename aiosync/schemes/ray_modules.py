@@ -78,7 +78,9 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     Args:
         update_method: ``"tensordict"`` or ``"state_dict"``.
-        tensor_transport, sync, options: see :class:`RayWeightSyncScheme`.
+        tensor_transport: see :class:`RayWeightSyncScheme`.
+        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
+        options: see :class:`RayWeightSyncScheme`.
 
     Raises:
         InvalidArgumentError: an invalid argument, or nixl is not installed.

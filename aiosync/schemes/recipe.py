@@ -174,11 +174,13 @@ class SchemeRecipe(SchemeState, ABC):
             AlreadyConnectedError: this scheme has a live endpoint.
         """
         self._check_no_endpoint()
-        self._forget_runtime()
         arguments = SenderArguments(
             model_id, context, model, weights, params_map, devices, device_map_fn, num_workers, self._elastic
         )
-        plan = self._plan = make_plan(arguments, per_worker=self._spec.per_worker_weights)
+        plan = make_plan(arguments, per_worker=self._spec.per_worker_weights)
+        self._drop_listener()
+        self._forget_runtime()
+        self._plan = plan
         self._model_id = model_id
         self._model = model
         self.context = context
@@ -216,8 +218,11 @@ class SchemeRecipe(SchemeState, ABC):
             AlreadyConnectedError: this object has a live endpoint; use a copy of the scheme for the receiver.
         """
         self._check_no_endpoint()
-        if self._listener is not None:
-            self._become_receiver(self._listener)
+        if self._listener is not None:  # a sender's scheme, in a forked child or before it has connected
+            recipe = self._recipe(inherit=True)
+            self._drop_listener()
+            self._forget_runtime()
+            self._restore(recipe)
         elif self._pid != os.getpid():
             self._forget_runtime()  # a receiver's object in a forked child
         if context is not None and model_id is None:
@@ -245,15 +250,14 @@ class SchemeRecipe(SchemeState, ABC):
 
     init_on_worker = init_on_receiver
 
-    def _become_receiver(self, listener: Listener) -> None:
-        """Turn a sender's scheme into a recipe again, in a forked child or before it has connected."""
-        recipe = self._recipe(inherit=True)
-        if self._pid != os.getpid():
-            listener.forget()
-        else:
-            listener.close()
-        self._forget_runtime()
-        self._restore(recipe)
+    def _drop_listener(self) -> None:
+        """Release what an earlier ``init_on_sender`` has made, here or in the parent process."""
+        if self._listener is not None and self._pid != os.getpid():
+            self._listener.forget()
+        elif self._listener is not None:
+            self._listener.close()
+        if self._leader is not None and self._pid == os.getpid():
+            self._leader.close()
 
     def _check_no_endpoint(self) -> None:
         if self._pid != os.getpid():

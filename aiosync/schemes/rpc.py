@@ -35,8 +35,12 @@ class RPCWeightSyncScheme(ProcessGroupScheme):
 
     Args:
         sender: the sender's name in torch RPC, for workers without the sender's scheme; None: rank 0's.
-        backend, collective, share_memory, reconnect_for: see :class:`~aiosync.DistributedWeightSyncScheme`.
-        sync, options: see :class:`~aiosync.WeightSyncScheme`.
+        backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
+        collective: ``"p2p"`` or ``"broadcast"``, see :class:`~aiosync.DistributedWeightSyncScheme`.
+        share_memory: whether workers on the sender's machine view its slots, see the same class.
+        reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
+        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
+        options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
         InvalidArgumentError: the backend is not available.

@@ -118,20 +118,13 @@ async def _extract(source: Any, strategy: WeightStrategy | None) -> Mapping[str,
 
 
 class Fit:
-    """A source's tensors, matched to the entries of a layout.
-
-    Attributes:
-        pairs: (entry name, tensor) in buffer order.
-        nbytes: size of these entries in the layout, in bytes.
-        whole: whether ``pairs`` has every entry.
-        sharded: whether any tensor is a DTensor.
-
-    Raises as :meth:`Layout.fit`.
-    """
+    """A source's tensors, matched to the entries of a layout. Raises as :meth:`Layout.fit`."""
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], *, strict: bool) -> None:
+        # (entry name, tensor) in buffer order, and the size of these entries in the layout, in bytes.
         self.pairs = layout.fit(tensors, strict=strict)
         self.nbytes = sum(layout[name].nbytes for name, _ in self.pairs)
+        # Whether there is every entry, and whether any tensor is a DTensor.
         self.whole = len(self.pairs) == len(layout)
         self.sharded = any(is_sharded(tensor) for _, tensor in self.pairs)
         self._layout = layout

@@ -26,12 +26,9 @@ class Listener(ABC):
     ``init_on_sender`` constructs it, so that workers can connect before the sender does. After that its
     methods are called in this order: ``listen``; ``lost`` and ``replace`` when a worker disconnects;
     ``stop``; ``close``.
-
-    Attributes:
-        patience: seconds that a connection may take to authenticate.
     """
 
-    patience = 10.0
+    patience = 10.0  # seconds that a connection may take to authenticate
 
     @property
     def full(self) -> bool:

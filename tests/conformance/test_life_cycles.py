@@ -165,3 +165,19 @@ async def test_a_wrong_number_of_workers_leaves_the_scheme_as_it_was(case: Schem
         assert (await within(cluster.scheme.send())).ok
     finally:
         await cluster.close()
+
+
+async def test_a_sender_may_be_initialised_twice(case: SchemeCase) -> None:
+    cluster = LocalCluster(case)
+    try:
+        cluster.workers.clear()
+        with pytest.raises(InvalidArgumentError):  # which changes nothing
+            cluster.scheme.init_on_sender(model_id="policy")
+        assert cluster.scheme.initialized_on_sender
+        cluster.scheme.init_on_sender(model_id="policy", model=cluster.model, num_workers=2)
+        for index in range(2):
+            cluster.add(index)
+        await within(cluster.connect())
+        assert (await within(cluster.scheme.send())).ok
+    finally:
+        await cluster.close()
