@@ -264,6 +264,8 @@ def _written_runs(buffer: Tensor) -> Iterator[tuple[int, int]]:
     """Yield (first byte, number of bytes) of each run of pages that this process has written."""
     own = _own_pages(buffer)
     if own is not None:
+        if not own.any():
+            return  # as almost always
         edge = own.new_zeros(1, dtype=torch.int8)
         edges = torch.diff(own.to(torch.int8), prepend=edge, append=edge)
         starts, ends = [(edges == step).nonzero().view(-1).tolist() for step in (1, -1)]
