@@ -31,7 +31,7 @@ from aiosync.errors import (
     WorkerLostError,
     WrongEventLoopError,
 )
-from aiosync.events import PhaseStats, SchemeStats, SyncEvent
+from aiosync.events import SyncEvent
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.relay.relay import WeightRelay
 from aiosync.reports import SendReport, WorkerReport, WorkerState
@@ -51,6 +51,7 @@ from aiosync.schemes.rpc import RPCWeightSyncScheme
 from aiosync.schemes.shared_memory import SharedMemWeightSyncScheme
 from aiosync.schemes.tcp import TCPWeightSyncScheme
 from aiosync.sender.endpoint import WeightSender
+from aiosync.stats import PhaseStats, SchemeStats
 from aiosync.transports.base import Listener, Transport
 from aiosync.transports.memory import Fault, MemoryTransport
 from aiosync.transports.mp.base import MPTransport

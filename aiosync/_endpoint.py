@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Self
 from torch import Tensor
 
 from aiosync.errors import AiosyncError, NotConnectedError, WrongEventLoopError
-from aiosync.events import SchemeStats
 from aiosync.reports import WorkerState
+from aiosync.stats import SchemeStats
 
 if TYPE_CHECKING:
     from aiosync.transports.base import Transport

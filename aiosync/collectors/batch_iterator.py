@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from tensordict import TensorDict, TensorDictBase
 
-from aiosync.collectors.batches import BatchJoiner, split_trajectories, valid_frames
+from aiosync.collectors.batch_memory import BatchJoiner, split_trajectories, valid_frames
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.controls import Controls
 from aiosync.collectors.pool import Pool

@@ -13,7 +13,7 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from aiosync.collectors.batches import BatchBuffers
+from aiosync.collectors.batch_memory import BatchBuffers
 from aiosync.collectors.command_pipe import Collect
 from aiosync.collectors.config import BatchConfig
 from aiosync.collectors.env import MASK, TRAJ_IDS, Env, Fields, under

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from aiosync.collectors.batches import BatchBuffers
+from aiosync.collectors.batch_memory import BatchBuffers
 from aiosync.collectors.command_pipe import (
     Answer,
     Batch,

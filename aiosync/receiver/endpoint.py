@@ -19,7 +19,7 @@ from aiosync._deadline import Deadline
 from aiosync._endpoint import Endpoint, HomeLoop, OpenCalls
 from aiosync._options import OnSenderClose
 from aiosync.errors import NotConnectedError, ProtocolError, WorkerLostError
-from aiosync.events import EventSource, SchemeStats
+from aiosync.events import EventSource
 from aiosync.protocol.frames import Abort, Bye, Cut, Frame, Update
 from aiosync.receiver.applier import WeightApplier
 from aiosync.receiver.connection import Connector, SenderConnection
@@ -27,6 +27,7 @@ from aiosync.receiver.joint_commit import give_up
 from aiosync.receiver.listeners import ReceiverReporter, UpdateListener
 from aiosync.receiver.update_handler import UpdateHandler
 from aiosync.receiver.updates import Applier
+from aiosync.stats import SchemeStats
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.transports.base import Transport

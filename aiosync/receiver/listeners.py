@@ -25,15 +25,11 @@ def in_format(strategy: WeightStrategy, views: Mapping[str, Tensor]) -> Any:
 
 
 class UpdateListener:
-    """A listener of one receiver's updates. This base class does nothing.
+    """A listener of one receiver's updates. This base class does nothing."""
 
-    Attributes:
-        cascades: whether :meth:`updating` has anything to do.
-        writes: whether it may write the weights into the model's parameters itself, so that these must not
-            view the sender's memory.
-    """
-
-    cascades = False
+    cascades = False  # whether updating() has anything to do
+    # Whether it may write the weights into the model's parameters, so that these must not view the sender's
+    # memory.
     writes = False
 
     def updating(self, model_id: str, weights: Any) -> Any:

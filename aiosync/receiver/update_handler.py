@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from aiosync.events import EventSource, SchemeStats
+from aiosync.events import EventSource
 from aiosync.protocol.frames import Update
 from aiosync.protocol.nack import nack_of
 from aiosync.receiver.connection import SenderConnection
 from aiosync.receiver.joint_commit import give_up
 from aiosync.receiver.listeners import ReceiverReporter
 from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate
+from aiosync.stats import SchemeStats
 from aiosync.transfer.stream import BaseLostError
 from aiosync.weights.binding import StaleConversion
 

@@ -12,12 +12,13 @@ import torch
 from aiosync._endpoint import Endpoint
 from aiosync._options import OnFailure, SchemeOptions, StrategyName, check_count
 from aiosync.errors import AlreadyConnectedError, NotInitializedError
-from aiosync.events import EventHook, EventSource, SchemeStats
+from aiosync.events import EventHook, EventSource
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.receiver.listeners import UpdateListener, in_format, weakly
 from aiosync.reports import WorkerState
 from aiosync.sender.sharded.gather import GatherLeader
 from aiosync.sender.worker_plan import SenderPlan, model_of
+from aiosync.stats import SchemeStats
 from aiosync.transports.base import Listener, Transport
 from aiosync.weights.binding import CommitMode
 from aiosync.weights.strategy import WeightStrategy, get_strategy

@@ -21,7 +21,7 @@ from aiosync._deadline import Deadline
 from aiosync._endpoint import Endpoint, HomeLoop, OpenCalls
 from aiosync._options import SchemeOptions
 from aiosync.errors import InvalidArgumentError, NotConnectedError
-from aiosync.events import EventSource, SchemeStats
+from aiosync.events import EventSource
 from aiosync.reports import SendReport, WorkerState
 from aiosync.sender.extraction import Sources, WeightSource, is_per_worker
 from aiosync.sender.pending_acks import AckWaiter
@@ -29,6 +29,7 @@ from aiosync.sender.publisher import Publication, Publisher, publish_together
 from aiosync.sender.registry import WorkerRegistry
 from aiosync.sender.sharded.gather import GatherLeader, ShardGather, leading
 from aiosync.sender.worker_group import WorkerGroup
+from aiosync.stats import SchemeStats
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.slots import SlotPool
 from aiosync.transports._offload import Offloader, uninterrupted

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from aiosync._deadline import DeadlineTimer
 from aiosync.errors import UnknownWorkerError, WorkerLostError
-from aiosync.events import EventKind, EventSource, SchemeStats, logger
+from aiosync.events import EventKind, EventSource, logger
 from aiosync.protocol.frames import Hello, Joint, Nack
 from aiosync.protocol.nack import remote_error
 from aiosync.protocol.sender_session import SenderSession
@@ -22,6 +22,7 @@ from aiosync.sender.connection import WorkerConnection
 from aiosync.sender.lost_workers import AwayWorkers, DroppedConnection, LostWorkers, WorkerRecords
 from aiosync.sender.pending_acks import AwaitedAcks, PendingAcks
 from aiosync.sender.worker_group import WorkerGroup
+from aiosync.stats import SchemeStats
 from aiosync.transfer.base import OutboundTransfer
 from aiosync.transfer.slots import Lease, release_all
 from aiosync.transports._tasks import BackgroundTasks

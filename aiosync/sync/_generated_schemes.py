@@ -12,12 +12,13 @@ import torch
 
 import aiosync
 from aiosync._options import OnFailure, OnSenderClose, StrategyName
-from aiosync.events import EventHook, SchemeStats
+from aiosync.events import EventHook
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.reports import SendReport, WorkerState
 from aiosync.schemes import distributed
 from aiosync.schemes.ray import DataPlane, TensorTransport
 from aiosync.sender.endpoint import WeightSender
+from aiosync.stats import SchemeStats
 from aiosync.sync._portal import portal
 from aiosync.sync._twin import BlockingTwin
 from aiosync.transfer.process_group import Collective
