@@ -70,8 +70,7 @@ class WeightReceiver(Endpoint):
         handler = self._handler = UpdateHandler(applier, connection, reporter, events)
         begin, give_up = self._start_reading, partial(self._end, lost=True)
         self._connector = Connector(applier, connection, handler, reporter, reconnect_for, begin, give_up)
-        # The number of updates when receive() returned last.
-        self._returned = 0
+        self._returned = 0  # the number of updates when receive() returned last
         # Set by each event that a waiting receiver loop has to look at.
         self._changed = asyncio.Event()
         self._idle = False  # whether the receiver loop waits for an update
