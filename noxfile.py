@@ -96,6 +96,13 @@ def facade(session: nox.Session) -> None:
 
 
 @nox.session
+def parity(session: nox.Session) -> None:
+    """The table of torchrl's names in docs/migration.md has a row for each; `-- write` writes it."""
+    install(session, "rl,test")
+    python(session, "tools/parity.py", *(["--check"] if session.posargs != ["write"] else []))
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """The documentation, in site/; a warning is an error."""
     install(session, "docs")
