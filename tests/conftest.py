@@ -23,6 +23,10 @@ from tests.kit.schedule import arrange
 # torch looks up the name of whoever connects to a store. Where nobody answers that, it is not to take 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# Ray starts its workers with niceness 15: beside other programs on the same processors they would take
+# minutes to import torch, and the calls of the tests would time out.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 # Other programs on the machine must not make an example too slow.
 settings.register_profile("aiosync", deadline=None)
 settings.load_profile("aiosync")
