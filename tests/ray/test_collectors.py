@@ -11,7 +11,7 @@ from aiosync import InvalidArgumentError, NotInitializedError, WorkerLostError
 from aiosync.collectors import MultiCollector
 from tests.collectors.kit import ENVS, check, workers_of
 from tests.collectors.worlds import Counting, Failing, Odd, make_policy
-from tests.kit.clock import PATIENCE, SCALE
+from tests.kit.clock import PATIENCE, eventually
 from tests.kit.marked import mark
 
 ray = pytest.importorskip("ray")
@@ -56,7 +56,7 @@ async def test_a_killed_actor_is_named() -> None:
         with pytest.raises(WorkerLostError, match=r"worker 1 lost: .*Ray reports"):
             while True:
                 await anext(collector)
-        assert time.monotonic() - killed < 2 * SCALE
+        assert time.monotonic() - killed < PATIENCE / 2  # long before the collector's own deadline
 
 
 async def test_a_killed_actor_is_replaced() -> None:
@@ -81,8 +81,17 @@ async def test_nothing_is_left() -> None:
         await anext(collector)
         handles: list[Any] = [worker.host._handle for worker in workers_of(collector)]  # type: ignore[attr-defined]
     for handle in handles:
-        with pytest.raises(ray.exceptions.ActorDiedError):
-            ray.get(handle.messages.remote(), timeout=PATIENCE)
+        # An actor that Ray is killing may answer a last call.
+        await eventually(lambda handle=handle: has_died(handle), "the actor has died")
+
+
+def has_died(handle: Any) -> bool:
+    """Return whether calls of an actor fail because it has died."""
+    try:
+        ray.get(handle.messages.remote(), timeout=PATIENCE)
+    except ray.exceptions.ActorDiedError:
+        return True
+    return False
 
 
 async def test_outside_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
