@@ -6,16 +6,22 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from torch import Tensor
 
+from aiosync._deadline import Deadline
+from aiosync._options import SchemeOptions
 from aiosync.errors import AiosyncError, NotConnectedError, WrongEventLoopError
-from aiosync.reports import WorkerState
+from aiosync.reports import SendReport, WorkerState
 from aiosync.stats import SchemeStats
 
 if TYPE_CHECKING:
     from aiosync.transports.base import Transport
+
+
+WorkerIds: TypeAlias = int | list[int] | None
+"""One worker, several, or None for all."""
 
 
 class AsyncResource(ABC):
@@ -76,6 +82,49 @@ class Endpoint:
 
     async def aclose(self) -> None:
         """Release everything; idempotent."""
+
+
+class SendingEndpoint(Endpoint):
+    """The calls that send, with the arguments of the scheme's calls of these names."""
+
+    spec: SchemeOptions
+
+    @abstractmethod
+    async def send_until(
+        self, weights: Any, worker_ids: WorkerIds, *, wait: bool, strict: bool, deadline: Deadline
+    ) -> SendReport:
+        """Publish the next version. Raises as :meth:`aiosync.WeightSyncScheme.send`."""
+
+    @abstractmethod
+    async def wait_ack_until(self, worker_ids: WorkerIds, deadline: Deadline) -> SendReport:
+        """Wait until workers have applied the version that was last published to them."""
+
+    async def send(
+        self,
+        weights: Any = None,
+        worker_ids: WorkerIds = None,
+        *,
+        wait: bool | None = None,
+        strict: bool = True,
+        timeout: float | None = None,
+    ) -> SendReport:
+        """Publish the next version: see :meth:`aiosync.WeightSyncScheme.send`."""
+        wait, deadline = self.spec.sync if wait is None else wait, Deadline.after(self.spec.seconds(timeout))
+        return await self.send_until(weights, worker_ids, wait=wait, strict=strict, deadline=deadline)
+
+    async def update_weights(self, weights: Any = None) -> SendReport:
+        """The same as ``send(weights)``."""
+        return await self.send(weights)
+
+    async def send_async(self, weights: Any = None, worker_ids: WorkerIds = None) -> SendReport:
+        """Publish the next version, and do not wait for the workers: ``send(..., wait=False)``."""
+        return await self.send(weights, worker_ids, wait=False)
+
+    async def wait_ack(self, worker_ids: WorkerIds = None, timeout: float | None = None) -> SendReport:
+        """Wait for the workers: see :meth:`aiosync.WeightSyncScheme.wait_ack`."""
+        return await self.wait_ack_until(worker_ids, Deadline.after(self.spec.seconds(timeout)))
+
+    wait_async = wait_ack
 
 
 class HomeLoop:

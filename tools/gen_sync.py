@@ -72,8 +72,9 @@ REBINDING = {"model", "context"}
 OTHERS_CALL = {"_set_transform"}
 """Methods with a leading underscore that are other libraries' to call."""
 
-LEFT_OUT = {"aclose", "shutdown", "async_shutdown", "create_sender", "create_receiver"}
-"""Methods that the twin has under another name, or that would make an endpoint outside the portal."""
+ENDPOINTS = {"get_sender", "get_receiver", "create_sender", "create_receiver"}
+LEFT_OUT = {"aclose", "shutdown", "async_shutdown", *ENDPOINTS}
+"""Methods that the twin has under another name, or from its base class, written by hand."""
 
 RETURNS = {
     "receiving": "AbstractContextManager[None]",

@@ -318,7 +318,7 @@ def main(arguments: list[str]) -> int:
     before, rest = page.split(BEGIN)
     made = f"{before}{BEGIN}\n{table(compared, why)}\n{END}{rest.split(END)[1]}"
     if check and made != page:
-        print(f"{PAGE.relative_to(ROOT)} has another table: run python tools/parity.py")
+        print(f"{PAGE.name} has another table: run python tools/parity.py")
     elif not check:
         PAGE.write_text(made)
     same = sum(not row.differences for row in rows)

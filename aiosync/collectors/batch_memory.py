@@ -181,7 +181,7 @@ class BatchJoiner:
         if self._dim == "stack":
             longest = max(part.shape[-1] for part in parts)
             if any(part.shape[-1] != longest for part in parts):
-                parts = [_pad(part, longest) for part in parts]
+                parts = [pad_steps(part, longest) for part in parts]
             shape = (len(parts), *parts[0].shape)
         else:
             dim, put = self._check_dim(parts, int(self._dim)), torch.cat
@@ -216,7 +216,7 @@ class BatchJoiner:
         return BatchBuffer(specs, steps, Segment.private)
 
 
-def _pad(part: TensorDict, length: int) -> TensorDict:
+def pad_steps(part: TensorDict, length: int) -> TensorDict:
     """Return ``part`` padded with zeros to ``length`` steps, with a mask that is true for its own steps."""
     *batch, steps = part.shape
     result = pad(part, [0, 0] * len(batch) + [0, length - steps])
@@ -240,4 +240,4 @@ def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
     ids = flat[TRAJ_IDS]
     rows = [(ids == number).nonzero().view(-1) for number in ids.unique()]  # each in order of time
     longest = max(len(row) for row in rows)
-    return torch.stack([_pad(flat[row], longest) for row in rows], 0)
+    return torch.stack([pad_steps(flat[row], longest) for row in rows], 0)

@@ -81,6 +81,8 @@ class Controls:
         for model_id, scheme in self._schemes.items():
             if not scheme.initialized_on_sender:
                 scheme.init_on_sender(model_id=model_id, context=self, ctx=ctx)
+            elif scheme.model_id is None:
+                scheme.model_id = model_id
 
     async def _connect_receivers(self, pool: Pool, deadline: Deadline) -> None:
         """Connect ``weight_recv_schemes``, if there are any: this collector becomes a worker of another

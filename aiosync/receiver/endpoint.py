@@ -16,12 +16,12 @@ from logging import INFO, WARNING
 from torch import Tensor
 
 from aiosync._deadline import Deadline
-from aiosync._endpoint import Endpoint, HomeLoop, OpenCalls
+from aiosync._endpoint import HomeLoop, OpenCalls
 from aiosync._options import OnSenderClose
 from aiosync.errors import NotConnectedError, ProtocolError, WorkerLostError
 from aiosync.events import EventSource
 from aiosync.protocol.frames import Abort, Bye, Cut, Frame, Update
-from aiosync.receiver.applier import WeightApplier
+from aiosync.receiver.calls import ReceivingEndpoint
 from aiosync.receiver.connection import Connector, SenderConnection
 from aiosync.receiver.joint_commit import give_up
 from aiosync.receiver.listeners import ReceiverReporter, UpdateListener
@@ -34,7 +34,7 @@ from aiosync.transports.base import Transport
 from aiosync.weights.target import WeightTarget
 
 
-class WeightReceiver(Endpoint):
+class WeightReceiver(ReceivingEndpoint):
     """The live receiving endpoint. Made by a scheme; see :class:`~aiosync.WeightSyncScheme` for its use.
 
     Args:
@@ -85,10 +85,6 @@ class WeightReceiver(Endpoint):
         self.home = HomeLoop("this receiver")
 
     @property
-    def version(self) -> int:
-        return self.applier.version
-
-    @property
     def stats(self) -> SchemeStats:
         stats = self._handler.stats
         stats.memory = self.applier.memory
@@ -104,23 +100,8 @@ class WeightReceiver(Endpoint):
         """The connection to the sender."""
         return self._connection.transport
 
-    @property
-    def weights_in_use(self) -> Mapping[str, Tensor] | None:
-        return self.applier.weights or None
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """The tensors in service, name -> tensor; read only."""
-        return self.applier.weights
-
     def check_alive(self) -> None:
         self.home.check_alive()
-
-    @property
-    def model_applier(self) -> WeightApplier:
-        """The applier of a receiver that applies updates to a model, as all but a relay's do."""
-        assert isinstance(self.applier, WeightApplier)
-        return self.applier
 
     # -- connect ----------------------------------------------------------------------------------
 
@@ -300,7 +281,7 @@ class WeightReceiver(Endpoint):
                 if not await self._come_back():
                     return
 
-    async def receive(self, deadline: Deadline) -> Mapping[str, Tensor] | None:
+    async def receive_until(self, deadline: Deadline) -> Mapping[str, Tensor] | None:
         """Wait for an update that no earlier call has returned. Return the weights in service, or None if no
         update came in time.
 

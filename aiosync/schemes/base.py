@@ -85,17 +85,30 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
     # -- endpoints -----------------------------------------------------------------------------------
 
     def get_sender(self) -> WeightSender:
-        """Return the connected sending endpoint; raise NotConnectedError if this process has none."""
+        """Return the sending endpoint, which can send once :meth:`connect` was called.
+
+        Raises:
+            NotConnectedError: this process has none: ``init_on_sender`` was not called here, or another rank
+                sends.
+        """
+        if self._pid == os.getpid() and self._plan is not None and self._listener is not None:
+            return self.create_sender()
         endpoint = self._sending()
         if not isinstance(endpoint, WeightSender):
-            raise NotConnectedError("this scheme has no sender here: rank 0 sends, or nothing is sent")
+            raise NotConnectedError("this scheme has no sender here: rank 0 sends")
         return endpoint
 
     def get_receiver(self) -> WeightReceiver:
-        """Return the connected receiving endpoint; raise NotConnectedError if this process has none."""
+        """Return the receiving endpoint, which can receive once :meth:`connect` was called.
+
+        Raises:
+            NotConnectedError: this process has none: ``init_on_receiver`` was not called here.
+            NotInitializedError: this worker's index is not known yet.
+        """
+        if self._pid == os.getpid() and self._role == "receiver":
+            return self.create_receiver()
         endpoint = self._receiving()
-        if not isinstance(endpoint, WeightReceiver):
-            raise NotConnectedError("this scheme has no receiver: nothing is sent")
+        assert isinstance(endpoint, WeightReceiver)
         return endpoint
 
     def _sending(self) -> WeightSender | ShardContributor | NullEndpoint:
@@ -229,8 +242,8 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
             SyncTimeoutError: workers did not answer in time.
         """
         deadline = Deadline.after(seconds_of(timeout, self._spec.timeout))
-        wait = self._spec.sync if wait is None else wait
-        return await self._sending().send(weights, worker_ids, wait=wait, strict=strict, deadline=deadline)
+        wait, sender = self._spec.sync if wait is None else wait, self._sending()
+        return await sender.send_until(weights, worker_ids, wait=wait, strict=strict, deadline=deadline)
 
     async def wait_ack(
         self, worker_ids: int | list[int] | None = None, timeout: float | None = None
@@ -239,7 +252,7 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
 
         Raises as :meth:`send` does, also for updates that workers have refused since the last call.
         """
-        return await self._sending().wait_ack(worker_ids, self._deadline(timeout))
+        return await self._sending().wait_ack_until(worker_ids, self._deadline(timeout))
 
     # -- receiving -----------------------------------------------------------------------------------
 
@@ -267,7 +280,7 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
             WorkerLostError: the sender has gone.
         """
         receiver = self._receiving()
-        views = await receiver.receive(Deadline.after(self._spec.seconds(timeout)))
+        views = await receiver.receive_until(Deadline.after(self._spec.seconds(timeout)))
         return None if views is None else in_format(self._strategy, views)
 
     @asynccontextmanager

@@ -10,20 +10,23 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from aiosync._deadline import Deadline
-from aiosync._endpoint import Endpoint
+from aiosync._endpoint import Endpoint, SendingEndpoint, WorkerIds
+from aiosync._options import SchemeOptions
 from aiosync.errors import NotConnectedError
 from aiosync.reports import SendReport
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.transfer.base import Transfer
 from aiosync.transports.base import Listener, Transport
+from aiosync.weights.strategy import WeightStrategy
 
 _NOTHING = "there is nothing to connect to in NoWeightSyncScheme"
 
 
-class NullEndpoint(Endpoint):
+class NullEndpoint(SendingEndpoint):
     """A sender and a receiver in one: every call succeeds at once. A send counts a version."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, spec: SchemeOptions) -> None:
+        self.spec = spec
         self._version = version
         self._closed = asyncio.Event()
 
@@ -31,17 +34,23 @@ class NullEndpoint(Endpoint):
     def version(self) -> int:
         return self._version
 
-    async def send(
-        self, weights: Any, worker_ids: Any, *, wait: bool, strict: bool, deadline: Deadline
+    async def send_until(
+        self, weights: Any, worker_ids: WorkerIds, *, wait: bool, strict: bool, deadline: Deadline
     ) -> SendReport:
         self._version += 1
-        return await self.wait_ack(worker_ids, deadline)
+        return await self.wait_ack_until(worker_ids, deadline)
 
-    async def wait_ack(self, worker_ids: Any, deadline: Deadline) -> SendReport:
+    async def wait_ack_until(self, worker_ids: WorkerIds, deadline: Deadline) -> SendReport:
         return SendReport(self._version, 0, {}, {"total": 0.0})
 
-    async def receive(self, deadline: Deadline) -> None:
+    async def receive_until(self, deadline: Deadline) -> None:
         """Return None at once: no update ever comes."""
+
+    async def receive(self, timeout: float | None = None) -> None:
+        """Return None at once: no update ever comes."""
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Apply nothing."""
 
     def receiving(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
@@ -60,6 +69,26 @@ class NullEndpoint(Endpoint):
         self._closed.set()
 
 
+class NullTransport(Transport):
+    """A connection to nothing: every call succeeds at once."""
+
+    async def open(self, deadline: Deadline) -> None:
+        """Open nothing."""
+
+    def _write(self, data: bytes) -> None:
+        return
+
+    async def _close(self) -> None:
+        return
+
+    async def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        return
+
+    send_weights = send_weights_async = wait_ack = receive_weights = send_ack = _nothing  # type: ignore[assignment]
+    setup_connection_and_weights_on_sender = _nothing  # type: ignore[assignment]
+    setup_connection_and_weights_on_receiver = _nothing  # type: ignore[assignment]
+
+
 class NoWeightSyncScheme(WeightSyncScheme):
     """Sends nothing: every call succeeds at once.
 
@@ -71,11 +100,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
     backends = ("none", "direct")
 
-    def init_on_sender(self, *, model_id: str | None = None, **arguments: Any) -> None:
+    def init_on_sender(self, model_id: str | None = None, context: Any = None, **arguments: Any) -> None:
         """Accept the arguments of every other scheme."""
-        self.init_on_receiver(
-            model_id=model_id, model=arguments.get("model"), context=arguments.get("context")
-        )
+        self.init_on_receiver(model_id=model_id, model=arguments.get("model"), context=context)
         self._role = "sender"
 
     def init_on_receiver(
@@ -105,25 +132,41 @@ class NoWeightSyncScheme(WeightSyncScheme):
         timeout: float | None = None,
     ) -> None:
         """Connect at once, with version 0."""
-        if self._pid != os.getpid():
-            self._pid, self._endpoint = os.getpid(), Endpoint()
-        if not isinstance(self._endpoint, NullEndpoint):
-            self._endpoint = NullEndpoint(max(self._last_version, 0))
+        self._sending()
         self._synchronized = True
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply nothing."""
 
+    def prepare_weights(
+        self,
+        weights: Any = None,
+        model_id: str | None = None,
+        strategy: WeightStrategy | None = None,
+        context: Any = None,
+    ) -> Any:
+        """Return the weights as other schemes do, or None where these would find none."""
+        if weights is None and self.model is None and context is None:
+            return None
+        return super().prepare_weights(weights, model_id, strategy, context)
+
+    # The endpoint needs no connection, so it is created by the first call, whatever came before.
     def _sending(self) -> NullEndpoint:
-        if self._pid != os.getpid() or not isinstance(self._endpoint, NullEndpoint):
-            raise self._not_connected("sender")
+        if self._pid != os.getpid():
+            self._pid, self._endpoint = os.getpid(), Endpoint()
+        if not isinstance(self._endpoint, NullEndpoint):
+            self._endpoint = NullEndpoint(max(self._last_version, 0), self._spec)
         return self._endpoint
 
-    _receiving = _sending
+    _receiving = get_sender = get_receiver = create_sender = _sending  # type: ignore[assignment]
 
-    def create_transport(self, *, worker_idx: int) -> Transport:
-        """Raise NotConnectedError: this scheme has no connections."""
-        raise NotConnectedError(_NOTHING)
+    def create_receiver(self, *, worker_idx: int | None = None) -> NullEndpoint:  # type: ignore[override]
+        """Return the endpoint, whose calls succeed at once."""
+        return self._sending()
+
+    def create_transport(self, **arguments: Any) -> NullTransport:
+        """Return a connection to nothing. ``arguments``: those of every other scheme."""
+        return NullTransport()
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
         raise NotConnectedError(_NOTHING)  # not reached: init_on_sender() makes no listener

@@ -314,7 +314,7 @@ class SchemeRecipe(SchemeState, ABC):
         return self._endpoint
 
     def _make_receiver(self, applier: Applier, model_id: str | None) -> WeightReceiver:
-        return self._receiver_type(
+        receiver = self._receiver_type(
             applier,
             model_id,
             applier.worker,
@@ -324,6 +324,8 @@ class SchemeRecipe(SchemeState, ABC):
             on_sender_close=self._on_sender_close,
             events=self._events,
         )
+        receiver.timeout = self._spec.timeout
+        return receiver
 
     # -- weights -------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from aiosync._deadline import Deadline
-from aiosync._endpoint import Endpoint, HomeLoop, OpenCalls
+from aiosync._endpoint import HomeLoop, OpenCalls, SendingEndpoint, WorkerIds
 from aiosync._options import SchemeOptions
 from aiosync.errors import InvalidArgumentError, NotConnectedError
 from aiosync.events import EventSource
@@ -38,7 +38,7 @@ from aiosync.transports.base import Listener, Transport
 from aiosync.weights.layout import Layout
 
 
-class WeightSender(Endpoint):
+class WeightSender(SendingEndpoint):
     """The live sending endpoint. Made by a scheme; see :class:`~aiosync.WeightSyncScheme` for its use.
 
     Args:
@@ -242,16 +242,9 @@ class WeightSender(Endpoint):
 
     # -- send -------------------------------------------------------------------------------------
 
-    async def send(
-        self,
-        weights: Any,
-        worker_ids: int | list[int] | None,
-        *,
-        wait: bool,
-        strict: bool,
-        deadline: Deadline,
+    async def send_until(
+        self, weights: Any, worker_ids: WorkerIds, *, wait: bool, strict: bool, deadline: Deadline
     ) -> SendReport:
-        """Publish the next version. Arguments and errors: see :meth:`aiosync.WeightSyncScheme.send`."""
         if self._leader is None:
             return await self._send(weights, worker_ids, wait, strict, deadline, None)
         async with self._leader.calling("send", deadline) as gathering:
@@ -260,7 +253,7 @@ class WeightSender(Endpoint):
     async def _send(
         self,
         weights: Any,
-        worker_ids: int | list[int] | None,
+        worker_ids: WorkerIds,
         wait: bool,
         strict: bool,
         deadline: Deadline,
@@ -325,8 +318,7 @@ class WeightSender(Endpoint):
         self._acks.emit_sent(report)
         return report
 
-    async def wait_ack(self, worker_ids: int | list[int] | None, deadline: Deadline) -> SendReport:
-        """Wait until workers run on the version that was last published to them."""
+    async def wait_ack_until(self, worker_ids: WorkerIds, deadline: Deadline) -> SendReport:
         self.check_open()
         targets = self.registry.resolve(worker_ids)
         return await self._acks.wait_for_acks(targets, deadline)
@@ -374,10 +366,12 @@ class WeightSender(Endpoint):
         """Check that this endpoint can be used here.
 
         Raises:
-            NotConnectedError: it has been closed.
+            NotConnectedError: it is not connected, or has been closed.
             WrongEventLoopError: it lives on another event loop.
         """
         if self._closed:
             raise NotConnectedError("this sender is closed; make a new scheme to send again")
+        if self.home.loop is None:
+            raise NotConnectedError("connect() first: this sender is not connected")
         if self.home.loop is not asyncio.get_running_loop():
             self.home.check()

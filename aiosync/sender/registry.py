@@ -37,7 +37,7 @@ class WorkerRegistry:
     """The workers of one sender."""
 
     workers: set[int]  # the indices that are served: a send without ``worker_ids`` goes to all of them
-    _model_id: str | None  # a worker that asks for another model is refused
+    _model_id: str | None  # a worker that asks for another model is refused; None: it gives the name
     _listener: Listener  # where workers connect
     token: InitVar[bytes]  # the secret that they must know
     elastic: bool  # workers are taken as they come, and are not expected any more when they have gone
@@ -181,7 +181,8 @@ class WorkerRegistry:
             if worker < 0:
                 return Refusal(f"all workers, {known}, are connected, or were a moment ago", retry=True)
             return Refusal(f"there is no worker {worker} here, only {known}")
-        if hello.model_id != self._model_id:
+        # Without a name on one side, the other one gives it: a collector names the models of its workers.
+        if None not in (hello.model_id, self._model_id) and hello.model_id != self._model_id:
             return Refusal(f"this is about model {self._model_id!r}, not {hello.model_id!r}")
         if not indices.tickets.may_take(worker, session.claims):
             return Refusal(f"worker {worker} is connected: is its worker_idx given twice?", retry=True)

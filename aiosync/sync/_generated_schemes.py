@@ -13,11 +13,10 @@ import torch
 import aiosync
 from aiosync._options import OnFailure, OnSenderClose, StrategyName
 from aiosync.events import EventHook
-from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.reports import SendReport, WorkerState
 from aiosync.schemes import distributed
+from aiosync.schemes.none import NullTransport
 from aiosync.schemes.ray import DataPlane, TensorTransport
-from aiosync.sender.endpoint import WeightSender
 from aiosync.stats import SchemeStats
 from aiosync.sync._portal import portal
 from aiosync.sync._twin import BlockingTwin
@@ -358,14 +357,6 @@ class WeightSyncScheme(BlockingTwin):
             kwargs: the constructor's arguments.
         """
         return cls._blocking_from_backend(backend, **kwargs)
-
-    def get_sender(self) -> WeightSender:
-        """Return the connected sending endpoint; raise NotConnectedError if this process has none."""
-        return self._async.get_sender()
-
-    def get_receiver(self) -> WeightReceiver:
-        """Return the connected receiving endpoint; raise NotConnectedError if this process has none."""
-        return self._async.get_receiver()
 
     def send(
         self,
@@ -825,9 +816,9 @@ class NoWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.NoWeightSyncScheme]] = aiosync.NoWeightSyncScheme
     _async: aiosync.NoWeightSyncScheme
 
-    def init_on_sender(self, *, model_id: str | None = None, **arguments: Any) -> None:
+    def init_on_sender(self, model_id: str | None = None, context: Any = None, **arguments: Any) -> None:
         """Accept the arguments of every other scheme."""
-        self._async.init_on_sender(model_id=model_id, **arguments)
+        self._async.init_on_sender(model_id, context, **arguments)
 
     def init_on_receiver(
         self,
@@ -859,9 +850,19 @@ class NoWeightSyncScheme(WeightSyncScheme):
         """Apply nothing."""
         self._async.apply_weights(weights, inplace)
 
-    def create_transport(self, *, worker_idx: int) -> Transport:
-        """Raise NotConnectedError: this scheme has no connections."""
-        return self._async.create_transport(worker_idx=worker_idx)
+    def prepare_weights(
+        self,
+        weights: Any = None,
+        model_id: str | None = None,
+        strategy: WeightStrategy | None = None,
+        context: Any = None,
+    ) -> Any:
+        """Return the weights as other schemes do, or None where these would find none."""
+        return self._async.prepare_weights(weights, model_id, strategy, context)
+
+    def create_transport(self, **arguments: Any) -> NullTransport:
+        """Return a connection to nothing. ``arguments``: those of every other scheme."""
+        return self._async.create_transport(**arguments)
 
 
 class MemoryWeightSyncScheme(WeightSyncScheme):

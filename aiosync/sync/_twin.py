@@ -14,6 +14,7 @@ import aiosync
 from aiosync.errors import InvalidArgumentError, SyncTimeoutError
 from aiosync.reports import SendReport
 from aiosync.sync._bases import document
+from aiosync.sync._endpoints import BlockingReceiver, BlockingSender
 from aiosync.sync._portal import portal
 
 if TYPE_CHECKING:
@@ -101,8 +102,7 @@ class BlockingTwin:
             self._task = portal().start_task(receiver.run(), f"aiosync-receiver-{scheme.worker_idx}")
 
     def _blocking_receiving(self) -> AbstractContextManager[None]:
-        if not isinstance(self._async, aiosync.NoWeightSyncScheme):
-            self._async.get_receiver()
+        self._async._receiving()
         return nullcontext()
 
     @contextmanager
@@ -135,6 +135,34 @@ class BlockingTwin:
     ) -> SendReport:
         """Wait until workers have applied what :meth:`send_async` published. Raises as ``send``."""
         return portal().call(self._async.wait_ack, worker_ids, timeout)
+
+    def get_sender(self) -> BlockingSender:
+        """Return the sending endpoint, which can send once :meth:`connect` was called.
+
+        Raises:
+            NotConnectedError: this process has none: ``init_on_sender`` was not called here, or another rank
+                sends.
+        """
+        return BlockingSender(self._async.get_sender())
+
+    def create_sender(self) -> BlockingSender:
+        """Return the sending endpoint, created by the first call; raise NotInitializedError if
+        ``init_on_sender`` was not called."""
+        return BlockingSender(self._async.create_sender())
+
+    def get_receiver(self) -> BlockingReceiver:
+        """Return the receiving endpoint, which can receive once :meth:`connect` was called.
+
+        Raises:
+            NotConnectedError: this process has none: ``init_on_receiver`` was not called here.
+            NotInitializedError: this worker's index is not known yet.
+        """
+        return BlockingReceiver(self._async.get_receiver())
+
+    def create_receiver(self, *, worker_idx: int | None = None) -> BlockingReceiver:
+        """Return the receiving endpoint, created by the first call; raise NotInitializedError if
+        ``init_on_receiver`` was not called, or no worker index is known."""
+        return BlockingReceiver(self._async.create_receiver(worker_idx=worker_idx))
 
     def close(self) -> None:
         """Close this process's endpoint; idempotent. Others stay open. The model keeps its version."""

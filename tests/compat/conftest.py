@@ -20,7 +20,7 @@ with warnings.catch_warnings():
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Its warnings are no errors here."""
     for item in items:
-        if item.path.parent == Path(__file__).parent:
+        if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.filterwarnings("ignore"))
 
 

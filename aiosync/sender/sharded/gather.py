@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from aiosync._deadline import Deadline
-from aiosync._endpoint import Endpoint
+from aiosync._endpoint import Endpoint, WorkerIds
 from aiosync.errors import GatherError, NotConnectedError
 from aiosync.reports import SendReport
 from aiosync.sender.extraction import WeightSource, is_per_worker
@@ -141,14 +141,14 @@ class ShardContributor(Endpoint):
         if self._version < 0:
             await self._contribute("connect", self.source.extract(weights, set()), deadline)
 
-    async def send(
-        self, weights: Any, worker_ids: Any, *, wait: bool, strict: bool, deadline: Deadline
+    async def send_until(
+        self, weights: Any, worker_ids: WorkerIds, *, wait: bool, strict: bool, deadline: Deadline
     ) -> SendReport:
         """Contribute to the next version. The report lists no workers. Raises as :meth:`_contribute`."""
         targets = set(weights) if is_per_worker(weights) else set[int]()
         return await self._contribute("send", self.source.extract(weights, targets), deadline)
 
-    async def wait_ack(self, worker_ids: Any, deadline: Deadline) -> SendReport:
+    async def wait_ack_until(self, worker_ids: WorkerIds, deadline: Deadline) -> SendReport:
         """Return the report of the last version."""
         return SendReport(self._version, 0, {}, {}, ())
 
