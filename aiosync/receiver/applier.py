@@ -46,9 +46,8 @@ class WeightApplier(Applier):
         make_binding: Callable[[Layout], Binding],
     ) -> None:
         super().__init__(worker)
-        # Blocks commits while a reader uses the model.
-        self.gate = CommitGate()
-        self._model = model  # None: the caller only reads `weights`
+        self.gate = CommitGate()  # blocks commits while a reader uses the model
+        self.model = model
         self._listen(listener)
         self._strategy = strategy  # the form in which the listener gets weights
         self._model_id = model_id
@@ -127,7 +126,7 @@ class WeightApplier(Applier):
     async def detach(self) -> None:
         if self._viewing:
             # Where there is a model, it has the weights.
-            await self._offloader.run(lambda _: self._take_over(keep=self._model is None))
+            await self._offloader.run(lambda _: self._take_over(keep=self.model is None))
 
     def _take_over(self, *, keep: bool) -> None:
         """Copy the version in service into memory of this process. ``keep``: ``weights`` stay readable."""
@@ -146,8 +145,8 @@ class WeightApplier(Applier):
         ``patience``: seconds that a forward pass waits for a commit.
         """
         self._patience = patience
-        if isinstance(self._model, nn.Module) and self._guard is None:
-            self._guard = ForwardGuard(self.gate, self._model, patience, self._acting)
+        if isinstance(self.model, nn.Module) and self._guard is None:
+            self._guard = ForwardGuard(self.gate, self.model, patience, self._acting)
 
     def _acting(self) -> None:
         """A forward pass begins. Notify the listener if it is the first with the version in service."""
@@ -177,11 +176,12 @@ class WeightApplier(Applier):
             await asyncio.wait([asyncio.wrap_future(waiting.done)])
 
     async def _rebind(self, model: WeightTarget | None, listener: UpdateListener, may_view: bool) -> None:
-        inbound, former = self.inbound, self._model
+        inbound, former = self.inbound, self.model
         if self._back_buffers is None or inbound is None:
             raise NotConnectedError("this receiver was closed before it had another model")
         if model is not former or may_view != self._may_view:
             another = self._make_binding(self.binding.layout)
+            await self.check_base(model)
             views = self.weights or (receiver_tensors(former) if former is not None else {})
             own = await self._offloader.run(lambda _: own_copies(views, model))
             with LOCK:
@@ -189,7 +189,7 @@ class WeightApplier(Applier):
             if model is not former:  # from now on the sender may write over what it views
                 await self._offloader.run(lambda _: self.binding.detach(inbound.is_lent))
             # Nothing is awaited from here on: a cancelled call has switched all or nothing.
-            self.binding, self._model, self._may_view, self.weights = another, model, may_view, own
+            self.binding, self.model, self._may_view, self.weights = another, model, may_view, own
             self._viewing, self._leftover = False, True
             self._back_buffers = StagingBuffers(another, inbound, self._source, may_view=may_view)
             if self._patience is not None:
