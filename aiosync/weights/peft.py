@@ -55,7 +55,7 @@ class Cancelled(Exception):
 
 
 def check_mode(peft: object) -> None:
-    """Raise InvalidArgumentError if it is not a :data:`PeftMode`, or if it needs a package that is missing."""
+    """Raise InvalidArgumentError if it is not a :data:`PeftMode`, or needs a package that is missing."""
     if peft not in get_args(PeftMode):
         raise InvalidArgumentError(f"peft={peft!r}: expected 'merged', 'as_is' or 'adapter'")
     if peft == "adapter":
