@@ -23,7 +23,7 @@ from aiosync.sender.worker_plan import GroupPlan, SenderPlan
 from aiosync.transports._offload import Offloader
 from aiosync.weights.flatten import check_sendable, named_tensors, optional_names
 from aiosync.weights.layout import Layout
-from aiosync.weights.peft import PeftMode, frozen_base, has_adapters, presumed
+from aiosync.weights.peft import PeftMode, base_parameters, has_adapters, presumed
 from aiosync.weights.sharded import is_sharded, reshard
 from aiosync.weights.strategy import WeightStrategy, to_tensordict
 from aiosync.weights.tensors import check_dense
@@ -243,8 +243,10 @@ class _Index:
         self.peft = peft if adapted else None
         # Whether adapters have to be merged. A merged copy is made again for each send.
         self.merges = adapted and peft == "merged" and any(map(is_mergeable, module.modules()))
-        left_out = frozen_base(module) if peft == "adapter" else {}
-        self._frozen = list(left_out.values())
+        # Of the base, the parameters that require gradients are sent and the others are not.
+        base = base_parameters(module) if peft == "adapter" else {}
+        self._base = [(parameter, parameter.requires_grad) for parameter in base.values()]
+        left_out = {name for name, parameter in base.items() if not parameter.requires_grad}
         for prefix, part in modules(module, merge=False):
             if self.merges or isinstance(part, TensorDictBase) or has_extra_state(part):
                 self.reusable = False
@@ -264,7 +266,7 @@ class _Index:
         """Return whether the result is still valid."""
         if self.peft not in (None, peft) or not self.structure.unchanged():
             return False
-        return not any(parameter.requires_grad for parameter in self._frozen)
+        return all(parameter.requires_grad is trained for parameter, trained in self._base)
 
 
 _known: WeakKeyDictionary[nn.Module, _Index] = WeakKeyDictionary()

@@ -67,10 +67,8 @@ def has_adapters(model: nn.Module) -> bool:
     return any(adapter or is_mergeable(part) for _, part, adapter in _walk(model, "", False))
 
 
-def frozen_base(model: nn.Module) -> dict[str, Tensor]:
-    """Return the entries that are not sent with ``peft="adapter"``: the frozen parameters of the base model.
-
-    All else is sent: the adapters, parameters that require gradients, buffers and extra state.
+def base_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a model with adapters that are not its adapters'.
 
     Raises:
         InvalidArgumentError: the model has no adapters.
@@ -85,17 +83,17 @@ def frozen_base(model: nn.Module) -> dict[str, Tensor]:
         for prefix, part, adapter in _walk(model, "", False)
         if not adapter and not isinstance(part, TensorDictBase)
         for key, parameter in part._parameters.items()
-        if parameter is not None and not parameter.requires_grad
+        if parameter is not None
     }
 
 
-def base_of(target: WeightTarget) -> frozenset[str]:
-    """Return the names that ``peft="adapter"`` does not apply to a destination: all of its base parameters,
-    frozen or not. A destination that is not a module has none."""
-    if not isinstance(target, nn.Module) or isinstance(target, TensorDictBase) or not has_adapters(target):
-        return frozenset()
-    parts = ((prefix, part) for prefix, part, adapter in _walk(target, "", False) if not adapter)
-    return frozenset(join(prefix, key) for prefix, part in parts for key in part._parameters)
+def frozen_base(model: nn.Module) -> dict[str, Tensor]:
+    """Return the entries that are not sent with ``peft="adapter"``: the frozen parameters of the base model.
+
+    All else is sent: the adapters, parameters that require gradients, buffers and extra state. Raises as
+    :func:`base_parameters`.
+    """
+    return {name: tensor for name, tensor in base_parameters(model).items() if not tensor.requires_grad}
 
 
 def _walk(module: nn.Module, prefix: str, adapter: bool) -> Iterator[tuple[str, nn.Module, bool]]:

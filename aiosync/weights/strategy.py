@@ -13,7 +13,7 @@ from aiosync.errors import InvalidArgumentError, LayoutMismatchError
 from aiosync.weights.extra_state import applying_extra_state
 from aiosync.weights.flatten import WeightSource, named_tensors, optional_names
 from aiosync.weights.layout import Layout
-from aiosync.weights.peft import PeftMode, base_of, check_mode
+from aiosync.weights.peft import PeftMode, base_parameters, check_mode, has_adapters
 from aiosync.weights.target import Slot, WeightTarget, receiver_slots, write
 from aiosync.weights.tensors import memory_key, untied
 from aiosync.weights.walk import extra_state_root, is_extra_state
@@ -123,7 +123,9 @@ class WeightStrategy:
                 for name, value in values.items()
                 if not is_extra_state(name) or extra_state_root(name) in roots
             }
-        optional = optional_names(module) | (base_of(destination) if self.peft == "adapter" else frozenset())
+        optional = optional_names(module)
+        if module is not None and self.peft == "adapter" and has_adapters(module):
+            optional |= base_parameters(module).keys()
         _check(values, slots, optional, strict=strict)
         extra = nullcontext() if module is None else applying_extra_state(module, values, merge=not strict)
         with extra:
