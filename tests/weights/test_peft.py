@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -35,6 +36,7 @@ from aiosync import (
 )
 from aiosync.collectors import MultiCollector
 from aiosync.weights.layout import Layout
+from aiosync.weights.peft import Cancelled, presumed
 from tests.kit.clock import PATIENCE, within
 from tests.weights.models import Adapter, Forwarding
 from tests.weights.peft_models import KINDS, base_model, generated, train, with_adapters
@@ -463,6 +465,28 @@ def test_a_layout_carries_what_updates_presume() -> None:
     for base in ([["a", ""]], [["b", "\n"]], [["b", ""], ["b", ""]], [["b", "x" * 1025]]):
         with pytest.raises(aiosync.ProtocolError):
             Layout.from_wire({**plain.to_wire(), "base": base})
+
+
+def test_a_digest_is_what_the_protocol_says() -> None:
+    class Wrapped(nn.Module):
+        adapter_layer_names = ("lora",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.base_layer = nn.Linear(1536, 2049)  # more than a block
+            self.lora = nn.Linear(1, 1)
+            self.base_layer.requires_grad_(False)
+
+    model, cancelled = Wrapped(), iter([False, False, True])
+    found = presumed(model, "adapter", torch.float16, lambda: False)
+    assert found.keys() == {"base_layer.weight", "base_layer.bias"}
+    for dtype in (torch.float32, torch.float16):
+        data = model.base_layer.weight.detach().to(dtype).numpy().tobytes()
+        sums = [xxhash.xxh3_64_digest(data[at : at + (8 << 20)]) for at in range(0, len(data), 8 << 20)]
+        text = f"[2049, 1536] of digest {xxhash.xxh3_128_hexdigest(b''.join(sums))}"
+        assert presumed(model, "adapter", dtype, lambda: False)["base_layer.weight"].endswith(text)
+    with pytest.raises(Cancelled):
+        presumed(model, "adapter", None, lambda: next(cancelled))
 
 
 # -- collectors ---------------------------------------------------------------------------------------
