@@ -72,7 +72,9 @@ class WeightSource:
                 worker and workers share a copy.
             UnsupportedTensorError: a weight that cannot be sent.
         """
-        plan, given, strategy = self.plan, self._given(weights), self._strategy()
+        plan, given, strategy = self.plan, weights, self._strategy()
+        if isinstance(weights, str) or (weights is None and not plan.has_weights):
+            given = self._resolve(weights)
         if plan.plain and isinstance(given, nn.Module) and type(strategy) is WeightStrategy:
             unchanged = known_tensors(given, strategy.peft)
             if unchanged is not None:
@@ -99,7 +101,7 @@ class WeightSource:
     ) -> Mapping[int, Mapping[str, str]]:
         """For each group, what updates presume of its workers' models; see :mod:`aiosync.weights.peft`.
 
-        A thread reads the base of each model once.
+        A thread reads the base of each model once, if it has to be read.
 
         Args:
             weights: as for :meth:`extract`.
@@ -113,7 +115,8 @@ class WeightSource:
         peft, found = self._strategy().peft, dict[int, Mapping[str, str]]()
         if peft == "merged":
             return found
-        given, known = self._given(weights), dict[int, Mapping[str, str]]()
+        unknown = isinstance(weights, str) or (weights is None and not self.plan.has_weights)
+        given, known = self._resolve(weights) if unknown else weights, dict[int, Mapping[str, str]]()
         try:
             async with asyncio.timeout(deadline.remaining()):
                 for number, group in enumerate(self.plan.groups):
@@ -121,18 +124,14 @@ class WeightSource:
                     if not isinstance(source, nn.Module) or isinstance(source, TensorDictBase):
                         continue
                     if id(source) not in known:
-                        known[id(source)] = await _offloaded(partial(presumed, source, peft, cast))
+                        work = partial(presumed, source, peft, cast)
+                        reads = peft == "adapter"
+                        known[id(source)] = await _offloaded(work) if reads else work(lambda: False)
                     found[number] = known[id(source)]
         except TimeoutError as exc:
             hint = "the digest of the base weights was not finished"
             raise deadline.error("connect", hint=hint) from exc
         return found
-
-    def _given(self, weights: Any) -> Any:
-        """The argument of a call, or what it stands for; None: the plan's weights."""
-        if isinstance(weights, str) or (weights is None and not self.plan.has_weights):
-            return self._resolve(weights)
-        return weights
 
     def _source_for(self, given: Any, group: GroupPlan) -> Any:
         if is_per_worker(given):
@@ -262,11 +261,9 @@ class _Index:
                 check_dense(name, tensor, allow_meta=False)
                 self.tensors[name] = tensor
 
-    def holds(self, peft: PeftMode) -> bool:
-        """Return whether the result is still valid."""
-        if self.peft not in (None, peft) or not self.structure.unchanged():
-            return False
-        return all(parameter.requires_grad is trained for parameter, trained in self._base)
+    def treats(self, peft: PeftMode) -> bool:
+        """Return whether a model with adapters would be treated in the same way now."""
+        return self.peft == peft and all(p.requires_grad is trained for p, trained in self._base)
 
 
 _known: WeakKeyDictionary[nn.Module, _Index] = WeakKeyDictionary()
@@ -279,7 +276,9 @@ def known_tensors(module: nn.Module, peft: PeftMode = "merged") -> KnownTensors 
         return None
     if index.spread:
         reshard(module)
-    return index.tensors if index.holds(peft) else None
+    if index.peft is not None and not index.treats(peft):
+        return None
+    return index.tensors if index.structure.unchanged() else None
 
 
 def module_tensors(module: nn.Module, peft: PeftMode = "merged") -> Mapping[str, Tensor]:

@@ -238,7 +238,7 @@ class WeightUpdaterBase(ABC):
 
 async def _apply(destination: Any, weights: Any) -> None:
     """Write weights in place, in a thread: all that are given, or none if one does not fit."""
-    work = partial(WeightStrategy(peft="as_is").apply_weights, destination, weights, strict=False)
+    work = partial(WeightStrategy().apply_weights, destination, weights, strict=False)
     await offloaded(work, "aiosync-updater")
 
 

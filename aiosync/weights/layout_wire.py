@@ -20,7 +20,7 @@ Spec: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]
 
 _MAX_BYTES = 1 << 56
 _Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=4096)]
-_Text: TypeAlias = Annotated[str, Meta(max_length=1024, pattern="^[ -~]*$")]
+_Text: TypeAlias = Annotated[str, Meta(max_length=1024, pattern=r"^[ -~]*\Z")]
 _Size: TypeAlias = Annotated[int, Meta(ge=0, le=2 * _MAX_BYTES)]
 _Shape: TypeAlias = Annotated[tuple[_Size, ...], Meta(max_length=64)]
 

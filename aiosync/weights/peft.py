@@ -32,6 +32,7 @@ from aiosync.weights.tensors import (
     FLOATING,
     convertible,
     describe,
+    dtype_name,
     memory_key,
     spelled,
     to_bytes,
@@ -102,7 +103,7 @@ def _walk(module: nn.Module, prefix: str, adapter: bool) -> Iterator[tuple[str, 
     yield prefix, module, adapter or tuner
     for key, name, child in below(module, prefix):
         # PEFT's outer model has the prompts of prompt tuning beside the base model.
-        prompts = key == "prompt_encoder" and "peft_config" in vars(module)
+        prompts = key == "prompt_encoder" and hasattr(type(module), "peft_config")
         yield from _walk(child, name, key not in _BASE if tuner else adapter or prompts)
 
 
@@ -162,18 +163,21 @@ def check_presumed(
     missing: list[str] = []
     differing: dict[str, tuple[str, str]] = {}
     for name, theirs in expected.items():
-        dtype = DTYPES.get(theirs.partition("[")[0])
+        tensor, dtype = tensors.get(name), DTYPES.get(theirs.partition("[")[0])
         if dtype is None:
             ours = mine.get(name, _NOTHING) if isinstance(model, nn.Module) else theirs
-        elif name not in tensors:
+        elif tensor is None:
             missing.append(name)
             continue
-        elif (tied := owners.get(memory_key(tensors[name]))) is not None:
-            ours = f"{describe(tensors[name])}, tied to {tied!r} here"
+        elif (tied := owners.get(memory_key(tensor))) is not None:
+            ours = f"{describe(tensor)}, tied to {tied!r} here"
+        elif convertible(tensor.dtype, dtype):
+            ours = digests.of(name, tensor, dtype)
         else:
-            tensor = tensors[name]
-            ours = digests.of(name, tensor, dtype if convertible(tensor.dtype, dtype) else tensor.dtype)
+            ours = describe(tensor)
         if ours != theirs:
+            if tensor is not None and dtype is not None and tensor.dtype is not dtype:
+                ours += f", converted from {dtype_name(tensor.dtype)}"
             differing[name] = (ours, theirs)
     if missing or differing:
         raise LayoutMismatchError(unexpected=missing, differing=differing)

@@ -41,6 +41,9 @@ from tests.kit.clock import PATIENCE, within
 from tests.weights.models import Adapter, Forwarding
 from tests.weights.peft_models import KINDS, base_model, generated, train, with_adapters
 
+# PEFT uses an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
 MODES = ("merged", "as_is", "adapter")
 
 
@@ -173,14 +176,15 @@ def test_applied_by_the_strategy_itself() -> None:
         WeightStrategy().apply_weights(worker, strategy.extract_weights(trainer))
 
 
-def test_the_option() -> None:
+async def test_the_option() -> None:
     scheme = SharedMemWeightSyncScheme("state_dict", peft="adapter")
     assert repr(scheme.strategy) == "WeightStrategy(extract_as='state_dict', peft='adapter')"
     scheme.init_on_sender(model_id="policy", model=with_adapters("gpt2"), num_workers=1)
     assert pickle.loads(pickle.dumps(scheme)).strategy.peft == "adapter"
     scheme.strategy = WeightStrategy(peft="as_is")
     assert copy.copy(scheme).strategy.peft == "as_is"
-    assert "lora_" in str(scheme.prepare_weights().keys(True, True))
+    assert "lora_" in str(list(scheme.prepare_weights().keys(True, True)))
+    await scheme.aclose()
     twin = aiosync.sync.SharedMemWeightSyncScheme(peft="adapter")
     assert pickle.loads(pickle.dumps(twin)).strategy.peft == "adapter"
     assert WeightStrategy("tensordict").peft == "merged"
@@ -352,8 +356,8 @@ async def test_the_refusal_names_the_option(trainer: Any, worker: Any, peft: str
 
 
 async def test_a_base_without_values_is_refused() -> None:
-    with torch.device("meta"):
-        worker = with_adapters("llama")
+    worker = with_adapters("llama")
+    worker.base_model.model.lm_head.to("meta")
     ours, theirs = await refusals(with_adapters("llama"), worker, peft="adapter")
     assert isinstance(theirs, UnsupportedTensorError)
     assert "load the base model first" in str(ours)
@@ -366,7 +370,7 @@ async def test_a_base_in_a_narrower_dtype_needs_cast() -> None:
     worker = with_adapters("llama").to(torch.bfloat16)
     for error in await refusals(trainer, worker, peft="adapter"):
         assert isinstance(error, LayoutMismatchError)
-        assert any("bfloat16[" in text for text, _ in error.differing.values())
+        assert all("converted from bfloat16" in text for text, _ in error.differing.values())
     async with connected(trainer, worker, peft="adapter", cast=torch.bfloat16) as (sender, _):
         train(trainer)
         await sender.send()

@@ -12,6 +12,9 @@ from tensordict import TensorDictBase
 import aiosync
 from tests.weights.peft_models import KINDS, base_model, generated, train, with_adapters
 
+# PEFT uses an attribute that transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
 EXPERIMENTAL = pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")
 
 
