@@ -24,14 +24,14 @@ TARGETS = {"gpt2": ["c_attn", "c_fc"], "llama": ["q_proj", "v_proj"], "qwen2": [
 KINDS = tuple(TARGETS)
 """The output layer of ``gpt2`` and ``qwen2`` is tied to the embedding."""
 
-_TOKENS = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+_TOKENS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
 
 
 def base_model(kind: str, seed: int = 0) -> Any:
     """A model of this kind. The same seed gives the same weights."""
     torch.manual_seed(seed)
     if kind == "gpt2":
-        sizes = {"vocab_size": 64, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+        sizes: dict[str, Any] = {"vocab_size": 64, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
         return GPT2LMHeadModel(GPT2Config(**sizes, **_TOKENS)).eval()
     sizes = {
         "vocab_size": 64,

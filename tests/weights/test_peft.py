@@ -79,8 +79,8 @@ async def connected(
         await sender.aclose()
 
 
-async def refusals(trainer: Any, worker: Any, **options: Any) -> list[Exception]:
-    """The errors of both sides' ``connect``."""
+async def refusals(trainer: Any, worker: Any, **options: Any) -> list[BaseException | None]:
+    """The errors of the sender's and the receiver's ``connect``."""
     sender = MemoryWeightSyncScheme(timeout=PATIENCE, **options)
     sender.init_on_sender(model_id="policy", model=trainer, num_workers=1)
     receiver = copy.copy(sender)
@@ -88,8 +88,7 @@ async def refusals(trainer: Any, worker: Any, **options: Any) -> list[Exception]
     both = await within(asyncio.gather(sender.connect(), receiver.connect(), return_exceptions=True))
     await receiver.aclose()
     await sender.aclose()
-    assert all(isinstance(error, Exception) for error in both), both
-    return both
+    return list(both)
 
 
 # -- what is sent -----------------------------------------------------------------------------------
@@ -237,7 +236,7 @@ async def test_generate_in_a_worker_process_equals_the_trainers() -> None:
         schemes[f"qwen2-{peft}-process"] = MultiProcessWeightSyncScheme(peft=peft, **options)
     trainers = {kind: with_adapters(kind) for kind in KINDS}
     for name, scheme in schemes.items():
-        where = {"ctx": ctx} if name.endswith("process") else {}
+        where: dict[str, Any] = {"ctx": ctx} if name.endswith("process") else {}
         scheme.init_on_sender(model_id="policy", model=trainers[name.split("-")[0]], num_workers=1, **where)
     ours, theirs = ctx.Pipe()
     process = ctx.Process(target=work, args=(schemes, theirs))
