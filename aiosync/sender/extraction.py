@@ -79,6 +79,7 @@ class WeightSource:
             unchanged = known_tensors(given, strategy.peft)
             if unchanged is not None:
                 return {0: unchanged}  # as almost always
+        peft = _peft_of(strategy)
         custom = strategy if type(strategy).extract_weights is not WeightStrategy.extract_weights else None
         cache: dict[int, Mapping[str, Tensor]] = {}
         sources: dict[int, Mapping[str, Tensor]] = {}
@@ -88,7 +89,7 @@ class WeightSource:
                 continue
             source = self._source_for(given, group)
             if id(source) not in cache:
-                cache[id(source)] = await _extract(source, custom, strategy.peft)
+                cache[id(source)] = await _extract(source, custom, peft)
             tensors = cache[id(source)]
             if plan.device_map_fn is not None:
                 (worker,) = group.workers
@@ -112,7 +113,7 @@ class WeightSource:
             SyncTimeoutError: the deadline has passed.
             InvalidArgumentError, UnsupportedTensorError: as :func:`.peft.presumed`.
         """
-        peft, found = self._strategy().peft, dict[int, Mapping[str, str]]()
+        peft, found = _peft_of(self._strategy()), dict[int, Mapping[str, str]]()
         if peft == "merged":
             return found
         unknown = isinstance(weights, str) or (weights is None and not self.plan.has_weights)
@@ -152,6 +153,12 @@ class WeightSource:
         plan = self.plan
         known = [m for m in (weights, plan.weights, *(g.weights for g in plan.groups)) if m is not None]
         return frozenset().union(*(optional_names(model) for model in known or [self._resolve(None)]))
+
+
+def _peft_of(strategy: WeightStrategy) -> PeftMode:
+    # A user's strategy may be of another class that has the same methods, such as torchrl's.
+    peft: PeftMode = getattr(strategy, "peft", "merged")
+    return peft
 
 
 async def _extract(source: Any, strategy: WeightStrategy | None, peft: PeftMode) -> Mapping[str, Tensor]:

@@ -161,6 +161,43 @@ async def test_a_model_is_merged_in_a_thread_wherever_it_is() -> None:
             assert threads[0] is not threading.main_thread()
 
 
+@pytest.mark.filterwarnings("ignore:All adapters are already merged")
+def test_merged_from_any_state_of_the_trainer() -> None:
+    model = with_adapters("llama")
+    train(model)
+    strategy = WeightStrategy("state_dict")
+    expected = strategy.extract_weights(model)
+    with model.disable_adapter():
+        found = strategy.extract_weights(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.set_adapter("second")
+    found = strategy.extract_weights(model)
+    assert not all(torch.equal(found[name], expected[name]) for name in expected)
+    model.set_adapter("default")
+    model.merge_adapter()
+    found = strategy.extract_weights(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+async def test_a_strategy_of_another_library() -> None:
+    class Theirs:
+        extract_as = "tensordict"
+
+        def extract_weights(self, source: Any) -> Any:
+            return {"0.bias": source[0].bias.detach() + 1, "0.weight": source[0].weight.detach()}
+
+        def apply_weights(self, destination: Any, weights: Any, inplace: bool = True) -> None:
+            destination.load_state_dict(weights)
+
+    trainer, worker = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    scheme = MemoryWeightSyncScheme(timeout=PATIENCE)
+    scheme.strategy = Theirs()  # type: ignore[assignment]
+    async with connected(trainer, worker, scheme=scheme) as (sender, _):
+        await sender.send()
+        assert torch.equal(worker[0].bias, trainer[0].bias + 1)
+
+
 def test_applied_by_the_strategy_itself() -> None:
     trainer, worker = with_adapters("llama"), with_adapters("llama")
     train(trainer)
@@ -452,6 +489,26 @@ async def test_a_digest_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) ->
     assert time.monotonic() - begun < 0.1 * 2 * 50
     assert not any(thread is threading.main_thread() or thread.is_alive() for thread in threads)
     await another.aclose()
+
+
+async def test_a_restarted_trainer_with_another_base_is_not_followed() -> None:
+    first = TCPWeightSyncScheme(timeout=PATIENCE, peft="adapter")
+    first.init_on_sender(model_id="policy", model=with_adapters("gpt2"))
+    worker = with_adapters("gpt2")
+    options: dict[str, Any] = {"reconnect_for": PATIENCE, "on_sender_close": "wait", "timeout": PATIENCE}
+    receiver = TCPWeightSyncScheme(first.address, **options)
+    receiver.init_on_receiver(model_id="policy", model=worker)
+    await asyncio.gather(first.connect(), receiver.connect())
+    running = asyncio.create_task(receiver.get_receiver().run())
+    await first.aclose()
+    second = TCPWeightSyncScheme(first.address, timeout=PATIENCE, peft="adapter", min_workers=0)
+    second.init_on_sender(model_id="policy", model=with_adapters("gpt2", seed=1))
+    await second.connect()
+    await within(running)
+    assert "two base models differ" in str(receiver.ended)
+    assert generated(worker)[0] == generated(with_adapters("gpt2"))[0]
+    await receiver.aclose()
+    await second.aclose()
 
 
 # -- layouts ------------------------------------------------------------------------------------------
