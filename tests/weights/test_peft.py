@@ -190,7 +190,8 @@ async def test_a_strategy_of_another_library() -> None:
         def apply_weights(self, destination: Any, weights: Any, inplace: bool = True) -> None:
             destination.load_state_dict(weights)
 
-    trainer, worker = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    trainer: Any = nn.Sequential(nn.Linear(2, 2))
+    worker: Any = nn.Sequential(nn.Linear(2, 2))
     scheme = MemoryWeightSyncScheme(timeout=PATIENCE)
     scheme.strategy = Theirs()  # type: ignore[assignment]
     async with connected(trainer, worker, scheme=scheme) as (sender, _):
