@@ -11,6 +11,7 @@ import torch
 from aiosync._deadline import check_timeout, seconds_of
 from aiosync.errors import InvalidArgumentError
 from aiosync.weights.binding import CommitMode
+from aiosync.weights.peft import PeftMode
 from aiosync.weights.strategy import get_strategy
 
 OnFailure = Literal["raise", "drop"]
@@ -32,9 +33,10 @@ class SchemeOptions:
     max_slots: int = 3
     first_version: int = 0
     min_workers: int | None = None
+    peft: PeftMode = "merged"
 
     def __post_init__(self) -> None:
-        get_strategy(self.strategy)
+        get_strategy(self.strategy, self.peft)
         check_bool("sync", self.sync)
         if self.timeout is not None:
             check_timeout(self.timeout, f"timeout={self.timeout!r}")

@@ -134,6 +134,23 @@ class UnsupportedTensorError(AiosyncError, TypeError):
         super().__init__(f"weight {name!r} cannot be sent: {reason}")
 
 
+DIGEST = " of digest "
+"""In a text of ``LayoutMismatchError.differing``, precedes the digest of an entry that is not sent."""
+
+_OTHER_BASE = (
+    "entries with a digest are not sent (peft='adapter'), and the two base models differ in them: load the "
+    "same base on both sides, in the same dtype or with cast=, or send all entries with peft='as_is'"
+)
+_OTHER_PEFT = (
+    "if one of the two models has adapters (PEFT), the sender's option peft= says how they are sent: "
+    "'merged', the default, to models without adapters; 'as_is' or 'adapter' to models with the same adapters"
+)
+_OF_PEFT = frozenset(
+    ("base_model", "base_layer", "original_module", "modules_to_save", "prompt_encoder", "lora_A", "lora_B")
+)
+"""Parts of the names in models with adapters."""
+
+
 class LayoutMismatchError(AiosyncError, KeyError):
     """The weights of one side do not fit the other side's.
 
@@ -173,6 +190,10 @@ class LayoutMismatchError(AiosyncError, KeyError):
             parts.append(f"differing: {_shortened(rows)}")
         if self.omitted:
             parts.append(f"and {self.omitted} further entries, which the worker did not list")
+        if any(DIGEST in got for _, got in self.differing.values()):
+            parts.append(_OTHER_BASE)
+        elif any(not _OF_PEFT.isdisjoint(name.split(".")) for name in (*self.missing, *self.unexpected)):
+            parts.append(_OTHER_PEFT)
         return "; ".join(parts)
 
     # KeyError shows the repr of its argument, which would quote the sentence.

@@ -102,7 +102,8 @@ class MultiCollector(BatchIterator, AsyncResource):
         self.policy = policy
         self._saved_threads: int | None = None
         commit = "copy" if config.policy.needs_fixed_memory else "flip"
-        default = self._default_scheme(timeout=config.processes.seconds, commit=commit)
+        # The workers' policies are copies of this one, with the same adapters if there are any.
+        default = self._default_scheme(timeout=config.processes.seconds, commit=commit, peft="as_is")
         self._set_up_schemes(default)
         self._closed = False
         each = config.per_batch if self.sync else config.batch.frames_of(0, 1)

@@ -172,7 +172,7 @@ class Controls:
         model = self.policy
         if not isinstance(model, nn.Module):
             raise NotInitializedError("receive_weights() needs a collector whose policy is a module")
-        strategy = WeightStrategy()
+        strategy = WeightStrategy(peft="as_is")
         strategy.apply_weights(model, strategy.extract_weights(policy_or_weights))
 
     def get_cached_weights(self, model_id: str = POLICY) -> TensorDictBase | None:

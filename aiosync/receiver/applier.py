@@ -46,8 +46,7 @@ class WeightApplier(Applier):
         make_binding: Callable[[Layout], Binding],
     ) -> None:
         super().__init__(worker)
-        # Blocks commits while a reader uses the model.
-        self.gate = CommitGate()
+        self.gate = CommitGate()  # blocks commits while a reader uses the model
         self.model = model  # None: the caller only reads `weights`
         self._listen(listener)
         self.strategy = strategy  # the form in which the listener gets weights
@@ -182,6 +181,7 @@ class WeightApplier(Applier):
             raise NotConnectedError("this receiver was closed before it had another model")
         if model is not former or may_view != self._may_view:
             another = self._make_binding(self.binding.layout)
+            await self.check_base(model if model is not former else None)
             views = self.weights or (receiver_tensors(former) if former is not None else {})
             own = await self._offloader.run(lambda _: own_copies(views, model))
             with LOCK:

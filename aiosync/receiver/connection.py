@@ -261,6 +261,8 @@ class Connector:
             connection.adopt(welcome)  # also if the layout is refused: the events have the worker's index
         try:
             applier.open(welcome)
+            if first:
+                await applier.check_base(applier.model)
         except (LayoutMismatchError, ProtocolError, TypeError) as exc:
             if first or isinstance(exc, LayoutMismatchError):
                 connection.session.declined(nack_of(welcome.version, exc))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,9 +13,12 @@ from torch import Tensor
 from aiosync.errors import LayoutMismatchError
 from aiosync.protocol.frames import Update, Welcome
 from aiosync.transfer.base import InboundTransfer
+from aiosync.transports._offload import Offloader
 from aiosync.transports.base import Transport
 from aiosync.weights.binding import Staged
 from aiosync.weights.layout import Layout
+from aiosync.weights.peft import check_presumed, differences
+from aiosync.weights.target import WeightTarget
 
 if TYPE_CHECKING:
     from aiosync.receiver.staging import StagingBuffers
@@ -47,6 +51,7 @@ class Applier(ABC):
 
         follow(via)                  the sender has welcomed this worker
         open(welcome)                the sender's layout is known; the first time: bind(layout, device)
+        check_base(model)            the first time: the model is what updates presume
         prepare(transport)           updates arrive over this connection
         for each update:
             may_fetch, make_room()   before the Fetch is sent
@@ -60,6 +65,7 @@ class Applier(ABC):
         close()
 
     Attributes:
+        model: the model that updates are applied to; None: there is none.
         worker: this worker's index; -1: the sender has not assigned one yet.
         version: the version in service, -1 before the first.
         weights: the tensors in service, name -> tensor.
@@ -69,6 +75,7 @@ class Applier(ABC):
     """
 
     may_fetch = True
+    model: WeightTarget | None = None
 
     def __init__(self, worker: int) -> None:
         self.worker = worker
@@ -106,6 +113,8 @@ class Applier(ABC):
         elif welcome.layout is not None or welcome.signature != self.layout.identity:
             found = Layout.from_wire(welcome.layout)
             if found != self.layout:
+                if differing := differences(self.layout.base, found.base):
+                    raise LayoutMismatchError(differing=differing)
                 self.layout.check_receiver(found)
                 changed = "ties or an order of entries that it did not have before"
                 raise LayoutMismatchError(unexpected=[changed])
@@ -113,6 +122,20 @@ class Applier(ABC):
     @abstractmethod
     def bind(self, layout: Layout, device: str) -> None:
         """Get ready for updates of this layout, whose weights are on this device. Raises as :meth:`open`."""
+
+    async def check_base(self, model: WeightTarget | None) -> None:
+        """Check in a thread that ``model`` is what updates presume (:attr:`.Layout.base`). None: no check.
+
+        Raises:
+            LayoutMismatchError: it is not.
+            UnsupportedTensorError: a part of it that updates do not contain has no values.
+        """
+        layout = self.layout
+        if layout is None or not layout.base or model is None:
+            return
+        with closing(Offloader("aiosync-digest")) as offloader:
+            base, names = layout.base, frozenset(layout.names)
+            await offloader.run(lambda cancelled: check_presumed(base, model, names, cancelled))
 
     @abstractmethod
     async def prepare(self, transport: Transport) -> None:

@@ -63,6 +63,9 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
         min_workers: on the sender, how many workers :meth:`connect` waits for: an integer >= 0; None: all of
             ``num_workers``, or 1 if the number of workers is not fixed. With 0 ``async with scheme`` does
             not wait for any worker.
+        peft: how a model with adapters (PEFT) is sent, as in :class:`~aiosync.WeightStrategy`: ``"merged"``,
+            ``"as_is"``, or ``"adapter"``, where only what is trained is sent, and a worker with another base
+            model is refused.
     """
 
     @classmethod

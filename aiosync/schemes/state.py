@@ -21,6 +21,7 @@ from aiosync.sender.worker_plan import SenderPlan, model_of
 from aiosync.stats import SchemeStats
 from aiosync.transports.base import Listener, Transport
 from aiosync.weights.binding import CommitMode
+from aiosync.weights.peft import PeftMode
 from aiosync.weights.strategy import WeightStrategy, get_strategy
 
 
@@ -52,6 +53,7 @@ class SchemeState:
         max_slots: int = 3,
         first_version: int = 0,
         min_workers: int | None = None,
+        peft: PeftMode = "merged",
     ) -> None:
         options = SchemeOptions(
             strategy,
@@ -64,8 +66,9 @@ class SchemeState:
             max_slots,
             first_version,
             min_workers,
+            peft,
         )
-        self._start(options, None, secrets.token_bytes(32), get_strategy(strategy))
+        self._start(options, None, secrets.token_bytes(32), get_strategy(strategy, peft))
 
     def _start(
         self, options: SchemeOptions, model_id: str | None, token: bytes, strategy: WeightStrategy

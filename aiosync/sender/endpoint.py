@@ -158,8 +158,9 @@ class WeightSender(SendingEndpoint):
             if before is not None:
                 weights = await before(weights, deadline)
             sources = await self.source.extract(weights, self.registry.workers)
+            bases = await self.source.presumed(weights, self.spec.cast, deadline)
             async with self._calls.call():
-                await self._open(sources, deadline, self.source.optional(weights), gathering)
+                await self._open(sources, bases, deadline, self.source.optional(weights), gathering)
             await self._wait_for_start(min_workers, deadline)
 
     async def _wait_for_start(self, min_workers: int | None, deadline: Deadline) -> None:
@@ -201,6 +202,7 @@ class WeightSender(SendingEndpoint):
     async def _open(
         self,
         sources: Sources,
+        bases: Mapping[int, Mapping[str, str]],
         deadline: Deadline,
         optional: Collection[str],
         gathering: ShardGather | None,
@@ -209,7 +211,10 @@ class WeightSender(SendingEndpoint):
         await self._host.start()
         try:
             for number, plan in enumerate(self.plan.groups):
-                layout = Layout.of(sources[number], cast=self.spec.cast, optional=optional)
+                tensors, base = sources[number], bases.get(number, {})
+                # A user's strategy may extract entries that would be left out otherwise.
+                base = {name: text for name, text in base.items() if name not in tensors}
+                layout = Layout.of(tensors, cast=self.spec.cast, optional=optional, base=base)
                 allocate = partial(self.transfer.allocate, device=plan.device)
                 pool = SlotPool(layout, allocate, self.spec.max_slots)
                 workers, streams = set(plan.workers), self.transfer.streams

@@ -5,23 +5,40 @@ Both are cached while the same module is sent and has not changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError
 from aiosync.sender.worker_plan import GroupPlan, SenderPlan
 from aiosync.transports._offload import Offloader
 from aiosync.weights.flatten import check_sendable, named_tensors, optional_names
 from aiosync.weights.layout import Layout
+from aiosync.weights.peft import PeftMode, base_parameters, has_adapters, presumed
 from aiosync.weights.sharded import is_sharded, reshard
 from aiosync.weights.strategy import WeightStrategy, to_tensordict
 from aiosync.weights.tensors import check_dense
-from aiosync.weights.walk import Structure, has_extra_state, is_transient, join, leaves, modules
+from aiosync.weights.walk import (
+    Structure,
+    check_unmerged,
+    has_extra_state,
+    is_mergeable,
+    is_transient,
+    join,
+    leaves,
+    modules,
+)
+
+T = TypeVar("T")
 
 Sources: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 """Number of the group -> entry name -> tensor."""
@@ -59,9 +76,10 @@ class WeightSource:
         if isinstance(weights, str) or (weights is None and not plan.has_weights):
             given = self._resolve(weights)
         if plan.plain and isinstance(given, nn.Module) and type(strategy) is WeightStrategy:
-            unchanged = known_tensors(given)
+            unchanged = known_tensors(given, strategy.peft)
             if unchanged is not None:
                 return {0: unchanged}  # as almost always
+        peft = _peft_of(strategy)
         custom = strategy if type(strategy).extract_weights is not WeightStrategy.extract_weights else None
         cache: dict[int, Mapping[str, Tensor]] = {}
         sources: dict[int, Mapping[str, Tensor]] = {}
@@ -71,13 +89,50 @@ class WeightSource:
                 continue
             source = self._source_for(given, group)
             if id(source) not in cache:
-                cache[id(source)] = await _extract(source, custom)
+                cache[id(source)] = await _extract(source, custom, peft)
             tensors = cache[id(source)]
             if plan.device_map_fn is not None:
                 (worker,) = group.workers
                 tensors = named_tensors(plan.device_map_fn(worker, to_tensordict(dict(tensors))))
             sources[number] = tensors
         return sources
+
+    async def presumed(
+        self, weights: Any, cast: torch.dtype | None, deadline: Deadline
+    ) -> Mapping[int, Mapping[str, str]]:
+        """For each group, what updates presume of its workers' models; see :mod:`aiosync.weights.peft`.
+
+        A thread reads the base of each model once, if it has to be read.
+
+        Args:
+            weights: as for :meth:`extract`.
+            cast: the dtype that floating tensors are narrowed to.
+            deadline: when to give up.
+
+        Raises:
+            SyncTimeoutError: the deadline has passed.
+            InvalidArgumentError, UnsupportedTensorError: as :func:`.peft.presumed`.
+        """
+        peft, found = _peft_of(self._strategy()), dict[int, Mapping[str, str]]()
+        if peft == "merged":
+            return found
+        unknown = isinstance(weights, str) or (weights is None and not self.plan.has_weights)
+        given, known = self._resolve(weights) if unknown else weights, dict[int, Mapping[str, str]]()
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                for number, group in enumerate(self.plan.groups):
+                    source = self._source_for(given, group)
+                    if not isinstance(source, nn.Module) or isinstance(source, TensorDictBase):
+                        continue
+                    if id(source) not in known:
+                        work = partial(presumed, source, peft, cast)
+                        reads = peft == "adapter"
+                        known[id(source)] = await _offloaded(work) if reads else work(lambda: False)
+                    found[number] = known[id(source)]
+        except TimeoutError as exc:
+            hint = "the digest of the base weights was not finished"
+            raise deadline.error("connect", hint=hint) from exc
+        return found
 
     def _source_for(self, given: Any, group: GroupPlan) -> Any:
         if is_per_worker(given):
@@ -100,21 +155,35 @@ class WeightSource:
         return frozenset().union(*(optional_names(model) for model in known or [self._resolve(None)]))
 
 
-async def _extract(source: Any, strategy: WeightStrategy | None) -> Mapping[str, Tensor]:
+def _peft_of(strategy: WeightStrategy) -> PeftMode:
+    # A user's strategy may be of another class that has the same methods, such as torchrl's.
+    peft: PeftMode = getattr(strategy, "peft", "merged")
+    return peft
+
+
+async def _extract(source: Any, strategy: WeightStrategy | None, peft: PeftMode) -> Mapping[str, Tensor]:
     if not isinstance(source, nn.Module):
-        return named_tensors(source, strategy=strategy)
-    adapts = callable(getattr(type(source), "merge_and_unload", None))
-    if strategy is None and not adapts and not isinstance(source, TensorDictBase):
-        return module_tensors(source)
-    reshard(source)
-    if not adapts:
-        return named_tensors(source, strategy=strategy)
+        return named_tensors(source, strategy=strategy, peft=peft)
+    if strategy is None and not isinstance(source, TensorDictBase):
+        known = known_tensors(source, peft)
+        if known is not None:
+            return known
+        index = _indexed(source, peft)
+        if index.reusable:
+            return index.tensors
+        merges = index.merges
+    else:
+        reshard(source)
+        merges = peft == "merged" and any(is_mergeable(part) for part in source.modules())
+    if not merges:
+        return named_tensors(source, strategy=strategy, peft=peft)
     # Adapters are merged on a copy of the whole model.
-    offloader = Offloader("aiosync-merge")
-    try:
-        return await offloader.run(lambda _: named_tensors(source, strategy=strategy))
-    finally:
-        offloader.close()
+    return await _offloaded(lambda _: named_tensors(source, strategy=strategy, peft=peft))
+
+
+async def _offloaded(work: Callable[[Callable[[], bool]], T]) -> T:
+    with closing(Offloader("aiosync-peft")) as offloader:
+        return await offloader.run(work)
 
 
 class Fit:
@@ -170,49 +239,72 @@ def fit(layout: Layout, tensors: Mapping[str, Tensor], *, strict: bool) -> Fit:
 class _Index:
     """The result of a walk through a module, and the structure for which it is valid."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, peft: PeftMode) -> None:
         self.tensors = KnownTensors()
         self.spread = reshard(module)
         self.structure = Structure(module)
         self.reusable = self.structure.comparable
-        own = {id(part) for part in module.modules()}
-        for prefix, part in modules(module, merge=True) if self.reusable else ():
-            # An adapter's merged copy is not a part of the module, and is made again at each walk.
-            if id(part) not in own or isinstance(part, TensorDictBase) or has_extra_state(part):
+        adapted = has_adapters(module)
+        # How the adapters were treated; None: there are none, so that the result is the same in all modes.
+        self.peft = peft if adapted else None
+        # Whether adapters have to be merged. A merged copy is made again for each send.
+        self.merges = adapted and peft == "merged" and any(map(is_mergeable, module.modules()))
+        # Of the base, the parameters that require gradients are sent and the others are not.
+        base = base_parameters(module) if peft == "adapter" else {}
+        self._base = [(parameter, parameter.requires_grad) for parameter in base.values()]
+        left_out = {name for name, parameter in base.items() if not parameter.requires_grad}
+        for prefix, part in modules(module, merge=False):
+            if self.merges or isinstance(part, TensorDictBase) or has_extra_state(part):
                 self.reusable = False
+            if not self.reusable:
                 return
-            check_sendable(prefix, part)
-            for key, tensor in leaves(part):
-                if not is_transient(part, key):
-                    name = join(prefix, key)
-                    check_dense(name, tensor, allow_meta=False)
-                    self.tensors[name] = tensor
+            self._add(prefix, part, left_out)
+
+    def _add(self, prefix: str, part: nn.Module, left_out: Collection[str]) -> None:
+        check_sendable(prefix, part)
+        check_unmerged(prefix, part)
+        for key, tensor in leaves(part):
+            if not is_transient(part, key) and (name := join(prefix, key)) not in left_out:
+                check_dense(name, tensor, allow_meta=False)
+                self.tensors[name] = tensor
+
+    def treats(self, peft: PeftMode) -> bool:
+        """Return whether a model with adapters would be treated in the same way now."""
+        return self.peft == peft and all(p.requires_grad is trained for p, trained in self._base)
 
 
 _known: WeakKeyDictionary[nn.Module, _Index] = WeakKeyDictionary()
 
 
-def known_tensors(module: nn.Module) -> KnownTensors | None:
+def known_tensors(module: nn.Module, peft: PeftMode = "merged") -> KnownTensors | None:
     """Return the cached result of :func:`module_tensors`; None: there is none, or it is no longer valid."""
     index = _known.get(module)
     if index is None:
         return None
     if index.spread:
         reshard(module)
+    if index.peft is not None and not index.treats(peft):
+        return None
     return index.tensors if index.structure.unchanged() else None
 
 
-def module_tensors(module: nn.Module) -> dict[str, Tensor]:
+def module_tensors(module: nn.Module, peft: PeftMode = "merged") -> Mapping[str, Tensor]:
     """Return a module's names -> tensors; otherwise as :func:`named_tensors`.
 
     If the result can be cached, the tensors are the parameters themselves, not detached.
     """
-    tensors = known_tensors(module)
+    tensors = known_tensors(module, peft)
     if tensors is not None:
         return tensors
-    index = _Index(module)
-    if not index.reusable:
+    index = _indexed(module, peft)
+    return index.tensors if index.reusable else named_tensors(module, peft=peft)
+
+
+def _indexed(module: nn.Module, peft: PeftMode) -> _Index:
+    """Walk through a module, and keep the result if it can be used again."""
+    index = _Index(module, peft)
+    if index.reusable:
+        _known[module] = index
+    else:
         _known.pop(module, None)
-        return named_tensors(module)
-    _known[module] = index
-    return index.tensors
+    return index

@@ -32,6 +32,7 @@ from aiosync.transports.torch_rpc.rendezvous import RPCWorkerTransport
 from aiosync.transports.unix_socket import SharedMemTransport
 from aiosync.weights.binding import CommitMode
 from aiosync.weights.codec import Codec
+from aiosync.weights.peft import PeftMode
 from aiosync.weights.strategy import WeightStrategy
 
 
@@ -56,6 +57,7 @@ class WeightSyncScheme(BlockingTwin):
         max_slots: int = 3,
         first_version: int = 0,
         min_workers: int | None = None,
+        peft: PeftMode = "merged",
     ) -> None:
         self._async = self._async_class(
             strategy,
@@ -68,6 +70,7 @@ class WeightSyncScheme(BlockingTwin):
             max_slots=max_slots,
             first_version=first_version,
             min_workers=min_workers,
+            peft=peft,
         )
 
     def connect(

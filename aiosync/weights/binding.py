@@ -128,7 +128,8 @@ class Binding:
         ]
         try:
             # A user's strategy need not know ``strict``.
-            options = {"strict": False} if len(given) < len(self.layout.names) else {}
+            part = len(given) < len(self.layout.names) or bool(self.layout.base)
+            options = {"strict": False} if part else {}
             self._strategy.apply_weights(self.model, given, **options)
             yield
         except BaseException:

@@ -153,11 +153,11 @@ def _decompress(data: memoryview, size: int) -> NDArray[np.uint8]:
     return np.frombuffer(plain, np.uint8)
 
 
-def check_xxhash() -> None:
-    """Raise InvalidArgumentError if xxhash is not installed."""
+def check_xxhash(what: str = "weights over sockets") -> None:
+    """Raise InvalidArgumentError, which names ``what``, if xxhash is not installed."""
     if xxhash is None:
         raise InvalidArgumentError(
-            "weights over sockets need xxhash, which is not installed: python -m pip install 'aiosync[tcp]'"
+            f"{what}: this needs xxhash, which is not installed: python -m pip install 'aiosync[tcp]'"
         )
 
 

@@ -31,10 +31,12 @@ from torch.nn.parameter import is_lazy
 
 from aiosync.errors import InvalidArgumentError, UnsupportedTensorError
 from aiosync.weights.extra_state import flatten_extra
+from aiosync.weights.peft import PeftMode, frozen_base
 from aiosync.weights.tensors import check_dense, memory_key
 from aiosync.weights.walk import (
     EXTRA_STATE,
     TORCH_EXTRA_STATE,
+    check_unmerged,
     extra_state_owners,
     has_extra_state,
     is_extra_state,
@@ -52,22 +54,24 @@ WeightSource: TypeAlias = "nn.Module | TensorDictBase | Mapping[str, Any]"
 """The types that weights can be given as."""
 
 
-def named_tensors(source: WeightSource, *, strategy: WeightStrategy | None = None) -> dict[str, Tensor]:
+def named_tensors(
+    source: WeightSource, *, strategy: WeightStrategy | None = None, peft: PeftMode = "merged"
+) -> dict[str, Tensor]:
     """Return the weights as flat dotted names -> tensors, detached and not copied.
 
     Args:
-        source: a module, a TensorDict, or a flat or nested mapping. A model with adapters
-            (``merge_and_unload``) gives its merged weights, from a copy.
+        source: a module, a TensorDict, or a flat or nested mapping.
         strategy: a user's strategy that extracts the weights first. None: the source is used as it is.
+        peft: which entries a model with adapters gives; see :class:`~aiosync.WeightStrategy`.
 
     Returns:
         Names in the source's order. Tied tensors appear under each name and share memory.
 
     Raises:
-        UnsupportedTensorError: an entry is not a tensor, is uninitialised, or is on ``meta``; or a module has
-            further state (see :func:`check_sendable`).
-        InvalidArgumentError: the source has another type, a key is not a string, or two keys give the same
-            name.
+        UnsupportedTensorError: an entry is not a tensor, is uninitialised, or is on ``meta``; a module has
+            further state (see :func:`check_sendable`); or its adapters are merged in place.
+        InvalidArgumentError: the source has another type, a key is not a string, two keys give the same
+            name, or ``peft="adapter"`` and a module has no adapters.
     """
     if strategy is not None:
         source = strategy.extract_weights(source)
@@ -76,7 +80,7 @@ def named_tensors(source: WeightSource, *, strategy: WeightStrategy | None = Non
     if isinstance(source, TensorDictBase | Mapping):
         _add_mapping(out, source, "")
     elif isinstance(source, nn.Module):
-        _add_module(out, source)
+        _add_module(out, source, peft)
     else:
         raise InvalidArgumentError(
             "weights must be an nn.Module, a TensorDict or a dict of tensors, "
@@ -111,12 +115,14 @@ class _Named:
             self.add(name, tensor)
 
 
-def _add_module(out: _Named, source: nn.Module) -> None:
-    for prefix, module in modules(source, merge=True):
+def _add_module(out: _Named, source: nn.Module, peft: PeftMode) -> None:
+    left_out = frozen_base(source) if peft == "adapter" else {}
+    for prefix, module in modules(source, merge=peft == "merged"):
         check_sendable(prefix, module)
+        check_unmerged(prefix, module)
         for key, tensor in leaves(module):
-            if not is_transient(module, key):
-                out.add(join(prefix, key), tensor)
+            if not is_transient(module, key) and (name := join(prefix, key)) not in left_out:
+                out.add(name, tensor)
         if has_extra_state(module):
             root = join(prefix, EXTRA_STATE)
             out.add_all(flatten_extra(root, module.get_extra_state()).items())

@@ -12,16 +12,14 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, NoReturn, TypeAlias
+from typing import Any
 
-import msgspec
 import torch
-from msgspec import Meta
 from torch import Tensor
 
-from aiosync.errors import InvalidArgumentError, LayoutMismatchError, ProtocolError
+from aiosync.errors import InvalidArgumentError, LayoutMismatchError
+from aiosync.weights.layout_wire import MAX_ENTRIES, Spec, parse, refuse
 from aiosync.weights.tensors import (
-    DTYPES,
     FLOATING,
     check_dense,
     convertible,
@@ -37,24 +35,6 @@ from aiosync.weights.walk import extra_state_root, is_extra_state
 
 ALIGNMENT = 64
 """Every entry starts at a multiple of this many bytes: a cache line, and more than any dtype needs."""
-
-Spec: TypeAlias = tuple[str, tuple[int, ...], torch.dtype]
-"""Name, shape and dtype of an entry."""
-
-_MAX_BYTES = 1 << 56
-_MAX_ENTRIES = 1_000_000
-_Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=4096)]
-_Size: TypeAlias = Annotated[int, Meta(ge=0, le=2 * _MAX_BYTES)]
-_Shape: TypeAlias = Annotated[tuple[_Size, ...], Meta(max_length=64)]
-
-
-class _Wire(msgspec.Struct, forbid_unknown_fields=True):
-    """What :meth:`Layout.to_wire` returns."""
-
-    # (name, dtype, shape, offset, nbytes), and (alias, name). The lengths are checked before the rows.
-    entries: Annotated[list[tuple[_Name, str, _Shape, _Size, _Size]], Meta(max_length=_MAX_ENTRIES)]
-    aliases: Annotated[list[tuple[_Name, _Name]], Meta(max_length=_MAX_ENTRIES)]
-    nbytes: _Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +55,7 @@ class Entry:
 class Layout:
     """Names, shapes, dtypes and offsets of a model's tensors in one contiguous buffer.
 
-    Two layouts are equal when their entries and ties are. Immutable, hashable, picklable.
+    Two layouts are equal when their entries, ties and base are. Immutable, hashable, picklable.
 
     Attributes:
         entries: one per piece of memory, in buffer order.
@@ -83,12 +63,18 @@ class Layout:
         nbytes: size of the buffer in bytes; a multiple of :data:`ALIGNMENT`, and never 0.
         optional: names that the other side may include or omit (see :func:`.flatten.optional_names`). The
             signature and equality ignore them.
+        base: what updates presume of the receiver's model, name -> text (see :mod:`aiosync.weights.peft`).
+            These names are not sent. The signature ignores them.
     """
 
-    __slots__ = ("_identity", "_index", "_signature", "aliases", "entries", "nbytes", "optional")
+    __slots__ = ("_identity", "_index", "_signature", "aliases", "base", "entries", "nbytes", "optional")
 
     def __init__(
-        self, specs: Iterable[Spec], aliases: Mapping[str, str] | None = None, optional: Iterable[str] = ()
+        self,
+        specs: Iterable[Spec],
+        aliases: Mapping[str, str] | None = None,
+        optional: Iterable[str] = (),
+        base: Mapping[str, str] | None = None,
     ) -> None:
         """Lay out ``(name, shape, dtype)`` in the given order. Most callers use :meth:`of`."""
         entries = []
@@ -101,13 +87,19 @@ class Layout:
         self.aliases: Mapping[str, str] = MappingProxyType(dict(aliases or {}))
         self.nbytes: int = max(offset, ALIGNMENT)
         self.optional: frozenset[str] = frozenset(optional)
+        self.base: Mapping[str, str] = MappingProxyType(dict(base or {}))
         self._index = {entry.name: entry for entry in self.entries}
         self._index.update({alias: self._index[name] for alias, name in self.aliases.items()})
         self._signature = self._identity = ""  # computed when they are first read
 
     @classmethod
     def of(
-        cls, tensors: Mapping[str, Tensor], *, cast: torch.dtype | None = None, optional: Iterable[str] = ()
+        cls,
+        tensors: Mapping[str, Tensor],
+        *,
+        cast: torch.dtype | None = None,
+        optional: Iterable[str] = (),
+        base: Mapping[str, str] | None = None,
     ) -> Layout:
         """Lay out these tensors, in the order of the mapping. They may be on ``meta``.
 
@@ -119,6 +111,7 @@ class Layout:
             cast: a floating dtype to which floating entries are narrowed in the buffer. Integers, booleans,
                 complex numbers and extra state keep their dtypes.
             optional: names that :meth:`fit` and :meth:`check_receiver` accept without an entry.
+            base: as the attribute.
 
         Raises:
             UnsupportedTensorError: a tensor is sparse, quantised, nested or uninitialised.
@@ -139,7 +132,7 @@ class Layout:
                 continue
             cast_here = cast if tensor.dtype in FLOATING and not is_extra_state(name) else None
             specs.append((name, tuple(tensor.shape), cast_here or tensor.dtype))
-        return cls(specs, aliases, optional)
+        return cls(specs, aliases, optional, base)
 
     @property
     def signature(self) -> str:
@@ -182,14 +175,14 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
             return NotImplemented
-        return self.entries == other.entries and self.aliases == other.aliases
+        return (self.entries, self.aliases, self.base) == (other.entries, other.aliases, other.base)
 
     def __hash__(self) -> int:
         return hash((self.entries, frozenset(self.aliases.items())))
 
     def __reduce__(self) -> tuple[object, ...]:
         specs = [(e.name, e.shape, e.dtype) for e in self.entries]
-        return (Layout, (specs, dict(self.aliases), self.optional))
+        return (Layout, (specs, dict(self.aliases), self.optional, dict(self.base)))
 
     def __repr__(self) -> str:
         ties = f", {len(self.aliases)} tied" if self.aliases else ""
@@ -288,7 +281,8 @@ class Layout:
     ) -> None:
         """Check, on the receiver, that this layout from the sender fits the receiver's model.
 
-        Names and shapes must match. Dtypes must be equal or both floating. Ties need not match. A name in
+        Names and shapes must match. Dtypes must be equal or both floating. Ties need not match. Names of
+        :attr:`base` may be missing; their values are not compared here. A name in
         ``optional`` may be missing on either side. An optional name that ends in the extra-state part accepts
         all names below it, of any shape: the module's ``set_extra_state`` checks them.
 
@@ -320,7 +314,9 @@ class Layout:
         missing = [
             name
             for name in mine
-            if strict and name not in self._index and lenient.isdisjoint((name, extra_state_root(name)))
+            if strict
+            and not (name in self._index or name in self.base)
+            and lenient.isdisjoint((name, extra_state_root(name)))
         ]
         if missing or unexpected or differing:
             raise LayoutMismatchError(missing=missing, unexpected=unexpected, differing=differing)
@@ -342,18 +338,21 @@ class Layout:
         """Return this layout as dicts, lists, strings and integers, without :attr:`optional`.
 
         ``{"entries": [[name, dtype, shape, offset, nbytes], …], "aliases": [[alias, name], …],
-        "nbytes": int}``, where a dtype is text such as ``bfloat16``.
+        "nbytes": int}``, where a dtype is text such as ``bfloat16``. With :attr:`base` also ``"base": [[name,
+        text], …]``.
         """
+        base = {"base": [[name, text] for name, text in self.base.items()]} if self.base else {}
         return {
             "entries": [
                 [e.name, dtype_name(e.dtype), list(e.shape), e.offset, e.nbytes] for e in self.entries
             ],
             "aliases": [[alias, name] for alias, name in self.aliases.items()],
             "nbytes": self.nbytes,
+            **base,
         }
 
     @classmethod
-    def from_wire(cls, obj: object, *, max_entries: int = _MAX_ENTRIES) -> Layout:
+    def from_wire(cls, obj: object, *, max_entries: int = MAX_ENTRIES) -> Layout:
         """Rebuild a layout from the result of :meth:`to_wire`, which is not trusted.
 
         The offsets are computed again, and the given offsets must be equal. So entries cannot overlap, leave
@@ -363,38 +362,12 @@ class Layout:
             ProtocolError: there are more than ``max_entries`` entries and aliases, or :meth:`to_wire` cannot
                 have returned ``obj``.
         """
-        try:
-            wire = msgspec.convert(obj, _Wire)
-        except msgspec.ValidationError as exc:
-            _refuse(f"{str(exc)[:200]!r}")  # the text may quote the peer
-        count, aliases = len(wire.entries) + len(wire.aliases), dict(wire.aliases)
-        if count > max_entries:
-            _refuse(f"{count} entries and aliases, more than {max_entries}")
-        names = {name for name, *_ in wire.entries}
-        if len(names | aliases.keys()) < count:
-            _refuse("a name twice")
-        if not names.issuperset(aliases.values()):
-            _refuse("an alias of a name that is not an entry")
-        specs, total = [], 0
-        for name, text, shape, _, _ in wire.entries:
-            dtype = DTYPES.get(text)
-            if dtype is None:
-                _refuse(f"unknown dtype {text[:80]!r} of {name[:80]!r}")
-            # Sizes of 0 count as 1 here: the strides of an empty tensor must not overflow either.
-            total += math.prod(max(size, 1) for size in shape) * dtype.itemsize
-            if total > _MAX_BYTES:
-                _refuse(f"entry {name[:80]!r} takes the layout past {_MAX_BYTES} bytes")
-            specs.append((name, shape, dtype))
-        layout = cls(specs, aliases)
-        places = [(e.offset, e.nbytes) for e in layout.entries]
-        if places != [row[3:] for row in wire.entries] or wire.nbytes != layout.nbytes:
-            _refuse("its entries are not packed one after another")
+        parsed = parse(obj, max_entries)
+        layout = cls(parsed.specs, parsed.aliases, base=parsed.base)
+        if parsed.places != [(e.offset, e.nbytes) for e in layout.entries] or parsed.nbytes != layout.nbytes:
+            refuse("its entries are not packed one after another")
         return layout
 
 
 def _digest(value: object) -> str:
     return hashlib.blake2b(json.dumps(value, separators=(",", ":")).encode(), digest_size=16).hexdigest()
-
-
-def _refuse(reason: str) -> NoReturn:
-    raise ProtocolError(f"malformed layout: {reason}")

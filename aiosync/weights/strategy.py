@@ -13,6 +13,7 @@ from aiosync.errors import InvalidArgumentError, LayoutMismatchError
 from aiosync.weights.extra_state import applying_extra_state
 from aiosync.weights.flatten import WeightSource, named_tensors, optional_names
 from aiosync.weights.layout import Layout
+from aiosync.weights.peft import PeftMode, base_parameters, check_mode, has_adapters
 from aiosync.weights.target import Slot, WeightTarget, receiver_slots, write
 from aiosync.weights.tensors import memory_key, untied
 from aiosync.weights.walk import extra_state_root, is_extra_state
@@ -27,26 +28,44 @@ class WeightStrategy:
     Args:
         extract_as: ``"tensordict"`` for a nested TensorDict, or ``"state_dict"`` for a flat dict with dotted
             keys. Both have the same names and values, and both can be applied to every destination.
+        peft: which entries of a model with adapters (PEFT, LoRA) are extracted. Other models are extracted
+            whole.
+
+            ``"merged"``
+                The names and values of the base model with its active adapters merged into it. The merge is
+                done on a copy. A model has adapters here if it has ``merge_and_unload``.
+            ``"as_is"``
+                All entries of the model's own ``state_dict()``, base and adapters.
+            ``"adapter"``
+                The same without the frozen parameters of the base model. What is trained is extracted:
+                adapters, ``modules_to_save``, and parameters of the base that require gradients.
 
     Raises:
-        InvalidArgumentError: ``extract_as`` has another value.
+        InvalidArgumentError: ``extract_as`` or ``peft`` has another value; or ``peft="adapter"``, and xxhash
+            is not installed.
     """
 
-    def __init__(self, extract_as: StrategyName = "tensordict") -> None:
+    # A user's strategy need not call our __init__.
+    peft: PeftMode = "merged"
+
+    def __init__(self, extract_as: StrategyName = "tensordict", peft: PeftMode = "merged") -> None:
         if extract_as not in get_args(StrategyName):
             raise InvalidArgumentError(
                 f"unknown strategy {extract_as!r}: expected 'tensordict' or 'state_dict'"
             )
+        check_mode(peft)
         self.extract_as: StrategyName = extract_as
+        self.peft = peft
 
     def __repr__(self) -> str:
-        return f"WeightStrategy(extract_as={self.extract_as!r})"
+        peft = "" if self.peft == "merged" else f", peft={self.peft!r}"
+        return f"WeightStrategy(extract_as={self.extract_as!r}{peft})"
 
     def extract_weights(self, source: WeightSource) -> TensorDictBase | dict[str, Tensor]:
         """Return the weights of a module, a TensorDict or a dict (flat, nested or mixed).
 
-        The tensors are detached and share the source's memory. Clone them to keep their values. A model with
-        ``merge_and_unload`` (PEFT, LoRA) gives its merged weights, from a copy.
+        The tensors are detached and share the source's memory. Clone them to keep their values. Merged
+        weights are in a copy.
 
         Returns:
             A TensorDict of batch size ``[]``, or a flat dict, according to ``extract_as``.
@@ -54,7 +73,8 @@ class WeightStrategy:
         Raises:
             As :func:`~aiosync.weights.flatten.named_tensors`.
         """
-        return to_tensordict(source) if self.extract_as == "tensordict" else named_tensors(source)
+        named = named_tensors(source, peft=self.peft)
+        return nested_tensordict(named) if self.extract_as == "tensordict" else named
 
     def apply_weights(
         self,
@@ -80,7 +100,8 @@ class WeightStrategy:
             inplace: whether to write into the destination's memory, as CUDA graphs and code with raw pointers
                 require. If not, each tensor is pointed at new memory and stays the same object, and views of
                 the old memory keep the old values.
-            strict: whether every name of the destination must be given. If not, a subset suffices.
+            strict: whether every name of the destination must be given. If not, a subset suffices. With
+                ``peft="adapter"`` the parameters of a module's base model may be omitted in any case.
 
         Raises:
             LayoutMismatchError: names, shapes or dtypes differ, or tied names of the destination were given
@@ -91,7 +112,7 @@ class WeightStrategy:
         """
         if weights is None:
             return
-        values = named_tensors(weights)
+        values = named_tensors(weights, peft=self.peft)
         slots = {slot.name: slot for slot in receiver_slots(destination)}
         module = destination if isinstance(destination, nn.Module) else None
         if isinstance(destination, TensorDictBase | Mapping):
@@ -102,15 +123,22 @@ class WeightStrategy:
                 for name, value in values.items()
                 if not is_extra_state(name) or extra_state_root(name) in roots
             }
-        _check(values, slots, optional_names(module), strict=strict)
+        optional = optional_names(module)
+        if module is not None and self.peft == "adapter" and has_adapters(module):
+            optional |= base_parameters(module).keys()
+        _check(values, slots, optional, strict=strict)
         extra = nullcontext() if module is None else applying_extra_state(module, values, merge=not strict)
         with extra:
             write([(slots[name], value) for name, value in values.items() if name in slots], inplace=inplace)
 
 
-def get_strategy(name: str | WeightStrategy) -> WeightStrategy:
+def get_strategy(name: str | WeightStrategy, peft: PeftMode = "merged") -> WeightStrategy:
     """Return the strategy with this name; a strategy object unchanged. Raises as :class:`WeightStrategy`."""
-    return name if isinstance(name, WeightStrategy) else WeightStrategy(name)  # type: ignore[arg-type]
+    if not isinstance(name, WeightStrategy):
+        return WeightStrategy(name, peft)  # type: ignore[arg-type]
+    if peft not in ("merged", name.peft):
+        raise InvalidArgumentError(f"peft={peft!r}, but strategy= is a {name!r}: set peft in one of the two")
+    return name
 
 
 def to_tensordict(weights: WeightSource) -> TensorDictBase:

@@ -19,6 +19,7 @@ from aiosync.weights.tensors import check_dense, memory_key, overlaps_itself
 from aiosync.weights.walk import (
     EXTRA_STATE,
     TORCH_EXTRA_STATE,
+    check_unmerged,
     is_extra_state,
     join,
     leaves,
@@ -47,7 +48,8 @@ def receiver_tensors(destination: WeightTarget) -> dict[str, Tensor]:
     non-persistent buffers, and excludes a module's extra state.
 
     Raises:
-        UnsupportedTensorError: a tensor is sparse, quantised, nested, wrapped or uninitialised.
+        UnsupportedTensorError: a tensor is sparse, quantised, nested, wrapped or uninitialised; or a module's
+            adapters are merged in place.
         InvalidArgumentError: the destination is not a module, TensorDict or dict.
     """
     return {slot.name: slot.tensor for slot in receiver_slots(destination)}
@@ -75,6 +77,7 @@ def _module_slots(destination: nn.Module) -> Iterator[Slot]:
         if isinstance(module, TensorDictBase):
             yield from _mapping_slots(module, prefix)
             continue
+        check_unmerged(prefix, module)
         for key, tensor in leaves(module):
             # setattr and not the registry, because some modules (LSTM) update their own lists in __setattr__.
             yield Slot(join(prefix, key), tensor, partial(setattr, module, key))

@@ -11,6 +11,8 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
+from aiosync.errors import UnsupportedTensorError
+
 EXTRA_STATE = "__extra_state__"
 """The path part of a module's ``get_extra_state()``."""
 
@@ -59,19 +61,44 @@ def modules(module: nn.Module, *, merge: bool, prefix: str = "") -> Iterator[tup
             copy. The model itself is not changed.
         prefix: the name of ``module`` itself.
     """
-    if merge and _is_adapter(module):
+    if merge and is_mergeable(module):
         with torch.no_grad():
             module = copy.deepcopy(module).merge_and_unload()  # type: ignore[operator]
     yield prefix, module
+    for _, name, child in below(module, prefix):
+        yield from modules(child, merge=merge, prefix=name)
+
+
+def below(module: nn.Module, prefix: str) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield the key, the dotted name and the module of each child of the module ``prefix``."""
     if isinstance(module, TensorDictBase):
         return
     for key, child in module._modules.items():
         if child is not None:
-            below = prefix if key == _COMPILED else join(prefix, key)
-            yield from modules(child, merge=merge, prefix=below)
+            yield key, prefix if key == _COMPILED else join(prefix, key), child
 
 
-def _is_adapter(module: nn.Module) -> bool:
+def is_tuner(module: nn.Module) -> bool:
+    """Return whether this layer adds adapters to the layer that it wraps, as PEFT's layers do."""
+    return hasattr(type(module), "adapter_layer_names")
+
+
+def check_unmerged(prefix: str, module: nn.Module) -> None:
+    """Check that a layer computes with its adapters' entries.
+
+    Raises:
+        UnsupportedTensorError: its adapters were merged into the base in place, as by ``merge_adapter()``.
+    """
+    if merged := vars(module).get("merged_adapters"):
+        raise UnsupportedTensorError(
+            prefix,
+            f"its adapters {merged} are merged into its base, so that it does not compute with the adapters' "
+            "own entries; call unmerge_adapter() before",
+        )
+
+
+def is_mergeable(module: nn.Module) -> bool:
+    """Return whether :func:`modules` with ``merge`` replaces this module by a merged copy."""
     # hasattr() on a plain layer is slow if the attribute is missing, and a layer without children cannot
     # delegate.
     if not module._modules and not hasattr(type(module), "merge_and_unload"):
@@ -153,6 +180,8 @@ class Structure:
         ]
         self._hidden = [part._non_persistent_buffers_set for part in parts if part._buffers]
         self._hidden_before = [frozenset(names) for names in self._hidden]
+        # The adapter layers. A layer whose adapters are merged does not compute with their entries.
+        self._tuners = [vars(part) for part in parts if "merged_adapters" in vars(part)]
 
     def unchanged(self) -> bool:
         """Return whether the module has exactly the same objects under the same names, in any order.
@@ -180,4 +209,7 @@ class Structure:
                     return False
         except KeyError:
             return False
+        for tuner in self._tuners:
+            if tuner["merged_adapters"]:
+                return False
         return self._hidden == self._hidden_before
