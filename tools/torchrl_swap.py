@@ -19,7 +19,16 @@ from types import ModuleType
 from typing import Any
 
 _PACKAGE = "torchrl.weight_update"
-_SERVER = "torchrl.modules.inference_server._server"
+
+_KEPT = {
+    # The server makes no scheme. It asks isinstance(scheme, SharedMemWeightSyncScheme), to know whether
+    # updates arrive without a call. All twins are registered with torchrl's class, as such.
+    "torchrl.modules.inference_server._server": "SharedMemWeightSyncScheme",
+    # Here only the publication from learner ranks uses the name, and it calls private methods of the scheme.
+    # The collector imports its default scheme in a function: that one is a twin.
+    "torchrl.collectors.distributed.ray": "RayWeightSyncScheme",
+}
+"""module -> the name that keeps meaning torchrl's own class there."""
 
 _originals: dict[str, type] = {}
 """torchrl's own classes, by name."""
@@ -32,13 +41,8 @@ def install() -> None:
     sys.meta_path.insert(0, _Finder())
     if _PACKAGE in sys.modules:
         _swap_all()
-    if _SERVER in sys.modules:
-        _restore_the_question(sys.modules[_SERVER])
-
-
-def is_swapped() -> bool:
-    """Return whether torchrl's names mean the twins in this process."""
-    return bool(_originals)
+        for name in _KEPT.keys() & sys.modules.keys():
+            _keep(sys.modules[name])
 
 
 def _twins() -> dict[str, type]:
@@ -69,21 +73,13 @@ def _swap_all(_: ModuleType | None = None) -> None:
             by_backend[backend] = twins[scheme.__name__]
 
 
-def _restore_the_question(module: ModuleType) -> None:
-    """Have the inference server ask for torchrl's own class.
-
-    It makes no scheme. It only asks ``isinstance(scheme, SharedMemWeightSyncScheme)``, to know whether
-    updates arrive without a call. All twins are registered with torchrl's class, as such.
-    """
-    name = "SharedMemWeightSyncScheme"
+def _keep(module: ModuleType) -> None:
+    name = _KEPT[module.__name__]
     if name in vars(module):
         setattr(module, name, _originals[name])
 
 
-_AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
-    _PACKAGE: _swap_all,
-    _SERVER: _restore_the_question,
-}
+_AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {_PACKAGE: _swap_all, **dict.fromkeys(_KEPT, _keep)}
 
 
 class _Finder(MetaPathFinder):
