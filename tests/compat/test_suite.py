@@ -82,7 +82,6 @@ def test_each_kind_of_test_is_reported_apart(tmp_path: Path) -> None:
     assert "::test_twins_alone\n" in gained
     assert "::test_torchrls_alone\n" in lost and "failed: AssertionError: a twin" in lost
     assert "::test_ends_the_process\n" in lost and "did not end" in lost
-    assert done.stdout.count("::") == 5
 
 
 WAYS = """
@@ -135,8 +134,10 @@ def test_in_a_worker():
 
 def test_a_collectors_default():
     from torchrl.collectors import MultiSyncCollector
-    from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv, TensorDictModule, nn
-    policy = TensorDictModule(nn.Linear(7, 7), in_keys=["observation"], out_keys=["action"])
+    from tensordict.nn import TensorDictModule
+    from torch.nn import Linear
+    from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv
+    policy = TensorDictModule(Linear(7, 7), in_keys=["observation"], out_keys=["action"])
     collector = MultiSyncCollector(
         [ContinuousActionVecMockEnv], policy, frames_per_batch=8, total_frames=16)
     try:

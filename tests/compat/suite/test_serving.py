@@ -20,7 +20,7 @@ from torchrl.weight_update import (
     SharedMemWeightSyncScheme,
 )
 
-from tests.compat.suite.marking import Scaling, fill, make_env, make_policy, make_scaling_env
+from tests.compat.suite.marking import fill, make_env, make_policy
 
 GIVEN = [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme]
 
@@ -58,32 +58,6 @@ def test_an_evaluator_in_a_process(scheme: Any) -> None:
 
 def _factory(env: Any = None) -> Any:
     return make_policy()
-
-
-@pytest.mark.parametrize("scheme", GIVEN)
-def test_an_evaluator_with_a_model_of_its_environment(scheme: Any) -> None:
-    name = "env.transform[0].module"
-    evaluator = Evaluator(
-        make_scaling_env,
-        policy_factory=_factory,
-        max_steps=8,
-        backend="process",
-        metrics_fn=_scaled,
-        weight_sync_schemes={"policy": scheme(), name: scheme()},
-    )
-    try:
-        trained, scaling = make_policy(), Scaling()
-        for number in (1, 2):
-            fill(trained, number)
-            nn.init.constant_(scaling.module.weight, number * 10)
-            found = evaluator.evaluate(weights_dict={"policy": trained, name: scaling.module}, step=number)
-            assert found["eval/mark"] == number and found["eval/scaled"] == number * 10
-    finally:
-        evaluator.shutdown()
-
-
-def _scaled(batch: Any) -> dict[str, Any]:
-    return {**_marks(batch), "scaled": float(batch["next", "scaled"].max())}
 
 
 def test_an_evaluator_in_a_thread() -> None:
