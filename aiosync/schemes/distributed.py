@@ -31,7 +31,7 @@ class ProcessGroupScheme(WeightSyncScheme):
         self, backend: str, collective: Collective, share_memory: bool, reconnect_for: float, **options: Any
     ) -> None:
         super().__init__(**options)
-        check_backend(backend)
+        check_choice("backend", backend, ("gloo", "nccl"))
         check_choice("collective", collective, ("p2p", "broadcast"))
         check_bool("share_memory", share_memory)
         check_seconds("reconnect_for", reconnect_for)
@@ -65,6 +65,7 @@ class ProcessGroupScheme(WeightSyncScheme):
         return self._share_memory and self._backend == "gloo"
 
     def _make_transfer(self) -> Transfer:
+        check_backend(self._backend)  # only now: the process that makes the recipe may have another build
         return ProcessGroupTransfer(
             self._backend, self._collective, self.timeout, self._listener, self._inline
         )
@@ -117,6 +118,7 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
         self,
         backend: str = "gloo",
         sync: bool = True,
+        timeout: float | None = None,
         *,
         collective: Collective = "p2p",
         store: Any = None,
@@ -126,7 +128,8 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
         on_sender_close: OnSenderClose = "stop",
         **options: Any,
     ) -> None:
-        super().__init__(backend, collective, share_memory, reconnect_for, sync=sync, **options)
+        options |= {"sync": sync, "timeout": timeout}
+        super().__init__(backend, collective, share_memory, reconnect_for, **options)
         check_reconnecting(reconnect_for, on_sender_close)
         self._on_sender_close = on_sender_close
         self._meeting = self._given = StoreAddress.at(store, init_method)

@@ -64,13 +64,17 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     def init_on_sender(
         self, *, pipes: Sequence[Connection[Any, Any]] | None = None, **arguments: Any
     ) -> None:
-        """See :meth:`WeightSyncScheme.init_on_sender`; also takes ``pipes``, one end per worker."""
+        """See :meth:`WeightSyncScheme.init_on_sender`; also takes ``pipes``, one end per worker: they are as
+        many as the workers."""
         context = arguments.get("context")
         given = pipes if pipes is not None else self._pipes
         if given is None and adapter_for(context) is None:
             # (The pipes of torchrl's collectors carry its commands.)
             given = getattr(context, "pipes", None)
         self._pipes = given
+        counts = ("context", "params_map", "devices", "num_workers")
+        if given is not None and all(arguments.get(name) is None for name in counts):
+            arguments["num_workers"] = len(given)
         super().init_on_sender(**arguments)
 
     def init_on_receiver(self, *, pipe: Connection[Any, Any] | None = None, **arguments: Any) -> None:

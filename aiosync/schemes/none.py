@@ -46,7 +46,7 @@ class NullEndpoint(SendingEndpoint):
     async def receive_until(self, deadline: Deadline) -> None:
         """Return None at once: no update ever comes."""
 
-    async def receive(self, timeout: float | None = None) -> None:
+    async def receive(self, timeout: float | None = None) -> Any:
         """Return None at once: no update ever comes."""
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
@@ -81,8 +81,8 @@ class NullTransport(Transport):
     async def _close(self) -> None:
         return
 
-    async def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        return
+    async def _nothing(self, *args: Any, **kwargs: Any) -> Any:
+        return None
 
     send_weights = send_weights_async = wait_ack = receive_weights = send_ack = _nothing  # type: ignore[assignment]
     setup_connection_and_weights_on_sender = _nothing  # type: ignore[assignment]

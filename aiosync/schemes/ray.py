@@ -8,7 +8,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Literal, TypeAlias, get_args
 
 from aiosync._deadline import Deadline
-from aiosync._options import check_choice, check_count
+from aiosync._options import StrategyName, check_choice, check_count
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.events import logger
 from aiosync.schemes.attach import all_joined, enlist
@@ -45,16 +45,18 @@ class RayWeightSyncScheme(ProcessGroupScheme):
     that may call the cluster's actors is trusted, as in Ray itself, which unpickles what it receives.
 
     Args:
+        strategy: see :class:`~aiosync.WeightSyncScheme`.
+        backend: of torch.distributed, with ``data_plane="distributed"``.
+        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
         tensor_transport: how Ray moves objects: ``"object_store"``, or ``"nixl"`` for Ray's own support of
             NIXL (actors need ``enable_tensor_transport=True``).
         data_plane: how the bytes are moved: ``"object_store"``; ``"tcp"``, as
             :class:`~aiosync.TCPWeightSyncScheme`; ``"distributed"``, as
-            :class:`~aiosync.DistributedWeightSyncScheme`, without any setup.
-        backend: of torch.distributed, with ``data_plane="distributed"``.
+            :class:`~aiosync.DistributedWeightSyncScheme`, without any setup. None: ``"distributed"`` for
+            another ``backend`` than gloo, else ``"object_store"``.
         collective: ``"p2p"`` or ``"broadcast"``, with ``data_plane="distributed"``.
         share_memory: whether actors on the driver's node view its memory; not with ``data_plane="tcp"``.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
-        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
@@ -67,18 +69,22 @@ class RayWeightSyncScheme(ProcessGroupScheme):
 
     def __init__(
         self,
-        tensor_transport: TensorTransport = "object_store",
-        sync: bool = True,
-        *,
-        data_plane: DataPlane = "object_store",
+        strategy: StrategyName = "tensordict",
         backend: str = "gloo",
+        *,
+        sync: bool = True,
+        tensor_transport: TensorTransport = "object_store",
+        data_plane: DataPlane | None = None,
         collective: Collective = "p2p",
         share_memory: bool = True,
         reconnect_for: float = 60.0,
         **options: Any,
     ) -> None:
+        if data_plane is None:
+            data_plane = "object_store" if backend == "gloo" else "distributed"
         _check_planes(tensor_transport, data_plane, backend)
-        super().__init__(backend, collective, share_memory, reconnect_for, sync=sync, **options)
+        options |= {"strategy": strategy, "sync": sync}
+        super().__init__(backend, collective, share_memory, reconnect_for, **options)
         self._tensor_transport: TensorTransport = tensor_transport
         self._data_plane: DataPlane = data_plane
 
@@ -89,35 +95,47 @@ class RayWeightSyncScheme(ProcessGroupScheme):
 
     def init_on_sender(
         self,
+        model_id: str | None = None,
+        context: Any = None,
         *,
         actors: Sequence[Any] | None = None,
         remote_collectors: Sequence[Any] | None = None,
+        num_collectors: int | None = None,
+        source_model: Any = None,
         **arguments: Any,
     ) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.
 
         Args:
-            actors: handles; None: the context's ``remote_collectors``, if it has them.
+            model_id: the model's name.
+            context: an object with the model, and its actors as ``remote_collectors`` or ``actor_refs``; it
+                may say their number as ``num_collectors``.
+            actors: handles; None: the context's, if it has them.
             remote_collectors: as torchrl's ``RayCollector`` gives them. Each of them creates its endpoint
                 itself; ``context`` is then not searched for models or workers.
+            num_collectors: another name of ``num_workers``.
+            source_model: another name of ``model``.
 
         Raises:
             NotInitializedError: this process is not connected to a Ray cluster.
             InvalidArgumentError: the number of actors is not the number of workers.
         """
+        arguments |= {"model_id": model_id, "context": context}
+        named = {"num_workers": num_collectors, "model": source_model}
+        arguments |= {name: value for name, value in named.items() if value is not None}
         if remote_collectors is not None:
             self._serve_collectors(remote_collectors, **arguments)
             return
-        context = arguments.get("context")
-        given = actors if actors is not None else getattr(context, "remote_collectors", None)
+        given = actors if actors is not None else actors_of(context)
         handles = [handle_of(actor) for actor in given or ()]
         for handle in handles:
             if getattr(handle, "__ray_call__", None) is None:
                 raise InvalidArgumentError(f"actors: expected handles of Ray actors, got {handle!r:.80}")
-        if handles and arguments.get("model_id") is None:
+        if handles and model_id is None:
             arguments["model_id"] = "policy"
-        if handles and context is None and "num_workers" not in arguments and "devices" not in arguments:
-            arguments["num_workers"] = len(handles)
+        counted = getattr(context, "num_workers", None) is not None
+        if handles and not counted and not {"num_workers", "devices"} & arguments.keys():
+            arguments["num_workers"] = getattr(context, "num_collectors", None) or len(handles)
         super().init_on_sender(**arguments)
         assert self._plan is not None
         if handles and len(handles) != len(self._plan.workers):
@@ -223,6 +241,12 @@ class RayWeightSyncScheme(ProcessGroupScheme):
 
     def _release(self) -> None:
         self._actors = {}
+
+
+def actors_of(context: Any) -> Sequence[Any] | None:
+    """Return the actors that a context has as ``remote_collectors`` or ``actor_refs``; None: neither."""
+    found = getattr(context, "remote_collectors", None)
+    return getattr(context, "actor_refs", None) if found is None else found
 
 
 def _check_planes(tensor_transport: object, data_plane: object, backend: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, get_args
 
@@ -14,7 +14,7 @@ from aiosync._deadline import Deadline
 from aiosync._options import check_choice
 from aiosync.errors import InvalidArgumentError
 from aiosync.receiver.endpoint import WeightReceiver
-from aiosync.schemes.ray import RayWeightSyncScheme, TensorTransport
+from aiosync.schemes.ray import RayWeightSyncScheme, actors_of
 from aiosync.sender.endpoint import WeightSender
 from aiosync.sender.worker_plan import model_of
 from aiosync.transports.ray.object_store import as_tensor, packed
@@ -77,9 +77,9 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
     nor weights are given, version 0 is the first actor's weights.
 
     Args:
-        update_method: ``"tensordict"`` or ``"state_dict"``.
-        tensor_transport: see :class:`RayWeightSyncScheme`.
-        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
+        strategy: which method updates the actor: ``"tensordict"`` or ``"state_dict"``.
+        backend: see :class:`RayWeightSyncScheme`.
+        update_method: another name of ``strategy``.
         options: see :class:`RayWeightSyncScheme`.
 
     Raises:
@@ -95,18 +95,20 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     def __init__(
         self,
-        update_method: UpdateMethod = "tensordict",
-        tensor_transport: TensorTransport = "object_store",
-        sync: bool = True,
+        strategy: UpdateMethod = "tensordict",
+        backend: str = "gloo",
+        *,
+        update_method: UpdateMethod | None = None,
         **options: Any,
     ) -> None:
+        update_method = strategy if update_method is None else update_method
         check_choice("update_method", update_method, get_args(UpdateMethod))
         if options.get("commit", "flip") != "flip":
             raise InvalidArgumentError(
                 f"commit={options['commit']!r}: how weights get into the model is up to the actor's method; "
                 "one that copies them is _update_weights_state_dict, update_method='state_dict'"
             )
-        super().__init__(tensor_transport, sync, **{"strategy": update_method, **options})
+        super().__init__(update_method, backend, **options)
         self._update_method: UpdateMethod = update_method
 
     def _forget_runtime(self) -> None:
@@ -119,10 +121,11 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     def init_on_sender(
         self,
-        *,
-        actors: Sequence[Any] | None = None,
         model_id: str | None = None,
         context: Any = None,
+        *,
+        actors: Sequence[Any] | None = None,
+        ray_transform: Any = None,
         model: Any = None,
         weights: Any = None,
         **arguments: Any,
@@ -130,23 +133,37 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.
 
         Args:
-            actors: handles, or objects with a handle as ``_actor``; None: the object at ``model_id`` on
-                ``context``, or the ``RayModuleTransform`` that the scheme was passed to.
+            model_id: the model's name; with ``context`` alone, the path to the actor's object on it.
+            context: an object that has actors as ``remote_collectors`` or ``actor_refs``, or the object at
+                ``model_id``; and optionally the module to send as ``source_model``.
+            actors: handles, or objects with a handle as ``_actor``. Other names: ``actor_refs``,
+                ``remote_collectors``. None: the ``RayModuleTransform`` that the scheme was passed to, or
+                those of ``context``.
+            ray_transform: a ``RayModuleTransform``, in place of ``actors``.
+            model: the module to send. Another name: ``source_model``.
+            weights: tensors to send instead.
+            arguments: see :meth:`WeightSyncScheme.init_on_sender`.
 
         Raises:
             NotInitializedError: this process is not connected to a Ray cluster.
             InvalidArgumentError: there is no actor.
             AttributeError: ``context`` has nothing at ``model_id``.
         """
+        for name in ("actor_refs", "remote_collectors"):
+            actors = arguments.pop(name, None) or actors
+        transform = self._transform if ray_transform is None else ray_transform
+        if actors is None and transform is not None:
+            actors = [transform]
+        if actors is None:
+            actors = actors_of(context)
         if actors is None and context is not None and model_id is not None:
             actors = [model_of(context, model_id)]
-        elif actors is None and self._transform is not None:
-            actors = [self._transform]
         if not actors:
             raise InvalidArgumentError(
                 "there is no actor to send to: give actors=, or context= with model_id= (the way to the "
                 "transform, such as 'env.transform[0]'), or hand the scheme to RayModuleTransform"
             )
+        model = arguments.pop("source_model", None) or model or getattr(context, "source_model", None)
         source = {"model": model} if model is not None else {"weights": {} if weights is None else weights}
         super().init_on_sender(actors=actors, model_id=model_id, **source, **arguments)
         self._begins_empty = model is None and weights is None
@@ -176,13 +193,14 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         Args:
             model_id: the model's name on the sender.
             context: the actor, which has the method, and optionally the model as ``module``.
-            model: the module that the method updates, if it is not ``context.module``.
+            model: the module that the method updates, if it is not ``context.module`` or
+                ``context._actor_module``.
             worker_idx: this worker's index.
 
         Raises:
             InvalidArgumentError: the actor has no such method.
         """
-        found = model if model is not None else getattr(context, "module", None)
+        found = next((each for each in (model, *modules_of(context)) if each is not None), None)
         update = RayModuleTransformReceiver.method_of(context, self._update_method)
         named = context if model_id is not None and found is not None else None
         super().init_on_receiver(model_id=model_id, context=named, model=found, worker_idx=worker_idx)
@@ -198,9 +216,15 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         return MethodBinding(self._update, model, layout, self._strategy, nested=nested)
 
 
+def modules_of(actor: Any) -> Iterator[Any]:
+    """Yield what an actor shows as its module, under each name that it may have; None: nothing."""
+    for name in ("module", "_actor_module"):
+        yield getattr(actor, name, None)
+
+
 def _weights_of(actor: Any) -> tuple[object, Any]:
     """Return the layout of an actor's module, and its weights as one array. Runs in the actor."""
-    module = getattr(actor, "module", None)
+    module = next((each for each in modules_of(actor) if each is not None), None)
     if not isinstance(module, nn.Module):
         raise InvalidArgumentError(
             f"{type(actor).__name__} has no module to begin with: give init_on_sender() model= or weights="

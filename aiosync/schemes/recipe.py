@@ -32,7 +32,7 @@ from aiosync.weights.binding import Binding
 from aiosync.weights.layout import Layout
 from aiosync.weights.module_binding import bind
 from aiosync.weights.sharded import mesh_of
-from aiosync.weights.strategy import WeightStrategy
+from aiosync.weights.strategy import WeightStrategy, to_tensordict
 
 UNKNOWN_SENDER = (
     "this scheme does not know its sender: call init_on_sender() before copying it or handing it to workers"
@@ -175,7 +175,16 @@ class SchemeRecipe(SchemeState, ABC):
         """
         self._check_no_endpoint()
         arguments = SenderArguments(
-            model_id, context, model, weights, params_map, devices, device_map_fn, num_workers, self._elastic
+            model_id,
+            context,
+            model,
+            weights,
+            params_map,
+            devices,
+            device_map_fn,
+            num_workers,
+            self._elastic,
+            lambda source: to_tensordict(self._strategy.extract_weights(source)),
         )
         plan = make_plan(arguments, per_worker=self._spec.per_worker_weights)
         self._drop_listener()

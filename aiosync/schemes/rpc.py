@@ -7,6 +7,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from aiosync._deadline import Deadline
+from aiosync._options import StrategyName
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.attach import all_joined, enlist
 from aiosync.schemes.contexts import adapter_for
@@ -34,12 +35,13 @@ class RPCWeightSyncScheme(ProcessGroupScheme):
     unpickles what it receives.
 
     Args:
-        sender: the sender's name in torch RPC, for workers without the sender's scheme; None: rank 0's.
+        strategy: see :class:`~aiosync.WeightSyncScheme`.
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
+        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
+        sender: the sender's name in torch RPC, for workers without the sender's scheme; None: rank 0's.
         collective: ``"p2p"`` or ``"broadcast"``, see :class:`~aiosync.DistributedWeightSyncScheme`.
         share_memory: whether workers on the sender's machine view its slots, see the same class.
         reconnect_for: seconds for which a worker that has lost the sender tries to find it again.
-        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
         options: see :class:`~aiosync.WeightSyncScheme`.
 
     Raises:
@@ -52,16 +54,18 @@ class RPCWeightSyncScheme(ProcessGroupScheme):
 
     def __init__(
         self,
+        strategy: StrategyName = "tensordict",
+        *,
         backend: str = "gloo",
         sync: bool = True,
-        *,
         sender: str | None = None,
         collective: Collective = "p2p",
         share_memory: bool = True,
         reconnect_for: float = 60.0,
         **options: Any,
     ) -> None:
-        super().__init__(backend, collective, share_memory, reconnect_for, sync=sync, **options)
+        options |= {"strategy": strategy, "sync": sync}
+        super().__init__(backend, collective, share_memory, reconnect_for, **options)
         self._sender_name = sender
 
     def _forget_runtime(self) -> None:

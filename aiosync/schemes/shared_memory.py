@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from multiprocessing.context import BaseContext
+from typing import Any
 
+from aiosync._options import StrategyName
 from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.recipe import UNKNOWN_SENDER
@@ -32,13 +34,25 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     All workers are processes of this user on this machine (Linux; on other POSIX systems a worker's
     death shows by its closed socket only).
 
-    See :class:`~aiosync.WeightSyncScheme` for the arguments; ``max_slots`` and ``per_worker_weights``
-    have an effect here.
+    Args:
+        strategy: see :class:`~aiosync.WeightSyncScheme`, also for the others.
+        sync: whether ``send`` waits until the weights are applied, if ``wait=`` is not given.
+        per_worker_weights: whether each worker has a separate copy.
+        options: the other arguments; ``max_slots`` has an effect here.
     """
 
     backends = ("shared", "thread")
     _fields = ("address",)
     _address: str | None = None
+
+    def __init__(
+        self,
+        strategy: StrategyName = "tensordict",
+        sync: bool = True,
+        per_worker_weights: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(strategy, sync, per_worker_weights=per_worker_weights, **options)
 
     def _make_listener(self, workers: Iterable[int], ctx: BaseContext | None) -> Listener:
         listener = UnixListener()

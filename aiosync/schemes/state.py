@@ -101,6 +101,8 @@ class SchemeState:
         self._last_ended: str | None = None
 
     def __repr__(self) -> str:
+        if "_endpoint" not in vars(self):
+            return f"<{type(self).__name__}, whose constructor failed>"
         return f"<{type(self).__name__} {self._role} model_id={self._model_id!r} version={self.version}>"
 
     def _index_of(self, given: int) -> int:

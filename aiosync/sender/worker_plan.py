@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 
 from aiosync.errors import InvalidArgumentError
 from aiosync.weights.resolve import resolve_model
+from aiosync.weights.strategy import to_tensordict
 
 CPU = torch.device("cpu")
 
@@ -66,6 +68,7 @@ class SenderArguments:
     device_map_fn: Callable[[int, Any], Any] | None = None
     num_workers: int | None = None
     may_be_elastic: bool = False
+    extract: Callable[[Any], TensorDictBase] = to_tensordict  # converts a source to what device_map_fn gets
 
     @property
     def elastic(self) -> bool:
@@ -110,7 +113,8 @@ def make_plan(args: SenderArguments, *, per_worker: bool) -> SenderPlan:
     if args.device_map_fn is not None:
         args.forbid("device_map_fn", "devices")
         count = _count("num_workers (needed with device_map_fn)", args.num_workers)
-        return SenderPlan(_groups([CPU] * count, True), source, args.device_map_fn, per_worker=True)
+        mapped = _mapped_devices(args, source, count)
+        return SenderPlan(_groups(mapped, True), source, args.device_map_fn, per_worker=True)
     if args.devices is not None:
         devices = _as_devices(list(args.devices), args.num_workers)
     else:
@@ -127,11 +131,26 @@ def _elastic(source: Any, per_worker: bool) -> SenderPlan:
 def model_of(context: Any, model_id: str) -> Any:
     """Return the context's model of this name, from its ``get_model`` or at this dotted path.
 
+    A context without it may have the policy as ``_fallback_policy``, or a model's weights from its
+    ``get_cached_weights``, as torchrl's contexts do.
+
     Raises:
         AttributeError: the context has no such model.
     """
     get_model = getattr(context, "get_model", None)
-    return get_model(model_id) if callable(get_model) else resolve_model(context, model_id)
+    try:
+        found = get_model(model_id) if callable(get_model) else resolve_model(context, model_id)
+    except (AttributeError, KeyError, ValueError):
+        found = _instead_of_model(context, model_id)
+        if found is None:
+            raise
+    return _instead_of_model(context, model_id) if found is None else found
+
+
+def _instead_of_model(context: Any, model_id: str) -> Any:
+    policy = getattr(context, "_fallback_policy", None) if model_id == "policy" else None
+    cached = getattr(context, "get_cached_weights", None)
+    return cached(model_id) if policy is None and callable(cached) else policy
 
 
 def _from_params_map(params_map: Mapping[int, Any]) -> SenderPlan:
@@ -141,6 +160,11 @@ def _from_params_map(params_map: Mapping[int, Any]) -> SenderPlan:
     for worker, weights in params_map.items():
         if isinstance(worker, bool) or not isinstance(worker, int) or worker < 0:
             raise InvalidArgumentError(f"params_map: expected worker indices >= 0, got {worker!r}")
+        if not isinstance(weights, nn.Module | TensorDictBase | Mapping):
+            raise InvalidArgumentError(
+                f"params_map[{worker}]: expected a TensorDict, a dict or a module, got "
+                f"{type(weights).__name__}"
+            )
         groups.setdefault(id(weights), ([], weights))[0].append(worker)
     plans = tuple(GroupPlan(tuple(ws), _device_of(weights), weights) for ws, weights in groups.values())
     return SenderPlan(plans, per_worker=all(len(p.workers) == 1 for p in plans))
@@ -221,9 +245,37 @@ def _as_device(device: Any) -> torch.device:
 
 
 def _device_of(weights: Any) -> torch.device:
-    values = weights.parameters() if isinstance(weights, nn.Module) else weights.values()
-    tensor = next((value for value in values if isinstance(value, torch.Tensor)), None)
-    return CPU if tensor is None else _as_device(tensor.device)
+    """Return the device of a copy of these weights: that of the first tensor that is not on the CPU."""
+    devices = (_as_device(tensor.device) for tensor in _tensors(weights))
+    return next((device for device in devices if device != CPU), CPU)
+
+
+def _tensors(weights: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a module, a TensorDict or a nested dict."""
+    if isinstance(weights, nn.Module):
+        yield from (*weights.parameters(), *weights.buffers())
+    elif isinstance(weights, TensorDictBase):
+        yield from weights.values(include_nested=True, leaves_only=True)
+    elif isinstance(weights, Mapping):
+        for value in weights.values():
+            yield from _tensors(value)
+    elif isinstance(weights, torch.Tensor):
+        yield weights
+
+
+def _mapped_devices(args: SenderArguments, source: Any, count: int) -> list[torch.device]:
+    """Return the device of what ``device_map_fn`` returns for each worker."""
+    function = args.device_map_fn
+    if not callable(function):
+        raise InvalidArgumentError(f"device_map_fn: expected a function, got {type(function).__name__}")
+    weights = args.extract(source)
+    found = [function(worker, weights) for worker in range(count)]
+    for each in found:
+        if not isinstance(each, nn.Module | TensorDictBase | Mapping):
+            raise InvalidArgumentError(
+                f"device_map_fn: expected it to return a TensorDict or a dict, got {type(each).__name__}"
+            )
+    return [_device_of(each) for each in found]
 
 
 def _count(what: str, count: int | None) -> int:

@@ -478,6 +478,15 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.SharedMemWeightSyncScheme]] = aiosync.SharedMemWeightSyncScheme
     _async: aiosync.SharedMemWeightSyncScheme
 
+    def __init__(
+        self,
+        strategy: StrategyName = "tensordict",
+        sync: bool = True,
+        per_worker_weights: bool = False,
+        **options: Any,
+    ) -> None:
+        self._async = self._async_class(strategy, sync, per_worker_weights, **options)
+
     def create_transport(self, *, worker_idx: int) -> SharedMemTransport:
         return self._async.create_transport(worker_idx=worker_idx)
 
@@ -503,7 +512,9 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     def init_on_sender(
         self, *, pipes: Sequence[Connection[Any, Any]] | None = None, **arguments: Any
     ) -> None:
-        """See :meth:`WeightSyncScheme.init_on_sender`; also takes ``pipes``, one end per worker."""
+        """See :meth:`WeightSyncScheme.init_on_sender`; also takes ``pipes``, one end per worker: they are as
+        many as the workers.
+        """
         self._async.init_on_sender(pipes=pipes, **arguments)
 
     def init_on_receiver(self, *, pipe: Connection[Any, Any] | None = None, **arguments: Any) -> None:
@@ -595,6 +606,7 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
         self,
         backend: str = "gloo",
         sync: bool = True,
+        timeout: float | None = None,
         *,
         collective: Collective = "p2p",
         store: Any = None,
@@ -607,6 +619,7 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
         self._async = self._async_class(
             backend,
             sync,
+            timeout,
             collective=collective,
             store=store,
             init_method=init_method,
@@ -632,9 +645,10 @@ class RPCWeightSyncScheme(ProcessGroupScheme):
 
     def __init__(
         self,
+        strategy: StrategyName = "tensordict",
+        *,
         backend: str = "gloo",
         sync: bool = True,
-        *,
         sender: str | None = None,
         collective: Collective = "p2p",
         share_memory: bool = True,
@@ -642,8 +656,9 @@ class RPCWeightSyncScheme(ProcessGroupScheme):
         **options: Any,
     ) -> None:
         self._async = self._async_class(
-            backend,
-            sync,
+            strategy,
+            backend=backend,
+            sync=sync,
             sender=sender,
             collective=collective,
             share_memory=share_memory,
@@ -675,21 +690,23 @@ class RayWeightSyncScheme(ProcessGroupScheme):
 
     def __init__(
         self,
-        tensor_transport: TensorTransport = "object_store",
-        sync: bool = True,
-        *,
-        data_plane: DataPlane = "object_store",
+        strategy: StrategyName = "tensordict",
         backend: str = "gloo",
+        *,
+        sync: bool = True,
+        tensor_transport: TensorTransport = "object_store",
+        data_plane: DataPlane | None = None,
         collective: Collective = "p2p",
         share_memory: bool = True,
         reconnect_for: float = 60.0,
         **options: Any,
     ) -> None:
         self._async = self._async_class(
-            tensor_transport,
-            sync,
+            strategy,
+            backend,
+            sync=sync,
+            tensor_transport=tensor_transport,
             data_plane=data_plane,
-            backend=backend,
             collective=collective,
             share_memory=share_memory,
             reconnect_for=reconnect_for,
@@ -698,23 +715,40 @@ class RayWeightSyncScheme(ProcessGroupScheme):
 
     def init_on_sender(
         self,
+        model_id: str | None = None,
+        context: Any = None,
         *,
         actors: Sequence[Any] | None = None,
         remote_collectors: Sequence[Any] | None = None,
+        num_collectors: int | None = None,
+        source_model: Any = None,
         **arguments: Any,
     ) -> None:
         """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.
 
         Args:
-            actors: handles; None: the context's ``remote_collectors``, if it has them.
+            model_id: the model's name.
+            context: an object with the model, and its actors as ``remote_collectors`` or ``actor_refs``; it
+                may say their number as ``num_collectors``.
+            actors: handles; None: the context's, if it has them.
             remote_collectors: as torchrl's ``RayCollector`` gives them. Each of them creates its endpoint
                 itself; ``context`` is then not searched for models or workers.
+            num_collectors: another name of ``num_workers``.
+            source_model: another name of ``model``.
 
         Raises:
             NotInitializedError: this process is not connected to a Ray cluster.
             InvalidArgumentError: the number of actors is not the number of workers.
         """
-        self._async.init_on_sender(actors=actors, remote_collectors=remote_collectors, **arguments)
+        self._async.init_on_sender(
+            model_id,
+            context,
+            actors=actors,
+            remote_collectors=remote_collectors,
+            num_collectors=num_collectors,
+            source_model=source_model,
+            **arguments,
+        )
 
     def add_worker(self, actor: Any, worker_idx: int | None = None, *, timeout: float | None = None) -> int:
         """On the connected sender: add an actor as a worker, and wait until it has the newest version.
@@ -750,12 +784,13 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     def __init__(
         self,
-        update_method: UpdateMethod = "tensordict",
-        tensor_transport: TensorTransport = "object_store",
-        sync: bool = True,
+        strategy: UpdateMethod = "tensordict",
+        backend: str = "gloo",
+        *,
+        update_method: UpdateMethod | None = None,
         **options: Any,
     ) -> None:
-        self._async = self._async_class(update_method, tensor_transport, sync, **options)
+        self._async = self._async_class(strategy, backend, update_method=update_method, **options)
 
     def _set_transform(self, ray_transform: Any) -> None:
         """Set the transform to update. Called by torchrl's ``RayModuleTransform``."""
@@ -763,10 +798,11 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
 
     def init_on_sender(
         self,
-        *,
-        actors: Sequence[Any] | None = None,
         model_id: str | None = None,
         context: Any = None,
+        *,
+        actors: Sequence[Any] | None = None,
+        ray_transform: Any = None,
         model: Any = None,
         weights: Any = None,
         **arguments: Any,
@@ -774,8 +810,16 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         """See :meth:`WeightSyncScheme.init_on_sender`; worker ``i`` is the ``i``-th of ``actors``.
 
         Args:
-            actors: handles, or objects with a handle as ``_actor``; None: the object at ``model_id`` on
-                ``context``, or the ``RayModuleTransform`` that the scheme was passed to.
+            model_id: the model's name; with ``context`` alone, the path to the actor's object on it.
+            context: an object that has actors as ``remote_collectors`` or ``actor_refs``, or the object at
+                ``model_id``; and optionally the module to send as ``source_model``.
+            actors: handles, or objects with a handle as ``_actor``. Other names: ``actor_refs``,
+                ``remote_collectors``. None: the ``RayModuleTransform`` that the scheme was passed to, or
+                those of ``context``.
+            ray_transform: a ``RayModuleTransform``, in place of ``actors``.
+            model: the module to send. Another name: ``source_model``.
+            weights: tensors to send instead.
+            arguments: see :meth:`WeightSyncScheme.init_on_sender`.
 
         Raises:
             NotInitializedError: this process is not connected to a Ray cluster.
@@ -783,7 +827,13 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             AttributeError: ``context`` has nothing at ``model_id``.
         """
         self._async.init_on_sender(
-            actors=actors, model_id=model_id, context=context, model=model, weights=weights, **arguments
+            model_id,
+            context,
+            actors=actors,
+            ray_transform=ray_transform,
+            model=model,
+            weights=weights,
+            **arguments,
         )
 
     def init_on_receiver(
@@ -799,7 +849,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         Args:
             model_id: the model's name on the sender.
             context: the actor, which has the method, and optionally the model as ``module``.
-            model: the module that the method updates, if it is not ``context.module``.
+            model: the module that the method updates, if it is not ``context.module`` or
+                ``context._actor_module``.
             worker_idx: this worker's index.
 
         Raises:

@@ -60,6 +60,8 @@ class BlockingTwin:
         return twin
 
     def __repr__(self) -> str:
+        if "_async" not in vars(self):
+            return f"<blocking {type(self).__name__}, whose constructor failed>"
         return repr(self._async).replace("<", "<blocking ", 1)
 
     # -- called by the generated methods ---------------------------------------------------------------

@@ -33,8 +33,6 @@ _JOIN = 30.0  # most seconds that the other members have to join a group
 
 def check_backend(backend: str) -> None:
     """Raise InvalidArgumentError if this build of torch does not have ``backend``."""
-    if backend not in ("gloo", "nccl"):
-        raise InvalidArgumentError(f"backend={backend!r}: expected one of 'gloo', 'nccl'")
     # A build without torch.distributed does not have is_..._available().
     if not dist.is_available() or not getattr(dist, f"is_{backend}_available")():
         raise InvalidArgumentError(f"backend={backend!r}: this build of torch does not have it")
