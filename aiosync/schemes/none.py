@@ -84,9 +84,9 @@ class NullTransport(Transport):
     async def _nothing(self, *args: Any, **kwargs: Any) -> Any:
         return None
 
-    send_weights = send_weights_async = wait_ack = receive_weights = send_ack = _nothing  # type: ignore[assignment]
-    setup_connection_and_weights_on_sender = _nothing  # type: ignore[assignment]
-    setup_connection_and_weights_on_receiver = _nothing  # type: ignore[assignment]
+    send_weights = send_weights_async = wait_ack = receive_weights = send_ack = _nothing
+    setup_connection_and_weights_on_sender = _nothing
+    setup_connection_and_weights_on_receiver = _nothing
 
 
 class NoWeightSyncScheme(WeightSyncScheme):

@@ -14,7 +14,7 @@ from aiosync.weights.strategy import WeightStrategy
 from tests.kit.clock import PATIENCE
 from tests.kit.models import Uniform, value_of
 
-__all__ = ["AsyncHolder", "Collector", "Holder", "Module", "Moduleless", "Roller"]
+__all__ = ["AsyncHolder", "Collector", "Holder", "Module", "ModuleElsewhere", "Moduleless", "Roller"]
 
 
 class Holder:
@@ -159,6 +159,23 @@ class Module:
         """As a model in training does."""
         for buffer in self.module.buffers():
             buffer.add_(1)
+
+
+class ModuleElsewhere(Module):
+    """Shows its model under another name."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self._actor_module = module
+        del self.module
+
+    def _update_weights_state_dict(self, state_dict: Any) -> None:
+        self._actor_module.load_state_dict(state_dict)
+        self._note("state_dict", next(iter(state_dict.values())))
+
+    def value(self) -> float:
+        """What the model holds."""
+        return value_of(self._actor_module)
 
 
 class Moduleless:

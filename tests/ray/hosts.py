@@ -178,10 +178,10 @@ class HostedModules(RayModuleTransformScheme):
 
     _inline = 0
 
-    def init_on_sender(self, **arguments: Any) -> None:
+    def init_on_sender(self, *names: Any, **arguments: Any) -> None:
         """See :class:`RayWeightSyncScheme`."""
         self._begins_empty = False
-        RayWeightSyncScheme.init_on_sender(self, **arguments)
+        RayWeightSyncScheme.init_on_sender(self, *names, **arguments)
 
     def init_on_receiver(self, *, context: Any = None, model: Any = None, **arguments: Any) -> None:
         """See :class:`RayModuleTransformScheme`."""

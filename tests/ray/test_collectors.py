@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ async def test_nothing_is_left() -> None:
         handles: list[Any] = [worker.host._handle for worker in workers_of(collector)]  # type: ignore[attr-defined]
     for handle in handles:
         # An actor that Ray is killing may answer a last call.
-        await eventually(lambda handle=handle: has_died(handle), "the actor has died")
+        await eventually(partial(has_died, handle), "the actor has died")
 
 
 def has_died(handle: Any) -> bool:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,6 +87,21 @@ async def test_actors_have_what_was_sent(kind: type[Any], plane: str, size: int)
             fill(model, version)
             assert (await scheme.send()).ok
             assert await values(actors) == [version] * 2
+
+
+@pytest.mark.parametrize("given", ["source_model", "remote_collectors", "actor_refs"])
+async def test_other_names_of_actors_and_models(given: str) -> None:
+    actors, model = start_or_reuse(Holder, 2, 16), Uniform(size=16)
+    fill(model, 5)
+    context = SimpleNamespace(policy=model, num_collectors=2, **{given: actors})
+    scheme = RayWeightSyncScheme("state_dict", timeout=PATIENCE)
+    if given == "source_model":
+        scheme.init_on_sender("policy", actors=actors, source_model=model, num_collectors=2)
+    else:
+        scheme.init_on_sender("policy", context)
+    async with scheme:
+        assert await values(actors) == [5, 5]
+    keep(Holder, actors)
 
 
 async def test_no_forward_pass_is_torn() -> None:
@@ -295,7 +311,8 @@ def test_an_actor_without_such_a_model() -> None:
         ({"data_plane": "pigeons"}, "expected 'object_store', 'tcp' or 'distributed'"),
         ({"tensor_transport": "nixl"}, "pip install nixl"),
         ({"tensor_transport": "nixl", "data_plane": "tcp"}, "makes none"),
-        ({"backend": "nccl"}, "needs data_plane='distributed'"),
+        ({"backend": "nccl", "data_plane": "tcp"}, "needs data_plane='distributed'"),
+        ({"backend": "mpi"}, "expected 'gloo' or 'nccl'"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:

@@ -17,7 +17,7 @@ from aiosync.schemes.ray_modules import RayModuleTransformScheme
 from aiosync.transports.ray.transport import RayActorTransport, RayTransport, put_weights
 from tests.kit.clock import BRIEF, PATIENCE, within
 from tests.kit.models import Norm, Other, Uniform, fill, value_of
-from tests.ray.actors import Collector, Module, Moduleless
+from tests.ray.actors import Collector, Module, ModuleElsewhere, Moduleless
 
 ray = pytest.importorskip("ray")
 
@@ -95,6 +95,26 @@ async def test_version_0_is_what_the_actor_has_where_nobody_says_it() -> None:
         assert await actor.value.remote() == 8
         with pytest.raises(InvalidArgumentError, match="no weights"):
             await scheme.send()
+
+
+@pytest.mark.parametrize("given", ["actor_refs", "remote_collectors", "ray_transform", "context"])
+async def test_other_names_of_actors_and_models(given: str) -> None:
+    actor, model = start(ModuleElsewhere, Uniform(7.0)), Uniform()
+    transform = SimpleNamespace(_actor=actor)
+    scheme = RayModuleTransformScheme("state_dict", timeout=PATIENCE)
+    context = SimpleNamespace(actor_refs=[transform], source_model=model)
+    if given == "context":
+        scheme.init_on_sender("policy", context)
+    elif given == "ray_transform":
+        scheme.init_on_sender("policy", ray_transform=transform)  # begins with the actor's weights
+    else:
+        scheme.init_on_sender("policy", source_model=model, **{given: [transform]})
+    async with scheme:
+        assert await actor.value.remote() == (7 if given == "ray_transform" else 0)
+        fill(model, 3)
+        assert (await scheme.send(model)).ok
+        assert (await actor.calls.remote())[-1] == ("state_dict", 3)
+    ray.kill(actor)
 
 
 async def test_an_actor_that_shows_no_module() -> None:
