@@ -12,6 +12,8 @@ from torch import Tensor
 
 from aiosync.collectors.config import BatchConfig
 from aiosync.collectors.env import (
+    MASK,
+    TRAJ_IDS,
     Ends,
     Env,
     Fields,
@@ -33,11 +35,6 @@ def _path(key: Key) -> tuple[str, ...]:
 def _sibling(key: Key, name: str) -> Key:
     """Return ``key`` with another last name."""
     return name if isinstance(key, str) else (*key[:-1], name)
-
-
-def _is_tag(key: Key) -> bool:
-    """Return whether the collector has added this field."""
-    return key[0] == "collector" or key == "policy_version"
 
 
 class TensorDictEnv(Env):
@@ -68,6 +65,8 @@ class TensorDictEnv(Env):
         self._plain = not others and not first.within and first.done == "done" and shape == (*self.shape, 1)
         self._resets = True  # whether the environment begins the next episodes in the same call as a step
         self._limited = 0  # max_frames_per_traj
+        # The fields that the collector adds to a step.
+        self._tags: set[Key] = {"policy_version", TRAJ_IDS, MASK}
         self._added: tuple[Ends, ...] = ()  # whose truncated key only max_frames_per_traj writes
         self._root: TensorDictBase | None = None  # the input of the next step, without what the policy adds
         self._fields: Fields = {}  # of self._root
@@ -91,6 +90,7 @@ class TensorDictEnv(Env):
                 "the limit in its StepCounter instead"
             )
         if limit:
+            self._tags |= {each.step_count for each in self.ends}
             self._added = tuple(each for each in self.ends if each.truncated not in self._done_keys)
             self.truncated = _truncated([*self._done_keys, *(each.truncated for each in self._added)])
         if config.set_truncated and not self.truncated:
@@ -130,11 +130,11 @@ class TensorDictEnv(Env):
         """Return the input of a step: what the environment returned last, with what the policy has added."""
         root, done = self._root, self.ends[0].done
         if root is None or self._fields.get(done) is not step[done]:  # not kept, or a state was loaded
-            self._chosen = {key for key in step if key in self.action_keys or _is_tag(key)}
-            return self._unflatten({key: value for key, value in step.items() if not _is_tag(key)})
+            self._chosen = {*self.action_keys, *self._tags}
+            return self._unflatten({key: value for key, value in step.items() if key not in self._tags})
         self._chosen = set()
         for key, value in step.items():
-            if self._fields.get(key) is not value and not _is_tag(key):
+            if self._fields.get(key) is not value and key not in self._tags:
                 root.set(key, value)
                 self._chosen.add(key)
         return root
@@ -170,20 +170,29 @@ class TensorDictEnv(Env):
 
     async def restart(self, after: Fields) -> Fields:
         if self._root is None:
-            assert self._stepped is not None
-            for each in self.ends if self._limited else ():
-                for key in (each.done, each.truncated, *each.within):
-                    self._stepped.set(("next", *_path(key)), after[key])
-            self._root = call_env(self.env.maybe_reset, self.env.step_mdp(self._stepped))
+            self._root = call_env(self.env.maybe_reset, self._next_input(after))
         self._leaves = {}  # the environment may have written over what step() returned
         self._fields = fields = self._fields_of(self._root, after)
         for each in self._added:
             fields[each.truncated] = torch.zeros_like(after[each.truncated])
         return fields
 
+    def _next_input(self, after: Fields) -> TensorDictBase:
+        """Return the input of the next step if no episode has ended."""
+        if self._only_fields:
+            return self._unflatten({key: after[key] for key in self._first})
+        assert self._stepped is not None
+        for each in self.ends if self._limited else ():
+            for key in (each.done, each.truncated, *each.within):
+                self._stepped.set(("next", *_path(key)), after[key])
+        root: TensorDictBase = self.env.step_mdp(self._stepped)
+        return root
+
     def random_action(self) -> Fields:
-        given = self._unflatten({}) if self._root is None else self._root.copy()
-        found = self.env.rand_action(given)
+        if self._root is not None:
+            found = self.env.rand_action(self._root.copy())
+        else:
+            found = self.env.rand_action(None if self.env.batch_locked else self._unflatten({}))
         return {key: found.get(key) for key in self.action_keys}
 
     def set_seed(self, seed: int) -> None:
