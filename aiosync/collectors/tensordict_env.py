@@ -25,7 +25,8 @@ from aiosync.collectors.env import (
     unflatten,
 )
 
-_SPECS = ("observation", "done", "reward", "action", "state")
+_INPUT = ("observation", "done", "state")
+_SPECS = (*_INPUT, "reward", "action")
 
 
 def _path(key: Key) -> tuple[str, ...]:
@@ -54,6 +55,8 @@ class TensorDictEnv(Env):
         self.observation_keys = tuple(env.observation_keys)
         self._specs = {name: getattr(env, f"full_{name}_spec") for name in _SPECS}
         self.nested = _nested(self._specs.values(), len(self.shape))
+        # The fields that a step begins with.
+        self._known = {key for name in _INPUT for key in self._specs[name].keys(True, True)}
         leaves = [leaf for spec in self._specs.values() for leaf in spec.values(True, True)]
         self.dynamic = any(-1 in leaf.shape for leaf in leaves)
         self._done_keys: list[Key] = list(env.done_keys)
@@ -74,7 +77,7 @@ class TensorDictEnv(Env):
         self._hides: bool | None = None
         # Whether the input of a step has no entries but fields, and need not be kept; None: not known yet.
         self._only_fields: bool | None = None
-        self._first: frozenset[Key] = frozenset()  # the keys of the first reset
+        self._first: frozenset[Key] = frozenset()  # the keys of the first reset, or of a loaded state
         self._stepped: TensorDictBase | None = None  # what step() of the environment returned last
         self._leaves: Fields = {}  # of its "next"
         self._chosen: set[Key] = set()  # what the policy added
@@ -131,6 +134,7 @@ class TensorDictEnv(Env):
         root, done = self._root, self.ends[0].done
         if root is None or self._fields.get(done) is not step[done]:  # not kept, or a state was loaded
             self._chosen = {*self.action_keys, *self._tags}
+            self._first = self._first or frozenset(key for key in step if key in self._known)
             return self._unflatten({key: value for key, value in step.items() if key not in self._tags})
         self._chosen = set()
         for key, value in step.items():

@@ -73,4 +73,3 @@ async def test_workers_get_copies_of_an_environment() -> None:
     assert torch.equal(batch["observation"][0], batch["observation"][1])
     assert torch.equal(batch["action"], act(batch["observation"]))
     assert env.episode.unique().tolist() == [-1]
-    assert not env.is_closed

@@ -204,6 +204,14 @@ def test_arguments_for_an_environment_that_is_made_already() -> None:
     assert other[0]["next", "done"].sum() > 2
 
 
+def test_a_sequence_of_one_environment() -> None:
+    expected, found = (collect(each.Collector, [Steps], make_policy()) for each in LIBRARIES)
+    check(expected[0], found[0])
+    for each in LIBRARIES:
+        with pytest.raises(ValueError, match="one environment"):
+            collect(each.Collector, [Steps] * 2, make_policy())
+
+
 def test_a_plain_policy_gets_the_observations() -> None:
     def policy(observation: torch.Tensor) -> torch.Tensor:
         return observation[..., :1]
