@@ -14,6 +14,7 @@ One batch goes through the files in this order:
 :mod:`controls` has the calls that send weights and commands to the workers.
 """
 
+from aiosync.collectors.adapters import adapt
 from aiosync.collectors.collector import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from aiosync.collectors.config import (
     BatchConfig,
@@ -24,7 +25,7 @@ from aiosync.collectors.config import (
     ReplayConfig,
     WeightConfig,
 )
-from aiosync.collectors.env import Env, adapt
+from aiosync.collectors.env import Env
 
 __all__ = [
     "BatchConfig",

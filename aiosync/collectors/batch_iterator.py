@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Self
 
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
-from aiosync.collectors.batch_memory import BatchJoiner, split_trajectories, valid_frames
+from aiosync.collectors.batch_memory import BatchJoiner, size_of, split_trajectories, valid_frames
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.controls import Controls
 from aiosync.collectors.pool import Pool
 from aiosync.collectors.proxy import DeliveredBatch, WorkerProxy
-from aiosync.errors import InvalidArgumentError, SyncTimeoutError
+from aiosync.errors import InvalidArgumentError, NotInitializedError, SyncTimeoutError
 from aiosync.transports._offload import offloaded
 from aiosync.weights.copying import INLINE_LIMIT
 
@@ -43,7 +43,7 @@ class BatchIterator(Controls):
         self._pauses_begun = 0  # a timeout during a pause is distinguished from others
         self._not_paused = asyncio.Event()
         self._not_paused.set()
-        self._join: Callable[[Sequence[TensorDict]], Any] = BatchJoiner(config.batch.cat_results).join
+        self._join: Callable[[Sequence[TensorDictBase]], Any] = BatchJoiner(config.batch.cat_results).join
         self._collecting: asyncio.Task[None] | None = None  # the task of start()
 
     def __aiter__(self) -> Self:
@@ -68,8 +68,7 @@ class BatchIterator(Controls):
             if self._is_done:  # concurrent calls took the last batches
                 raise StopAsyncIteration
             await self._wait_while_paused()
-            batch = await (self._next_sync_batch(pool) if self.sync else self._next_async_batch(pool))
-            return self._to_replay_buffer(batch)
+            return await (self._next_sync_batch(pool) if self.sync else self._next_async_batch(pool))
 
     @property
     def _is_done(self) -> bool:
@@ -83,18 +82,16 @@ class BatchIterator(Controls):
         except TimeoutError as exc:
             raise deadline.error("receive", hint="the collector is paused") from exc
 
-    def _to_replay_buffer(self, batch: TensorDictBase) -> Any:
-        replay = self.config.replay
-        if replay.replay_buffer is None:
-            return batch
-        if not replay.extend_buffer:
-            replay.replay_buffer.add(batch)
-        else:
-            replay.replay_buffer.extend(batch if self.config.batch.split_trajs else valid_frames(batch))
+    @property
+    def _at_random(self) -> bool:
+        """Whether the next batch is to be of random actions. Frames that the replay buffer has had before
+        count too."""
+        written = getattr(self.config.replay.replay_buffer, "write_count", self.frames)
+        return written + self._requested - self.frames < self.config.batch.init_random_frames
 
-    async def _next_sync_batch(self, pool: Pool) -> TensorDictBase:
+    async def _next_sync_batch(self, pool: Pool) -> TensorDictBase | None:
         config = self.config.batch
-        at_random = self._requested < config.init_random_frames  # the same for all parts
+        at_random = self._at_random  # the same for all parts
         for worker in pool.workers:
             if not worker.requested and not worker.batches:  # else a cancelled call requested it
                 self._request(worker, config.frames_of(worker.index, self.num_workers), at_random=at_random)
@@ -110,15 +107,21 @@ class BatchIterator(Controls):
                 if not worker.batches:
                     worker.end_early()
             await pool.wait_for(lambda: delivered() >= self.num_workers, deadline, "receive")
-        return await self._join_parts([worker.batches[0] for worker in pool.workers])
+        parts = [worker.batches[0] for worker in pool.workers]
+        if self.config.replay.replay_buffer is None:
+            return await self._join_parts(parts)
+        for part in parts:
+            await self._store(part)
+        return None
 
-    async def _next_async_batch(self, pool: Pool) -> TensorDictBase:
+    async def _next_async_batch(self, pool: Pool) -> TensorDictBase | None:
         deadline = self._deadline(None)
         self._request_from_all(pool, trained=True)
         while True:
             await pool.wait_for(lambda: bool(self._finished), deadline, "receive")
-            if self._is_fresh(self._finished[0]):
-                found = await self._lend(self._finished[0])
+            if self._is_fresh(first := self._finished[0]):
+                stores = self.config.replay.replay_buffer is not None
+                found = await (self._store(first) if stores else self._lend(first))
                 self._request_from_all(pool, trained=False)
                 return found
             dropped = self._finished.popleft()
@@ -149,7 +152,7 @@ class BatchIterator(Controls):
                 updates = sum(each.requested + len(each.batches) for each in pool.workers) + (not trained)
                 if self._requested >= total != -1 or updates > self.config.weights.allowed_updates:
                     return
-                self._request(worker, frames, at_random=self._requested < config.init_random_frames)
+                self._request(worker, frames, at_random=self._at_random)
 
     def _request(self, worker: WorkerProxy, frames: int, *, at_random: bool) -> None:
         self._requested += frames
@@ -158,7 +161,7 @@ class BatchIterator(Controls):
     async def _join_parts(self, delivered: Sequence[DeliveredBatch]) -> TensorDictBase:
         """Join the workers' parts into one batch, in memory of this process."""
         parts = [part.read() for part in delivered]
-        nbytes = sum(leaf.nbytes for part in parts for leaf in part.values(True, True))
+        nbytes = sum(size_of(part) for part in parts)
         device = self.config.devices.of(0).storing
 
         def join() -> TensorDictBase:
@@ -179,8 +182,22 @@ class BatchIterator(Controls):
         else:
             found = await offloaded(lambda: delivered.read().to(device), "aiosync-batch")
             delivered.release()
-        self._finished.popleft()
+        if not self.sync:
+            self._finished.popleft()
         return self._finish(found, delivered.frames)
+
+    async def _store(self, delivered: DeliveredBatch) -> None:
+        """Write a worker's batch into the replay buffer. The buffer stays in this process: it need not be
+        shared, and a worker that is killed holds no lock of it."""
+        replay, whole = self.config.replay, delivered.worker.whole
+        found = await self._lend(delivered)
+        if not whole and not self.config.batch.split_trajs:
+            found = valid_frames(found)
+        if replay.extend_buffer:
+            replay.replay_buffer.extend(found)
+        else:
+            for step in found.unbind(found.batch_dims - 1):
+                replay.replay_buffer.add(step)
 
     def _finish(self, batch: TensorDictBase, frames: int) -> TensorDictBase:
         self.frames += frames
@@ -193,10 +210,10 @@ class BatchIterator(Controls):
         :meth:`aclose`. An error is raised by the next call to the collector.
 
         Raises:
-            InvalidArgumentError: there is no replay buffer.
+            NotInitializedError: there is no replay buffer.
         """
         if self.config.replay.replay_buffer is None:
-            raise InvalidArgumentError("start() collects into a replay buffer: give replay_buffer=")
+            raise NotInitializedError("start() collects into a replay buffer: give replay_buffer=")
         if self._collecting is None:
             work = self._collect(self._connected_pool)
             self._collecting = asyncio.create_task(work, name="aiosync-collecting")

@@ -16,6 +16,7 @@ import torch
 
 from aiosync._deadline import Deadline
 from aiosync._endpoint import AsyncResource
+from aiosync.collectors.adapters import env_factory
 from aiosync.collectors.batch_iterator import BatchIterator
 from aiosync.collectors.config import CollectorConfig, per_worker
 from aiosync.collectors.host import LocalHost, MakeHost, ProcessHost, RayHost, context_of
@@ -56,8 +57,8 @@ class MultiCollector(BatchIterator, AsyncResource):
     ``sync=False`` a batch's memory is reused once the last reference to the batch is dropped.
 
     Args:
-        create_env_fn: returns an environment (see :func:`~aiosync.collectors.adapt`); or one function per
-            worker. Called in the workers.
+        create_env_fn: a function that returns an environment (see :func:`~aiosync.collectors.adapt`), called
+            in the workers; or an environment, of which each worker gets a copy; or one of these per worker.
         policy: the trainer's policy: a TensorDictModule, or a module or function of the observation. Workers
             get a copy, and its weights. None: random actions.
         sync: see above.
@@ -97,7 +98,7 @@ class MultiCollector(BatchIterator, AsyncResource):
         config.check(count, sync=self.sync)
         envs = per_worker("create_env_fn", create_env_fn, count)
         arguments = per_worker("create_env_kwargs", create_env_kwargs or {}, count)
-        self._envs = [functools.partial(env, **given) for env, given in zip(envs, arguments, strict=True)]
+        self._envs = [env_factory(env, given) for env, given in zip(envs, arguments, strict=True)]
         self.policy_factory = per_worker("policy_factory", policy_factory, count)
         self.policy = policy
         self._saved_threads: int | None = None
@@ -142,7 +143,7 @@ class MultiCollector(BatchIterator, AsyncResource):
             make,
             config.of_a_worker(),
             first_id=index * config.processes.envs_per_worker,
-            use_buffers=config.batch.use_buffers and config.processes.launcher == "process",
+            use_buffers=config.batch.use_buffers is not False and config.processes.launcher == "process",
             share_tensors=share_tensors,
         )
 
@@ -261,8 +262,12 @@ class Collector(MultiCollector):
         given = [each.name for each in fields(processes) if getattr(processes, each.name) != each.default]
         if refused := ", ".join(name for name in given if name not in _LOCAL_OPTIONS):
             raise InvalidArgumentError(f"{refused}: a Collector runs in this process; see MultiCollector")
+        if isinstance(create_env_fn, Sequence) and len(create_env_fn) != 1:
+            raise InvalidArgumentError(
+                f"create_env_fn: expected one environment, got {len(create_env_fn)}; see MultiCollector"
+            )
         super().__init__(
-            _env_factory(create_env_fn),
+            create_env_fn,
             policy,
             policy_factory=policy_factory,
             create_env_kwargs=create_env_kwargs,
@@ -282,10 +287,3 @@ class Collector(MultiCollector):
 
 _LOCAL_OPTIONS = {"envs_per_worker", "init_fn", "timeout"}
 """The options of :class:`ProcessConfig` that a :class:`Collector` takes."""
-
-
-def _env_factory(given: Any) -> Callable[..., Any]:
-    steps = callable(getattr(given, "step", None)) and callable(getattr(given, "reset", None))
-    if isinstance(given, Sequence):
-        raise InvalidArgumentError("create_env_fn: expected one environment, got several; see MultiCollector")
-    return (lambda: given) if steps and not isinstance(given, type) else given

@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Self
 
 import cloudpickle
-from tensordict import TensorDict
+from tensordict import TensorDictBase
 
-from aiosync.collectors.env import Specs
+from aiosync.collectors.env import Nested, Specs
 from aiosync.transports._offload import handover
 from aiosync.transports.sockets import close_in_children
 
@@ -54,6 +54,8 @@ class Ready(NamedTuple):
     """The worker has its environment, its policy and its first weights."""
 
     shape: tuple[int, ...]  # batch shape of a frame: the environments that step together
+    nested: Nested  # the batch dimensions that nested entries have beside these
+    whole: bool  # whether a replay buffer gets batches instead of single frames
 
 
 class NewBuffer(NamedTuple):
@@ -73,7 +75,7 @@ class Batch(NamedTuple):
     steps: int  # per environment
     buffer: int  # the number of the buffer that has the frames
     order: list[int] | None = None  # places in the buffer in order of time; None: 0, 1, ...
-    data: TensorDict | None = None  # the frames, if the buffer is not shared with the collector
+    data: TensorDictBase | None = None  # the frames, if the buffer is not shared with the collector
 
 
 class ErrorReport(NamedTuple):

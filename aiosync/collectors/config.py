@@ -18,6 +18,10 @@ from aiosync.errors import InvalidArgumentError
 Device: TypeAlias = torch.device | str | int
 
 
+class BufferOptionError(InvalidArgumentError, TypeError):
+    """An option does not fit the way in which frames go to the replay buffer. torchrl raises TypeError."""
+
+
 def _check(name: str, value: object, valid: bool, expected: str) -> None:
     if not valid:
         raise InvalidArgumentError(f"{name}={value!r}: expected {expected}")
@@ -60,7 +64,9 @@ class BatchConfig:
         preemptive_threshold: when this fraction of the workers has delivered, the others deliver the frames
             that they have. In (0, 1].
         postproc: called with each batch; returns the batch that the iterator gives.
-        use_buffers: batches go through reused shared memory; otherwise pickled through a pipe. Not with Ray.
+        use_buffers: True: batches go through reused shared memory (not with Ray). False: each step keeps its
+            own shapes, and batches are pickled through a pipe; a batch whose steps differ is a lazy stack.
+            None: False for torchrl's environments with dynamic specs, else True.
     """
 
     frames_per_batch: int | Sequence[int] = 200
@@ -74,7 +80,7 @@ class BatchConfig:
     cat_results: Literal["stack"] | int = "stack"
     preemptive_threshold: float = 1.0
     postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
-    use_buffers: bool = True
+    use_buffers: bool | None = None
 
     def __post_init__(self) -> None:
         each = self.frames_per_batch
@@ -294,7 +300,9 @@ class ReplayConfig:
     Attributes:
         replay_buffer: any object with ``extend(frames)``, such as torchrl's. The iterator then returns None
             for each batch, and :meth:`~aiosync.collectors.MultiCollector.start` collects in the background.
-        extend_buffer: call ``extend`` with the frames; otherwise call ``add`` with each batch as one item.
+        extend_buffer: True: call ``extend`` with each worker's part of a batch: of the shape ``(*batch_size,
+            steps)`` for torchrl's environments, with one frame per environment and step for others. False:
+            call ``add`` with each step, of the shape ``batch_size``, or with each frame.
     """
 
     replay_buffer: Any = None
@@ -364,6 +372,13 @@ class CollectorConfig:
         on_cuda = all(place.policy is not None and place.policy.type == "cuda" for place in places)
         if self.policy.cudagraph_policy is not False and not on_cuda:
             raise InvalidArgumentError("cudagraph_policy= needs policy_device= (or device=): a CUDA device")
+        if self.replay.replay_buffer is not None and not self.replay.extend_buffer:
+            for name in ("postproc", "split_trajs"):
+                if getattr(batch, name):
+                    raise BufferOptionError(
+                        f"{name}= needs extend_buffer=True: with extend_buffer=False the replay buffer gets "
+                        "single steps"
+                    )
         if self.weights.max_staleness is not None and not self.policy.track_policy_version:
             raise InvalidArgumentError("max_staleness= needs track_policy_version=True")
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +21,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from aiosync.collectors.config import BatchConfig
 from aiosync.errors import InvalidArgumentError
 
 Key: TypeAlias = str | tuple[str, ...]
@@ -27,6 +30,15 @@ Key: TypeAlias = str | tuple[str, ...]
 Fields: TypeAlias = dict[Key, Tensor]
 Specs: TypeAlias = tuple[tuple[Key, tuple[int, ...], torch.dtype], ...]
 """Key, shape of one frame, dtype; one entry per field."""
+
+Nested: TypeAlias = Mapping[tuple[str, ...], tuple[int, ...]]
+"""Prefix of nested entries -> the batch dimensions that they have beside those of the environment, such as
+the number of agents."""
+
+
+class UnfitEnvError(InvalidArgumentError, RuntimeError):
+    """An environment and an option do not fit together. torchrl raises RuntimeError."""
+
 
 ENDS = ("done", "terminated", "truncated")
 TRAJ_IDS = ("collector", "traj_ids")
@@ -38,11 +50,16 @@ def flatten(data: TensorDictBase) -> Fields:
     return dict(data.items(include_nested=True, leaves_only=True))
 
 
-def unflatten(fields: Mapping[Key, Tensor], shape: Iterable[int]) -> TensorDict:
+def unflatten(fields: Mapping[Key, Tensor], shape: Iterable[int], nested: Nested | None = None) -> TensorDict:
     """Return a TensorDict of batch size ``shape`` with these leaves."""
-    found = TensorDict({}, batch_size=torch.Size(shape))
+    size = torch.Size(shape)
+    found = TensorDict({}, batch_size=size)
     for key, value in fields.items():
         found.set(key, value)
+    for prefix, more in (nested or {}).items():
+        inner = found.get(prefix, None)
+        if inner is not None:
+            inner.batch_size = size + more
     return found
 
 
@@ -51,8 +68,21 @@ def under(first: str, key: Key) -> tuple[str, ...]:
     return (first, key) if isinstance(key, str) else (first, *key)
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The fields that say whether an episode has ended: those of the environment, or of some of its parts."""
+
+    done: Key = "done"
+    truncated: Key = "truncated"
+    step_count: Key = "step_count"  # where max_frames_per_traj counts the steps of the episode
+    within: tuple[Key, ...] = ()  # the same of parts of these parts, which end with them
+
+
 class Env(ABC):
     """An environment, or several that step together.
+
+    Methods in the order of their calls: :meth:`configure`, :meth:`set_seed`, :meth:`reset`, then :meth:`step`
+    and :meth:`proceed` or :meth:`restart` for each frame, :meth:`close`.
 
     Attributes:
         shape: batch shape: ``()``, or ``(number,)`` of environments that step together.
@@ -60,12 +90,36 @@ class Env(ABC):
         device: the device of the tensors that it returns; None: CPU memory.
         skips: True: a step after the end of an episode only begins the next episode, whatever the action.
             Such steps are false in ``("collector", "mask")``.
+        action_keys: the fields that :meth:`step` takes.
+        observation_keys: the fields that a policy which takes tensors gets, in order; None: all but the ends.
+        nested: batch dimensions of nested entries.
+        dynamic: True: fields may change their shapes from step to step.
+        whole: True: a replay buffer gets batches of the shape ``(*shape, steps)``, as from torchrl's
+            collectors; False: single frames.
+        ends: the fields that ``max_frames_per_traj`` writes.
+        truncated: (truncated, done): the fields that ``set_truncated`` writes.
     """
 
     shape: tuple[int, ...] = ()
     env: Any
     device: torch.device | None = None
     skips = False
+    action_keys: tuple[Key, ...] = ("action",)
+    observation_keys: tuple[Key, ...] | None = None
+    nested: Nested = MappingProxyType({})
+    dynamic = False
+    whole = False
+    ends: tuple[Ends, ...] = (Ends(),)
+    truncated: tuple[tuple[Key, Key], ...] = (("truncated", "done"),)
+
+    def configure(self, config: BatchConfig) -> None:
+        """Prepare for these options. InvalidArgumentError: the environment cannot do what they say."""
+        limit = config.max_frames_per_traj
+        if self.skips and limit:
+            raise InvalidArgumentError(
+                f"max_frames_per_traj={limit}: an environment that begins episodes by itself cannot be "
+                "truncated: make it with AutoresetMode.DISABLED, or set the limit in it"
+            )
 
     @abstractmethod
     async def reset(self) -> Fields:
@@ -74,7 +128,16 @@ class Env(ABC):
 
     @abstractmethod
     async def step(self, step: Fields) -> Fields:
-        """Take ``step["action"]``. Returns the observations, the reward and the three end flags."""
+        """Take the action in ``step``. Returns the observations, the reward and the end flags."""
+
+    def ended(self, after: Fields) -> Tensor:
+        """Return which trajectories have ended, of the shape ``shape``. ``after``: what :meth:`step`
+        returned."""
+        return after["done"].view(self.shape)
+
+    def proceed(self, after: Fields) -> Fields:
+        """Return the observations and end flags that the next step begins with, if no episode has ended."""
+        return {key: value for key, value in after.items() if key != "reward"}
 
     async def restart(self, after: Fields) -> Fields:
         """Begin a new episode in each environment whose ``after["done"]`` is true. Returns the observations
@@ -82,8 +145,8 @@ class Env(ABC):
         return await self.reset()
 
     @abstractmethod
-    def random_action(self) -> Tensor:
-        """Return a random action."""
+    def random_action(self) -> Fields:
+        """Return a random action: the fields of ``action_keys``."""
 
     @abstractmethod
     def set_seed(self, seed: int) -> None:
@@ -92,33 +155,6 @@ class Env(ABC):
     async def close(self) -> None:
         """Close the environment."""
         self.env.close()
-
-
-def adapt(env: Any, device: torch.device | None = None) -> Env:
-    """Return the adapter for ``env``.
-
-    Args:
-        env: a Gymnasium environment or vector environment, a torchrl environment, or any object with ``async
-            def reset()`` and ``async def step(action)`` that return what Gymnasium's return.
-        device: the device of the tensors that the adapter returns; a torchrl environment is moved to it.
-            None: no tensor is moved.
-
-    Raises:
-        InvalidArgumentError: ``env`` has no ``reset()`` and ``step()``.
-    """
-    if isinstance(env, Env):
-        return env
-    if not (callable(getattr(env, "reset", None)) and callable(getattr(env, "step", None))):
-        raise InvalidArgumentError(
-            f"create_env_fn returned {type(env).__name__}: expected an environment with reset() and step()"
-        )
-    if inspect.iscoroutinefunction(env.step):
-        return AsyncEnv(env, device)
-    if "action_keys" in dir(env) and "batch_size" in dir(env):
-        return TensorDictEnv(env, device)
-    if "num_envs" in dir(env) and "single_action_space" in dir(env):
-        return VectorEnv(env, device)
-    return GymnasiumEnv(env, device)
 
 
 def _observation_fields(found: object, key: tuple[str, ...] = ()) -> Fields:
@@ -163,7 +199,7 @@ _NESTED_LOOP = (
 )
 
 
-def _call_env(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def call_env(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Call a method of an environment. Replaces asyncio's errors about nested event loops by one that says
     what to do."""
     try:
@@ -191,10 +227,10 @@ class GymnasiumEnv(Env):
             self._one_hot = int(space.n)
 
     async def reset(self) -> Fields:
-        return self._reset_fields(_call_env(self.env.reset, **self._pop_seed()))
+        return self._reset_fields(call_env(self.env.reset, **self._pop_seed()))
 
     async def step(self, step: Fields) -> Fields:
-        return self._step_fields(_call_env(self.env.step, self._action(step)))
+        return self._step_fields(call_env(self.env.step, self._action(step)))
 
     def set_seed(self, seed: int) -> None:
         self._seed = seed
@@ -202,8 +238,8 @@ class GymnasiumEnv(Env):
         if space is not None:
             space.seed(seed)
 
-    def random_action(self) -> Tensor:
-        return tensor_of(self.env.action_space.sample())
+    def random_action(self) -> Fields:
+        return {"action": tensor_of(self.env.action_space.sample())}
 
     def _pop_seed(self) -> dict[str, int]:
         seed, self._seed = self._seed, None
@@ -262,7 +298,7 @@ class VectorEnv(GymnasiumEnv):
         self._after_autoreset: Fields = {}
 
     async def step(self, step: Fields) -> Fields:
-        found = _call_env(self.env.step, self._action(step))
+        found = call_env(self.env.step, self._action(step))
         after = self._step_fields(found)
         if self._mode == "SameStep" and after["done"].any():
             self._after_autoreset = {
@@ -277,47 +313,9 @@ class VectorEnv(GymnasiumEnv):
     async def restart(self, after: Fields) -> Fields:
         ended = after["done"]
         if self._mode == "NextStep":
-            return {key: value for key, value in after.items() if key != "reward"}
+            return self.proceed(after)
         none: Fields = {name: torch.zeros_like(ended) for name in ENDS}
         if self._mode == "SameStep":
             return self._after_autoreset | none
         mask = ended.view(-1).cpu().numpy()
-        return self._reset_fields(_call_env(self.env.reset, options={"reset_mask": mask}))
-
-
-class TensorDictEnv(Env):
-    """A torchrl environment."""
-
-    def __init__(self, env: Any, device: torch.device | None = None) -> None:
-        self.env = env if device is None else env.to(device)
-        self.device = self.env.device
-        self.shape = tuple(env.batch_size)
-
-    async def reset(self) -> Fields:
-        found = _call_env(self.env.reset)
-        return {key: value.clone() for key, value in flatten(found).items()}
-
-    async def step(self, step: Fields) -> Fields:
-        # Copies: an environment may reuse the memory for its next step.
-        found = _call_env(self.env.step, self._to_tensordict(step))["next"]
-        return {key: value.clone() for key, value in flatten(found).items()}
-
-    async def restart(self, after: Fields) -> Fields:
-        data = self._to_tensordict({key: value for key, value in after.items() if key != "reward"})
-        data.set("_reset", after["done"])
-        found = flatten(_call_env(self.env.reset, data))
-        return {key: value.clone() for key, value in found.items() if key != "_reset"}
-
-    def _to_tensordict(self, fields: Fields) -> TensorDictBase:
-        data = unflatten(fields, self.shape)
-        return data if self.device is None else data.to(self.device)
-
-    def random_action(self) -> Tensor:
-        return torch.as_tensor(self.env.rand_action()["action"])
-
-    def set_seed(self, seed: int) -> None:
-        self.env.set_seed(seed)
-
-    async def close(self) -> None:
-        if not self.env.is_closed:
-            self.env.close()
+        return self._reset_fields(call_env(self.env.reset, options={"reset_mask": mask}))

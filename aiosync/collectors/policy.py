@@ -19,30 +19,32 @@ from tensordict.nn import (
 from torch import Tensor, nn
 
 from aiosync.collectors.config import PolicyConfig, WorkerDevices
-from aiosync.collectors.env import Fields, unflatten
+from aiosync.collectors.env import Env, Fields, Key, Nested, unflatten
 from aiosync.errors import InvalidArgumentError
 
 Act: TypeAlias = Callable[[Fields, tuple[int, ...]], Fields]
 """Calls a policy with the observations and the other fields, and with their batch shape: the environments
-that step together. Returns the fields that the policy adds: ``"action"`` at least. Raises what the policy
+that step together. Returns the fields that the policy adds: the actions at least. Raises what the policy
 raises."""
 
 _NOT_OBSERVED = {"done", "terminated", "truncated", "step_count"}
 
 
-def adapt_policy(policy: Any, config: PolicyConfig, devices: WorkerDevices, *, sync: bool = True) -> Act:
+def adapt_policy(
+    policy: Any, config: PolicyConfig, devices: WorkerDevices, env: Env, *, sync: bool = True
+) -> Act:
     """Return the adapter for ``policy``: a TensorDictModule; or a callable with one parameter that is
     annotated as a TensorDict or named ``tensordict`` or ``td``; or a module or function of the observation's
-    tensors. ``sync``: synchronize a CUDA device after each call."""
+    tensors. ``env``: what it acts in. ``sync``: synchronize a CUDA device after each call."""
     if not callable(policy):
         raise InvalidArgumentError(f"policy: expected a callable, got {type(policy).__name__}")
     called = _optimized(policy, config)
     if called is policy and _only_calls_its_module(policy):
-        act: Act = _of_keys(policy)
+        act: Act = _of_keys(policy, env.nested)
     elif config.trust_policy or isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy):
-        act = partial(_with_tensordict, called)
+        act = partial(_with_tensordict, called, env.nested)
     else:
-        act = partial(_with_tensors, called)
+        act = partial(_with_tensors, called, env)
     act = partial(_exploring, act, config.exploration_type)
     device = devices.policy
     return act if device is None else partial(_on_device, act, device, sync and device.type == "cuda")
@@ -77,16 +79,18 @@ def _takes_tensordict(policy: Callable[..., Any]) -> bool:
     return parameters[0].name in ("tensordict", "td") or "TensorDict" in str(annotated)
 
 
-def _with_tensordict(policy: Callable[..., Any], step: Fields, shape: tuple[int, ...]) -> Fields:
+def _with_tensordict(
+    policy: Callable[..., Any], nested: Nested, step: Fields, shape: tuple[int, ...]
+) -> Fields:
     """Call a policy that takes a TensorDict and returns one."""
-    result = policy(unflatten(step, shape))
+    result = policy(unflatten(step, shape, nested))
     if not is_tensor_collection(result):
         raise InvalidArgumentError(f"the policy returned {type(result).__name__}, expected a TensorDict")
     leaves = result.items(include_nested=True, leaves_only=True)
     return {key: value for key, value in leaves if key not in step or value is not step[key]}
 
 
-def _of_keys(policy: TensorDictModule) -> Act:
+def _of_keys(policy: TensorDictModule, nested: Nested) -> Act:
     """Adapt a TensorDictModule without a TensorDict, which would cost several times a small module's call:
     the module gets the tensors of ``in_keys`` and returns those of ``out_keys``."""
     direct = True
@@ -105,17 +109,22 @@ def _of_keys(policy: TensorDictModule) -> Act:
                 return {key: value for key, value in zip(keys, result, strict=True) if key != "_"}
             # It is no simple module, or it is wrong and raises its own error.
             direct = False
-        return _with_tensordict(policy, step, shape)
+        return _with_tensordict(policy, nested, step, shape)
 
     return act
 
 
-def _with_tensors(policy: Callable[..., Any], step: Fields, shape: tuple[int, ...]) -> Fields:
+def _with_tensors(policy: Callable[..., Any], env: Env, step: Fields, shape: tuple[int, ...]) -> Fields:
     """Call a module or function of the observation, or of several observations in their order."""
-    action = policy(*[value for key, value in step.items() if key not in _NOT_OBSERVED])
-    if isinstance(action, tuple):
-        action = action[0]
-    return {"action": action if isinstance(action, Tensor) else torch.as_tensor(action)}
+    keys = step if env.observation_keys is None else env.observation_keys
+    action = policy(*[step[key] for key in keys if _name(key) not in _NOT_OBSERVED])
+    actions = action if isinstance(action, tuple) else (action,)
+    pairs = zip(env.action_keys, actions, strict=False)  # what the policy returns beside actions is dropped
+    return {key: value if isinstance(value, Tensor) else torch.as_tensor(value) for key, value in pairs}
+
+
+def _name(key: Key) -> str:
+    return key if isinstance(key, str) else key[-1]
 
 
 def _exploring(act: Act, exploration: InteractionType, step: Fields, shape: tuple[int, ...]) -> Fields:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tensordict import TensorDict
+from tensordict import TensorDictBase
 
 from aiosync._deadline import Deadline
 from aiosync.collectors.batch_memory import BatchBuffer, BufferLoans, select_steps
@@ -26,6 +26,7 @@ from aiosync.collectors.command_pipe import (
     NewBuffer,
     Ready,
 )
+from aiosync.collectors.env import Nested
 from aiosync.collectors.host import Host
 from aiosync.collectors.worker import Schemes, WorkerSpec, cancel_all
 from aiosync.errors import NotConnectedError, SyncTimeoutError, WorkerLostError
@@ -50,31 +51,31 @@ class DeliveredBatch:
     worker: WorkerProxy
     requested: int  # how many frames were requested
     message: Batch
-    data: TensorDict | BatchBuffer  # the frames, or the shared memory that has them
+    data: TensorDictBase | BatchBuffer  # the frames, or the shared memory that has them
 
     @property
     def frames(self) -> int:
         """How many frames the batch has."""
         return self.message.steps * self.worker.width
 
-    def read(self) -> TensorDict:
+    def read(self) -> TensorDictBase:
         """Return the frames without a copy: valid until :meth:`release`."""
-        if isinstance(self.data, TensorDict):
+        if isinstance(self.data, TensorDictBase):
             return self.data
-        return self.data.read(self.message.steps, len(self.worker.shape), self.message.order)
+        return self.data.read(self.message.steps, self.worker.shape, self.message.order)
 
-    def lend(self) -> TensorDict:
+    def lend(self) -> TensorDictBase:
         """Return the frames and release the batch. Its memory is reused once the last reference to these
         tensors is dropped."""
         loans, buffer, steps = self.worker.loans, self.message.buffer, self.message.steps
-        if isinstance(self.data, TensorDict) or self.message.order is not None:
+        if isinstance(self.data, TensorDictBase) or self.message.order is not None:
             found = self.read()  # which are no views of a buffer
         elif len(loans.lent) >= _MAX_LENT:
             found = self.read().clone()
         else:
             self.worker.batches.remove(self)
             views = self.data.lend(loans.lend(buffer))
-            return select_steps(views, slice(steps), len(self.worker.shape))
+            return select_steps(views, slice(steps), len(self.worker.shape), self.worker.nested)
         self.release()
         return found
 
@@ -113,6 +114,8 @@ class WorkerProxy:
     batches: list[DeliveredBatch] = field(default_factory=list)  # not taken by the trainer, oldest first
     frames: int = 0  # how many frames the worker has delivered
     shape: tuple[int, ...] = ()  # batch shape of a frame: the environments that step together
+    nested: Nested = field(default_factory=dict)  # the batch dimensions of nested entries beside these
+    whole: bool = False  # whether a replay buffer gets batches instead of single frames
     seed: int | None = None  # the last one given since its start
     error: BaseException | None = None  # why the worker failed; None: it has not
     replaced: bool = False  # whether another worker takes its place
@@ -160,13 +163,13 @@ class WorkerProxy:
 
     def _handle(self, message: Any) -> None:
         match message:
-            case Ready(shape=shape):
-                self.shape = shape
+            case Ready():
+                self.shape, self.nested, self.whole = message
                 self.ready = self.was_ready = True
                 for request in self._requests.values():  # those of the worker that this one replaces
                     self._send(request)
             case NewBuffer() as new:
-                buffer = BatchBuffer(new.specs, new.frames, lambda _: Segment.attach(new.handle))
+                buffer = BatchBuffer(new.specs, new.frames, lambda _: Segment.attach(new.handle), self.nested)
                 self.buffers[new.buffer] = buffer
                 for index in new.replaced:
                     del self.buffers[index]

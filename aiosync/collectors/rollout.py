@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,8 @@ from torch import Tensor
 from aiosync.collectors.batch_memory import BatchBuffers
 from aiosync.collectors.command_pipe import Collect
 from aiosync.collectors.config import BatchConfig
-from aiosync.collectors.env import MASK, TRAJ_IDS, Env, Fields, under
+from aiosync.collectors.env import MASK, TRAJ_IDS, Env, Fields, Key, under
 from aiosync.collectors.policy import Act
-from aiosync.errors import InvalidArgumentError
 
 _WRITE_TOGETHER = 16
 """Frames that are copied into a batch's memory at a time."""
@@ -78,14 +77,14 @@ class PartialBatch:
         self._buffers[self.buffer].write(places, [self._unwritten[place] for place in places])
         self._unwritten.clear()
 
-    def close(self, *, truncate: bool) -> list[int]:
+    def close(self, *, truncate: Iterable[Key]) -> list[int]:
         """Write the last frames of a complete batch. Returns its places in order of time, one rollout after
-        the other. ``truncate``: mark the last frame of each rollout as truncated."""
+        the other. ``truncate``: the end flags to set in the last frame of each rollout."""
         self._flush()
-        views = self._buffers[self.buffer].views
-        for places in self._places_of.values() if truncate else ():
-            for name in ("truncated", "done"):
-                views["next", name][places[-1]] = True
+        keys = [under("next", key) for key in truncate]
+        if keys:
+            for places in self._places_of.values():
+                self._buffers[self.buffer].set_flags(keys, places[-1])
         return [place for rollout in sorted(self._places_of) for place in self._places_of[rollout]]
 
 
@@ -110,15 +109,9 @@ class Rollout:
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        env, limit = self.env, self.config.max_frames_per_traj
-        if env.skips and limit:
-            raise InvalidArgumentError(
-                f"max_frames_per_traj={limit}: an environment that begins episodes by itself cannot be "
-                "truncated: make it with AutoresetMode.DISABLED, or set the limit in it"
-            )
+        env = self.env
+        env.configure(self.config)
         self._device = env.device or "cpu"
-        # Steps since the beginning of each episode, for max_frames_per_traj.
-        self._step_counts = torch.zeros((*env.shape, 1), dtype=torch.int64, device=self._device)
         # The number of the current trajectory of each environment.
         self._ids = torch.zeros(env.shape, dtype=torch.int64, device=self._device)
 
@@ -130,7 +123,9 @@ class Rollout:
             await self._reset()
 
     async def _reset(self) -> None:
-        self._current = await self.env.reset()
+        self._current = current = await self.env.reset()
+        for ends in self.env.ends if self.config.max_frames_per_traj else ():
+            current[ends.step_count] = torch.zeros_like(current[ends.done], dtype=torch.int64)
         self._start_trajectories(torch.ones(self.env.shape, dtype=torch.bool, device=self._device))
 
     def state(self) -> dict[str, Any]:
@@ -139,7 +134,7 @@ class Rollout:
             env = cloudpickle.dumps(self.env.env)
         except Exception:  # noqa: BLE001 - an environment's pickle methods may raise anything
             env = None
-        kept = {"current": self._current, "step_counts": self._step_counts, "traj_ids": self._ids}
+        kept = {"current": self._current, "traj_ids": self._ids}
         return {"env": env, "next_traj_id": self.next_id, **copy.deepcopy(kept)}
 
     async def load_state(self, state: dict[str, Any]) -> None:
@@ -147,8 +142,7 @@ class Rollout:
         async with self._lock:
             env = None if state["env"] is None else pickle.loads(state["env"])  # first: it may raise
             kept = copy.deepcopy(state)
-            self._current, self._step_counts = kept["current"], kept["step_counts"]
-            self._ids, self.next_id = kept["traj_ids"], kept["next_traj_id"]
+            self._current, self._ids, self.next_id = kept["current"], kept["traj_ids"], kept["next_traj_id"]
             if env is None:
                 await self._reset()
             else:
@@ -164,7 +158,7 @@ class Rollout:
                 await self._reset()
             step = self._act(batch.request.at_random)
             after = await self.env.step(step)
-            self._apply_step_limit(step, after)
+            self._apply_step_limit(after)
             frame = step | {under("next", key): value for key, value in after.items()}
             if "policy_version" in step:
                 frame["next", "policy_version"] = step["policy_version"]
@@ -180,33 +174,37 @@ class Rollout:
             version, shape = self.version(), self.env.shape
             step["policy_version"] = torch.full(shape, version, dtype=torch.int64, device=self._device)
         if at_random or self.policy is None:
-            step["action"] = self.env.random_action()
+            step |= self.env.random_action()
         else:
             # Copies: a policy may return the same memory each time, or its own parameters.
             step |= {key: v.clone() for key, v in self.policy(self._current, self.env.shape).items()}
         return step
 
-    def _apply_step_limit(self, step: Fields, after: Fields) -> None:
+    def _apply_step_limit(self, after: Fields) -> None:
         limit = self.config.max_frames_per_traj
-        if limit:
-            step["step_count"] = self._step_counts
-            after["step_count"] = self._step_counts = self._step_counts + 1
-            full = self._step_counts >= limit
-            after["truncated"] = after["truncated"] | full
-            after["done"] = after["done"] | full
+        for ends in self.env.ends if limit else ():
+            after[ends.step_count] = count = self._current[ends.step_count] + 1
+            full = count >= limit
+            for key in (ends.truncated, ends.done):
+                after[key] = after[key] | full if key in after else full
+            for key in ends.within:
+                outer = after[ends.done if key[-1] == "done" else ends.truncated]
+                while outer.dim() < after[key].dim():
+                    outer = outer.unsqueeze(-2)
+                after[key] = after[key] | outer
 
     async def _advance(self, after: Fields) -> None:
         """Continue from the next observation, or begin new episodes where one has ended."""
-        done = after["done"].view(self.env.shape)
-        if not done.any() or not self.config.reset_when_done:
-            left = {"reward", "step_count"} if self.config.max_frames_per_traj else {"reward"}
-            self._current = {key: value for key, value in after.items() if key not in left}
-            return
-        self._current = await self.env.restart(after)
-        self._start_trajectories(done)
+        env, ended = self.env, self.env.ended(after)
+        restart = self.config.reset_when_done and bool(ended.any())
+        self._current = current = await env.restart(after) if restart else env.proceed(after)
+        for ends in env.ends if self.config.max_frames_per_traj else ():
+            count = after[ends.step_count]
+            current[ends.step_count] = count.masked_fill(after[ends.done], 0) if restart else count
+        if restart:
+            self._start_trajectories(ended)
 
     def _start_trajectories(self, where: Tensor) -> None:
         count = int(where.sum())
         self._ids[where] = torch.arange(count, device=self._device) * self.stride + self.next_id
         self.next_id += count * self.stride
-        self._step_counts = self._step_counts.masked_fill(where.unsqueeze(-1), 0)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from aiosync.collectors.adapters import adapt
 from aiosync.collectors.batch_memory import BatchBuffers
 from aiosync.collectors.command_pipe import (
     Answer,
@@ -34,7 +35,7 @@ from aiosync.collectors.command_pipe import (
     Ready,
 )
 from aiosync.collectors.config import CollectorConfig
-from aiosync.collectors.env import Env, adapt
+from aiosync.collectors.env import Env
 from aiosync.collectors.policy import adapt_policy
 from aiosync.collectors.rollout import PartialBatch, Rollout
 from aiosync.errors import NotInitializedError
@@ -136,9 +137,12 @@ class Worker:
             self.policy.eval()
             if self._devices.policy is not None:
                 self.policy.to(self._devices.policy)
-        self._buffers = BatchBuffers(pipe.send if spec.use_buffers else None)
+        env, use_buffers = self._envs[0], config.batch.use_buffers
+        fixed = not env.dynamic if use_buffers is None else use_buffers
+        self._shared = spec.use_buffers and fixed  # the collector maps the buffers of the batches
+        self._buffers = BatchBuffers(pipe.send if self._shared else None, env.nested, fixed=fixed)
         self._rollouts: list[Rollout] = []
-        self._shape = self._envs[0].shape  # batch shape of a frame: the environments that step together
+        self._shape = env.shape  # batch shape of a frame: the environments that step together
         self._width = math.prod(self._shape)
         self._partial_batches: list[PartialBatch] = []  # not complete yet, in order of their requests
         self._batch_requested = asyncio.Event()  # wakes the rollouts that have no batch to collect for
@@ -154,7 +158,7 @@ class Worker:
         await self._set_up()
         if self._spec.seed is not None:
             await self.set_seed(self._spec.seed)
-        self._pipe.send(Ready(self._shape))
+        self._pipe.send(Ready(self._shape, dict(self._envs[0].nested), self._envs[0].whole))
         rolling_out = (self._roll_out(number, rollout) for number, rollout in enumerate(self._rollouts))
         tasks = [asyncio.ensure_future(work) for work in (self._receive_commands(), *rolling_out)]
         try:
@@ -174,7 +178,8 @@ class Worker:
             await self._stack.enter_async_context(scheme.receiving())
         config, policy = self._config, None
         if self.policy is not None:
-            policy = adapt_policy(self.policy, config.policy, self._devices, sync=config.devices.syncs)
+            sync = config.devices.syncs
+            policy = adapt_policy(self.policy, config.policy, self._devices, self._envs[0], sync=sync)
         version = self._version if config.policy.track_policy_version else None
         first, stride = self._spec.first_id, self._spec.stride
         self._rollouts = [
@@ -230,13 +235,14 @@ class Worker:
 
     def _deliver(self, batch: PartialBatch) -> None:
         self._partial_batches.remove(batch)
-        places = batch.close(truncate=self._config.batch.set_truncated)
+        truncate = self._envs[0].truncated if self._config.batch.set_truncated else ()
+        places = batch.close(truncate=[key for pair in truncate for key in pair])
         order = places if len(self._rollouts) > 1 else None
         number, buffer, steps = batch.request.number, batch.buffer, batch.steps
-        if self._spec.use_buffers:
+        if self._shared:
             self._pipe.send(Batch(number, steps, buffer, order))
             return
-        data = self._buffers[buffer].read(steps, len(self._shape), order)
+        data = self._buffers[buffer].read(steps, self._shape, order)
         self._buffers.release([buffer])
         self._pipe.send(Batch(number, steps, buffer, data=data.clone() if order is None else data))
 

@@ -182,7 +182,7 @@ class MultiCollector(BlockingCollector):
         :meth:`close`. An error is raised by the next call to the collector.
 
         Raises:
-            InvalidArgumentError: there is no replay buffer.
+            NotInitializedError: there is no replay buffer.
         """
         portal().call(self._async.start)
 

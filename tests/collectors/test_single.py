@@ -113,7 +113,7 @@ def test_what_is_said_of_processes_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="num_workers: a Collector runs in this process"):
         Collector(Counting, num_workers=2)
     with pytest.raises(InvalidArgumentError, match="one environment"):
-        Collector([Counting])
+        Collector([Counting] * 2)
 
 
 def test_the_blocking_twin() -> None:

@@ -1,0 +1,68 @@
+"""Find the adapter for an environment."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from aiosync.collectors.env import AsyncEnv, Env, GymnasiumEnv, UnfitEnvError, VectorEnv
+from aiosync.collectors.tensordict_env import TensorDictEnv
+from aiosync.errors import InvalidArgumentError
+
+
+def adapt(env: Any, device: torch.device | None = None) -> Env:
+    """Return the adapter for ``env``.
+
+    Args:
+        env: a Gymnasium environment or vector environment, a torchrl environment, or any object with ``async
+            def reset()`` and ``async def step(action)`` that return what Gymnasium's return.
+        device: the device of the tensors that the adapter returns; a torchrl environment is moved to it.
+            None: no tensor is moved.
+
+    Raises:
+        InvalidArgumentError: ``env`` has no ``reset()`` and ``step()``.
+    """
+    if isinstance(env, Env):
+        return env
+    if not _is_env(env):
+        raise InvalidArgumentError(
+            f"create_env_fn returned {type(env).__name__}: expected an environment with reset() and step()"
+        )
+    if inspect.iscoroutinefunction(env.step):
+        return AsyncEnv(env, device)
+    if "action_keys" in dir(env) and "batch_size" in dir(env):
+        return TensorDictEnv(env, device)
+    if "num_envs" in dir(env) and "single_action_space" in dir(env):
+        return VectorEnv(env, device)
+    return GymnasiumEnv(env, device)
+
+
+def _is_env(given: Any) -> bool:
+    return callable(getattr(given, "reset", None)) and callable(getattr(given, "step", None))
+
+
+def env_factory(given: Any, arguments: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return a function that returns an environment. ``given``: the environment, of which each worker process
+    gets a copy; or a function of ``arguments`` that returns one.
+
+    Raises:
+        InvalidArgumentError: there are arguments for an environment that exists already.
+    """
+    if isinstance(given, type) or not _is_env(given):
+        return functools.partial(given, **arguments)
+    if arguments and not hasattr(given, "update_kwargs"):
+        raise UnfitEnvError(
+            f"create_env_kwargs={dict(arguments)!r}: create_env_fn is an environment already, of type "
+            f"{type(given).__name__}: give a function that makes one with these arguments"
+        )
+    return functools.partial(_updated, given, arguments)
+
+
+def _updated(env: Any, arguments: Mapping[str, Any]) -> Any:
+    if arguments:
+        env.update_kwargs(dict(arguments))  # the arguments of the environments that it makes
+    return env

@@ -1,0 +1,257 @@
+"""The adapter for torchrl's environments. Which fields are actions, rewards and end flags, at the root or
+nested, is read from the environment's specs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from aiosync.collectors.config import BatchConfig
+from aiosync.collectors.env import (
+    MASK,
+    TRAJ_IDS,
+    Ends,
+    Env,
+    Fields,
+    Key,
+    Nested,
+    UnfitEnvError,
+    call_env,
+    flatten,
+    unflatten,
+)
+
+_INPUT = ("observation", "done", "state")
+_SPECS = (*_INPUT, "reward", "action")
+
+
+def _path(key: Key) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else key
+
+
+def _sibling(key: Key, name: str) -> Key:
+    """Return ``key`` with another last name."""
+    return name if isinstance(key, str) else (*key[:-1], name)
+
+
+class TensorDictEnv(Env):
+    """A torchrl environment.
+
+    The TensorDict that the environment returned last goes into its next step, so entries that are no fields
+    of a frame, or that only ``reset`` returns, are still there. torchrl's collectors do the same.
+    """
+
+    whole = True
+
+    def __init__(self, env: Any, device: torch.device | None = None) -> None:
+        self.env = env if device is None else env.to(device)
+        self.device = self.env.device
+        self.shape = tuple(env.batch_size)
+        self.action_keys = tuple(env.action_keys)
+        self.observation_keys = tuple(env.observation_keys)
+        self._specs = {name: getattr(env, f"full_{name}_spec") for name in _SPECS}
+        self.nested = _nested(self._specs.values(), len(self.shape))
+        # The fields that a step begins with.
+        self._known = {key for name in _INPUT for key in self._specs[name].keys(True, True)}
+        leaves = [leaf for spec in self._specs.values() for leaf in spec.values(True, True)]
+        self.dynamic = any(-1 in leaf.shape for leaf in leaves)
+        self._done_keys: list[Key] = list(env.done_keys)
+        self.ends = _ends(self._done_keys)
+        self.truncated = _truncated(self._done_keys)
+        (first, *others) = self.ends
+        shape = tuple(self._specs["done"][first.done].shape)
+        # Whether "done" alone says whether episodes have ended.
+        self._plain = not others and not first.within and first.done == "done" and shape == (*self.shape, 1)
+        self._resets = True  # whether the environment begins the next episodes in the same call as a step
+        self._limited = 0  # max_frames_per_traj
+        # The fields that the collector adds to a step.
+        self._tags: set[Key] = {"policy_version", TRAJ_IDS, MASK}
+        self._added: tuple[Ends, ...] = ()  # whose truncated key only max_frames_per_traj writes
+        self._root: TensorDictBase | None = None  # the input of the next step, without what the policy adds
+        self._fields: Fields = {}  # of self._root
+        # Whether it returns entries that are no fields; None: it has returned nothing yet.
+        self._hides: bool | None = None
+        # Whether the input of a step has no entries but fields, and need not be kept; None: not known yet.
+        self._only_fields: bool | None = None
+        self._first: frozenset[Key] = frozenset()  # the keys of the first reset, or of a loaded state
+        self._stepped: TensorDictBase | None = None  # what step() of the environment returned last
+        self._leaves: Fields = {}  # of its "next"
+        self._chosen: set[Key] = set()  # what the policy added
+
+    def configure(self, config: BatchConfig) -> None:
+        self._limited = limit = config.max_frames_per_traj
+        self._resets = config.reset_when_done and not limit and _steps_specially(self.env)
+        keys = [key for spec in self._specs.values() for key in spec.keys(True, True)]
+        counted = [key for key in keys if _path(key)[-1] == "step_count"]
+        if limit and counted:
+            raise UnfitEnvError(
+                f"max_frames_per_traj={limit}: the environment counts steps itself, in {counted[0]!r}: set "
+                "the limit in its StepCounter instead"
+            )
+        if limit:
+            self._tags |= {each.step_count for each in self.ends}
+            self._added = tuple(each for each in self.ends if each.truncated not in self._done_keys)
+            self.truncated = _truncated([*self._done_keys, *(each.truncated for each in self._added)])
+        if config.set_truncated and not self.truncated:
+            raise UnfitEnvError(
+                f"set_truncated=True: the environment has no truncated key, only {self._done_keys}: call its "
+                "add_truncated_keys(), or give max_frames_per_traj="
+            )
+
+    async def reset(self) -> Fields:
+        self._root = call_env(self.env.reset)
+        self._fields = fields = {key: value.clone() for key, value in self._flatten(self._root).items()}
+        self._first = self._first or frozenset(fields)
+        for each in self._added:
+            fields[each.truncated] = torch.zeros_like(fields[each.done])
+        return fields
+
+    async def step(self, step: Fields) -> Fields:
+        root = self._input(step)
+        if self._resets:
+            self._stepped, self._root = call_env(self.env.step_and_maybe_reset, root)
+        else:
+            self._stepped, self._root = call_env(self.env.step, root), None
+        self._leaves = self._flatten(self._stepped.get("next"))
+        if self._only_fields is None:
+            self._only_fields = not self._resets and self._first <= self._leaves.keys() and _is_flat(root)
+        # Copies: an environment may reuse the memory for its next step.
+        return {key: value.clone() for key, value in self._leaves.items()}
+
+    def _flatten(self, data: TensorDictBase) -> Fields:
+        """Return the leaves that are fields: not those with a leading underscore, as in torchrl."""
+        found = flatten(data)
+        if self._hides is None:
+            self._hides = any(key[0][0] == "_" for key in found)
+        return {key: value for key, value in found.items() if key[0][0] != "_"} if self._hides else found
+
+    def _input(self, step: Fields) -> TensorDictBase:
+        """Return the input of a step: what the environment returned last, with what the policy has added."""
+        root, done = self._root, self.ends[0].done
+        if root is None or self._fields.get(done) is not step[done]:  # not kept, or a state was loaded
+            self._chosen = {*self.action_keys, *self._tags}
+            self._first = self._first or frozenset(key for key in step if key in self._known)
+            return self._unflatten({key: value for key, value in step.items() if key not in self._tags})
+        self._chosen = set()
+        for key, value in step.items():
+            if self._fields.get(key) is not value and key not in self._tags:
+                root.set(key, value)
+                self._chosen.add(key)
+        return root
+
+    def _unflatten(self, fields: Fields) -> TensorDictBase:
+        data = unflatten(fields, self.shape, self.nested)
+        return data if self.device is None else data.to(self.device)
+
+    def ended(self, after: Fields) -> Tensor:
+        if self._plain:
+            return after["done"].view(self.shape)
+        each = [after[key].reshape(*self.shape, -1).any(-1) for key in self._done_keys]
+        return torch.stack(each).any(0)
+
+    def proceed(self, after: Fields) -> Fields:
+        if self._only_fields:
+            self._fields = {key: value for key, value in after.items() if key in self._first}
+        else:
+            if self._root is None:
+                self._root = self.env.step_mdp(self._stepped)
+            self._fields = self._fields_of(self._root, after)
+        for each in self._added:
+            self._fields[each.truncated] = after[each.truncated]
+        return self._fields
+
+    def _fields_of(self, root: TensorDictBase, after: Fields) -> Fields:
+        # An entry of "next" that continues as the next observation is the same tensor: it has its copy.
+        return {
+            key: after[key] if self._leaves.get(key) is value else value.clone()
+            for key, value in self._flatten(root).items()
+            if key not in self._chosen or key in self._first
+        }
+
+    async def restart(self, after: Fields) -> Fields:
+        if self._root is None:
+            self._root = call_env(self.env.maybe_reset, self._next_input(after))
+        self._leaves = {}  # the environment may have written over what step() returned
+        self._fields = fields = self._fields_of(self._root, after)
+        for each in self._added:
+            fields[each.truncated] = torch.zeros_like(after[each.truncated])
+        return fields
+
+    def _next_input(self, after: Fields) -> TensorDictBase:
+        """Return the input of the next step if no episode has ended."""
+        if self._only_fields:
+            return self._unflatten({key: after[key] for key in self._first})
+        assert self._stepped is not None
+        for each in self.ends if self._limited else ():
+            for key in (each.done, each.truncated, *each.within):
+                self._stepped.set(("next", *_path(key)), after[key])
+        root: TensorDictBase = self.env.step_mdp(self._stepped)
+        return root
+
+    def random_action(self) -> Fields:
+        if self._root is not None:
+            found = self.env.rand_action(self._root.copy())
+        else:
+            found = self.env.rand_action(None if self.env.batch_locked else self._unflatten({}))
+        return {key: found.get(key) for key in self.action_keys}
+
+    def set_seed(self, seed: int) -> None:
+        self.env.set_seed(seed)
+
+    async def close(self) -> None:
+        if not self.env.is_closed:
+            self.env.close()
+
+
+def _is_flat(data: TensorDictBase) -> bool:
+    """Return whether all entries but TensorDicts are tensors."""
+    values = (data.get(key) for key in data.keys(True))
+    return all(isinstance(value, Tensor | TensorDictBase) for value in values)
+
+
+def _steps_specially(env: Any) -> bool:
+    """Return whether ``step_and_maybe_reset()`` of an environment does more than one after the other of its
+    ``step()``, ``step_mdp()`` and ``maybe_reset()``, which is slower."""
+    base: Any = next(cls for cls in type(env).__mro__ if "maybe_reset" in vars(cls))
+    own = type(env).step_and_maybe_reset is not base.step_and_maybe_reset
+    hooks = ("_post_step_mdp_hooks", "_torchrl_native_autoreset", "_compiled_step_and_maybe_reset")
+    # Not getattr(env, ...): some environments look names up in environments that they have not made yet.
+    return own or any(vars(env).get(name) or getattr(type(env), name, None) for name in hooks)
+
+
+def _nested(specs: Any, dims: int) -> Nested:
+    """Return the batch dimensions of nested entries beside the first ``dims``, by prefix, outer first."""
+    found: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for spec in specs:
+        leaves = set(spec.keys(True, True))
+        for key in spec.keys(True):
+            if key not in leaves and (more := tuple(spec[key].shape)[dims:]):
+                found[_path(key)] = more
+    each = dict(sorted(found.items(), key=lambda entry: len(entry[0])))
+    return each | {("next", *prefix): more for prefix, more in each.items()}
+
+
+def _ends(done_keys: Sequence[Key]) -> tuple[Ends, ...]:
+    """Return the ends that decide whether episodes end. Ends at one level decide for all levels below."""
+    prefixes = sorted({_path(key)[:-1] for key in done_keys}, key=lambda prefix: (len(prefix), prefix))
+    found: list[Ends] = []
+    roots: list[tuple[str, ...]] = []
+    for prefix in prefixes:
+        if any(prefix[: len(root)] == root for root in roots):
+            continue
+        roots.append(prefix)
+        depth = len(prefix)
+        below = [key for key in done_keys if len(_path(key)) > depth + 1 and _path(key)[:depth] == prefix]
+        within = tuple(key for key in below if _path(key)[-1] in ("done", "truncated"))
+        done: Key = (*prefix, "done") if prefix else "done"
+        found.append(Ends(done, _sibling(done, "truncated"), _sibling(done, "step_count"), within))
+    return tuple(found)
+
+
+def _truncated(done_keys: Sequence[Key]) -> tuple[tuple[Key, Key], ...]:
+    each = dict.fromkeys(key for key in done_keys if _path(key)[-1] == "truncated")
+    return tuple((key, _sibling(key, "done")) for key in each)
