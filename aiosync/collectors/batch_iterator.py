@@ -43,7 +43,7 @@ class BatchIterator(Controls):
         self._pauses_begun = 0  # a timeout during a pause is distinguished from others
         self._not_paused = asyncio.Event()
         self._not_paused.set()
-        self._join: Callable[[Sequence[TensorDict]], Any] = BatchJoiner(config.batch.cat_results).join
+        self._join: Callable[[Sequence[TensorDict]], Any] = BatchJoiner(config.batch.join_dim).join
         self._collecting: asyncio.Task[None] | None = None  # the task of start()
 
     def __aiter__(self) -> Self:
@@ -73,7 +73,7 @@ class BatchIterator(Controls):
 
     @property
     def _is_done(self) -> bool:
-        return self.frames >= self.config.batch.total_frames != -1
+        return self.frames >= self.config.batch.frames_limit
 
     async def _wait_while_paused(self) -> None:
         deadline = self._deadline(None)
@@ -94,11 +94,11 @@ class BatchIterator(Controls):
 
     async def _next_sync_batch(self, pool: Pool) -> TensorDictBase:
         config = self.config.batch
-        at_random = self._requested < config.init_random_frames  # the same for all parts
+        at_random = self._requested < config.random_frames  # the same for all parts
         for worker in pool.workers:
             if not worker.requested and not worker.batches:  # else a cancelled call requested it
                 self._request(worker, config.frames_of(worker.index, self.num_workers), at_random=at_random)
-        enough = max(1, int(self.num_workers * config.preemptive_threshold))
+        enough = config.enough_of(self.num_workers)
         deadline = self._deadline(None)
 
         def delivered() -> int:
@@ -140,16 +140,16 @@ class BatchIterator(Controls):
     def _request_from_all(self, pool: Pool, *, trained: bool) -> None:
         """Request batches from all workers that may collect more. ``trained``: the trainer has sent the
         update for the batch that it took last, if it sends one after each batch."""
-        config, total = self.config.batch, self.config.batch.total_frames
+        config, limit = self.config.batch, self.config.batch.frames_limit
         # The worker with the fewest frames first: if only some may collect, it is not always the same ones.
         for worker in sorted(pool.workers, key=lambda worker: worker.frames):
             frames = config.frames_of(worker.index, 1)
             while worker.requested + len(worker.batches) < _REQUESTED_AHEAD and not self._active_pauses:
                 # The updates before this batch is returned, if the trainer sends one after each batch.
                 updates = sum(each.requested + len(each.batches) for each in pool.workers) + (not trained)
-                if self._requested >= total != -1 or updates > self.config.weights.allowed_updates:
+                if self._requested >= limit or updates > self.config.weights.allowed_updates:
                     return
-                self._request(worker, frames, at_random=self._requested < config.init_random_frames)
+                self._request(worker, frames, at_random=self._requested < config.random_frames)
 
     def _request(self, worker: WorkerProxy, frames: int, *, at_random: bool) -> None:
         self._requested += frames

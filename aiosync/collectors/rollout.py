@@ -110,13 +110,14 @@ class Rollout:
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        env, limit = self.env, self.config.max_frames_per_traj
+        env, limit = self.env, self.config.step_limit
         if env.skips and limit:
             raise InvalidArgumentError(
                 f"max_frames_per_traj={limit}: an environment that begins episodes by itself cannot be "
                 "truncated: make it with AutoresetMode.DISABLED, or set the limit in it"
             )
         self._device = env.device or "cpu"
+        self._limit = limit
         # Steps since the beginning of each episode, for max_frames_per_traj.
         self._step_counts = torch.zeros((*env.shape, 1), dtype=torch.int64, device=self._device)
         # The number of the current trajectory of each environment.
@@ -187,7 +188,7 @@ class Rollout:
         return step
 
     def _apply_step_limit(self, step: Fields, after: Fields) -> None:
-        limit = self.config.max_frames_per_traj
+        limit = self._limit
         if limit:
             step["step_count"] = self._step_counts
             after["step_count"] = self._step_counts = self._step_counts + 1
@@ -199,7 +200,7 @@ class Rollout:
         """Continue from the next observation, or begin new episodes where one has ended."""
         done = after["done"].view(self.env.shape)
         if not done.any() or not self.config.reset_when_done:
-            left = {"reward", "step_count"} if self.config.max_frames_per_traj else {"reward"}
+            left = {"reward", "step_count"} if self._limit else {"reward"}
             self._current = {key: value for key, value in after.items() if key not in left}
             return
         self._current = await self.env.restart(after)

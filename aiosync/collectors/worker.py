@@ -35,7 +35,7 @@ from aiosync.collectors.command_pipe import (
 )
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.env import Env, adapt
-from aiosync.collectors.policy import adapt_policy
+from aiosync.collectors.policy import adapt_policy, to_device
 from aiosync.collectors.rollout import PartialBatch, Rollout
 from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
@@ -135,8 +135,9 @@ class Worker:
         if isinstance(self.policy, nn.Module):
             self.policy.eval()
             if self._devices.policy is not None:
-                self.policy.to(self._devices.policy)
-        self._buffers = BatchBuffers(pipe.send if spec.use_buffers else None)
+                to_device(self.policy, self._devices.policy)
+        self._use_buffers = spec.use_buffers and not self._sizes_change()
+        self._buffers = BatchBuffers(pipe.send if self._use_buffers else None)
         self._rollouts: list[Rollout] = []
         self._shape = self._envs[0].shape  # batch shape of a frame: the environments that step together
         self._width = math.prod(self._shape)
@@ -147,6 +148,11 @@ class Worker:
         env = adapt(self._spec.create_env(), self._devices.env)
         self._stack.push_async_callback(env.close)
         return env
+
+    def _sizes_change(self) -> bool:
+        """Return whether buffers are not asked for, and an environment's specs have no fixed size."""
+        asked = self._config.batch.use_buffers is not None
+        return not asked and any(getattr(each.env, "_has_dynamic_specs", False) for each in self._envs)
 
     async def run(self) -> None:
         """Roll out the policy and execute commands until the collector closes the pipe (CommandPipeClosed).
@@ -233,7 +239,7 @@ class Worker:
         places = batch.close(truncate=self._config.batch.set_truncated)
         order = places if len(self._rollouts) > 1 else None
         number, buffer, steps = batch.request.number, batch.buffer, batch.steps
-        if self._spec.use_buffers:
+        if self._use_buffers:
             self._pipe.send(Batch(number, steps, buffer, order))
             return
         data = self._buffers[buffer].read(steps, len(self._shape), order)
