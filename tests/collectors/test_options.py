@@ -35,7 +35,8 @@ async def _batches(count: int, *args: Any, **options: Any) -> list[Any]:
 async def test_a_number_of_frames_for_each_worker(sync: bool) -> None:
     expected = {16} if sync else {6, 10}
     sizes: set[int] = set()
-    async with collecting(ENVS, sync=sync, frames_per_batch=[6, 10], cat_results=-1) as collector:
+    options = {"cat_results": -1} if sync else {}
+    async with collecting(ENVS, sync=sync, frames_per_batch=[6, 10], **options) as collector:
         while sizes != expected:  # one worker may be quicker than the other for long
             sizes.add((await anext(collector)).numel())
             assert sizes <= expected
