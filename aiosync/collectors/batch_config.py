@@ -138,8 +138,9 @@ class BatchConfig:
         each = self.frames_per_batch
         return -(-each // workers) if isinstance(each, int) else each[worker]
 
-    def warn(self, workers: int, *, sync: bool) -> None:
-        """Warn if more frames will be collected than were requested, or if batches will be padded."""
+    def warn(self, workers: int, *, sync: bool, returned: bool) -> None:
+        """Warn if more frames will be collected than were requested, or if batches will be padded.
+        ``returned``: the iterator returns the batches; a replay buffer gets no padding."""
         asked = self.frames_per_batch
         parts = [self.frames_of(worker, workers if sync else 1) for worker in range(workers)]
         batch = sum(parts) if sync else parts[0]
@@ -147,7 +148,7 @@ class BatchConfig:
             _warn(
                 f"frames_per_batch={asked} is not a multiple of {workers} workers: a batch has {batch} frames"
             )
-        if sync and self.join_dim == "stack" and len(set(parts)) > 1:
+        if sync and returned and self.join_dim == "stack" and len(set(parts)) > 1:
             _warn(
                 f"frames_per_batch={asked!r}: the workers' parts differ in length, so the shorter ones are "
                 "padded and masked by ('collector', 'mask'); with cat_results=-1 they are not"

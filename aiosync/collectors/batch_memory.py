@@ -76,6 +76,12 @@ class BatchBuffer:
         which = slice(steps) if order is None else torch.tensor(order, device="cpu")
         return select_steps(self.views, which, batch_dims)
 
+    def write_back(self, data: TensorDict, order: list[int], batch_dims: int) -> None:
+        """Write the frames that :meth:`read` returned for ``order`` to their places."""
+        for key, value in flatten(data).items():
+            if key in self.views:
+                self.views[key][torch.tensor(order)] = value.movedim(batch_dims, 0)
+
     def lend(self, on_returned: Callable[[], object]) -> Fields:
         """Return tensors that view this memory. ``on_returned`` is called when the last reference to them is
         dropped, in the thread that drops it."""

@@ -132,15 +132,14 @@ class MultiCollector(BatchIterator, AsyncResource):
         default = self._default_scheme(timeout=config.processes.seconds, commit=commit, peft="as_is")
         self._set_up_schemes(default)
         self._check_picklable(create_env_fn=envs, create_env_kwargs=arguments)
-        config.batch.warn(count, sync=self.sync)
+        config.batch.warn(count, sync=self.sync, returned=config.replay.replay_buffer is None)
 
     def _check_picklable(self, **arguments: Any) -> None:
         """Raise UnpicklableError if workers cannot get an argument."""
         check_picklable(policy=None if any(self.policy_factory) else self.policy)
         if self._has_processes:
-            check_picklable(
-                policy_factory=self.policy_factory, init_fn=self.config.processes.init_fn, **arguments
-            )
+            hooks = {name: getattr(self.config.processes, name) for name in _CALLED_IN_WORKERS}
+            check_picklable(policy_factory=self.policy_factory, **hooks, **arguments)
 
     # -- what workers run in --------------------------------------------------------------------------
 
@@ -307,7 +306,10 @@ class Collector(MultiCollector):
         return replace(super()._spec(index), own_process=False, use_buffers=False)
 
 
-_LOCAL_OPTIONS = {"envs_per_worker", "init_fn", "timeout"}
+_CALLED_IN_WORKERS = ("init_fn", "pre_collect_hook", "post_collect_hook")
+"""The options of :class:`ProcessConfig` that are functions."""
+
+_LOCAL_OPTIONS = {"envs_per_worker", "timeout", *_CALLED_IN_WORKERS}
 """The options of :class:`ProcessConfig` that a :class:`Collector` takes."""
 
 

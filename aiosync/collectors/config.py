@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self, TypeAlias
 
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
 from aiosync._deadline import check_timeout, default_timeout
@@ -147,6 +148,9 @@ class ProcessConfig:
             once and forks all workers, if the platform has it; else ``"spawn"``.
         restart_workers: how many times a dead worker is started again before its death is an error.
         init_fn: called in each worker before all else.
+        pre_collect_hook: called in each worker before the first step of each batch.
+        post_collect_hook: called in each worker with each batch that it has collected, a TensorDict, before
+            the batch is delivered. What it writes into the tensors is delivered.
         timeout: default timeout of each call, in seconds; None: ``AIOSYNC_TIMEOUT``, else 120.
     """
 
@@ -159,6 +163,8 @@ class ProcessConfig:
     start_method: Literal["spawn", "forkserver"] | None = None
     restart_workers: int = 0
     init_fn: Callable[[], object] | None = None
+    pre_collect_hook: Callable[[], object] | None = None
+    post_collect_hook: Callable[[TensorDictBase], object] | None = None
     timeout: float | None = None
 
     def __post_init__(self) -> None:
@@ -217,6 +223,11 @@ class WeightConfig:
     on_stale: Literal["drop", "wait"] = "drop"
 
     def __post_init__(self) -> None:
+        for name in ("weight_sync_schemes", "weight_recv_schemes"):
+            if (given := getattr(self, name)) is not None:
+                # Blocking twins may be given too: their asyncio schemes do the work.
+                schemes = {key: getattr(each, "asyncio_scheme", each) for key, each in given.items()}
+                object.__setattr__(self, name, schemes)
         if self.weight_updater is not None and self.weight_sync_schemes is not None:
             raise OptionConflictError("got weight_updater= and weight_sync_schemes=: expected one of them")
         stale = self.max_staleness
@@ -252,6 +263,17 @@ class ReplayConfig:
             )
 
 
+_TORCHRL_ONLY = {
+    "auto_register_policy_transforms": "add InitTracker and TensorDictPrimer in create_env_fn",
+    "collector_class": "a worker steps its environments itself, without a collector of its own",
+    "compact_obs": "frames are whole; drop the observations under 'next' with postproc=",
+    "traj_format": "split_trajs=True pads trajectories with zeros",
+    "trajs_per_batch": "batches have frames_per_batch= frames; split_trajs=True gives trajectories",
+    "trajs_per_write": "a replay buffer is extended with whole batches: frames_per_batch=",
+}
+"""Options of torchrl that a collector does not have -> what to do instead."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CollectorConfig:
     """All options of a collector, in groups."""
@@ -274,7 +296,13 @@ class CollectorConfig:
             given = {name: options.pop(name) for name in members if name in options}
             if given:
                 self = replace(self, **{group: replace(getattr(self, group), **given)})
-        for name in options:
+        for name, value in options.items():
+            if name in _TORCHRL_ONLY:
+                if value is None or value is False:  # torchrl's defaults
+                    continue
+                raise InvalidArgumentError(
+                    f"{name}={value!r} is an option of torchrl alone: {_TORCHRL_ONLY[name]}"
+                )
             known = [each for members in names.values() for each in members]
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else f": expected one of {', '.join(sorted(known))}"

@@ -330,7 +330,7 @@ class Controls:
         try:
             if len(given) == 1:
                 ((name, weights),) = given.items()
-                if weights is None and self._schemes[name] is self._default:
+                if weights is None and self.policy is not None and self._schemes[name] is self._default:
                     weights = self.get_model(name)  # the scheme would find the same, more slowly
                 await self._schemes[name].send(weights, ids, timeout=seconds)
                 return

@@ -138,6 +138,8 @@ class Worker:
                 to_device(self.policy, self._devices.policy)
         self._use_buffers = spec.use_buffers and not self._sizes_change()
         self._buffers = BatchBuffers(pipe.send if self._use_buffers else None)
+        self._before_batch = config.processes.pre_collect_hook
+        self._after_batch = config.processes.post_collect_hook
         self._rollouts: list[Rollout] = []
         self._shape = self._envs[0].shape  # batch shape of a frame: the environments that step together
         self._width = math.prod(self._shape)
@@ -225,6 +227,8 @@ class Worker:
                 await self._batch_requested.wait()
                 continue
             place = batch.claim()
+            if place == 0 and self._before_batch is not None:
+                self._before_batch()
             batch.write(place, number, await rollout.frame(batch))
             if batch.complete:
                 self._deliver(batch)
@@ -239,12 +243,22 @@ class Worker:
         places = batch.close(truncate=self._config.batch.set_truncated)
         order = places if len(self._rollouts) > 1 else None
         number, buffer, steps = batch.request.number, batch.buffer, batch.steps
+        if self._after_batch is not None:
+            self._show_to_hook(buffer, steps, order)
         if self._use_buffers:
             self._pipe.send(Batch(number, steps, buffer, order))
             return
         data = self._buffers[buffer].read(steps, len(self._shape), order)
         self._buffers.release([buffer])
         self._pipe.send(Batch(number, steps, buffer, data=data.clone() if order is None else data))
+
+    def _show_to_hook(self, buffer: int, steps: int, order: list[int] | None) -> None:
+        """Call ``post_collect_hook`` with a batch, and write back what it has changed."""
+        assert self._after_batch is not None
+        data = self._buffers[buffer].read(steps, len(self._shape), order)
+        self._after_batch(data)
+        if order is not None:  # the frames of several rollouts are copies, in order of time
+            self._buffers[buffer].write_back(data, order, len(self._shape))
 
     # -- what the collector calls ---------------------------------------------------------------------
 

@@ -35,6 +35,16 @@ class BlockingCollector:
         super().__init_subclass__(**kwargs)
         document(cls, getattr(collectors, cls.__name__, None))
 
+    @property
+    def num_workers(self) -> int:
+        """The number of workers."""
+        return self._async.num_workers
+
+    @property
+    def policy(self) -> Any:
+        """The trainer's policy; None if there is none."""
+        return self._async.policy
+
     def __iter__(self) -> Iterator[Any]:
         return self
 

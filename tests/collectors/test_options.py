@@ -138,6 +138,36 @@ class _FromVariable:
 
 
 @BOTH
+@pytest.mark.parametrize("each", [1, 3])
+async def test_hooks_around_each_batch(sync: bool, each: int) -> None:
+    options = {"pre_collect_hook": _count_batches, "post_collect_hook": _write, "envs_per_worker": each}
+    async with collecting(
+        ENVS, policy_factory=_FromVariable, init_fn=_set_a_variable, sync=sync, **options
+    ) as c:
+        for _ in range(2):
+            batch = await anext(c)
+            assert batch["next", "reward"].unique().tolist() == [-3.0]
+    async with collecting(ENVS[:1], **options | {"envs_per_worker": 1}) as c:
+        for number in range(1, 4):
+            batch = await anext(c)
+            assert batch["next", "terminated"].sum() == number
+
+
+_BATCHES: list[None] = []
+
+
+def _count_batches() -> None:
+    _BATCHES.append(None)
+
+
+def _write(batch: TensorDictBase) -> None:
+    assert batch.numel() in (10, 12, 20, 21)
+    batch["next", "reward"].fill_(-3)
+    batch["next", "terminated"].zero_()
+    batch["next", "terminated"].view(-1)[: len(_BATCHES)] = True
+
+
+@BOTH
 async def test_workers_have_the_variables_of_now(sync: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOSYNC_TEST_VARIABLE", "1")
     for batch in await _batches(2, ENVS, sync=sync, policy_factory=_FromVariable):
@@ -249,6 +279,8 @@ async def test_devices(sync: bool) -> None:
         ({"max_staleness": 1, "sync": True}, "max_staleness= needs sync=False"),
         ({"start_method": "fork"}, "expected 'spawn' or 'forkserver'"),
         ({"weight_updater": 3}, "weight_updater: expected an updater"),
+        ({"trajs_per_batch": 3}, "trajs_per_batch=3 is an option of torchrl alone: batches have frames"),
+        ({"total_frames": "many"}, "expected a number of frames, or None"),
     ],
 )
 def test_what_cannot_be(options: dict[str, Any], message: str) -> None:
@@ -256,6 +288,11 @@ def test_what_cannot_be(options: dict[str, Any], message: str) -> None:
         pytest.skip("there is one here")
     with pytest.raises(InvalidArgumentError, match=message):
         MultiCollector(ENVS, make_policy(), **options)
+
+
+def test_torchrls_defaults_of_options_that_it_alone_has() -> None:
+    names = ("trajs_per_batch", "trajs_per_write", "traj_format", "auto_register_policy_transforms")
+    MultiCollector(ENVS, compact_obs=False, collector_class=None, **dict.fromkeys(names))
 
 
 @BOTH

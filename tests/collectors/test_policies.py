@@ -36,14 +36,14 @@ class Odds(nn.Module):
         self.twin = nn.Parameter(self.linear.bias.data)  # other object, same memory
         self.frozen = nn.Parameter(torch.rand(3), requires_grad=False)
         self.frozen.label = "kept"  # type: ignore[attr-defined]
-        self.half = nn.Parameter(torch.rand(2, dtype=torch.bfloat16))
+        self.narrow = nn.Parameter(torch.rand(2, dtype=torch.bfloat16))
         self.empty = nn.Parameter(torch.empty(0))
         self.norm = nn.BatchNorm1d(4)
         self.lstm = nn.LSTM(4, 2)  # keeps weak references to its parameters
         self.register_buffer("running", torch.rand(2))
         self.register_buffer("table", torch.rand(2), persistent=False)
         self.plain = torch.rand(2)
-        self.view = self.half.detach()[:1]
+        self.view = self.narrow.detach()[:1]
         self.nested = {"list": [torch.rand(1)], "parameter": self.frozen}
 
     def values(self) -> list[Tensor]:
@@ -124,7 +124,9 @@ async def test_weights_that_no_scheme_sends_travel() -> None:
 
 def test_a_sharded_policy_is_whole_in_a_worker() -> None:
     tensor = pytest.importorskip("torch.distributed.tensor")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         policy = nn.Linear(6, 2)
