@@ -43,7 +43,9 @@ class BatchIterator(Controls):
         self._pauses_begun = 0  # a timeout during a pause is distinguished from others
         self._not_paused = asyncio.Event()
         self._not_paused.set()
-        self._join: Callable[[Sequence[TensorDict]], Any] = BatchJoiner(config.batch.join_dim).join
+        ragged = config.batch.enough_of(self.num_workers) < self.num_workers
+        joiner = BatchJoiner(config.batch.join_dim, may_differ=ragged)
+        self._join: Callable[[Sequence[TensorDict]], Any] = joiner.join
         self._collecting: asyncio.Task[None] | None = None  # the task of start()
 
     def __aiter__(self) -> Self:

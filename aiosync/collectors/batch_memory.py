@@ -174,11 +174,13 @@ class BatchJoiner:
     """Joins the parts of several workers.
 
     A joined batch's memory is reused once the last reference to the batch is dropped: a copy into fresh
-    memory takes several times as long. ``dim`` is the option ``cat_results``.
+    memory takes several times as long. ``dim`` is the option ``cat_results``. ``may_differ``: parts may
+    differ in length, so every stacked batch has ``("collector", "mask")``.
     """
 
-    def __init__(self, dim: Literal["stack"] | int) -> None:
+    def __init__(self, dim: Literal["stack"] | int, *, may_differ: bool = False) -> None:
         self._dim = dim
+        self._may_differ = may_differ
         self._free: list[BatchBuffer] = []
 
     def join(self, parts: Sequence[TensorDict]) -> TensorDictBase:
@@ -186,8 +188,8 @@ class BatchJoiner:
         dim, put = 0, torch.stack
         if self._dim == "stack":
             longest = max(part.shape[-1] for part in parts)
-            if any(part.shape[-1] != longest for part in parts):
-                parts = [pad_steps(part, longest) for part in parts]
+            if self._may_differ or any(part.shape[-1] != longest for part in parts):
+                parts = [pad_steps(part, longest, no_trajectory=-1) for part in parts]
             shape = (len(parts), *parts[0].shape)
         else:
             dim, put = self._check_dim(parts, int(self._dim)), torch.cat
@@ -222,12 +224,14 @@ class BatchJoiner:
         return BatchBuffer(specs, steps, Segment.private)
 
 
-def pad_steps(part: TensorDict, length: int) -> TensorDict:
-    """Return ``part`` padded with zeros to ``length`` steps, with a mask that is true for its own steps."""
+def pad_steps(part: TensorDict, length: int, *, no_trajectory: int = 0) -> TensorDict:
+    """Return ``part`` padded with zeros to ``length`` steps, with a mask that is true for its own steps.
+    ``no_trajectory``: the trajectory number of the padding."""
     *batch, steps = part.shape
     result = pad(part, [0, 0] * len(batch) + [0, length - steps])
     mask = torch.zeros(result.batch_size, dtype=torch.bool, device=part.device or "cpu")
     mask[..., :steps] = part.get(MASK, True)
+    result[TRAJ_IDS][..., steps:] = no_trajectory
     result.set(MASK, mask)
     return result
 

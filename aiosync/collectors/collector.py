@@ -114,8 +114,8 @@ class MultiCollector(BatchIterator, AsyncResource):
         if self._sync is not None and sync not in (None, self._sync):
             raise InvalidArgumentError(f"sync={sync!r}: a {type(self).__name__} has sync={self._sync}")
         config = (config or CollectorConfig()).of(**options)
-        super().__init__(config, sync=(sync is not False) if self._sync is None else self._sync)
         self.num_workers = count = _number_of_workers(create_env_fn, config)
+        super().__init__(config, sync=(sync is not False) if self._sync is None else self._sync)
         config.check(count, sync=self.sync)
         envs = per_worker("create_env_fn", create_env_fn, count)
         arguments = per_worker("create_env_kwargs", create_env_kwargs or {}, count)

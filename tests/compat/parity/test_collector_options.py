@@ -199,13 +199,19 @@ def test_frames_that_workers_do_not_divide() -> None:
     assert both(lines) == (True, (2, 4))
 
 
-def test_an_interrupted_batch_has_a_frame_of_each_worker() -> None:
+@pytest.mark.parametrize("join", ["stack", -1])
+def test_an_interrupted_batch_has_a_frame_of_each_worker(join: Any) -> None:
     def lines(module: Any) -> Any:
-        options = {"frames_per_batch": 100, "preemptive_threshold": 0.0, "cat_results": -1}
+        options = {"frames_per_batch": 400, "preemptive_threshold": 0.0, "cat_results": join}
         with running(module, True, ENVS, make_policy(), **options) as collector:
-            return 2 <= next(iter(collector)).numel() < 100
+            data = next(iter(collector))
+        mask, ids = data.get(("collector", "mask"), None), data["collector", "traj_ids"]
+        if mask is None:
+            return 2 <= data.numel() < 400, bool((ids >= 0).all())
+        return bool((mask == (ids != -1)).all()), mask[:, 0].tolist()
 
-    assert both(lines) is True
+    expected = (True, [True, True]) if join == "stack" else (True, True)
+    assert both(lines) == expected
 
 
 def test_a_scheme_of_ours_in_place_of_the_default() -> None:
