@@ -14,9 +14,9 @@ One batch goes through the files in this order:
 :mod:`controls` has the calls that send weights and commands to the workers.
 """
 
+from aiosync.collectors.batch_config import BatchConfig
 from aiosync.collectors.collector import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from aiosync.collectors.config import (
-    BatchConfig,
     CollectorConfig,
     DeviceConfig,
     PolicyConfig,

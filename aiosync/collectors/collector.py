@@ -14,8 +14,9 @@ import torch
 
 from aiosync._deadline import Deadline
 from aiosync._endpoint import AsyncResource
+from aiosync.collectors.batch_config import per_worker
 from aiosync.collectors.batch_iterator import BatchIterator
-from aiosync.collectors.config import CollectorConfig, per_worker
+from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.host import LocalHost, MakeHost, ProcessHost, RayHost, context_of
 from aiosync.collectors.pickling import PolicySkeleton, check_picklable
 from aiosync.collectors.pool import Pool
@@ -122,9 +123,7 @@ class MultiCollector(BatchIterator, AsyncResource):
         self._envs = [functools.partial(env, **given) for env, given in zip(envs, arguments, strict=True)]
         self.policy_factory = per_worker("policy_factory", policy_factory, count)
         self.policy = policy
-        self._skeleton: PolicySkeleton | None = (
-            None  # what workers get of the policy, if an updater has no part
-        )
+        self._skeleton: PolicySkeleton | None = None  # what workers get of the policy; not with an updater
         self._threads = ThreadLimit(self)
         self._closed = False
         commit = "copy" if config.policy.needs_fixed_memory else "flip"
@@ -134,9 +133,15 @@ class MultiCollector(BatchIterator, AsyncResource):
         self._check_picklable(create_env_fn=envs, create_env_kwargs=arguments)
         config.batch.warn(count, sync=self.sync, returned=config.replay.replay_buffer is None)
 
+    @property
+    def _policy_travels(self) -> bool:
+        """Whether a worker gets the trainer's policy, and not one of a factory."""
+        return self.policy is not None and not all(self.policy_factory)
+
     def _check_picklable(self, **arguments: Any) -> None:
         """Raise UnpicklableError if workers cannot get an argument."""
-        check_picklable(policy=None if any(self.policy_factory) else self.policy)
+        if self._policy_travels and (self._has_processes or self._updater is None):
+            check_picklable(policy=self.policy)
         if self._has_processes:
             hooks = {name: getattr(self.config.processes, name) for name in _CALLED_IN_WORKERS}
             check_picklable(policy_factory=self.policy_factory, **hooks, **arguments)
@@ -191,7 +196,7 @@ class MultiCollector(BatchIterator, AsyncResource):
         deadline = self._deadline(timeout)
         try:
             self._init_senders(ctx)
-            if self._updater is None and self.policy is not None:
+            if self._updater is None and self._policy_travels:
                 self._skeleton = PolicySkeleton(self.policy, sent_in_full(self.policy, self._schemes))
             specs = [self._spec(index) for index in range(self.num_workers)]
             restarts = [self.config.processes.restart_workers] * self.num_workers

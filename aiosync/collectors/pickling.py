@@ -38,7 +38,9 @@ class PolicySkeleton:
         }
         # Tensors in one storage stay together: on meta they would be separate.
         owners = Counter(_storage(tensor) for tensor in absent.values())
-        shared = {storage for storage, count in owners.items() if storage is not None and count > 1}
+        shared: set[int | None] = {
+            storage for storage, count in owners.items() if storage is not None and count > 1
+        }
         while True:
             absent = {key: tensor for key, tensor in absent.items() if _storage(tensor) not in shared}
             pickled = _Pickler(absent)

@@ -13,9 +13,9 @@ import cloudpickle
 import torch
 from torch import Tensor
 
+from aiosync.collectors.batch_config import BatchConfig
 from aiosync.collectors.batch_memory import BatchBuffers
 from aiosync.collectors.command_pipe import Collect
-from aiosync.collectors.config import BatchConfig
 from aiosync.collectors.env import MASK, TRAJ_IDS, Env, Fields, under
 from aiosync.collectors.policy import Act
 from aiosync.errors import InvalidArgumentError

@@ -159,6 +159,15 @@ def test_an_argument_that_cannot_be_pickled_is_named(name: str) -> None:
         MultiCollector(**given)
 
 
+async def test_a_policy_that_is_only_the_source_of_weights_need_not_be_pickled() -> None:
+    policy = make_policy()
+    policy.lock = threading.Lock()
+    async with collecting(ENVS, policy, policy_factory=make_random_policy) as collector:
+        mark(policy, 3)
+        await collector.update_policy_weights_()
+        assert (await within(anext(collector)))["marks"].unique().tolist() == [3]
+
+
 # -- a factory's policy, and models without a scheme ---------------------------------------------------------
 
 
