@@ -231,7 +231,8 @@ def pad_steps(part: TensorDict, length: int, *, no_trajectory: int = 0) -> Tenso
     result = pad(part, [0, 0] * len(batch) + [0, length - steps])
     mask = torch.zeros(result.batch_size, dtype=torch.bool, device=part.device or "cpu")
     mask[..., :steps] = part.get(MASK, True)
-    result[TRAJ_IDS][..., steps:] = no_trajectory
+    if no_trajectory:
+        result[TRAJ_IDS][..., steps:] = no_trajectory
     result.set(MASK, mask)
     return result
 

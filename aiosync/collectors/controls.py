@@ -19,7 +19,7 @@ from aiosync.collectors.pool import Pool
 from aiosync.collectors.weight_sources import (
     PoliciesMadeHere,
     Weights,
-    WorkerIds,
+    WorkersOrDevices,
     has_weights,
     indices_of,
     make_updater,
@@ -148,7 +148,7 @@ class Controls:
         *,
         weights: Any = None,
         policy: Any = None,
-        worker_ids: WorkerIds = None,
+        worker_ids: WorkersOrDevices = None,
         model_id: str | None = None,
         weights_dict: Mapping[str, Any] | None = None,
         timeout: float | None = None,
@@ -321,7 +321,9 @@ class Controls:
 
     # -- sending ---------------------------------------------------------------------------------------
 
-    async def _send_by_schemes(self, pool: Pool, given: Weights, ids: WorkerIds, seconds: float) -> None:
+    async def _send_by_schemes(
+        self, pool: Pool, given: Weights, ids: WorkersOrDevices, seconds: float
+    ) -> None:
         if not given.keys() <= self._schemes.keys():
             unknown = sorted(given.keys() - self._schemes.keys())
             raise UnknownModelError(unknown, list(self._schemes), self._why_no_default)
@@ -341,7 +343,9 @@ class Controls:
         except WorkerLostError as exc:
             await pool.raise_unless_replaced([serving[index] for index in exc.workers], exc)
 
-    async def _push_by_updater(self, pool: Pool, given: Weights, ids: WorkerIds, seconds: float) -> None:
+    async def _push_by_updater(
+        self, pool: Pool, given: Weights, ids: WorkersOrDevices, seconds: float
+    ) -> None:
         if given.keys() != {POLICY}:
             raise InvalidArgumentError(
                 f"a weight_updater updates {POLICY!r} only, got {', '.join(sorted(given))}"

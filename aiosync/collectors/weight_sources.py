@@ -19,7 +19,7 @@ from aiosync.weights.strategy import WeightStrategy
 Weights: TypeAlias = Mapping[str, Any]
 """Model id -> its weights; None: those of the trainer's model."""
 
-WorkerIds: TypeAlias = int | torch.device | Sequence[int | torch.device] | None
+WorkersOrDevices: TypeAlias = int | torch.device | Sequence[int | torch.device] | None
 """One worker, several, or None for all. A device stands for the workers whose policy is on it."""
 
 
@@ -28,9 +28,7 @@ def sent_in_full(policy: Any, schemes: Schemes) -> list[nn.Module]:
     found = []
     for model_id, scheme in schemes.items():
         strategy = scheme.strategy
-        plain = type(strategy) is WeightStrategy and vars(strategy) == vars(
-            WeightStrategy(strategy.extract_as)
-        )
+        plain = type(strategy) is WeightStrategy and strategy.peft != "adapter"
         if isinstance(scheme, NoWeightSyncScheme) or not plain:
             continue  # it may send no weights, or others than those of the module
         root, _, path = model_id.partition(".")
@@ -40,7 +38,7 @@ def sent_in_full(policy: Any, schemes: Schemes) -> list[nn.Module]:
     return found
 
 
-def indices_of(ids: WorkerIds, devices: Sequence[Any] | None, workers: int) -> int | list[int] | None:
+def indices_of(ids: WorkersOrDevices, devices: Sequence[Any] | None, workers: int) -> int | list[int] | None:
     """Return the indices of workers that may be given by the devices of their policies. ``devices``: of each
     worker's policy.
 

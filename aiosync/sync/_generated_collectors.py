@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 
 from aiosync import collectors
 from aiosync.collectors.config import CollectorConfig
-from aiosync.collectors.weight_sources import WorkerIds
+from aiosync.collectors.weight_sources import WorkersOrDevices
 from aiosync.collectors.worker import POLICY
 from aiosync.sync._bases import BlockingCollector
 from aiosync.sync._portal import portal
@@ -72,7 +72,7 @@ class MultiCollector(BlockingCollector):
         *,
         weights: Any = None,
         policy: Any = None,
-        worker_ids: WorkerIds = None,
+        worker_ids: WorkersOrDevices = None,
         model_id: str | None = None,
         weights_dict: Mapping[str, Any] | None = None,
         timeout: float | None = None,
