@@ -4,6 +4,9 @@
 
     AiosyncError
     ├── InvalidArgumentError (ValueError)        an argument, or a combination of arguments, is invalid
+    │   ├── OptionConflictError (RuntimeError, TypeError)  options that do not fit together
+    │   ├── UnpicklableError (RuntimeError, TypeError)     an argument that workers need cannot be pickled
+    │   ├── UnknownModelError (KeyError, RuntimeError)     no scheme sends this model
     │   ├── UnknownWorkerError                   the scheme does not serve this worker id
     │   ├── WeightSourceError (TypeError)        the given object has no weights
     │   └── InsecureTransportError               others can reach the address; nothing authenticates workers
@@ -56,13 +59,16 @@ __all__ = [
     "LayoutMismatchError",
     "NotConnectedError",
     "NotInitializedError",
+    "OptionConflictError",
     "Phase",
     "ProtocolError",
     "RelayRingError",
     "RemoteApplyError",
     "SenderFullError",
     "SyncTimeoutError",
+    "UnknownModelError",
     "UnknownWorkerError",
+    "UnpicklableError",
     "UnsupportedTensorError",
     "WeightSourceError",
     "WorkerError",
@@ -100,6 +106,36 @@ class InvalidArgumentError(AiosyncError, ValueError):
 
 class WeightSourceError(InvalidArgumentError, TypeError):
     """The object given as weights has no weights."""
+
+
+class OptionConflictError(InvalidArgumentError, RuntimeError, TypeError):
+    """Options of a collector do not fit together."""
+
+
+class UnpicklableError(InvalidArgumentError, RuntimeError, TypeError):
+    """An argument of a collector cannot be pickled, so no worker can get it."""
+
+
+class UnknownModelError(InvalidArgumentError, KeyError, RuntimeError):
+    """A collector has no scheme that sends this model.
+
+    Attributes:
+        unknown: the given model ids that no scheme sends.
+        known: the model ids of the collector's schemes.
+    """
+
+    def __init__(self, unknown: Sequence[str], known: Sequence[str], hint: str = "") -> None:
+        self.unknown = tuple(unknown)
+        self.known = tuple(known)
+        expected = f"some of {', '.join(known)}" if known else "none: it has no schemes"
+        tail = f"; {hint}" if hint else ""
+        super().__init__(
+            f"{', '.join(unknown)}: this collector has no scheme for such a model; expected {expected}{tail}"
+        )
+
+    # KeyError shows the repr of its argument, which would quote the sentence.
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class UnknownWorkerError(InvalidArgumentError):

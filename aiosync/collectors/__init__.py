@@ -15,9 +15,9 @@ One batch goes through the files in this order:
 """
 
 from aiosync.collectors.adapters import adapt
+from aiosync.collectors.batch_config import BatchConfig
 from aiosync.collectors.collector import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from aiosync.collectors.config import (
-    BatchConfig,
     CollectorConfig,
     DeviceConfig,
     PolicyConfig,

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from aiosync.collectors.env import AsyncEnv, Env, GymnasiumEnv, UnfitEnvError, VectorEnv
+from aiosync.collectors.env import AsyncEnv, Env, GymnasiumEnv, VectorEnv
 from aiosync.collectors.tensordict_env import TensorDictEnv
-from aiosync.errors import InvalidArgumentError
+from aiosync.errors import InvalidArgumentError, OptionConflictError
 
 
 def adapt(env: Any, device: torch.device | None = None) -> Env:
@@ -55,7 +55,7 @@ def env_factory(given: Any, arguments: Mapping[str, Any]) -> Callable[[], Any]:
     if isinstance(given, type) or not _is_env(given):
         return functools.partial(given, **arguments)
     if arguments and not hasattr(given, "update_kwargs"):
-        raise UnfitEnvError(
+        raise OptionConflictError(
             f"create_env_kwargs={dict(arguments)!r}: create_env_fn is an environment already, of type "
             f"{type(given).__name__}: give a function that makes one with these arguments"
         )

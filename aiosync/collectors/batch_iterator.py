@@ -43,7 +43,9 @@ class BatchIterator(Controls):
         self._pauses_begun = 0  # a timeout during a pause is distinguished from others
         self._not_paused = asyncio.Event()
         self._not_paused.set()
-        self._join: Callable[[Sequence[TensorDictBase]], Any] = BatchJoiner(config.batch.cat_results).join
+        ragged = config.batch.enough_of(self.num_workers) < self.num_workers
+        joiner = BatchJoiner(config.batch.join_dim, may_differ=ragged)
+        self._join: Callable[[Sequence[TensorDictBase]], Any] = joiner.join
         self._collecting: asyncio.Task[None] | None = None  # the task of start()
 
     def __aiter__(self) -> Self:
@@ -72,7 +74,7 @@ class BatchIterator(Controls):
 
     @property
     def _is_done(self) -> bool:
-        return self.frames >= self.config.batch.total_frames != -1
+        return self.frames >= self.config.batch.frames_limit
 
     async def _wait_while_paused(self) -> None:
         deadline = self._deadline(None)
@@ -87,7 +89,7 @@ class BatchIterator(Controls):
         """Whether the next batch is to be of random actions. Frames that the replay buffer has had before
         count too."""
         written = getattr(self.config.replay.replay_buffer, "write_count", self.frames)
-        return written + self._requested - self.frames < self.config.batch.init_random_frames
+        return written + self._requested - self.frames < self.config.batch.random_frames
 
     async def _next_sync_batch(self, pool: Pool) -> TensorDictBase | None:
         config = self.config.batch
@@ -95,7 +97,7 @@ class BatchIterator(Controls):
         for worker in pool.workers:
             if not worker.requested and not worker.batches:  # else a cancelled call requested it
                 self._request(worker, config.frames_of(worker.index, self.num_workers), at_random=at_random)
-        enough = max(1, int(self.num_workers * config.preemptive_threshold))
+        enough = config.enough_of(self.num_workers)
         deadline = self._deadline(None)
 
         def delivered() -> int:
@@ -143,14 +145,14 @@ class BatchIterator(Controls):
     def _request_from_all(self, pool: Pool, *, trained: bool) -> None:
         """Request batches from all workers that may collect more. ``trained``: the trainer has sent the
         update for the batch that it took last, if it sends one after each batch."""
-        config, total = self.config.batch, self.config.batch.total_frames
+        config, limit = self.config.batch, self.config.batch.frames_limit
         # The worker with the fewest frames first: if only some may collect, it is not always the same ones.
         for worker in sorted(pool.workers, key=lambda worker: worker.frames):
             frames = config.frames_of(worker.index, 1)
             while worker.requested + len(worker.batches) < _REQUESTED_AHEAD and not self._active_pauses:
                 # The updates before this batch is returned, if the trainer sends one after each batch.
                 updates = sum(each.requested + len(each.batches) for each in pool.workers) + (not trained)
-                if self._requested >= total != -1 or updates > self.config.weights.allowed_updates:
+                if self._requested >= limit or updates > self.config.weights.allowed_updates:
                     return
                 self._request(worker, frames, at_random=self._at_random)
 

@@ -86,6 +86,12 @@ class BatchBuffer:
         which = slice(steps) if order is None else torch.tensor(order, device="cpu")
         return select_steps(self.views, which, len(shape), self._nested)
 
+    def write_back(self, data: TensorDict, order: list[int], batch_dims: int) -> None:
+        """Write the frames that :meth:`read` returned for ``order`` to their places."""
+        for key, value in flatten(data).items():
+            if key in self.views:
+                self.views[key][torch.tensor(order)] = value.movedim(batch_dims, 0)
+
     def lend(self, on_returned: Callable[[], object]) -> Fields:
         """Return tensors that view this memory. ``on_returned`` is called when the last reference to them is
         dropped, in the thread that drops it."""
@@ -220,11 +226,13 @@ class BatchJoiner:
     """Joins the parts of several workers.
 
     A joined batch's memory is reused once the last reference to the batch is dropped: a copy into fresh
-    memory takes several times as long. ``dim`` is the option ``cat_results``.
+    memory takes several times as long. ``dim`` is the option ``cat_results``. ``may_differ``: parts may
+    differ in length, so every stacked batch has ``("collector", "mask")``.
     """
 
-    def __init__(self, dim: Literal["stack"] | int) -> None:
+    def __init__(self, dim: Literal["stack"] | int, *, may_differ: bool = False) -> None:
         self._dim = dim
+        self._may_differ = may_differ
         self._free: list[BatchBuffer] = []
 
     def join(self, parts: Sequence[TensorDictBase]) -> TensorDictBase:
@@ -232,8 +240,8 @@ class BatchJoiner:
         dim, put = 0, torch.stack
         if self._dim == "stack":
             longest = max(part.shape[-1] for part in parts)
-            if any(part.shape[-1] != longest for part in parts):
-                parts = [pad_steps(part, longest) for part in parts]
+            if self._may_differ or any(part.shape[-1] != longest for part in parts):
+                parts = [pad_steps(part, longest, no_trajectory=-1) for part in parts]
             shape = (len(parts), *parts[0].shape)
         else:
             dim, put = self._check_dim(parts, int(self._dim)), torch.cat
@@ -314,12 +322,15 @@ def size_of(part: TensorDictBase) -> int:
     return sum(leaf.nbytes for leaf in part.values(True, True))
 
 
-def pad_steps(part: TensorDictBase, length: int) -> TensorDictBase:
-    """Return ``part`` padded with zeros to ``length`` steps, with a mask that is true for its own steps."""
+def pad_steps(part: TensorDictBase, length: int, *, no_trajectory: int = 0) -> TensorDictBase:
+    """Return ``part`` padded with zeros to ``length`` steps, with a mask that is true for its own steps.
+    ``no_trajectory``: the trajectory number of the padding."""
     *batch, steps = part.shape
     result = pad(part, [0, 0] * len(batch) + [0, length - steps])
     mask = torch.zeros(result.batch_size, dtype=torch.bool, device=part.device or "cpu")
     mask[..., :steps] = part.get(MASK, True)
+    if no_trajectory:
+        result[TRAJ_IDS][..., steps:] = no_trajectory
     result.set(MASK, mask)
     return result
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import operator
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from multiprocessing.context import BaseContext
 from typing import Any
 
-import cloudpickle
 import torch
 
 from aiosync._deadline import Deadline
 from aiosync._endpoint import AsyncResource
 from aiosync.collectors.adapters import env_factory
+from aiosync.collectors.batch_config import per_worker
 from aiosync.collectors.batch_iterator import BatchIterator
-from aiosync.collectors.config import CollectorConfig, per_worker
+from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.host import LocalHost, MakeHost, ProcessHost, RayHost, context_of
+from aiosync.collectors.pickling import PolicySkeleton, check_picklable
 from aiosync.collectors.pool import Pool
+from aiosync.collectors.weight_sources import sent_in_full
 from aiosync.collectors.worker import WorkerSpec, cancel_all
 from aiosync.errors import InvalidArgumentError, NotConnectedError
 from aiosync.schemes.base import WeightSyncScheme
@@ -35,6 +36,28 @@ _CLOSE_SECONDS = 10.0
 
 _ABORT_SECONDS = 1.0
 """The same after a failed :meth:`MultiCollector.connect`."""
+
+
+class ThreadLimit:
+    """The option ``num_threads``, for torch's work in the calling thread. Limits may end in any order."""
+
+    def __init__(self, collector: MultiCollector) -> None:
+        self._collector = collector
+        self._taken = 0  # how many threads fewer torch uses
+
+    def set(self) -> None:
+        """Leave processors to the collector's workers."""
+        before, processes = torch.get_num_threads(), self._collector.config.processes
+        beside = self._collector.num_workers if self._collector._has_processes else 0
+        self._taken = before - processes.threads_beside(beside)
+        if self._taken:
+            torch.set_num_threads(before - self._taken)
+
+    def restore(self) -> None:
+        """End the limit, in the thread of :meth:`set`."""
+        taken, self._taken = self._taken, 0
+        if taken:
+            torch.set_num_threads(max(1, torch.get_num_threads() + taken))
 
 
 class MultiCollector(BatchIterator, AsyncResource):
@@ -77,6 +100,7 @@ class MultiCollector(BatchIterator, AsyncResource):
     """
 
     _sync: bool | None = None
+    _has_processes = True
 
     def __init__(
         self,
@@ -92,27 +116,36 @@ class MultiCollector(BatchIterator, AsyncResource):
         if self._sync is not None and sync not in (None, self._sync):
             raise InvalidArgumentError(f"sync={sync!r}: a {type(self).__name__} has sync={self._sync}")
         config = (config or CollectorConfig()).of(**options)
+        self.num_workers = count = _number_of_workers(create_env_fn, config)
         super().__init__(config, sync=(sync is not False) if self._sync is None else self._sync)
-        given = len(create_env_fn) if isinstance(create_env_fn, Sequence) else 1
-        self.num_workers = count = config.processes.num_workers or given
         config.check(count, sync=self.sync)
         envs = per_worker("create_env_fn", create_env_fn, count)
         arguments = per_worker("create_env_kwargs", create_env_kwargs or {}, count)
         self._envs = [env_factory(env, given) for env, given in zip(envs, arguments, strict=True)]
         self.policy_factory = per_worker("policy_factory", policy_factory, count)
         self.policy = policy
-        self._saved_threads: int | None = None
+        self._skeleton: PolicySkeleton | None = None  # what workers get of the policy; not with an updater
+        self._threads = ThreadLimit(self)
+        self._closed = False
         commit = "copy" if config.policy.needs_fixed_memory else "flip"
         # The workers' policies are copies of this one, with the same adapters if there are any.
         default = self._default_scheme(timeout=config.processes.seconds, commit=commit, peft="as_is")
         self._set_up_schemes(default)
-        self._closed = False
-        each = config.per_batch if self.sync else config.batch.frames_of(0, 1)
-        total = config.batch.total_frames
-        if total != -1 and total % each:
-            more = f"{-total % each} more frames will be collected"
-            text = f"total_frames={total} is not a multiple of the {each} frames of a batch: {more}"
-            warnings.warn(text, stacklevel=2)
+        self._check_picklable(create_env_fn=envs, create_env_kwargs=arguments)
+        config.batch.warn(count, sync=self.sync, returned=config.replay.replay_buffer is None)
+
+    @property
+    def _policy_travels(self) -> bool:
+        """Whether a worker gets the trainer's policy, and not one of a factory."""
+        return self.policy is not None and not all(self.policy_factory)
+
+    def _check_picklable(self, **arguments: Any) -> None:
+        """Raise UnpicklableError if workers cannot get an argument."""
+        if self._policy_travels and (self._has_processes or self._updater is None):
+            check_picklable(policy=self.policy)
+        if self._has_processes:
+            hooks = {name: getattr(self.config.processes, name) for name in _CALLED_IN_WORKERS}
+            check_picklable(policy_factory=self.policy_factory, **hooks, **arguments)
 
     # -- what workers run in --------------------------------------------------------------------------
 
@@ -130,12 +163,12 @@ class MultiCollector(BatchIterator, AsyncResource):
         return functools.partial(ProcessHost, ctx), ctx
 
     def _spec(self, index: int) -> WorkerSpec:
-        make, policy, config = self.policy_factory[index], self.policy, self.config
+        make, config = self.policy_factory[index], self.config
         share_tensors = self._updater is not None  # it writes into tensors that workers share
-        if make is None and share_tensors:
-            make = None if policy is None else lambda: policy
-        elif make is None and policy is not None:
-            make = functools.partial(cloudpickle.loads, cloudpickle.dumps(policy))
+        if make is None and self._skeleton is not None:
+            make = functools.partial(self._skeleton.make, config.devices.of(index).policy)
+        elif make is None and self.policy is not None:
+            make = functools.partial(_identity, self.policy)
         return WorkerSpec(
             index,
             self.num_workers,
@@ -162,17 +195,16 @@ class MultiCollector(BatchIterator, AsyncResource):
             raise NotConnectedError("this collector is connected, or was closed: make a new one")
         make_host, ctx = self._host_factory()
         deadline = self._deadline(timeout)
-        threads = self.config.processes.num_threads
-        if threads is not None:
-            self._saved_threads = torch.get_num_threads()
-            torch.set_num_threads(threads)
         try:
             self._init_senders(ctx)
+            if self._updater is None and self._policy_travels:
+                self._skeleton = PolicySkeleton(self.policy, sent_in_full(self.policy, self._schemes))
             specs = [self._spec(index) for index in range(self.num_workers)]
             restarts = [self.config.processes.restart_workers] * self.num_workers
             self._pool = Pool(specs, self._schemes, make_host, restarts, self._on_delivered)
             await self._pool.start(deadline)
             await self._connect_receivers(self._pool, deadline)
+            self._threads.set()  # after the schemes: copies of weights use the former number
         except BaseException:
             await self.aclose(_ABORT_SECONDS)
             raise
@@ -206,9 +238,7 @@ class MultiCollector(BatchIterator, AsyncResource):
             if pool is not None:
                 await pool.aclose(deadline)
             self._finished.clear()
-            if self._saved_threads is not None:
-                torch.set_num_threads(self._saved_threads)
-                self._saved_threads = None
+            self._threads.restore()
 
     shutdown = async_shutdown = aclose
 
@@ -246,6 +276,7 @@ class Collector(MultiCollector):
     """
 
     _sync = True
+    _has_processes = False
 
     def __init__(
         self,
@@ -285,5 +316,20 @@ class Collector(MultiCollector):
         return replace(super()._spec(index), own_process=False, use_buffers=False)
 
 
-_LOCAL_OPTIONS = {"envs_per_worker", "init_fn", "timeout"}
+_CALLED_IN_WORKERS = ("init_fn", "pre_collect_hook", "post_collect_hook")
+"""The options of :class:`ProcessConfig` that are functions."""
+
+_LOCAL_OPTIONS = {"envs_per_worker", "timeout", *_CALLED_IN_WORKERS}
 """The options of :class:`ProcessConfig` that a :class:`Collector` takes."""
+
+
+def _identity(policy: Any) -> Any:
+    return policy
+
+
+def _number_of_workers(create_env_fn: Any, config: CollectorConfig) -> int:
+    if isinstance(create_env_fn, Sequence):
+        if not create_env_fn:
+            raise InvalidArgumentError("create_env_fn=[]: expected at least one function: one per worker")
+        return len(create_env_fn)
+    return config.processes.num_workers or 1

@@ -13,97 +13,10 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType
 
 from aiosync._deadline import check_timeout, default_timeout
-from aiosync.errors import InvalidArgumentError
+from aiosync.collectors.batch_config import BatchConfig, check, check_positive, per_worker
+from aiosync.errors import InvalidArgumentError, OptionConflictError
 
 Device: TypeAlias = torch.device | str | int
-
-
-class BufferOptionError(InvalidArgumentError, TypeError):
-    """An option does not fit the way in which frames go to the replay buffer. torchrl raises TypeError."""
-
-
-def _check(name: str, value: object, valid: bool, expected: str) -> None:
-    if not valid:
-        raise InvalidArgumentError(f"{name}={value!r}: expected {expected}")
-
-
-def _check_positive(name: str, value: object) -> None:
-    valid = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    _check(name, value, valid, "a positive number")
-
-
-def per_worker(name: str, given: Any, workers: int, kind: str = "one") -> list[Any]:
-    """Return an option's value for each worker. ``given`` is one value, or a sequence with one per worker.
-
-    Raises:
-        InvalidArgumentError: the sequence has another length.
-    """
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        return [given] * workers
-    if len(given) != workers:
-        raise InvalidArgumentError(f"{name}: expected {kind}, or one per worker, {workers}; got {len(given)}")
-    return list(given)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchConfig:
-    """What a batch consists of. A frame is one step of one environment.
-
-    Attributes:
-        frames_per_batch: frames of each batch; or a sequence: frames of each worker's part.
-        total_frames: end after this many frames, rounded up to whole batches; -1: never.
-        max_frames_per_traj: truncate an episode after this many steps; 0: never.
-        init_random_frames: take random actions in this many frames at the beginning.
-        reset_at_each_iter: reset the environments at the beginning of each batch.
-        reset_when_done: begin a new episode after the end of one.
-        set_truncated: mark the last frame of a batch as truncated, so that returns are not bootstrapped
-            across batches.
-        split_trajs: return batches as ``(trajectories, steps)``, padded, with ``("collector", "mask")``.
-        cat_results: how to join the workers' parts of a synchronous batch: the dimension to concatenate
-            along, or ``"stack"``: stack along a new first dimension.
-        preemptive_threshold: when this fraction of the workers has delivered, the others deliver the frames
-            that they have. In (0, 1].
-        postproc: called with each batch; returns the batch that the iterator gives.
-        use_buffers: True: batches go through reused shared memory (not with Ray). False: each step keeps its
-            own shapes, and batches are pickled through a pipe; a batch whose steps differ is a lazy stack.
-            None: False for torchrl's environments with dynamic specs, else True.
-    """
-
-    frames_per_batch: int | Sequence[int] = 200
-    total_frames: int = -1
-    max_frames_per_traj: int = 0
-    init_random_frames: int = 0
-    reset_at_each_iter: bool = False
-    reset_when_done: bool = True
-    set_truncated: bool = False
-    split_trajs: bool = False
-    cat_results: Literal["stack"] | int = "stack"
-    preemptive_threshold: float = 1.0
-    postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
-    use_buffers: bool | None = None
-
-    def __post_init__(self) -> None:
-        each = self.frames_per_batch
-        for number in [each] if isinstance(each, int) else each:
-            _check_positive("frames_per_batch", number)
-        if self.total_frames != -1:
-            _check_positive("total_frames", self.total_frames)
-        for name in ("max_frames_per_traj", "init_random_frames"):
-            value = getattr(self, name)
-            valid = isinstance(value, int) and value >= 0
-            _check(name, value, valid, "0 or a positive number of frames")
-        threshold, dim = self.preemptive_threshold, self.cat_results
-        fraction = "a fraction of the workers, more than 0 and at most 1"
-        _check("preemptive_threshold", threshold, 0 < threshold <= 1, fraction)
-        _check("cat_results", dim, dim == "stack" or isinstance(dim, int), "'stack' or a dimension")
-
-    def frames_of(self, worker: int, workers: int) -> int:
-        """Return the frames of one worker's part of a synchronous batch. The first workers take the
-        remainder."""
-        each = self.frames_per_batch
-        if not isinstance(each, int):
-            return each[worker]
-        return each // workers + (worker < each % workers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,28 +25,45 @@ class PolicyConfig:
 
     Attributes:
         exploration_type: tensordict's interaction type: whether the policy samples actions or takes the mode.
-        trust_policy: the policy takes and returns TensorDicts, whatever its signature says.
+        trust_policy: the policy takes and returns TensorDicts, whatever its signature says. None: only a
+            tensordict ``CudaGraphModule`` does.
         track_policy_version: tag each frame with the version that acted, as ``"policy_version"`` and
             ``("next", "policy_version")``.
         compile_policy: compile the policy in each worker; a mapping: with these arguments of
-            ``torch.compile``.
-        cudagraph_policy: capture the policy as a CUDA graph in each worker; a mapping: with these arguments
-            of tensordict's ``CudaGraphModule``. Weights are then copied into the parameters' own memory, as a
-            graph needs (a scheme that you pass must have ``commit="copy"``).
+            ``torch.compile``; None: do not.
+        cudagraph_policy: capture the policy as a CUDA graph in each worker; None: do not; a mapping: with
+            these arguments of tensordict's ``CudaGraphModule``. Weights are then copied into the parameters'
+            own memory, as a graph needs (a scheme that you pass must have ``commit="copy"``).
     """
 
     exploration_type: InteractionType = InteractionType.RANDOM
-    trust_policy: bool = False
+    trust_policy: bool | None = None
     track_policy_version: bool = True
-    compile_policy: bool | Mapping[str, Any] = False
-    cudagraph_policy: bool | Mapping[str, Any] = False
+    compile_policy: bool | Mapping[str, Any] | None = None
+    cudagraph_policy: bool | Mapping[str, Any] | None = None
+
+    @property
+    def compile_options(self) -> Mapping[str, Any] | None:
+        """The arguments of ``torch.compile``; None: the policy is not compiled."""
+        return _arguments(self.compile_policy)
+
+    @property
+    def cudagraph_options(self) -> Mapping[str, Any] | None:
+        """The arguments of ``CudaGraphModule``; None: the policy is not captured."""
+        return _arguments(self.cudagraph_policy)
 
     @property
     def needs_fixed_memory(self) -> bool:
         """Whether the parameters must stay at their addresses, because a CUDA graph is captured."""
-        compiling = self.compile_policy if isinstance(self.compile_policy, Mapping) else {}
-        captured = compiling.get("mode") in ("reduce-overhead", "max-autotune")
-        return captured or self.cudagraph_policy is not False
+        captured = (self.compile_options or {}).get("mode") in ("reduce-overhead", "max-autotune")
+        return captured or self.cudagraph_options is not None
+
+
+def _arguments(given: bool | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the arguments of an option that is a switch or a mapping of arguments; None: it is off."""
+    if isinstance(given, Mapping):
+        return given
+    return {} if given else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +138,19 @@ class ProcessConfig:
         launcher: ``"process"``: workers are processes on this machine; ``"ray"``: actors of the Ray cluster
             that this process has joined (``ray.init()``).
         ray_options: Ray's options for each actor. The default is ``{"num_cpus": 1}``.
-        num_workers: the number of workers, if ``create_env_fn`` is one function.
+        num_workers: the number of workers, if ``create_env_fn`` is one function. A sequence of functions has
+            one per worker, whatever this says.
         envs_per_worker: environments that each worker steps concurrently.
-        num_threads: torch's threads in this process while the workers run; None: unchanged.
+        num_threads: torch's threads in this process while the workers run; None: as many as before less one
+            per worker, at least one.
         num_sub_threads: torch's threads in each worker.
         start_method: multiprocessing's start method. None: ``"forkserver"``, where a server imports torch
             once and forks all workers, if the platform has it; else ``"spawn"``.
         restart_workers: how many times a dead worker is started again before its death is an error.
         init_fn: called in each worker before all else.
+        pre_collect_hook: called in each worker before the first step of each batch.
+        post_collect_hook: called in each worker with each batch that it has collected, a TensorDict, before
+            the batch is delivered. What it writes into the tensors is delivered.
         timeout: default timeout of each call, in seconds; None: ``AIOSYNC_TIMEOUT``, else 120.
     """
 
@@ -228,23 +163,32 @@ class ProcessConfig:
     start_method: Literal["spawn", "forkserver"] | None = None
     restart_workers: int = 0
     init_fn: Callable[[], object] | None = None
+    pre_collect_hook: Callable[[], object] | None = None
+    post_collect_hook: Callable[[TensorDictBase], object] | None = None
     timeout: float | None = None
 
     def __post_init__(self) -> None:
-        _check("launcher", self.launcher, self.launcher in ("process", "ray"), "'process' or 'ray'")
+        check("launcher", self.launcher, self.launcher in ("process", "ray"), "'process' or 'ray'")
         method = self.start_method
         methods = "'spawn' or 'forkserver' (a process that has an event loop and threads must not be forked)"
-        _check("start_method", method, method in (None, "spawn", "forkserver"), methods)
+        check("start_method", method, method in (None, "spawn", "forkserver"), methods)
         if self.ray_options is not None and self.launcher != "ray":
             raise InvalidArgumentError("ray_options= needs launcher='ray'")
-        _check_positive("envs_per_worker", self.envs_per_worker)
-        _check_positive("num_sub_threads", self.num_sub_threads)
+        check_positive("envs_per_worker", self.envs_per_worker)
+        check_positive("num_sub_threads", self.num_sub_threads)
         for name in ("num_workers", "num_threads"):
             if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
-        _check("restart_workers", self.restart_workers, self.restart_workers >= 0, "0 or more")
+                check_positive(name, getattr(self, name))
+        check("restart_workers", self.restart_workers, self.restart_workers >= 0, "0 or more")
         if self.timeout is not None:
             check_timeout(self.timeout, f"timeout={self.timeout!r}")
+
+    def threads_beside(self, workers: int) -> int:
+        """Return how many threads torch uses in the calling thread while ``workers`` run."""
+        if self.num_threads is not None:
+            return self.num_threads
+        before = torch.get_num_threads()
+        return before if self.launcher == "ray" else max(1, before - workers)
 
     @property
     def seconds(self) -> float:
@@ -257,7 +201,7 @@ class WeightConfig:
     """How weights reach the workers.
 
     Attributes:
-        weight_sync_schemes: model id -> scheme; None: the policy, through shared memory.
+        weight_sync_schemes: model id -> scheme; None or empty: the policy, through shared memory.
         weight_updater: an updater that is used instead of schemes, as in torchrl's older interface: one of
             aiosync's or torchrl's, or a function that returns one.
         weight_recv_schemes: model id -> scheme, for a collector that is itself a worker of another collector.
@@ -279,11 +223,16 @@ class WeightConfig:
     on_stale: Literal["drop", "wait"] = "drop"
 
     def __post_init__(self) -> None:
+        for name in ("weight_sync_schemes", "weight_recv_schemes"):
+            if (given := getattr(self, name)) is not None:
+                # Blocking twins may be given too: their asyncio schemes do the work.
+                schemes = {key: getattr(each, "asyncio_scheme", each) for key, each in given.items()}
+                object.__setattr__(self, name, schemes)
         if self.weight_updater is not None and self.weight_sync_schemes is not None:
-            raise InvalidArgumentError("got weight_updater= and weight_sync_schemes=: expected one of them")
+            raise OptionConflictError("got weight_updater= and weight_sync_schemes=: expected one of them")
         stale = self.max_staleness
-        _check("max_staleness", stale, stale is None or stale >= 0, "0 or more versions")
-        _check("on_stale", self.on_stale, self.on_stale in ("drop", "wait"), "'drop' or 'wait'")
+        check("max_staleness", stale, stale is None or stale >= 0, "0 or more versions")
+        check("on_stale", self.on_stale, self.on_stale in ("drop", "wait"), "'drop' or 'wait'")
         if self.on_stale == "wait" and self.max_staleness is None:
             raise InvalidArgumentError("on_stale='wait' needs max_staleness= and sync=False")
 
@@ -316,6 +265,17 @@ class ReplayConfig:
             )
 
 
+_TORCHRL_ONLY = {
+    "auto_register_policy_transforms": "add InitTracker and TensorDictPrimer in create_env_fn",
+    "collector_class": "a worker steps its environments itself, without a collector of its own",
+    "compact_obs": "frames are whole; drop the observations under 'next' with postproc=",
+    "traj_format": "split_trajs=True pads trajectories with zeros",
+    "trajs_per_batch": "batches have frames_per_batch= frames; split_trajs=True gives trajectories",
+    "trajs_per_write": "a replay buffer is extended with whole batches: frames_per_batch=",
+}
+"""Options of torchrl that a collector does not have -> what to do instead."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CollectorConfig:
     """All options of a collector, in groups."""
@@ -338,7 +298,13 @@ class CollectorConfig:
             given = {name: options.pop(name) for name in members if name in options}
             if given:
                 self = replace(self, **{group: replace(getattr(self, group), **given)})
-        for name in options:
+        for name, value in options.items():
+            if name in _TORCHRL_ONLY:
+                if value is None or value is False:  # torchrl's defaults
+                    continue
+                raise InvalidArgumentError(
+                    f"{name}={value!r} is an option of torchrl alone: {_TORCHRL_ONLY[name]}"
+                )
             known = [each for members in names.values() for each in members]
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else f": expected one of {', '.join(sorted(known))}"
@@ -352,30 +318,24 @@ class CollectorConfig:
             InvalidArgumentError: options do not fit together.
         """
         batch = self.batch
-        each = batch.frames_per_batch
-        per_worker("frames_per_batch", each, workers, "one number")
+        per_worker("frames_per_batch", batch.frames_per_batch, workers, "one number")
         self.devices.check(workers)
         places = [self.devices.of(worker) for worker in range(workers)]
-        if sync and min(batch.frames_of(worker, workers) for worker in range(workers)) < 1:
+        if not sync and batch.join_dim != "stack":
             raise InvalidArgumentError(
-                f"frames_per_batch={each!r}: expected at least {workers}, one frame for each worker: a "
-                "synchronous batch has a part from every worker"
-            )
-        if not sync and batch.preemptive_threshold != 1:
-            raise InvalidArgumentError(
-                "preemptive_threshold= needs sync=True: otherwise no batch waits for the slower workers"
+                f"cat_results={batch.cat_results!r} needs sync=True: otherwise a batch comes from one worker"
             )
         if sync and self.weights.max_staleness is not None:
             raise InvalidArgumentError("max_staleness= needs sync=False: a synchronous batch is always new")
         if sync and len({place.storing for place in places}) > 1:
             raise InvalidArgumentError("storing_device: expected one device with sync=True, got several")
         on_cuda = all(place.policy is not None and place.policy.type == "cuda" for place in places)
-        if self.policy.cudagraph_policy is not False and not on_cuda:
+        if self.policy.cudagraph_options is not None and not on_cuda:
             raise InvalidArgumentError("cudagraph_policy= needs policy_device= (or device=): a CUDA device")
         if self.replay.replay_buffer is not None and not self.replay.extend_buffer:
             for name in ("postproc", "split_trajs"):
                 if getattr(batch, name):
-                    raise BufferOptionError(
+                    raise OptionConflictError(
                         f"{name}= needs extend_buffer=True: with extend_buffer=False the replay buffer gets "
                         "single steps"
                     )
@@ -386,9 +346,3 @@ class CollectorConfig:
         """Return the options that a worker needs; those of the trainer alone are reset."""
         batch = replace(self.batch, postproc=None)
         return replace(self, batch=batch, weights=WeightConfig(), replay=ReplayConfig())
-
-    @property
-    def per_batch(self) -> int:
-        """Frames of one batch of all workers."""
-        each = self.batch.frames_per_batch
-        return each if isinstance(each, int) else sum(each)

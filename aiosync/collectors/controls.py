@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from multiprocessing.context import BaseContext
-from typing import Any, TypeAlias
+from typing import Any
 
 from tensordict import TensorDictBase
 from torch import nn
@@ -15,20 +16,30 @@ from torch import nn
 from aiosync._deadline import Deadline
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.pool import Pool
+from aiosync.collectors.weight_sources import (
+    PoliciesMadeHere,
+    Weights,
+    WorkersOrDevices,
+    has_weights,
+    indices_of,
+    make_updater,
+    weights_by_model,
+)
 from aiosync.collectors.worker import POLICY, cancel_all, policy_schemes
-from aiosync.errors import InvalidArgumentError, NotConnectedError, NotInitializedError, WorkerLostError
+from aiosync.errors import (
+    InvalidArgumentError,
+    NotConnectedError,
+    NotInitializedError,
+    UnknownModelError,
+    WorkerLostError,
+)
+from aiosync.events import logger
 from aiosync.receiver.listeners import in_format
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.joint import atomic
 from aiosync.transports._offload import abandonable
 from aiosync.weights.resolve import resolve_model
 from aiosync.weights.strategy import WeightStrategy
-
-Weights: TypeAlias = Mapping[str, Any]
-"""Model id -> its weights; None: those of the trainer's model."""
-
-WorkerIds: TypeAlias = int | Sequence[int] | None
-"""One worker, several, or None for all."""
 
 
 class Controls:
@@ -41,18 +52,23 @@ class Controls:
     config: CollectorConfig
     num_workers: int
     policy: Any  # the trainer's
+    policy_factory: list[Callable[[], Any] | None]  # one per worker
     _pool: Pool | None = None
 
     def _set_up_schemes(self, default: WeightSyncScheme) -> None:
         """Take schemes from the options. ``default``: the policy's, if none is given and it has weights."""
         config = self.config.weights
-        self._updater = _make_updater(config.weight_updater)
+        self._updater = make_updater(config.weight_updater)
         if self._updater is not None:
             self._updater.register_collector(self)
         self._schemes: dict[str, WeightSyncScheme] = dict(config.weight_sync_schemes or {})
-        if config.weight_sync_schemes is None and self._updater is None and _has_weights(self.policy):
-            self._schemes[POLICY] = default
         self._default = default
+        self._why_no_default = ""  # why the policy's weights cannot be sent; for an error message
+        self._ask_factory = False  # the policy of policy_factory decides whether there is a default scheme
+        if not self._schemes and self._updater is None:
+            self._ask_factory = self.policy is None and all(self.policy_factory)
+            if has_weights(self.policy):
+                self._schemes[POLICY] = default
         self._upstream = dict(config.weight_recv_schemes or {})
         self._following = AsyncExitStack()  # disconnects weight_recv_schemes
         self._extra_updates = 0  # updates of the policy that no scheme counts
@@ -71,26 +87,56 @@ class Controls:
         """Return the trainer's model with this id.
 
         Raises:
+            InvalidArgumentError: ``model_id`` is ``"policy"``, and the collector has no policy.
             AttributeError: there is no such model.
         """
-        return self.policy if model_id == POLICY else resolve_model(self, model_id)
+        if model_id != POLICY:
+            return resolve_model(self, model_id)
+        if self.policy is None:
+            raise InvalidArgumentError(
+                "model_id='policy': this collector has no policy in this process: give policy="
+            )
+        return self.policy
 
     def _init_senders(self, ctx: BaseContext | None) -> None:
         """Initialise every scheme as a sender that is not one yet. Called before workers get the schemes.
         ``ctx`` is multiprocessing's context of the workers, if they are processes."""
+        if self._ask_factory:
+            self._init_by_factory(ctx)
         for model_id, scheme in self._schemes.items():
             if not scheme.initialized_on_sender:
                 scheme.init_on_sender(model_id=model_id, context=self, ctx=ctx)
             elif scheme.model_id is None:
                 scheme.model_id = model_id
 
+    def _init_by_factory(self, ctx: BaseContext | None) -> None:
+        """Send the weights of the policy that ``policy_factory`` makes in this process, if it has any.
+
+        They are version 0 of all workers, whose policies may begin with random weights. A factory that fails
+        here may succeed in the workers, so its error is raised by the first update only.
+        """
+        try:
+            made = PoliciesMadeHere(self.policy_factory, self.num_workers, self.policy_device)
+        except Exception as exc:  # noqa: BLE001 - any exception of the factory
+            self._why_no_default = f"policy_factory failed in this process: {type(exc).__name__}: {exc}"
+            logger.warning("%s; no weights can be sent to the workers", self._why_no_default)
+            return
+        if made.can_be_sent:
+            self._default.init_on_sender(model_id=POLICY, context=made, ctx=ctx)
+            self._schemes[POLICY] = self._default
+        else:
+            self._why_no_default = "policy_factory returns no modules with the same weights in all workers"
+
     async def _connect_receivers(self, pool: Pool, deadline: Deadline) -> None:
         """Connect ``weight_recv_schemes``, if there are any: this collector becomes a worker of another
         collector. Raises what ``connect`` of a scheme raises."""
         for model_id, scheme in self._upstream.items():
             if not scheme.initialized_on_receiver:
+                below = model_id in self._schemes or (self._updater is not None and model_id == POLICY)
+                # With a context, updates also go to the workers.
+                where = {"context": self} if below else {"model": self.get_model(model_id)}
                 index = self.config.weights.worker_idx
-                scheme.init_on_receiver(model_id=model_id, context=self, worker_idx=index)
+                scheme.init_on_receiver(model_id=model_id, worker_idx=index, **where)
             self._following.push_async_callback(scheme.aclose)
             await scheme.connect(timeout=deadline.remaining())
             receiving = asyncio.create_task(_receive_until_closed(scheme, pool), name="aiosync-following")
@@ -100,25 +146,39 @@ class Controls:
         self,
         policy_or_weights: Any = None,
         *,
-        model_id: str = POLICY,
-        worker_ids: int | Sequence[int] | None = None,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: WorkersOrDevices = None,
+        model_id: str | None = None,
         weights_dict: Mapping[str, Any] | None = None,
         timeout: float | None = None,
+        policy_weights: Any = None,
     ) -> None:
         """Send weights to the workers.
 
         Args:
             policy_or_weights: a module, TensorDict or dict; None: the trainer's policy.
-            model_id: the model that these weights belong to.
-            worker_ids: a worker or several; None: all.
+            weights: the same, as a keyword.
+            policy: the same, as a keyword.
+            worker_ids: a worker or several, by their indices or by the devices of their policies; None: all.
+            model_id: the model that these weights belong to; None: ``"policy"``.
             weights_dict: model id -> weights. Each worker applies all of them or none.
             timeout: seconds.
+            policy_weights: deprecated name of ``policy_or_weights``.
 
         Raises:
+            InvalidArgumentError: arguments that exclude each other.
+            UnknownModelError: no scheme sends this model.
+            UnknownWorkerError: there is no such worker.
             Exception: as :meth:`aiosync.WeightSyncScheme.send`. (A lost worker that is started again is no
                 error: it begins with these weights.)
         """
-        given = weights_dict if weights_dict is not None else {model_id: policy_or_weights}
+        if policy_weights is not None:
+            warnings.warn(
+                "policy_weights is deprecated: use policy_or_weights", DeprecationWarning, stacklevel=2
+            )
+        sources = {"weights": weights, "policy": policy, "policy_weights": policy_weights}
+        given = weights_by_model(policy_or_weights, sources, model_id, weights_dict)
         seconds = self.config.processes.seconds if timeout is None else timeout
         send = self._send_by_schemes if self._updater is None else self._push_by_updater
         await send(self._connected_pool, given, worker_ids, seconds)
@@ -221,7 +281,14 @@ class Controls:
     async def reset(self, reset_idx: Sequence[bool] | None = None, timeout: float | None = None) -> None:
         """Begin new episodes. ``reset_idx``: for each worker, whether to reset its environments; None: all.
         ``timeout``: seconds.
+
+        Raises:
+            InvalidArgumentError: ``reset_idx`` has another length.
         """
+        if reset_idx is not None and len(reset_idx) != self.num_workers:
+            raise InvalidArgumentError(
+                f"reset_idx: expected one value per worker, {self.num_workers}; got {len(reset_idx)}"
+            )
         chosen = [index for index in range(self.num_workers) if reset_idx is None or reset_idx[index]]
         await self._connected_pool.call("reset", {index: [] for index in chosen}, self._deadline(timeout))
 
@@ -254,34 +321,31 @@ class Controls:
 
     # -- sending ---------------------------------------------------------------------------------------
 
-    async def _send_by_schemes(self, pool: Pool, given: Weights, ids: WorkerIds, seconds: float) -> None:
+    async def _send_by_schemes(
+        self, pool: Pool, given: Weights, ids: WorkersOrDevices, seconds: float
+    ) -> None:
         if not given.keys() <= self._schemes.keys():
             unknown = sorted(given.keys() - self._schemes.keys())
-            raise InvalidArgumentError(
-                f"{', '.join(unknown)}: this collector has no scheme for such a model; expected some of "
-                f"{', '.join(self._schemes) or 'none'}"
-            )
+            raise UnknownModelError(unknown, list(self._schemes), self._why_no_default)
+        ids = indices_of(ids, self.policy_device, self.num_workers)
         serving = list(pool.workers)
         try:
             if len(given) == 1:
                 ((name, weights),) = given.items()
-                if weights is None and self._schemes[name] is self._default:
+                if weights is None and self.policy is not None and self._schemes[name] is self._default:
                     weights = self.get_model(name)  # the scheme would find the same, more slowly
-                ids = ids if ids is None or isinstance(ids, int) else list(ids)
                 await self._schemes[name].send(weights, ids, timeout=seconds)
                 return
-            if ids is not None:
-                raise InvalidArgumentError(
-                    "weights_dict: expected no worker_ids: several models go to all workers"
-                )
             chosen = {self._schemes[name]: weights for name, weights in given.items()}
-            async with atomic(*chosen, timeout=seconds) as update:
+            async with atomic(*chosen, worker_ids=ids, timeout=seconds) as update:
                 for scheme, weights in chosen.items():
                     update.send(scheme, weights)
         except WorkerLostError as exc:
             await pool.raise_unless_replaced([serving[index] for index in exc.workers], exc)
 
-    async def _push_by_updater(self, pool: Pool, given: Weights, ids: WorkerIds, seconds: float) -> None:
+    async def _push_by_updater(
+        self, pool: Pool, given: Weights, ids: WorkersOrDevices, seconds: float
+    ) -> None:
         if given.keys() != {POLICY}:
             raise InvalidArgumentError(
                 f"a weight_updater updates {POLICY!r} only, got {', '.join(sorted(given))}"
@@ -304,18 +368,3 @@ async def _receive_until_closed(scheme: WeightSyncScheme, pool: Pool) -> None:
     await receiver.run()
     if receiver.lost:
         pool.fail(WorkerLostError((), receiver.ended or "unknown"))
-
-
-def _has_weights(policy: Any) -> bool:
-    return isinstance(policy, nn.Module) and bool([*policy.parameters(), *policy.buffers()])
-
-
-def _make_updater(given: Any) -> Any:
-    is_one = callable(getattr(given, "push_weights", None)) and not isinstance(given, type)
-    made = given() if callable(given) and not is_one else given
-    if made is not None and not callable(getattr(made, "push_weights", None)):
-        raise InvalidArgumentError(
-            f"weight_updater: expected an updater with push_weights(), or a function that returns one; got "
-            f"{type(made).__name__}"
-        )
-    return made

@@ -21,7 +21,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from aiosync.collectors.config import BatchConfig
+from aiosync.collectors.batch_config import BatchConfig
 from aiosync.errors import InvalidArgumentError
 
 Key: TypeAlias = str | tuple[str, ...]
@@ -34,10 +34,6 @@ Specs: TypeAlias = tuple[tuple[Key, tuple[int, ...], torch.dtype], ...]
 Nested: TypeAlias = Mapping[tuple[str, ...], tuple[int, ...]]
 """Prefix of nested entries -> the batch dimensions that they have beside those of the environment, such as
 the number of agents."""
-
-
-class UnfitEnvError(InvalidArgumentError, RuntimeError):
-    """An environment and an option do not fit together. torchrl raises RuntimeError."""
 
 
 ENDS = ("done", "terminated", "truncated")
@@ -114,7 +110,7 @@ class Env(ABC):
 
     def configure(self, config: BatchConfig) -> None:
         """Prepare for these options. InvalidArgumentError: the environment cannot do what they say."""
-        limit = config.max_frames_per_traj
+        limit = config.step_limit
         if self.skips and limit:
             raise InvalidArgumentError(
                 f"max_frames_per_traj={limit}: an environment that begins episodes by itself cannot be "

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import io
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +33,7 @@ from aiosync.collectors.command_pipe import (
     RayCommandPipe,
     future_of,
 )
+from aiosync.collectors.pickling import dump_spec, load_spec
 from aiosync.collectors.worker import Schemes, WorkerSpec, run_worker
 from aiosync.transports._offload import offloaded, start_thread
 
@@ -91,7 +90,7 @@ class ProcessHost(Host):
         self._at_exit: Finalize[Any] | None = None
 
     async def start(self, spec: WorkerSpec, schemes: Schemes) -> CommandPipe:
-        data, shared = _pickle_spec(spec)
+        data, shared = dump_spec(spec)
         ours, theirs = self._ctx.Pipe()
         # A fork server has the environment variables of the moment when it was started.
         arguments = shared, dict(schemes), dict(os.environ), theirs
@@ -209,7 +208,7 @@ def _run(
         pipe = await ProcessCommandPipe.open(theirs)
         with suppress(CommandPipeClosed):  # the collector closed before this worker began
             spec = await pipe.receive()
-            await run_worker(lambda: _Unpickler(spec, shared).load(), schemes, pipe)
+            await run_worker(lambda: load_spec(spec, shared), schemes, pipe)
 
     if sys.platform == "win32":
         asyncio.run(main())
@@ -262,30 +261,6 @@ def _start_server() -> None:
 _PRELOADED = ["uvloop", "aiosync.collectors.host"]
 _PRELOADED_IF_USED = ["gymnasium", "torchrl.envs"]
 """What a server has imported that processes are forked from."""
-
-
-def _pickle_spec(spec: WorkerSpec) -> tuple[bytes, list[Tensor]]:
-    """Return the pickled spec, and the tensors that trainer and worker are to share."""
-    data, shared = io.BytesIO(), []
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def persistent_id(self, obj: object) -> int | None:
-            if not (spec.share_tensors and isinstance(obj, Tensor) and obj.is_shared()):
-                return None
-            shared.append(obj)
-            return len(shared) - 1
-
-    Pickler(data).dump(spec)
-    return data.getvalue(), shared
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, shared: Sequence[Tensor]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._shared = shared
-
-    def persistent_load(self, number: int) -> Tensor:
-        return self._shared[number]
 
 
 class LocalHost(Host):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -41,7 +41,7 @@ def adapt_policy(
     called = _optimized(policy, config)
     if called is policy and _only_calls_its_module(policy):
         act: Act = _of_keys(policy, env.nested)
-    elif config.trust_policy or isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy):
+    elif _is_trusted(policy, config) or isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy):
         act = partial(_with_tensordict, called, env.nested)
     else:
         act = partial(_with_tensors, called, env)
@@ -50,13 +50,30 @@ def adapt_policy(
     return act if device is None else partial(_on_device, act, device, sync and device.type == "cuda")
 
 
+def to_device(policy: nn.Module, device: torch.device) -> None:
+    """Move a policy in place. Weights that have not arrived stay on ``meta``."""
+    if any(tensor.is_meta for tensor in (*policy.parameters(), *policy.buffers())):
+        policy._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    else:
+        policy.to(device)
+
+
 def _optimized(policy: Callable[..., Any], config: PolicyConfig) -> Callable[..., Any]:
     """Return the policy compiled or captured, as the options say."""
     called = policy
-    for given, wrap in ((config.compile_policy, torch.compile), (config.cudagraph_policy, CudaGraphModule)):
-        if given is not False:
-            called = wrap(called, **(given if isinstance(given, Mapping) else {}))
+    for options, wrap in (
+        (config.compile_options, torch.compile),
+        (config.cudagraph_options, CudaGraphModule),
+    ):
+        if options is not None:
+            called = wrap(called, **options)
     return called
+
+
+def _is_trusted(policy: Any, config: PolicyConfig) -> bool:
+    """Return whether the policy takes and returns TensorDicts, whatever its signature says."""
+    trust = config.trust_policy
+    return isinstance(policy, CudaGraphModule) if trust is None else trust
 
 
 def _only_calls_its_module(policy: Any) -> bool:

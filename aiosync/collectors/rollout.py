@@ -13,9 +13,9 @@ import cloudpickle
 import torch
 from torch import Tensor
 
+from aiosync.collectors.batch_config import BatchConfig
 from aiosync.collectors.batch_memory import BatchBuffers
 from aiosync.collectors.command_pipe import Collect
-from aiosync.collectors.config import BatchConfig
 from aiosync.collectors.env import MASK, TRAJ_IDS, Env, Fields, Key, under
 from aiosync.collectors.policy import Act
 
@@ -112,6 +112,7 @@ class Rollout:
         env = self.env
         env.configure(self.config)
         self._device = env.device or "cpu"
+        self._limit = self.config.step_limit
         # The number of the current trajectory of each environment.
         self._ids = torch.zeros(env.shape, dtype=torch.int64, device=self._device)
 
@@ -124,7 +125,7 @@ class Rollout:
 
     async def _reset(self) -> None:
         self._current = current = await self.env.reset()
-        for ends in self.env.ends if self.config.max_frames_per_traj else ():
+        for ends in self.env.ends if self._limit else ():
             current[ends.step_count] = torch.zeros_like(current[ends.done], dtype=torch.int64)
         self._start_trajectories(torch.ones(self.env.shape, dtype=torch.bool, device=self._device))
 
@@ -181,7 +182,7 @@ class Rollout:
         return step
 
     def _apply_step_limit(self, after: Fields) -> None:
-        limit = self.config.max_frames_per_traj
+        limit = self._limit
         for ends in self.env.ends if limit else ():
             after[ends.step_count] = count = self._current[ends.step_count] + 1
             full = count >= limit
@@ -198,7 +199,7 @@ class Rollout:
         env, ended = self.env, self.env.ended(after)
         restart = self.config.reset_when_done and bool(ended.any())
         self._current = current = await env.restart(after) if restart else env.proceed(after)
-        for ends in env.ends if self.config.max_frames_per_traj else ():
+        for ends in env.ends if self._limit else ():
             count = after[ends.step_count]
             current[ends.step_count] = count.masked_fill(after[ends.done], 0) if restart else count
         if restart:

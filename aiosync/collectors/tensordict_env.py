@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from aiosync.collectors.config import BatchConfig
+from aiosync.collectors.batch_config import BatchConfig
 from aiosync.collectors.env import (
     MASK,
     TRAJ_IDS,
@@ -19,11 +19,11 @@ from aiosync.collectors.env import (
     Fields,
     Key,
     Nested,
-    UnfitEnvError,
     call_env,
     flatten,
     unflatten,
 )
+from aiosync.errors import OptionConflictError
 
 _INPUT = ("observation", "done", "state")
 _SPECS = (*_INPUT, "reward", "action")
@@ -83,12 +83,12 @@ class TensorDictEnv(Env):
         self._chosen: set[Key] = set()  # what the policy added
 
     def configure(self, config: BatchConfig) -> None:
-        self._limited = limit = config.max_frames_per_traj
+        self._limited = limit = config.step_limit
         self._resets = config.reset_when_done and not limit and _steps_specially(self.env)
         keys = [key for spec in self._specs.values() for key in spec.keys(True, True)]
         counted = [key for key in keys if _path(key)[-1] == "step_count"]
         if limit and counted:
-            raise UnfitEnvError(
+            raise OptionConflictError(
                 f"max_frames_per_traj={limit}: the environment counts steps itself, in {counted[0]!r}: set "
                 "the limit in its StepCounter instead"
             )
@@ -97,7 +97,7 @@ class TensorDictEnv(Env):
             self._added = tuple(each for each in self.ends if each.truncated not in self._done_keys)
             self.truncated = _truncated([*self._done_keys, *(each.truncated for each in self._added)])
         if config.set_truncated and not self.truncated:
-            raise UnfitEnvError(
+            raise OptionConflictError(
                 f"set_truncated=True: the environment has no truncated key, only {self._done_keys}: call its "
                 "add_truncated_keys(), or give max_frames_per_traj="
             )

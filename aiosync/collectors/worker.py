@@ -36,7 +36,7 @@ from aiosync.collectors.command_pipe import (
 )
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.env import Env
-from aiosync.collectors.policy import adapt_policy
+from aiosync.collectors.policy import adapt_policy, to_device
 from aiosync.collectors.rollout import PartialBatch, Rollout
 from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
@@ -136,11 +136,13 @@ class Worker:
         if isinstance(self.policy, nn.Module):
             self.policy.eval()
             if self._devices.policy is not None:
-                self.policy.to(self._devices.policy)
+                to_device(self.policy, self._devices.policy)
         env, use_buffers = self._envs[0], config.batch.use_buffers
-        fixed = not env.dynamic if use_buffers is None else use_buffers
+        fixed = not any(each.dynamic for each in self._envs) if use_buffers is None else use_buffers
         self._shared = spec.use_buffers and fixed  # the collector maps the buffers of the batches
         self._buffers = BatchBuffers(pipe.send if self._shared else None, env.nested, fixed=fixed)
+        self._before_batch = config.processes.pre_collect_hook
+        self._after_batch = config.processes.post_collect_hook
         self._rollouts: list[Rollout] = []
         self._shape = env.shape  # batch shape of a frame: the environments that step together
         self._width = math.prod(self._shape)
@@ -224,6 +226,8 @@ class Worker:
                 await self._batch_requested.wait()
                 continue
             place = batch.claim()
+            if place == 0 and self._before_batch is not None:
+                self._before_batch()
             batch.write(place, number, await rollout.frame(batch))
             if batch.complete:
                 self._deliver(batch)
@@ -239,10 +243,17 @@ class Worker:
         places = batch.close(truncate=[key for pair in truncate for key in pair])
         order = places if len(self._rollouts) > 1 else None
         number, buffer, steps = batch.request.number, batch.buffer, batch.steps
+        frames, data = self._buffers[buffer], None
+        if self._after_batch is not None or not self._shared:
+            data = frames.read(steps, self._shape, order)
+        if self._after_batch is not None:
+            self._after_batch(data)
         if self._shared:
+            if data is not None and order is not None:  # copies, in order of time
+                frames.write_back(data, order, len(self._shape))
             self._pipe.send(Batch(number, steps, buffer, order))
             return
-        data = self._buffers[buffer].read(steps, self._shape, order)
+        assert data is not None
         self._buffers.release([buffer])
         self._pipe.send(Batch(number, steps, buffer, data=data.clone() if order is None else data))
 

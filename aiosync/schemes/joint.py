@@ -33,23 +33,31 @@ class JointUpdate:
         tx.reports[policy_scheme].version
 
     The updates are sent when the body ends, and not at all if it raises. A scheme without a ``tx.send`` call
-    sends what ``scheme.send()`` would. The updates go to the workers that every scheme serves; the call waits
-    for them whatever the schemes' ``sync``. The receivers of one worker must be in one process.
+    sends what ``scheme.send()`` would. The updates go to the workers that every scheme serves, or to some of
+    them; the call waits for them whatever the schemes' ``sync``. The receivers of one worker must be in one
+    process.
 
     Args:
         schemes: connected senders, each once.
         timeout: seconds for the whole update; None: the longest of the schemes' timeouts.
+        worker_ids: the workers to update: None for all, an index or a list.
 
     Attributes:
         reports: scheme -> its report, set when the body has ended.
 
     Raises:
         InvalidArgumentError: no schemes, or the same scheme twice.
+        UnknownWorkerError: ``worker_ids`` has a worker that a scheme does not serve.
         LayoutMismatchError, RemoteApplyError, WorkerLostError, SyncTimeoutError: as ``send`` does; the
             workers concerned changed no model, the others have been updated.
     """
 
-    def __init__(self, schemes: tuple[WeightSyncScheme, ...], timeout: float | None) -> None:
+    def __init__(
+        self,
+        schemes: tuple[WeightSyncScheme, ...],
+        timeout: float | None,
+        worker_ids: int | list[int] | None = None,
+    ) -> None:
         if not schemes or len({id(scheme) for scheme in schemes}) < len(schemes):
             raise InvalidArgumentError("atomic() takes one or more different schemes")
         for scheme in schemes:
@@ -59,6 +67,7 @@ class JointUpdate:
         # Scheme -> the arguments of its send: the weights, and ``strict``.
         self._parts: dict[WeightSyncScheme, tuple[Any, bool]] = dict.fromkeys(schemes, (None, True))
         self._timeout = timeout
+        self._worker_ids = worker_ids
 
     def send(self, scheme: WeightSyncScheme, weights: Any = None, *, strict: bool = True) -> None:
         """Set the weights that this scheme sends when the body ends.
@@ -110,7 +119,7 @@ class JointUpdate:
     async def _prepare_all(
         self, senders: _Senders, joint: JointParts, deadline: Deadline
     ) -> dict[WeightSyncScheme, Publication]:
-        targets = set.intersection(*(sender.registry.workers for sender in senders.values()))
+        targets = set.intersection(*(each.registry.resolve(self._worker_ids) for each in senders.values()))
         prepared: dict[WeightSyncScheme, Publication] = {}
         try:
             for scheme, (weights, strict) in self._parts.items():
@@ -149,6 +158,8 @@ async def _finish_all(
     return reports
 
 
-def atomic(*schemes: WeightSyncScheme, timeout: float | None = None) -> JointUpdate:
+def atomic(
+    *schemes: WeightSyncScheme, timeout: float | None = None, worker_ids: int | list[int] | None = None
+) -> JointUpdate:
     """Update several models jointly: ``async with atomic(a, b) as tx``. See :class:`JointUpdate`."""
-    return JointUpdate(schemes, timeout)
+    return JointUpdate(schemes, timeout, worker_ids)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from aiosync import collectors
+from aiosync.collectors.collector import ThreadLimit
 from aiosync.errors import BlockingCallError
 from aiosync.sync._portal import portal
 from aiosync.updaters.base import bounded
@@ -28,10 +29,21 @@ class BlockingCollector:
     """The collectors' twins iterate, and are context managers, by calls on the portal's loop."""
 
     _async: MultiCollector
+    _threads: ThreadLimit | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         document(cls, getattr(collectors, cls.__name__, None))
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers."""
+        return self._async.num_workers
+
+    @property
+    def policy(self) -> Any:
+        """The trainer's policy; None if there is none."""
+        return self._async.policy
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -45,6 +57,9 @@ class BlockingCollector:
 
     def _blocking_connect(self, timeout: float | None = None) -> None:
         portal().call(self._async.connect, timeout)
+        # connect() has done this for the portal's thread: torch counts threads for each calling thread.
+        self._threads = ThreadLimit(self._async)
+        self._threads.set()
         portal().adopt(self, self._async.aclose)  # ends the workers at exit if close() is not called
 
     def __enter__(self) -> Self:
@@ -57,6 +72,8 @@ class BlockingCollector:
     def close(self, timeout: float | None = None) -> None:
         """End the workers; idempotent. ``timeout``: seconds that they have to end by themselves."""
         portal().release(self)
+        if self._threads is not None:
+            self._threads.restore()
         portal().call(self._async.aclose, timeout)
 
     shutdown = async_shutdown = close

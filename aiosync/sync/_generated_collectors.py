@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 
 from aiosync import collectors
 from aiosync.collectors.config import CollectorConfig
+from aiosync.collectors.weight_sources import WorkersOrDevices
 from aiosync.collectors.worker import POLICY
 from aiosync.sync._bases import BlockingCollector
 from aiosync.sync._portal import portal
@@ -60,6 +61,7 @@ class MultiCollector(BlockingCollector):
         """Return the trainer's model with this id.
 
         Raises:
+            InvalidArgumentError: ``model_id`` is ``"policy"``, and the collector has no policy.
             AttributeError: there is no such model.
         """
         return self._async.get_model(model_id)
@@ -68,31 +70,43 @@ class MultiCollector(BlockingCollector):
         self,
         policy_or_weights: Any = None,
         *,
-        model_id: str = POLICY,
-        worker_ids: int | Sequence[int] | None = None,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: WorkersOrDevices = None,
+        model_id: str | None = None,
         weights_dict: Mapping[str, Any] | None = None,
         timeout: float | None = None,
+        policy_weights: Any = None,
     ) -> None:
         """Send weights to the workers.
 
         Args:
             policy_or_weights: a module, TensorDict or dict; None: the trainer's policy.
-            model_id: the model that these weights belong to.
-            worker_ids: a worker or several; None: all.
+            weights: the same, as a keyword.
+            policy: the same, as a keyword.
+            worker_ids: a worker or several, by their indices or by the devices of their policies; None: all.
+            model_id: the model that these weights belong to; None: ``"policy"``.
             weights_dict: model id -> weights. Each worker applies all of them or none.
             timeout: seconds.
+            policy_weights: deprecated name of ``policy_or_weights``.
 
         Raises:
+            InvalidArgumentError: arguments that exclude each other.
+            UnknownModelError: no scheme sends this model.
+            UnknownWorkerError: there is no such worker.
             Exception: as :meth:`aiosync.WeightSyncScheme.send`. (A lost worker that is started again is no
                 error: it begins with these weights.)
         """
         portal().call(
             self._async.update_policy_weights_,
             policy_or_weights,
-            model_id=model_id,
+            weights=weights,
+            policy=policy,
             worker_ids=worker_ids,
+            model_id=model_id,
             weights_dict=weights_dict,
             timeout=timeout,
+            policy_weights=policy_weights,
         )
 
     @property
@@ -153,6 +167,9 @@ class MultiCollector(BlockingCollector):
     def reset(self, reset_idx: Sequence[bool] | None = None, timeout: float | None = None) -> None:
         """Begin new episodes. ``reset_idx``: for each worker, whether to reset its environments; None: all.
         ``timeout``: seconds.
+
+        Raises:
+            InvalidArgumentError: ``reset_idx`` has another length.
         """
         portal().call(self._async.reset, reset_idx, timeout)
 

@@ -22,12 +22,17 @@ class JointUpdate:
             tx.send(value_scheme, value_net)
     """
 
-    def __init__(self, schemes: tuple[WeightSyncScheme, ...], timeout: float | None) -> None:
+    def __init__(
+        self,
+        schemes: tuple[WeightSyncScheme, ...],
+        timeout: float | None,
+        worker_ids: int | list[int] | None = None,
+    ) -> None:
         for scheme in schemes:
             if not isinstance(scheme, WeightSyncScheme):
                 raise InvalidArgumentError(f"atomic() takes schemes, got {type(scheme).__name__}")
         self._schemes = schemes
-        self._async = aiosync.JointUpdate(tuple(scheme._async for scheme in schemes), timeout)
+        self._async = aiosync.JointUpdate(tuple(scheme._async for scheme in schemes), timeout, worker_ids)
 
     @property
     def reports(self) -> Mapping[WeightSyncScheme, SendReport]:
@@ -47,6 +52,8 @@ class JointUpdate:
         portal().call(self._async.__aexit__, *exc)
 
 
-def atomic(*schemes: WeightSyncScheme, timeout: float | None = None) -> JointUpdate:
+def atomic(
+    *schemes: WeightSyncScheme, timeout: float | None = None, worker_ids: int | list[int] | None = None
+) -> JointUpdate:
     """Update several models jointly: ``with atomic(a, b) as tx``. See :class:`JointUpdate`."""
-    return JointUpdate(schemes, timeout)
+    return JointUpdate(schemes, timeout, worker_ids)

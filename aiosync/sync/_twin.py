@@ -59,6 +59,11 @@ class BlockingTwin:
         twin._async = copy.copy(self._async)
         return twin
 
+    @property
+    def asyncio_scheme(self) -> aiosync.WeightSyncScheme:
+        """The asyncio scheme that this twin calls, on the portal's event loop."""
+        return self._async
+
     def __repr__(self) -> str:
         if "_async" not in vars(self):
             return f"<blocking {type(self).__name__}, whose constructor failed>"

@@ -35,6 +35,8 @@ class Offloader:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        # As many as torch uses now. A collector lowers torch's number later, for the trainer's own work.
+        self._lanes = min(torch.get_num_threads(), _LANES)
         self._executor: ThreadPoolExecutor | None = None
 
     async def run(self, work: Callable[[Callable[[], bool]], T]) -> T:
@@ -42,12 +44,12 @@ class Offloader:
         return (await self._run_all([work]))[0]
 
     async def copy(self, pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> bool:
-        """Copy in as many threads as torch would use; returns false if ``cancelled()`` ended it early."""
+        """Copy in several threads; returns false if ``cancelled()`` ended it early."""
 
         def run(lane: Lane, gone: Callable[[], bool]) -> bool:
             return lane(lambda: gone() or cancelled())
 
-        lanes = copy_lanes(pairs, min(torch.get_num_threads(), _LANES))
+        lanes = copy_lanes(pairs, self._lanes)
         return all(await self._run_all([partial(run, lane) for lane in lanes]))
 
     async def _run_all(self, works: Sequence[Callable[[Callable[[], bool]], T]]) -> list[T]:

@@ -11,10 +11,11 @@ import torch
 
 from aiosync.collectors import MultiCollector
 from aiosync.collectors.proxy import WorkerProxy
+from aiosync.collectors.worker import WorkerSpec
 from tests.collectors.worlds import Counting
 from tests.kit.clock import PATIENCE
 
-__all__ = ["ENVS", "ListReplayBuffer", "check", "collecting", "pid_of", "pids_of", "workers_of"]
+__all__ = ["ENVS", "ListReplayBuffer", "check", "collecting", "pid_of", "pids_of", "specs_of", "workers_of"]
 
 ENVS = [functools.partial(Counting, name) for name in range(2)]
 
@@ -39,6 +40,12 @@ def workers_of(collector: MultiCollector) -> list[WorkerProxy]:
     """Return the collector's current workers. No other code of the tests reads the collector's pool."""
     assert collector._pool is not None
     return collector._pool.workers
+
+
+def specs_of(collector: MultiCollector) -> list[WorkerSpec]:
+    """Return what the collector keeps for the next start of each worker."""
+    assert collector._pool is not None
+    return collector._pool.specs
 
 
 def pid_of(collector: MultiCollector, worker: int) -> int | None:

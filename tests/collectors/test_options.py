@@ -35,7 +35,8 @@ async def _batches(count: int, *args: Any, **options: Any) -> list[Any]:
 async def test_a_number_of_frames_for_each_worker(sync: bool) -> None:
     expected = {16} if sync else {6, 10}
     sizes: set[int] = set()
-    async with collecting(ENVS, sync=sync, frames_per_batch=[6, 10], cat_results=-1) as collector:
+    options = {"cat_results": -1} if sync else {}
+    async with collecting(ENVS, sync=sync, frames_per_batch=[6, 10], **options) as collector:
         while sizes != expected:  # one worker may be quicker than the other for long
             sizes.add((await anext(collector)).numel())
             assert sizes <= expected
@@ -134,6 +135,36 @@ class _FromVariable:
 
     def __call__(self, observation: Any) -> int:
         return self.action
+
+
+@BOTH
+@pytest.mark.parametrize("each", [1, 3])
+async def test_hooks_around_each_batch(sync: bool, each: int) -> None:
+    options = {"pre_collect_hook": _count_batches, "post_collect_hook": _write, "envs_per_worker": each}
+    async with collecting(
+        ENVS, policy_factory=_FromVariable, init_fn=_set_a_variable, sync=sync, **options
+    ) as c:
+        for _ in range(2):
+            batch = await anext(c)
+            assert batch["next", "reward"].unique().tolist() == [-3.0]
+    async with collecting(ENVS[:1], **options | {"envs_per_worker": 1}) as c:
+        for number in range(1, 4):
+            batch = await anext(c)
+            assert batch["next", "terminated"].sum() == number
+
+
+_BATCHES: list[None] = []
+
+
+def _count_batches() -> None:
+    _BATCHES.append(None)
+
+
+def _write(batch: TensorDictBase) -> None:
+    assert batch.numel() in (10, 12, 20, 21)
+    batch["next", "reward"].fill_(-3)
+    batch["next", "terminated"].zero_()
+    batch["next", "terminated"].view(-1)[: len(_BATCHES)] = True
 
 
 @BOTH
@@ -244,11 +275,12 @@ async def test_devices(sync: bool) -> None:
         ({"max_staleness": -1, "sync": False}, "expected 0 or more versions"),
         ({"restart_workers": -1}, "expected 0 or more"),
         ({"num_workers": 0}, "expected a positive number"),
-        ({"frames_per_batch": 1, "sync": True}, "a part from every worker"),
-        ({"preemptive_threshold": 0.5, "sync": False}, "preemptive_threshold= needs sync=True"),
+        ({"preemptive_threshold": -0.1}, "a number in \\[0, 1\\]"),
         ({"max_staleness": 1, "sync": True}, "max_staleness= needs sync=False"),
         ({"start_method": "fork"}, "expected 'spawn' or 'forkserver'"),
         ({"weight_updater": 3}, "weight_updater: expected an updater"),
+        ({"trajs_per_batch": 3}, "trajs_per_batch=3 is an option of torchrl alone: batches have frames"),
+        ({"total_frames": "many"}, "expected a number of frames, or None"),
     ],
 )
 def test_what_cannot_be(options: dict[str, Any], message: str) -> None:
@@ -256,6 +288,11 @@ def test_what_cannot_be(options: dict[str, Any], message: str) -> None:
         pytest.skip("there is one here")
     with pytest.raises(InvalidArgumentError, match=message):
         MultiCollector(ENVS, make_policy(), **options)
+
+
+def test_torchrls_defaults_of_options_that_it_alone_has() -> None:
+    names = ("trajs_per_batch", "trajs_per_write", "traj_format", "auto_register_policy_transforms")
+    MultiCollector(ENVS, compact_obs=False, collector_class=None, **dict.fromkeys(names))
 
 
 @BOTH

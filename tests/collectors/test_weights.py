@@ -114,8 +114,10 @@ async def test_several_models_at_once(sync: bool) -> None:
                 pair.actor["mark"].fill_(version)
                 pair.value["mark"].fill_(version)
             await collector.update_policy_weights_(weights_dict=dict.fromkeys(names))
-        with pytest.raises(InvalidArgumentError, match="several models go to all workers"):
-            await collector.update_policy_weights_(weights_dict=dict.fromkeys(names), worker_ids=0)
+        with torch.no_grad():
+            pair.value["mark"].fill_(100)
+        await collector.update_policy_weights_(weights_dict=dict.fromkeys(names), worker_ids=[1])
+        assert await collector.getattr_policy("module.value.mark") == [29.0, 100.0]
 
 
 class Writing(WeightUpdaterBase):
@@ -245,3 +247,21 @@ async def test_attributes_of_a_replay_buffer() -> None:
     async with collecting(ENVS) as collector:
         with pytest.raises(NotInitializedError, match="replay_buffer="):
             collector.getattr_rb("capacity")
+
+
+@BOTH
+async def test_a_model_without_a_scheme_below_is_updated_here_only(sync: bool) -> None:
+    trained, between = make_policy(), make_policy()
+    above = MemoryWeightSyncScheme(timeout=PATIENCE)
+    above.init_on_sender(model_id="policy.module.net", model=trained.module.net, num_workers=1)
+    options = {"sync": sync, "weight_recv_schemes": {"policy.module.net": copy.copy(above)}, "worker_idx": 0}
+    connecting = asyncio.create_task(above.connect())
+    async with collecting(ENVS, between, **options) as collector:
+        await connecting
+        with torch.no_grad():
+            trained.module.net.bias.fill_(7)
+        assert (await above.send()).ok
+        assert between.module.net.bias.tolist() == [7] * 3
+        assert collector.policy_version == 0
+        await within(anext(collector))
+    await above.aclose()
