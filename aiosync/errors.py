@@ -4,6 +4,7 @@
 
     AiosyncError
     ├── InvalidArgumentError (ValueError)        an argument, or a combination of arguments, is invalid
+    │   ├── OptionConflictError (RuntimeError, TypeError)  options that do not fit together
     │   ├── UnknownWorkerError                   the scheme does not serve this worker id
     │   ├── WeightSourceError (TypeError)        the given object has no weights
     │   └── InsecureTransportError               others can reach the address; nothing authenticates workers
@@ -56,6 +57,7 @@ __all__ = [
     "LayoutMismatchError",
     "NotConnectedError",
     "NotInitializedError",
+    "OptionConflictError",
     "Phase",
     "ProtocolError",
     "RelayRingError",
@@ -100,6 +102,10 @@ class InvalidArgumentError(AiosyncError, ValueError):
 
 class WeightSourceError(InvalidArgumentError, TypeError):
     """The object given as weights has no weights."""
+
+
+class OptionConflictError(InvalidArgumentError, RuntimeError, TypeError):
+    """Options of a collector do not fit together."""
 
 
 class UnknownWorkerError(InvalidArgumentError):

@@ -16,12 +16,12 @@ import torch
 
 from aiosync._deadline import Deadline
 from aiosync._endpoint import AsyncResource
-from aiosync.collectors.batch_iterator import BatchIterator
 from aiosync.collectors.config import CollectorConfig, per_worker
 from aiosync.collectors.host import LocalHost, MakeHost, ProcessHost, RayHost, context_of
 from aiosync.collectors.pool import Pool
+from aiosync.collectors.saved_state import RestorableIterator
 from aiosync.collectors.worker import WorkerSpec, cancel_all
-from aiosync.errors import InvalidArgumentError, NotConnectedError
+from aiosync.errors import InvalidArgumentError, NotConnectedError, OptionConflictError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.memory import MemoryWeightSyncScheme
 from aiosync.schemes.ray import RayWeightSyncScheme
@@ -36,7 +36,7 @@ _ABORT_SECONDS = 1.0
 """The same after a failed :meth:`MultiCollector.connect`."""
 
 
-class MultiCollector(BatchIterator, AsyncResource):
+class MultiCollector(RestorableIterator, AsyncResource):
     """Worker processes that roll out a policy, and an asynchronous iterator of their batches.
 
     ::
@@ -144,6 +144,8 @@ class MultiCollector(BatchIterator, AsyncResource):
             first_id=index * config.processes.envs_per_worker,
             use_buffers=config.batch.use_buffers and config.processes.launcher == "process",
             share_tensors=share_tensors,
+            extra_updates=self._extra_updates,
+            parts=self.num_workers if self.sync else 1,
         )
 
     # -- life cycle -----------------------------------------------------------------------------------
@@ -170,8 +172,10 @@ class MultiCollector(BatchIterator, AsyncResource):
             specs = [self._spec(index) for index in range(self.num_workers)]
             restarts = [self.config.processes.restart_workers] * self.num_workers
             self._pool = Pool(specs, self._schemes, make_host, restarts, self._on_delivered)
+            self._pool.extra_updates = self._extra_updates
             await self._pool.start(deadline)
             await self._connect_receivers(self._pool, deadline)
+            self._limit_age()
         except BaseException:
             await self.aclose(_ABORT_SECONDS)
             raise
@@ -209,7 +213,44 @@ class MultiCollector(BatchIterator, AsyncResource):
                 torch.set_num_threads(self._saved_threads)
                 self._saved_threads = None
 
-    shutdown = async_shutdown = aclose
+    async def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """End the workers; idempotent.
+
+        Args:
+            timeout: as of :meth:`aclose`.
+            close_env: whether to close the environments. False is for a :class:`Collector` only: otherwise
+                the environments end with the workers.
+            raise_on_error: whether to raise the errors of the workers' end.
+
+        Raises:
+            OptionConflictError: ``close_env=False``, and the workers are processes.
+        """
+        if not close_env:
+            await self._keep_environments()
+        try:
+            await self.aclose(timeout)
+        except Exception:
+            if raise_on_error:
+                raise
+
+    async def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """End the workers, also after :meth:`start`; see :meth:`shutdown`."""
+        await self.shutdown(timeout, close_env)
+
+    async def _keep_environments(self) -> None:
+        raise OptionConflictError("close_env=False: the environments of worker processes end with these")
+
+    @property
+    def unstarted(self) -> bool:
+        """Whether :meth:`connect` can be called: it was not yet, and the collector was not closed."""
+        return self._pool is None and not self._closed
+
+    @property
+    def closed(self) -> bool:
+        """Whether the collector was closed."""
+        return self._closed
 
 
 class MultiSyncCollector(MultiCollector):
@@ -275,6 +316,15 @@ class Collector(MultiCollector):
 
     def _host_factory(self) -> tuple[MakeHost, BaseContext | None]:
         return LocalHost, None
+
+    async def _keep_environments(self) -> None:
+        if self._pool is not None:
+            await self._call_all("keep_environments", None)
+
+    async def get_distant_attr(self, attr: str, timeout: float | None = None) -> Any:
+        """Return an attribute of the worker; see :meth:`MultiCollector.get_distant_attr`."""
+        (found,) = await super().get_distant_attr(attr, timeout)
+        return found
 
     def _spec(self, index: int) -> WorkerSpec:
         return replace(super()._spec(index), own_process=False, use_buffers=False)

@@ -6,15 +6,17 @@ import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from multiprocessing.context import BaseContext
 from typing import Any, TypeAlias
 
 from tensordict import TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 
 from aiosync._deadline import Deadline
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.pool import Pool
+from aiosync.collectors.versions import AgeLimit, PolicyVersions
 from aiosync.collectors.worker import POLICY, cancel_all, policy_schemes
 from aiosync.errors import InvalidArgumentError, NotConnectedError, NotInitializedError, WorkerLostError
 from aiosync.receiver.listeners import in_format
@@ -55,7 +57,9 @@ class Controls:
         self._default = default
         self._upstream = dict(config.weight_recv_schemes or {})
         self._following = AsyncExitStack()  # disconnects weight_recv_schemes
-        self._extra_updates = 0  # updates of the policy that no scheme counts
+        self._versions = PolicyVersions(self.config.policy.track_policy_version)
+        self._extra_updates = self._versions.first  # updates of the policy that no scheme counts
+        self._age_limit: AgeLimit | None = None
 
     @property
     def _connected_pool(self) -> Pool:
@@ -84,13 +88,45 @@ class Controls:
             elif scheme.model_id is None:
                 scheme.model_id = model_id
 
+    async def register_scheme_receiver(
+        self,
+        weight_recv_schemes: Mapping[str, WeightSyncScheme],
+        *,
+        synchronize_weights: bool = True,
+        timeout: float | None = None,
+    ) -> None:
+        """Make this collector a worker of another collector, or of a trainer; as ``weight_recv_schemes=``.
+
+        Args:
+            weight_recv_schemes: model id -> scheme. A scheme that received a model until now is closed.
+            synchronize_weights: connect the schemes, if this collector is connected; otherwise
+                :meth:`receive_weights` connects them.
+            timeout: seconds.
+
+        Raises:
+            Exception: what ``init_on_receiver`` and ``connect`` of a scheme raise.
+        """
+        for model_id, scheme in weight_recv_schemes.items():
+            previous = self._upstream.get(model_id)
+            if previous is not None and previous is not scheme:
+                await previous.aclose()
+            self._init_receiver(model_id, scheme)
+            self._upstream[model_id] = scheme
+        if synchronize_weights and self._pool is not None:
+            await self._connect_receivers(self._connected_pool, self._deadline(timeout))
+
+    def _init_receiver(self, model_id: str, scheme: WeightSyncScheme) -> None:
+        if not scheme.initialized_on_receiver:
+            index = self.config.weights.worker_idx
+            scheme.init_on_receiver(model_id=model_id, context=self, worker_idx=index)
+
     async def _connect_receivers(self, pool: Pool, deadline: Deadline) -> None:
-        """Connect ``weight_recv_schemes``, if there are any: this collector becomes a worker of another
+        """Connect those of ``weight_recv_schemes`` that are not: this collector becomes a worker of another
         collector. Raises what ``connect`` of a scheme raises."""
         for model_id, scheme in self._upstream.items():
-            if not scheme.initialized_on_receiver:
-                index = self.config.weights.worker_idx
-                scheme.init_on_receiver(model_id=model_id, context=self, worker_idx=index)
+            if scheme.synchronized_on_receiver:
+                continue
+            self._init_receiver(model_id, scheme)
             self._following.push_async_callback(scheme.aclose)
             await scheme.connect(timeout=deadline.remaining())
             receiving = asyncio.create_task(_receive_until_closed(scheme, pool), name="aiosync-following")
@@ -121,13 +157,53 @@ class Controls:
         given = weights_dict if weights_dict is not None else {model_id: policy_or_weights}
         seconds = self.config.processes.seconds if timeout is None else timeout
         send = self._send_by_schemes if self._updater is None else self._push_by_updater
-        await send(self._connected_pool, given, worker_ids, seconds)
+        try:
+            await send(self._connected_pool, given, worker_ids, seconds)
+        finally:
+            self._name_versions()  # a version of which one worker failed was published too
 
     @property
-    def policy_version(self) -> int:
-        """The newest version of the policy; 0 if the policy has no weights."""
+    def _version_number(self) -> int:
+        """The number of the newest version, that workers tag frames with; 0 if the policy has no weights."""
         versions = [scheme.version for scheme in policy_schemes(self._schemes)]  # -1: not connected yet
         return self._extra_updates + max([0, *versions])
+
+    def _name_versions(self) -> None:
+        self._versions.advance(self._version_number)
+        if self._age_limit is not None:
+            self._age_limit.update()
+
+    @property
+    def policy_version(self) -> Any:
+        """The newest version of the policy: an integer; or a string, if ``track_policy_version`` is a tracker
+        of UUIDs; or None with ``track_policy_version=False``. 0 if the policy has no weights."""
+        self._name_versions()
+        return self._versions.name(self._version_number)
+
+    def get_policy_version(self) -> Any:
+        """Return :attr:`policy_version`."""
+        return self.policy_version
+
+    @property
+    def policy_version_tracker(self) -> Any:
+        """The tracker that ``track_policy_version`` was given; None: there is none."""
+        return self._versions.tracker
+
+    @property
+    def acknowledged_versions(self) -> dict[int, Any]:
+        """Worker -> the version of the policy that it has acknowledged last; None: it has acknowledged none.
+
+        Raises:
+            NotConnectedError: the workers have not been started.
+        """
+        self._connected_pool  # noqa: B018 - raises
+        self._name_versions()
+        states = [scheme.get_sender().workers for scheme in policy_schemes(self._schemes)]
+        found: dict[int, Any] = {}
+        for worker in range(self.num_workers):
+            version = max((each[worker].version for each in states if worker in each), default=0)
+            found[worker] = None if version < 0 else self._versions.name(self._extra_updates + version)
+        return found
 
     async def increment_version(self, timeout: float | None = None) -> None:
         """Increment the policy's version, after weights reached the workers without this collector. Later
@@ -137,7 +213,11 @@ class Controls:
 
     async def _count_update(self, pool: Pool, deadline: Deadline) -> None:
         self._extra_updates += 1
+        await self._publish_extra_updates(pool, deadline)
+
+    async def _publish_extra_updates(self, pool: Pool, deadline: Deadline) -> None:
         pool.extra_updates = self._extra_updates
+        self._name_versions()
         each = {worker.index: [self._extra_updates] for worker in pool.workers}
         await pool.call("set_extra_updates", each, deadline)
 
@@ -162,6 +242,7 @@ class Controls:
                 "this collector has weight_recv_schemes: call receive_weights() without weights"
             )
         if self._upstream:
+            await self._connect_receivers(self._connected_pool, deadline)
             for scheme in self._upstream.values():
                 await scheme.receive(deadline.remaining())
             return
@@ -175,17 +256,28 @@ class Controls:
         strategy = WeightStrategy(peft="as_is")
         strategy.apply_weights(model, strategy.extract_weights(policy_or_weights))
 
-    def get_cached_weights(self, model_id: str = POLICY) -> TensorDictBase | None:
-        """Return a copy of the weights that were sent last; None if none were sent."""
+    def _published_weights(self, model_id: str) -> dict[str, Tensor] | None:
+        """Return a copy of the weights that were sent last, by their names; None if none were sent."""
         scheme = self._schemes.get(model_id)
         if scheme is None or scheme.version < 0:
             return None
         published = scheme.get_sender().weights_in_use
+        return None if published is None else {name: value.clone() for name, value in published.items()}
+
+    def _limit_age(self) -> None:
+        """Let ``max_staleness`` hold for what the replay buffer samples."""
+        limit, replay_buffer = self.config.weights.max_staleness, self.config.replay.replay_buffer
+        if limit is not None and replay_buffer is not None:
+            self._age_limit = AgeLimit(replay_buffer, limit, lambda: self._version_number)
+
+    def get_cached_weights(self, model_id: str = POLICY) -> TensorDictBase | None:
+        """Return a copy of the weights that were sent last; None if none were sent."""
+        published = self._published_weights(model_id)
         if published is None:
             return None
         found = in_format(WeightStrategy(extract_as="tensordict"), published)
         assert isinstance(found, TensorDictBase)
-        return found.clone()
+        return found
 
     @property
     def policy_device(self) -> list[Any] | None:
@@ -198,59 +290,27 @@ class Controls:
         """The index of this collector among the workers of another collector."""
         return self.config.weights.worker_idx
 
-    async def set_seed(self, seed: int, static_seed: bool = False, timeout: float | None = None) -> int:
-        """Seed the environments and begin new episodes.
+    @worker_idx.setter
+    def worker_idx(self, value: int | None) -> None:
+        weights = replace(self.config.weights, worker_idx=value)
+        self.config = replace(self.config, weights=weights)
 
-        Args:
-            seed: seed of the first environment. The next one gets ``seed + 1``, and so on.
-            static_seed: every worker begins with ``seed``.
-            timeout: seconds.
+    @property
+    def weight_updater(self) -> Any:
+        """The updater that is used instead of schemes; None: there is none."""
+        return self._updater
 
-        Returns:
-            The first unused seed.
-        """
-        pool = self._connected_pool
-        await pool.wait_for(lambda: all(w.ready for w in pool.workers), self._deadline(timeout), "receive")
-        strides = [self.config.processes.envs_per_worker * worker.width for worker in pool.workers]
-        each = {w.index: seed if static_seed else seed + sum(strides[: w.index]) for w in pool.workers}
-        await pool.call("set_seed", {index: [s] for index, s in each.items()}, self._deadline(timeout))
-        for worker in pool.workers:
-            worker.seed = each[worker.index]
-        return each[self.num_workers - 1] + strides[-1]
+    @weight_updater.setter
+    def weight_updater(self, value: Any) -> None:
+        self._updater = _make_updater(value)
+        if self._updater is not None:
+            self._updater.register_collector(self)
 
-    async def reset(self, reset_idx: Sequence[bool] | None = None, timeout: float | None = None) -> None:
-        """Begin new episodes. ``reset_idx``: for each worker, whether to reset its environments; None: all.
-        ``timeout``: seconds.
-        """
-        chosen = [index for index in range(self.num_workers) if reset_idx is None or reset_idx[index]]
-        await self._connected_pool.call("reset", {index: [] for index in chosen}, self._deadline(timeout))
-
-    async def getattr_env(self, name: str, timeout: float | None = None) -> list[Any]:
-        """Return an attribute of each worker's environment. Dots in ``name`` go to nested attributes.
-        ``timeout``: seconds.
-        """
-        return await self._call_all("get_attribute", timeout, "env", name)
-
-    async def getattr_policy(self, name: str, timeout: float | None = None) -> list[Any]:
-        """Return an attribute of each worker's policy. Dots in ``name`` go to nested attributes.
-        ``timeout``: seconds.
-        """
-        return await self._call_all("get_attribute", timeout, "policy", name)
-
-    def getattr_rb(self, name: str) -> Any:
-        """Return an attribute of the replay buffer. Dots in ``name`` go to nested attributes.
-
-        Raises:
-            NotInitializedError: there is no replay buffer.
-            AttributeError: the replay buffer has no such attribute.
-        """
-        if self.config.replay.replay_buffer is None:
-            raise NotInitializedError("this collector has no replay buffer: give replay_buffer=")
-        return resolve_model(self.config.replay.replay_buffer, name)
-
-    async def _call_all(self, method: str, timeout: float | None, *arguments: Any) -> list[Any]:
-        each = {index: arguments for index in range(self.num_workers)}
-        return await self._connected_pool.call(method, each, self._deadline(timeout))
+    async def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Call the updater's ``init`` with these arguments; without an updater do nothing."""
+        done = None if self._updater is None else self._updater.init(*args, **kwargs)
+        if inspect.isawaitable(done):
+            await done
 
     # -- sending ---------------------------------------------------------------------------------------
 

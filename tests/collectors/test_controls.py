@@ -188,7 +188,7 @@ def test_the_blocking_twin() -> None:
             assert batch["policy_version"].unique().tolist() == [version - 1]
             mark(policy, version)
             collector.update_policy_weights_()
-        assert collector.getattr_env("name") == [0, 1]
+        assert collector.getattr_env_all("name") == [0, 1]
         assert collector.policy_version == 3
     mark(policy, 0)
     with blocking.MultiAsyncCollector(ENVS, policy, **options) as collector:

@@ -37,7 +37,7 @@ async def test_an_environment_that_is_made_already() -> None:
     env = AsyncCounting(3)
     async with Collector(env, **OPTIONS) as collector:
         assert (await anext(collector))["observation"][:, 0].unique().tolist() == [3]
-        assert await collector.getattr_env("closed") == [False]
+        assert await collector.getattr_env("closed") is False
 
 
 async def test_seeds_and_where_it_stands() -> None:
