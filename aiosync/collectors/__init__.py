@@ -11,7 +11,8 @@ One batch goes through the files in this order:
 4. :mod:`proxy` receives the message that the batch is complete; :mod:`batches` joins the parts of several
    workers; :mod:`batch_iterator` returns the batch.
 
-:mod:`controls` has the calls that send weights and commands to the workers.
+:mod:`controls` has the calls that send weights, with the :mod:`versions` of the policy. :mod:`access` has the
+calls that read from the workers, and :mod:`saved_state` the state that can be saved.
 """
 
 from aiosync.collectors.collector import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector

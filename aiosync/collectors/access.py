@@ -225,6 +225,8 @@ class WorkerAccess(Controls):
 
     def _option(self, name: str) -> Any:
         """Return the value of an option. AttributeError: there is no such option."""
+        if name == "collector_class":  # of torchrl: what each of its workers has
+            return None
         if name in ("storing_device", "env_device"):
             kind = name.removesuffix("_device")
             return tuple(getattr(self.config.devices.of(i), kind) for i in range(self.num_workers))
@@ -233,7 +235,7 @@ class WorkerAccess(Controls):
             if name in {each.name for each in fields(options)}:
                 value = getattr(options, name)
                 value = _WHEN_NONE.get(name) if value is None else value
-                return math.inf if name == "total_frames" and value < 0 else value
+                return math.inf if name == "total_frames" and value == -1 else value
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     if not TYPE_CHECKING:  # a checker would take every name for an attribute

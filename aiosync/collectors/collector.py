@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import operator
 import warnings
@@ -13,10 +14,12 @@ from typing import Any
 
 import cloudpickle
 import torch
+from tensordict import TensorDictBase
 
 from aiosync._deadline import Deadline
 from aiosync._endpoint import AsyncResource
-from aiosync.collectors.config import CollectorConfig, per_worker
+from aiosync.collectors.batch_memory import split_trajectories
+from aiosync.collectors.config import CollectorConfig, ReplayConfig, WeightConfig, per_worker
 from aiosync.collectors.host import LocalHost, MakeHost, ProcessHost, RayHost, context_of
 from aiosync.collectors.pool import Pool
 from aiosync.collectors.saved_state import RestorableIterator
@@ -239,6 +242,17 @@ class MultiCollector(RestorableIterator, AsyncResource):
         """End the workers, also after :meth:`start`; see :meth:`shutdown`."""
         await self.shutdown(timeout, close_env)
 
+    async def fake_tensordict(self) -> TensorDictBase:
+        """Return a batch of zeros; see :meth:`Collector.fake_tensordict`.
+
+        Raises:
+            NotImplementedError: the environments are in other processes, and this one has none.
+        """
+        raise NotImplementedError(
+            "fake_tensordict() makes an environment in this process: call it on a Collector with the same "
+            "arguments"
+        )
+
     async def _keep_environments(self) -> None:
         raise OptionConflictError("close_env=False: the environments of worker processes end with these")
 
@@ -310,6 +324,9 @@ class Collector(MultiCollector):
             config=config,
         )
         self._join = operator.itemgetter(0)
+        self._env_was_given = callable(getattr(create_env_fn, "step", None)) and not isinstance(
+            create_env_fn, type
+        )
 
     def _default_scheme(self, **options: Any) -> WeightSyncScheme:
         return MemoryWeightSyncScheme(**options)
@@ -320,6 +337,33 @@ class Collector(MultiCollector):
     async def _keep_environments(self) -> None:
         if self._pool is not None:
             await self._call_all("keep_environments", None)
+
+    async def fake_tensordict(self) -> TensorDictBase:
+        """Return zeros with the layout of a batch. A copy of the policy takes a step for it in an environment of
+        its own. This collector's environment and random numbers do not change.
+
+        Raises:
+            Exception: what the environment or the policy raises.
+        """
+        batch, make, factory = self.config.batch, self._envs[0], self.policy_factory[0]
+        config = replace(
+            self.config,
+            batch=replace(batch, frames_per_batch=1, total_frames=-1, split_trajs=False, postproc=None),
+            weights=WeightConfig(),
+            replay=ReplayConfig(),
+        )
+        env = copy.deepcopy(make()) if self._env_was_given else make
+        policy = copy.deepcopy(self.policy)
+        with torch.random.fork_rng(devices=[]):
+            async with Collector(env, policy, policy_factory=factory, config=config) as collector:
+                step = await anext(collector)
+        steps = -(-self.requested_frames_per_batch // step.numel())
+        zeros = step.expand(*step.shape[:-1], steps).clone().zero_()
+        if batch.set_truncated:
+            for name in ("truncated", "done"):
+                zeros["next", name][..., -1, :] = True
+        found = split_trajectories(zeros) if batch.split_trajs else zeros
+        return found if batch.postproc is None else batch.postproc(found)
 
     async def get_distant_attr(self, attr: str, timeout: float | None = None) -> Any:
         """Return an attribute of the worker; see :meth:`MultiCollector.get_distant_attr`."""

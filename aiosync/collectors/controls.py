@@ -1,4 +1,4 @@
-"""The calls of a collector beside iteration: weights, seed, reset, attributes."""
+"""The calls of a collector that send or receive weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WorkerIds: TypeAlias = int | Sequence[int] | None
 
 
 class Controls:
-    """Base of the collectors: the calls that send weights and commands to the workers.
+    """Base of the collectors: the calls that send or receive weights.
 
     A collector has weight sync schemes, or a weight updater. It has the models, so it is the context of all
     schemes.
@@ -221,21 +221,34 @@ class Controls:
         each = {worker.index: [self._extra_updates] for worker in pool.workers}
         await pool.call("set_extra_updates", each, deadline)
 
-    async def receive_weights(self, policy_or_weights: Any = None, *, timeout: float | None = None) -> None:
+    async def receive_weights(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        timeout: float | None = None,
+    ) -> None:
         """Update this collector's own policy.
 
         Args:
             policy_or_weights: a module, TensorDict or dict to apply to the policy in this process;
                 :meth:`update_policy_weights_` sends it to the workers. None: wait for an update through
                 ``weight_recv_schemes``, which also reaches the workers. Returns without one at the timeout.
+            weights: the same, as a keyword.
+            policy: the same, as a keyword.
             timeout: seconds.
 
         Raises:
-            InvalidArgumentError: weights were given although there are ``weight_recv_schemes``.
+            InvalidArgumentError: weights were given twice, or although there are ``weight_recv_schemes``.
             NotInitializedError: neither weights nor ``weight_recv_schemes`` were given, or this process has
                 no policy.
             LayoutMismatchError: the weights do not fit the policy.
         """
+        given = [each for each in (policy_or_weights, weights, policy) if each is not None]
+        if len(given) > 1:
+            raise InvalidArgumentError("got several of policy_or_weights, weights and policy: expected one")
+        policy_or_weights = given[0] if given else None
         deadline = self._deadline(timeout)
         if self._upstream and policy_or_weights is not None:
             raise InvalidArgumentError(

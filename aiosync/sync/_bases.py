@@ -65,7 +65,7 @@ class BlockingCollector:
             return getattr(self._async, name)
 
     @property
-    def _started(self) -> Any:
+    def _started(self) -> MultiCollector:
         """The asyncio collector. Its workers are started by the first call that needs them, if
         :meth:`connect` was not called."""
         if self._async.unstarted:

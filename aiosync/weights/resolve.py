@@ -1,4 +1,4 @@
-"""Find a model inside a context by a path such as ``env.transform[0].module``."""
+"""Find a model or a method inside a context by a path such as ``env.transform[0].module``."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ def test_the_same_lines(name: str) -> None:
 @pytest.mark.parametrize("mode", [True, False])
 def test_a_policy_stays_in_its_mode(mode: bool) -> None:
     policy = make_policy().train(mode)
-    lines: Callable[[Any], Any] = lambda collector: collector.getattr_policy("training")
-    assert both("MultiSyncCollector", lines, [make_env], policy) is mode
+    found = both("MultiSyncCollector", lambda each: each.getattr_policy("training"), [make_env], policy)
+    assert found is mode
 
 
 @pytest.mark.parametrize("kind", [int, "uuid"])
@@ -270,3 +270,19 @@ def test_a_function_of_the_worker_is_called() -> None:
         ]
 
     both("MultiSyncCollector", lines, [make_env] * 2, make_policy())
+
+
+def test_a_batch_of_zeros() -> None:
+    def lines(collector: Any) -> Any:
+        fake = collector.fake_tensordict()
+        real = collector.next()
+        keys = set(real.keys(True, True)) - {"policy_version", ("next", "policy_version")}
+        assert keys <= set(fake.keys(True, True))
+        assert all(fake[key].shape == real[key].shape for key in keys)
+        assert all(fake[key].dtype == real[key].dtype for key in keys)
+        return fake.shape, all(not fake[key].any() for key in keys)
+
+    both("Collector", lines, make_env, make_policy())
+    both("Collector", lines, make_env(), make_policy())
+    call: Callable[[Any], Any] = lambda each: _raised(each.fake_tensordict, NotImplementedError)  # noqa: E731
+    both("MultiSyncCollector", call, [make_env], make_policy())
