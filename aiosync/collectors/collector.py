@@ -339,8 +339,8 @@ class Collector(MultiCollector):
             await self._call_all("keep_environments", None)
 
     async def fake_tensordict(self) -> TensorDictBase:
-        """Return zeros with the layout of a batch. A copy of the policy takes a step for it in an environment of
-        its own. This collector's environment and random numbers do not change.
+        """Return zeros with the layout of a batch. A copy of the policy takes a step for it in another
+        environment. This collector's environment and random numbers do not change.
 
         Raises:
             Exception: what the environment or the policy raises.
