@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiosync.collectors.controls import Controls
+from aiosync.collectors.profiling import ProfileConfig
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.weights.resolve import call_by_path, resolve_model
 
@@ -166,6 +168,72 @@ class WorkerAccess(Controls):
     async def _call_all(self, method: str, timeout: float | None, *arguments: Any) -> list[Any]:
         each = {index: arguments for index in range(self.num_workers)}
         return await self._connected_pool.call(method, each, self._deadline(timeout))
+
+    # -- profiles --------------------------------------------------------------------------------------
+
+    async def enable_profile(
+        self,
+        *,
+        workers: Sequence[int] | None = None,
+        num_rollouts: int = 3,
+        warmup_rollouts: int = 1,
+        save_path: str | Path | None = None,
+        activities: Sequence[str] | None = None,
+        record_shapes: bool = True,
+        profile_memory: bool = False,
+        with_stack: bool = True,
+        with_flops: bool = False,
+        on_trace_ready: Callable[[Any], object] | None = None,
+    ) -> None:
+        """Profile the next batches of some workers with ``torch.profiler``.
+
+        Args:
+            workers: the workers; None: the first.
+            num_rollouts: how many batches until the profile ends.
+            warmup_rollouts: how many of them are not recorded.
+            save_path: the file for the trace, with ``{worker_idx}`` for the worker's index. None:
+                ``collector_profile_{worker_idx}.json``.
+            activities: some of ``"cpu"`` and ``"cuda"``; None: both, if there is a CUDA device.
+            record_shapes: see ``torch.profiler``.
+            profile_memory: see ``torch.profiler``.
+            with_stack: see ``torch.profiler``.
+            with_flops: see ``torch.profiler``.
+            on_trace_ready: called in the worker with the profile, instead of writing the file.
+
+        Raises:
+            InvalidArgumentError: an invalid value.
+        """
+        config = ProfileConfig(
+            workers=[0] if workers is None else workers,
+            num_rollouts=num_rollouts,
+            warmup_rollouts=warmup_rollouts,
+            save_path=save_path,
+            activities=("cpu", "cuda") if activities is None else activities,
+            record_shapes=record_shapes,
+            profile_memory=profile_memory,
+            with_stack=with_stack,
+            with_flops=with_flops,
+            on_trace_ready=on_trace_ready,
+        )
+        await self._set_profile(config, config)
+        self._profile_config = config
+
+    async def disable_profile(self) -> None:
+        """End the profile, and write the trace if it has a batch. Without a profile do nothing."""
+        config, self._profile_config = self._profile_config, None
+        if config is not None:
+            await self._set_profile(config, None)
+
+    async def _set_profile(self, at: ProfileConfig, config: ProfileConfig | None) -> None:
+        each = {index: [config] for index in at.workers if index < self.num_workers}
+        await self._connected_pool.call("set_profile", each, self._deadline(None))
+
+    @property
+    def profile_config(self) -> ProfileConfig | None:
+        """The arguments of :meth:`enable_profile`; None: it was not called."""
+        return self._profile_config
+
+    _profile_config: ProfileConfig | None = None
 
     # -- progress and options --------------------------------------------------------------------------
 

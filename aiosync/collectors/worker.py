@@ -37,6 +37,7 @@ from aiosync.collectors.command_pipe import (
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.env import Env, adapt
 from aiosync.collectors.policy import adapt_policy
+from aiosync.collectors.profiling import BatchProfiler, ProfileConfig
 from aiosync.collectors.rollout import PartialBatch, Rollout
 from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
@@ -132,6 +133,8 @@ class Worker:
         self._stack = stack
         self._closes_envs = True
         self._frames = self._batches = 0  # delivered
+        self._profiler: BatchProfiler | None = None
+        stack.callback(self._end_profile)
         self._envs = [self._make_env() for _ in range(config.processes.envs_per_worker)]
         # The first environment, as create_env returned it, and the policy. None: random actions.
         self.env = self._envs[0].env
@@ -241,6 +244,8 @@ class Worker:
         number, buffer, steps = batch.request.number, batch.buffer, batch.steps
         self._frames += steps * self._width
         self._batches += 1
+        if self._profiler is not None:
+            self._profiler.batch_ended()
         if self._spec.use_buffers:
             self._pipe.send(Batch(number, steps, buffer, order))
             return
@@ -308,6 +313,10 @@ class Worker:
             return []
         if not isinstance(self.env, nn.Module):
             return [f"env_state_dict: the environment, a {type(self.env).__name__}, has no state_dict"]
+        # torchrl's collector appends a transform: the state of a single one gets this prefix.
+        added, own = "transforms.0.", self.env.state_dict()
+        if all(name.startswith(added) for name in saved) and not any(name.startswith(added) for name in own):
+            saved = {name.removeprefix(added): value for name, value in saved.items()}
         try:
             self.env.load_state_dict(saved)
         except (RuntimeError, KeyError) as exc:
@@ -317,6 +326,15 @@ class Worker:
     async def keep_environments(self) -> None:
         """Do not close the environments when this worker ends."""
         self._closes_envs = False
+
+    async def set_profile(self, config: ProfileConfig | None) -> None:
+        """Profile the next batches; None: end the profile."""
+        self._end_profile()
+        self._profiler = None if config is None else BatchProfiler(config, self._spec.index)
+
+    def _end_profile(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
 
     async def stats(self) -> dict[str, int]:
         """Return how many frames and batches this worker has delivered, and the version that acts."""

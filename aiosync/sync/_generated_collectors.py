@@ -153,22 +153,33 @@ class MultiCollector(BlockingCollector):
         """
         portal().call(self._started.increment_version, timeout)
 
-    def receive_weights(self, policy_or_weights: Any = None, *, timeout: float | None = None) -> None:
+    def receive_weights(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        timeout: float | None = None,
+    ) -> None:
         """Update this collector's own policy.
 
         Args:
             policy_or_weights: a module, TensorDict or dict to apply to the policy in this process;
                 :meth:`update_policy_weights_` sends it to the workers. None: wait for an update through
                 ``weight_recv_schemes``, which also reaches the workers. Returns without one at the timeout.
+            weights: the same, as a keyword.
+            policy: the same, as a keyword.
             timeout: seconds.
 
         Raises:
-            InvalidArgumentError: weights were given although there are ``weight_recv_schemes``.
+            InvalidArgumentError: weights were given twice, or although there are ``weight_recv_schemes``.
             NotInitializedError: neither weights nor ``weight_recv_schemes`` were given, or this process has
                 no policy.
             LayoutMismatchError: the weights do not fit the policy.
         """
-        portal().call(self._started.receive_weights, policy_or_weights, timeout=timeout)
+        portal().call(
+            self._started.receive_weights, policy_or_weights, weights=weights, policy=policy, timeout=timeout
+        )
 
     def get_cached_weights(self, model_id: str = POLICY) -> TensorDictBase | None:
         """Return a copy of the weights that were sent last; None if none were sent."""
@@ -199,7 +210,7 @@ class MultiCollector(BlockingCollector):
 
     def init_updater(self, *args: Any, **kwargs: Any) -> None:
         """Call the updater's ``init`` with these arguments; without an updater do nothing."""
-        self._async.init_updater(*args, **kwargs)
+        portal().call(self._started.init_updater, *args, **kwargs)
 
     def getattr_env(self, attr: str, timeout: float | None = None) -> Any:
         """Return an attribute of the first worker's environment. Dots in ``attr`` go to nested attributes.
@@ -402,6 +413,14 @@ class MultiCollector(BlockingCollector):
         """
         portal().call(self._started.load_state_dict, state_dict, timeout)
 
+    def fake_tensordict(self) -> TensorDictBase:
+        """Return a batch of zeros; see :meth:`Collector.fake_tensordict`.
+
+        Raises:
+            NotImplementedError: the environments are in other processes, and this one has none.
+        """
+        return portal().call(self._started.fake_tensordict)
+
     @property
     def unstarted(self) -> bool:
         """Whether :meth:`connect` can be called: it was not yet, and the collector was not closed."""
@@ -458,6 +477,15 @@ class Collector(MultiCollector):
             config=config,
             **options,
         )
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """Return zeros with the layout of a batch. A copy of the policy takes a step for it in another
+        environment. This collector's environment and random numbers do not change.
+
+        Raises:
+            Exception: what the environment or the policy raises.
+        """
+        return portal().call(self._started.fake_tensordict)
 
     def get_distant_attr(self, attr: str, timeout: float | None = None) -> Any:
         """Return an attribute of the worker; see :meth:`MultiCollector.get_distant_attr`."""

@@ -80,7 +80,6 @@ def test_the_same_lines(name: str) -> None:
             collector.map_fn("policy.state_dict")[1].keys(),
             collector.map_fn("env.set_seed", [(1,), (2,)]),
             _raised(lambda: collector.map_fn("reset", [()]), ValueError),
-            _raised(lambda: collector.get_distant_attr("env.nmae"), AttributeError),
             collector.cascade_execute("requested_frames_per_batch"),
             _raised(lambda: collector.cascade_execute("num_workers", 1), ValueError),
             before | {"policy_version": 0},
@@ -184,7 +183,7 @@ def test_torchrls_state_is_restored() -> None:
         collector.update_policy_weights_()
         ids = collector.next()["collector", "traj_ids"]
         state = collector.state_dict()
-        loc = collector.map_fn("env.transform[0].state_dict")[0]
+        loc = collector.map_fn("env.transform[0].state_dict")[0]  # torchrl has added a transform
     state["policy_version"] = 4
     mark(policy, 1)
     with opened(ours, "MultiSyncCollector", [_normalised] * 2, policy, **options) as collector:
@@ -193,7 +192,7 @@ def test_torchrls_state_is_restored() -> None:
         assert collector.frames == 2 * FRAMES
         assert all(
             torch.equal(value, loc[name])
-            for name, value in collector.map_fn("env.transform[0].state_dict")[0].items()
+            for name, value in collector.map_fn("env.transform.state_dict")[0].items()
             if isinstance(value, torch.Tensor)
         )
         batch = collector.next()
@@ -285,3 +284,21 @@ def test_a_batch_of_zeros() -> None:
     both("Collector", lines, make_env(), make_policy())
     call: Callable[[Any], Any] = lambda each: _raised(each.fake_tensordict, NotImplementedError)  # noqa: E731
     both("MultiSyncCollector", call, [make_env], make_policy())
+
+
+@pytest.mark.parametrize("name", ["Collector", "MultiSyncCollector"])
+def test_a_profile_is_written(name: str, tmp_path: Any) -> None:
+    envs = make_env if name == "Collector" else [make_env] * 2
+
+    def lines(collector: Any) -> Any:
+        path = tmp_path / f"{type(collector).__module__}_{{worker_idx}}.json"
+        refused = _raised(lambda: collector.enable_profile(num_rollouts=1, warmup_rollouts=1), ValueError)
+        collector.enable_profile(workers=[0], num_rollouts=2, save_path=path, with_stack=False)
+        found = [collector.profile_config.num_rollouts]
+        for _ in range(3):
+            collector.next()
+        collector.disable_profile()
+        size = (tmp_path / str(path).format(worker_idx=0)).stat().st_size
+        return [*found, collector.profile_config, size > 0, refused]
+
+    both(name, lines, envs, make_policy())
