@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from tensordict import TensorDictBase
 
 from aiosync import collectors
 from aiosync.collectors.config import CollectorConfig
+from aiosync.collectors.profiling import ProfileConfig
 from aiosync.collectors.worker import POLICY
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.sync._bases import BlockingCollector
@@ -315,6 +317,61 @@ class MultiCollector(BlockingCollector):
             InvalidArgumentError: there are arguments, and the path does not lead to a method.
         """
         return portal().call(self._started.cascade_execute, attr_path, *args, **kwargs)
+
+    def enable_profile(
+        self,
+        *,
+        workers: Sequence[int] | None = None,
+        num_rollouts: int = 3,
+        warmup_rollouts: int = 1,
+        save_path: str | Path | None = None,
+        activities: Sequence[str] | None = None,
+        record_shapes: bool = True,
+        profile_memory: bool = False,
+        with_stack: bool = True,
+        with_flops: bool = False,
+        on_trace_ready: Callable[[Any], object] | None = None,
+    ) -> None:
+        """Profile the next batches of some workers with ``torch.profiler``.
+
+        Args:
+            workers: the workers; None: the first.
+            num_rollouts: how many batches until the profile ends.
+            warmup_rollouts: how many of them are not recorded.
+            save_path: the file for the trace, with ``{worker_idx}`` for the worker's index. None:
+                ``collector_profile_{worker_idx}.json``.
+            activities: some of ``"cpu"`` and ``"cuda"``; None: both, if there is a CUDA device.
+            record_shapes: see ``torch.profiler``.
+            profile_memory: see ``torch.profiler``.
+            with_stack: see ``torch.profiler``.
+            with_flops: see ``torch.profiler``.
+            on_trace_ready: called in the worker with the profile, instead of writing the file.
+
+        Raises:
+            InvalidArgumentError: an invalid value.
+        """
+        portal().call(
+            self._started.enable_profile,
+            workers=workers,
+            num_rollouts=num_rollouts,
+            warmup_rollouts=warmup_rollouts,
+            save_path=save_path,
+            activities=activities,
+            record_shapes=record_shapes,
+            profile_memory=profile_memory,
+            with_stack=with_stack,
+            with_flops=with_flops,
+            on_trace_ready=on_trace_ready,
+        )
+
+    def disable_profile(self) -> None:
+        """End the profile, and write the trace if it has a batch. Without a profile do nothing."""
+        portal().call(self._started.disable_profile)
+
+    @property
+    def profile_config(self) -> ProfileConfig | None:
+        """The arguments of :meth:`enable_profile`; None: it was not called."""
+        return self._async.profile_config
 
     def stats(
         self, workers: Literal["aggregate", "per_worker", "both"] = "aggregate", timeout: float | None = None

@@ -40,6 +40,16 @@ async def test_an_environment_that_is_made_already() -> None:
         assert await collector.getattr_env("closed") is False
 
 
+@pytest.mark.parametrize("close_env", [True, False])
+async def test_an_environment_may_be_kept(close_env: bool) -> None:
+    env = AsyncCounting(3)
+    async with Collector(env, **OPTIONS) as collector:
+        await anext(collector)
+        await collector.async_shutdown(close_env=close_env)
+        assert collector.closed
+    assert env.closed is close_env
+
+
 async def test_seeds_and_where_it_stands() -> None:
     async with Collector(Counting, total_frames=80, **OPTIONS) as collector:
         assert await collector.set_seed(4) == 5
