@@ -257,11 +257,6 @@ class MultiCollector(RestorableIterator, AsyncResource):
         raise OptionConflictError("close_env=False: the environments of worker processes end with these")
 
     @property
-    def unstarted(self) -> bool:
-        """Whether :meth:`connect` can be called: it was not yet, and the collector was not closed."""
-        return self._pool is None and not self._closed
-
-    @property
     def closed(self) -> bool:
         """Whether the collector was closed."""
         return self._closed

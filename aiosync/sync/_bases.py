@@ -28,6 +28,7 @@ class BlockingCollector:
     """The collectors' twins iterate, and are context managers, by calls on the portal's loop."""
 
     _async: MultiCollector
+    _begun = False  # connect() or close() was called
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -68,11 +69,12 @@ class BlockingCollector:
     def _started(self) -> MultiCollector:
         """The asyncio collector. Its workers are started by the first call that needs them, if
         :meth:`connect` was not called."""
-        if self._async.unstarted:
+        if not self._begun:
             self._blocking_connect()
         return self._async
 
     def _blocking_connect(self, timeout: float | None = None) -> None:
+        self._begun = True
         portal().call(self._async.connect, timeout)
         portal().adopt(self, self._async.aclose)  # ends the workers at exit if close() is not called
 
@@ -85,6 +87,7 @@ class BlockingCollector:
 
     def close(self, timeout: float | None = None) -> None:
         """End the workers; idempotent. ``timeout``: seconds that they have to end by themselves."""
+        self._begun = True
         portal().release(self)
         portal().call(self._async.aclose, timeout)
 
@@ -92,6 +95,7 @@ class BlockingCollector:
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """End the workers; idempotent. Arguments and errors: see the asyncio class."""
+        self._begun = True
         portal().release(self)
         portal().call(self._async.shutdown, timeout, close_env, raise_on_error)
 

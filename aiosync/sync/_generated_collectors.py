@@ -479,11 +479,6 @@ class MultiCollector(BlockingCollector):
         return portal().call(self._started.fake_tensordict)
 
     @property
-    def unstarted(self) -> bool:
-        """Whether :meth:`connect` can be called: it was not yet, and the collector was not closed."""
-        return self._async.unstarted
-
-    @property
     def closed(self) -> bool:
         """Whether the collector was closed."""
         return self._async.closed

@@ -40,9 +40,17 @@ async def test_an_environment_that_is_made_already() -> None:
         assert await collector.getattr_env("closed") is False
 
 
+class Closing(AsyncCounting):
+    """Has a close()."""
+
+    def close(self) -> None:
+        """Be closed."""
+        self.closed = True
+
+
 @pytest.mark.parametrize("close_env", [True, False])
 async def test_an_environment_may_be_kept(close_env: bool) -> None:
-    env = AsyncCounting(3)
+    env = Closing(3)
     async with Collector(env, **OPTIONS) as collector:
         await anext(collector)
         await collector.async_shutdown(close_env=close_env)

@@ -65,7 +65,7 @@ def test_the_same_lines(name: str) -> None:
     policy = make_policy()
 
     def lines(collector: Any) -> Any:
-        seed = collector.set_seed(3)
+        assert isinstance(collector.set_seed(3), int)
         first = collector.next()
         before = collector.stats()
         each = collector.stats("both")
@@ -99,11 +99,10 @@ def test_the_same_lines(name: str) -> None:
             len(collector),
             collector.policy_version,
             collector.get_policy_version(),
-            _raised(lambda: collector.shutdown(close_env=False), RuntimeError),
-            seed,
         ]
         while (batch := collector.next()) is not None:
             found.append(batch.numel())
+        found.append(_raised(lambda: collector.shutdown(close_env=False), RuntimeError))
         collector.async_shutdown(timeout=PATIENCE)
         collector.shutdown(timeout=PATIENCE, close_env=True, raise_on_error=False)
         return [*found, collector.closed]
