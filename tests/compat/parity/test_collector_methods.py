@@ -109,7 +109,7 @@ def test_the_same_lines(name: str) -> None:
 
     result = both(name, lines, [make_env] * 2, policy, total_frames=3 * FRAMES, track_policy_version=False)
     assert result[2] is True, "the mode in which the policy was given"
-    both(name, lambda c: _raised(lambda: len(c), RuntimeError), [make_env], policy)
+    both(name, lambda c: _raised(lambda: len(c), TypeError), [make_env], policy)
 
 
 @pytest.mark.parametrize("mode", [True, False])
