@@ -73,7 +73,7 @@ OTHERS_CALL = {"_set_transform"}
 """Methods with a leading underscore that are other libraries' to call."""
 
 ENDPOINTS = {"get_sender", "get_receiver", "create_sender", "create_receiver"}
-LEFT_OUT = {"aclose", "shutdown", "async_shutdown", *ENDPOINTS}
+LEFT_OUT = {"aclose", "shutdown", "async_shutdown", "iterator", *ENDPOINTS}
 """Methods that the twin has under another name, or from its base class, written by hand."""
 
 RETURNS = {
@@ -137,8 +137,8 @@ def handed_on(arguments: ast.arguments) -> str:
     return ", ".join(passed)
 
 
-def method(name: str, raw: object) -> str:
-    """One method of a twin."""
+def method(name: str, raw: object, target: str = "_async") -> str:
+    """One method of a twin. ``target``: the attribute that has the asyncio object for coroutines."""
     function = raw.__func__ if isinstance(raw, classmethod) else raw
     assert isinstance(function, FunctionType)
     function = inspect.unwrap(function)
@@ -149,7 +149,7 @@ def method(name: str, raw: object) -> str:
         owner = "cls" if isinstance(raw, classmethod) else "self"
         call = f"{owner}._blocking_{name}({passed})"
     elif isinstance(node, ast.AsyncFunctionDef):
-        call = f"portal().call(self._async.{name}{', ' if passed else ''}{passed})"
+        call = f"portal().call(self.{target}.{name}{', ' if passed else ''}{passed})"
     else:
         call = f"self._async.{name}({passed})"
     decorator = "    @classmethod\n" if isinstance(raw, classmethod) else ""
@@ -245,7 +245,8 @@ def twin(cls: type[Any], twins: list[type[Any]], root: str) -> str:
         elif isinstance(member, FunctionType) and member.__name__ != name:
             parts.append(f"    {name} = {member.__name__}\n")
         else:
-            parts.append(method(name, member))
+            # A collector's workers are started by the first call that needs them.
+            parts.append(method(name, member, "_started" if root == "BlockingCollector" else "_async"))
     text = class_head(cls, base.__name__ if base else root) + "\n"
     text += f"    _async_class: ClassVar[type[{own}]] = {own}\n" if concrete else ""
     text += f"    _async: {own}\n" if parts else ""

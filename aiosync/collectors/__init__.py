@@ -11,12 +11,13 @@ One batch goes through the files in this order:
 4. :mod:`proxy` receives the message that the batch is complete; :mod:`batches` joins the parts of several
    workers; :mod:`batch_iterator` returns the batch.
 
-:mod:`controls` has the calls that send weights and commands to the workers.
+:mod:`controls` has the calls that send weights, with the :mod:`versions` of the policy. :mod:`access` has the
+calls that read from the workers, and :mod:`saved_state` the state that can be saved.
 """
 
 from aiosync.collectors.adapters import adapt
 from aiosync.collectors.batch_config import BatchConfig
-from aiosync.collectors.collector import Collector, MultiAsyncCollector, MultiCollector, MultiSyncCollector
+from aiosync.collectors.collector import MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from aiosync.collectors.config import (
     CollectorConfig,
     DeviceConfig,
@@ -26,6 +27,7 @@ from aiosync.collectors.config import (
     WeightConfig,
 )
 from aiosync.collectors.env import Env
+from aiosync.collectors.single import Collector
 
 __all__ = [
     "BatchConfig",

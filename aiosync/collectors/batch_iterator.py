@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Self
 
 from tensordict import TensorDictBase
 
+from aiosync.collectors.access import WorkerAccess
 from aiosync.collectors.batch_memory import BatchJoiner, size_of, split_trajectories, valid_frames
 from aiosync.collectors.config import CollectorConfig
-from aiosync.collectors.controls import Controls
 from aiosync.collectors.pool import Pool
 from aiosync.collectors.proxy import DeliveredBatch, WorkerProxy
-from aiosync.errors import InvalidArgumentError, NotInitializedError, SyncTimeoutError
+from aiosync.collectors.versions import VERSION
+from aiosync.errors import NotInitializedError, OptionConflictError, SyncTimeoutError
 from aiosync.transports._offload import offloaded
 from aiosync.weights.copying import INLINE_LIMIT
 
@@ -24,7 +26,7 @@ _REQUESTED_AHEAD = 2
 progress, and one that the caller has not taken yet."""
 
 
-class BatchIterator(Controls):
+class BatchIterator(WorkerAccess):
     """The part of a collector that is its asynchronous iterator.
 
     Each worker has one or two batches requested at a time. A delivered batch waits here until the caller
@@ -34,7 +36,8 @@ class BatchIterator(Controls):
     def __init__(self, config: CollectorConfig, *, sync: bool) -> None:
         self.config = config
         self.sync = sync  # each batch has a part from every worker, and no worker steps between two batches
-        self.frames = 0  # how many the iterator has returned
+        self.frames = 0  # how many the iterator has returned, and in how many batches
+        self.batches = 0
         self._requested = 0  # frames of all requested batches, delivered or not; dropped ones do not count
         # Delivered batches of an asynchronous collector that the caller has not taken, oldest first.
         self._finished: deque[DeliveredBatch] = deque()
@@ -47,6 +50,7 @@ class BatchIterator(Controls):
         joiner = BatchJoiner(config.batch.join_dim, may_differ=ragged)
         self._join: Callable[[Sequence[TensorDictBase]], Any] = joiner.join
         self._collecting: asyncio.Task[None] | None = None  # the task of start()
+        self._parked = False  # that task holds no batch, and waits for the end of the pause, if there is one
 
     def __aiter__(self) -> Self:
         return self
@@ -135,7 +139,7 @@ class BatchIterator(Controls):
         allowed = self.config.weights.max_staleness
         if allowed is None:
             return True
-        return self.policy_version - int(batch.read()["policy_version"].min()) <= allowed
+        return self._version_number - int(batch.read()[VERSION].min()) <= allowed
 
     def _on_delivered(self, part: DeliveredBatch) -> None:
         self._requested += part.frames - part.requested
@@ -203,7 +207,10 @@ class BatchIterator(Controls):
 
     def _finish(self, batch: TensorDictBase, frames: int) -> TensorDictBase:
         self.frames += frames
+        self.batches += 1
         found = split_trajectories(batch) if self.config.batch.split_trajs else batch
+        self._name_versions()
+        self._versions.write_names(found)
         postproc = self.config.batch.postproc
         return found if postproc is None else postproc(found)
 
@@ -223,7 +230,10 @@ class BatchIterator(Controls):
     async def _collect(self, pool: Pool) -> None:
         try:
             while not self._is_done:
+                self._parked = True
+                pool.notify()
                 await self._not_paused.wait()
+                self._parked = False
                 pauses = self._pauses_begun
                 try:
                     await anext(self)
@@ -234,49 +244,14 @@ class BatchIterator(Controls):
         except Exception as exc:  # noqa: BLE001 - raised by the next call
             pool.fail(exc)
 
-    async def state_dict(self, timeout: float | None = None) -> dict[str, Any]:
-        """Return the state of collection: the number of frames, and each worker's random number generators
-        and environments, as far as these can be pickled. Call it while no worker collects: between two
-        synchronous batches, or inside :meth:`pause`. ``timeout``: seconds.
-        """
-        workers = await self._call_all("state", timeout)
-        return {"frames": self.frames, "workers": workers}
-
-    async def load_state_dict(self, state: Mapping[str, Any], timeout: float | None = None) -> None:
-        """Restore a state of :meth:`state_dict`. Batches that workers have delivered and the iterator has not
-        returned are dropped. ``timeout``: seconds.
-
-        Raises:
-            InvalidArgumentError: the state is of another number of workers or environments. Nothing
-                has changed.
-        """
-        workers = state["workers"]
-        if len(workers) != self.num_workers:
-            raise InvalidArgumentError(
-                f"state_dict: the state has {len(workers)} workers, and this collector {self.num_workers}"
-            )
-        expected = self.config.processes.envs_per_worker
-        for count in (len(worker["rollouts"]) for worker in workers):
-            if count != expected:
-                raise InvalidArgumentError(
-                    f"state_dict: expected {expected} environments per worker, got {count}"
-                )
-        next_ids = [max(rollout["next_traj_id"] for rollout in worker["rollouts"]) for worker in workers]
-        pool = self._connected_pool
-        async with self.pause(timeout):
-            each = {index: [worker] for index, worker in enumerate(workers)}
-            await pool.call("load_state", each, self._deadline(timeout))
-            # Only now: if a worker cannot restore its state, no batch is lost.
-            self._finished.clear()
-            for batch in [batch for worker in pool.workers for batch in worker.batches]:
-                batch.release()
-            self.frames = self._requested = state["frames"]
-            pool.start_trajectories_at(next_ids)
-
     @asynccontextmanager
     async def pause(self, timeout: float | None = None) -> AsyncIterator[None]:
         """Stop the workers' steps inside this context. The workers finish the batches in progress first. They
         continue when the context ends, also by an exception. ``timeout``: seconds to wait for those batches.
+
+        After :meth:`start`, nothing is written to the replay buffer inside the context: a batch is either in
+        the buffer when the context begins, or it is written when the context has ended. Calls of the workers,
+        such as :meth:`map_fn`, are allowed.
 
         Raises:
             Exception: as the iterator.
@@ -288,7 +263,7 @@ class BatchIterator(Controls):
         self._not_paused.clear()
         try:
             deadline = self._deadline(timeout)
-            await pool.wait_for(lambda: not any(each.requested for each in pool.workers), deadline, "receive")
+            await pool.wait_for(lambda: self._is_quiet(pool), deadline, "receive")
             yield
         finally:
             self._active_pauses -= 1
@@ -296,3 +271,32 @@ class BatchIterator(Controls):
                 self._not_paused.set()
             if not self.sync and self._pool is pool:
                 self._request_from_all(pool, trained=False)
+
+    def _is_quiet(self, pool: Pool) -> bool:
+        """Return whether no worker steps, and the task of :meth:`start` writes nothing until a pause ends."""
+        if any(worker.requested for worker in pool.workers):
+            return False
+        idle = self._collecting is None or self._collecting.done() or self._parked
+        return idle or not any(worker.batches for worker in pool.workers)
+
+    async def next(self) -> Any:
+        """Return the next batch; None after the last one. Raises as the iterator."""
+        return await anext(self, None)
+
+    def iterator(self) -> AsyncIterator[Any]:
+        """Return this collector, which is its own iterator."""
+        return self
+
+    def is_running(self) -> bool:
+        """Return whether :meth:`start` is collecting."""
+        return self._collecting is not None and not self._collecting.done()
+
+    def __len__(self) -> int:
+        """How many batches ``total_frames`` are. OptionConflictError: there is no end."""
+        total = self.config.batch.frames_limit
+        if total == math.inf:
+            raise OptionConflictError("a collector without total_frames= has no length")
+        return -(-int(total) // self.requested_frames_per_batch)
+
+    def __bool__(self) -> bool:
+        return True

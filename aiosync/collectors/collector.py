@@ -1,31 +1,29 @@
-"""The collectors: their workers' start and end."""
+"""The collectors of several workers: the workers' start and end."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
 from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
+from tensordict import TensorDictBase
 
 from aiosync._deadline import Deadline
 from aiosync._endpoint import AsyncResource
 from aiosync.collectors.adapters import env_factory
 from aiosync.collectors.batch_config import per_worker
-from aiosync.collectors.batch_iterator import BatchIterator
 from aiosync.collectors.config import CollectorConfig
-from aiosync.collectors.host import LocalHost, MakeHost, ProcessHost, RayHost, context_of
+from aiosync.collectors.host import MakeHost, ProcessHost, RayHost, context_of
 from aiosync.collectors.pickling import PolicySkeleton, check_picklable
 from aiosync.collectors.pool import Pool
+from aiosync.collectors.saved_state import RestorableIterator
 from aiosync.collectors.weight_sources import sent_in_full
 from aiosync.collectors.worker import WorkerSpec, cancel_all
-from aiosync.errors import InvalidArgumentError, NotConnectedError
+from aiosync.errors import InvalidArgumentError, NotConnectedError, OptionConflictError
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.memory import MemoryWeightSyncScheme
 from aiosync.schemes.ray import RayWeightSyncScheme
 from aiosync.schemes.shared_memory import SharedMemWeightSyncScheme
 from aiosync.transports._offload import uninterrupted
@@ -36,6 +34,9 @@ _CLOSE_SECONDS = 10.0
 
 _ABORT_SECONDS = 1.0
 """The same after a failed :meth:`MultiCollector.connect`."""
+
+CALLED_IN_WORKERS = ("init_fn", "pre_collect_hook", "post_collect_hook")
+"""The options of :class:`ProcessConfig` that are functions."""
 
 
 class ThreadLimit:
@@ -60,7 +61,7 @@ class ThreadLimit:
             torch.set_num_threads(max(1, torch.get_num_threads() + taken))
 
 
-class MultiCollector(BatchIterator, AsyncResource):
+class MultiCollector(RestorableIterator, AsyncResource):
     """Worker processes that roll out a policy, and an asynchronous iterator of their batches.
 
     ::
@@ -144,7 +145,7 @@ class MultiCollector(BatchIterator, AsyncResource):
         if self._policy_travels and (self._has_processes or self._updater is None):
             check_picklable(policy=self.policy)
         if self._has_processes:
-            hooks = {name: getattr(self.config.processes, name) for name in _CALLED_IN_WORKERS}
+            hooks = {name: getattr(self.config.processes, name) for name in CALLED_IN_WORKERS}
             check_picklable(policy_factory=self.policy_factory, **hooks, **arguments)
 
     # -- what workers run in --------------------------------------------------------------------------
@@ -178,6 +179,8 @@ class MultiCollector(BatchIterator, AsyncResource):
             first_id=index * config.processes.envs_per_worker,
             use_buffers=config.batch.use_buffers is not False and config.processes.launcher == "process",
             share_tensors=share_tensors,
+            extra_updates=self._extra_updates,
+            parts=self.num_workers if self.sync else 1,
         )
 
     # -- life cycle -----------------------------------------------------------------------------------
@@ -202,9 +205,11 @@ class MultiCollector(BatchIterator, AsyncResource):
             specs = [self._spec(index) for index in range(self.num_workers)]
             restarts = [self.config.processes.restart_workers] * self.num_workers
             self._pool = Pool(specs, self._schemes, make_host, restarts, self._on_delivered)
+            self._pool.extra_updates = self._extra_updates
             await self._pool.start(deadline)
             await self._connect_receivers(self._pool, deadline)
             self._threads.set()  # after the schemes: copies of weights use the former number
+            self._limit_age()
         except BaseException:
             await self.aclose(_ABORT_SECONDS)
             raise
@@ -240,7 +245,50 @@ class MultiCollector(BatchIterator, AsyncResource):
             self._finished.clear()
             self._threads.restore()
 
-    shutdown = async_shutdown = aclose
+    async def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """End the workers; idempotent.
+
+        Args:
+            timeout: as of :meth:`aclose`.
+            close_env: whether to close the environments. False is for a :class:`Collector` only: otherwise
+                the environments end with the workers.
+            raise_on_error: whether to raise the errors of the workers' end.
+
+        Raises:
+            OptionConflictError: ``close_env=False``, and the workers are processes.
+        """
+        if not close_env:
+            await self._keep_environments()
+        try:
+            await self.aclose(timeout)
+        except Exception:
+            if raise_on_error:
+                raise
+
+    async def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """End the workers, also after :meth:`start`; see :meth:`shutdown`."""
+        await self.shutdown(timeout, close_env)
+
+    async def fake_tensordict(self) -> TensorDictBase:
+        """Return a batch of zeros; see :meth:`Collector.fake_tensordict`.
+
+        Raises:
+            NotImplementedError: the environments are in other processes, and this one has none.
+        """
+        raise NotImplementedError(
+            "fake_tensordict() makes an environment in this process: call it on a Collector with the same "
+            "arguments"
+        )
+
+    async def _keep_environments(self) -> None:
+        raise OptionConflictError("close_env=False: the environments of worker processes end with these")
+
+    @property
+    def closed(self) -> bool:
+        """Whether the collector was closed."""
+        return self._closed
 
 
 class MultiSyncCollector(MultiCollector):
@@ -253,74 +301,6 @@ class MultiAsyncCollector(MultiCollector):
     """A :class:`MultiCollector` with ``sync=False``."""
 
     _sync = False
-
-
-class Collector(MultiCollector):
-    """Rolls out a policy in this process, on the event loop that iterates the collector.
-
-    Otherwise it behaves as a :class:`MultiCollector` with one worker and ``sync=True``: no step happens
-    between one batch and the request for the next. The policy that acts is a copy, with the version that was
-    sent last. An environment with a slow ``step`` blocks the event loop, unless ``step`` is a coroutine
-    function.
-
-    Args:
-        create_env_fn: an environment, or a function that returns one.
-        policy: see :class:`MultiCollector`.
-        policy_factory: see :class:`MultiCollector`.
-        create_env_kwargs: see :class:`MultiCollector`.
-        config: see :class:`MultiCollector`. Options about processes are refused.
-        options: the same options as keywords.
-
-    Raises:
-        InvalidArgumentError: an unknown option, or options that do not fit together.
-    """
-
-    _sync = True
-    _has_processes = False
-
-    def __init__(
-        self,
-        create_env_fn: Any,
-        policy: Any = None,
-        *,
-        policy_factory: Callable[[], Any] | None = None,
-        create_env_kwargs: Mapping[str, Any] | None = None,
-        config: CollectorConfig | None = None,
-        **options: Any,
-    ) -> None:
-        config = (config or CollectorConfig()).of(**options)
-        processes = config.processes
-        given = [each.name for each in fields(processes) if getattr(processes, each.name) != each.default]
-        if refused := ", ".join(name for name in given if name not in _LOCAL_OPTIONS):
-            raise InvalidArgumentError(f"{refused}: a Collector runs in this process; see MultiCollector")
-        if isinstance(create_env_fn, Sequence) and len(create_env_fn) != 1:
-            raise InvalidArgumentError(
-                f"create_env_fn: expected one environment, got {len(create_env_fn)}; see MultiCollector"
-            )
-        super().__init__(
-            create_env_fn,
-            policy,
-            policy_factory=policy_factory,
-            create_env_kwargs=create_env_kwargs,
-            config=config,
-        )
-        self._join = operator.itemgetter(0)
-
-    def _default_scheme(self, **options: Any) -> WeightSyncScheme:
-        return MemoryWeightSyncScheme(**options)
-
-    def _host_factory(self) -> tuple[MakeHost, BaseContext | None]:
-        return LocalHost, None
-
-    def _spec(self, index: int) -> WorkerSpec:
-        return replace(super()._spec(index), own_process=False, use_buffers=False)
-
-
-_CALLED_IN_WORKERS = ("init_fn", "pre_collect_hook", "post_collect_hook")
-"""The options of :class:`ProcessConfig` that are functions."""
-
-_LOCAL_OPTIONS = {"envs_per_worker", "timeout", *_CALLED_IN_WORKERS}
-"""The options of :class:`ProcessConfig` that a :class:`Collector` takes."""
 
 
 def _identity(policy: Any) -> Any:

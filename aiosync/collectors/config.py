@@ -28,7 +28,8 @@ class PolicyConfig:
         trust_policy: the policy takes and returns TensorDicts, whatever its signature says. None: only a
             tensordict ``CudaGraphModule`` does.
         track_policy_version: tag each frame with the version that acted, as ``"policy_version"`` and
-            ``("next", "policy_version")``.
+            ``("next", "policy_version")``. A tracker such as torchrl's ``PolicyVersion``: it is kept up to
+            date, and names the versions.
         compile_policy: compile the policy in each worker; a mapping: with these arguments of
             ``torch.compile``; None: do not.
         cudagraph_policy: capture the policy as a CUDA graph in each worker; None: do not; a mapping: with
@@ -38,7 +39,7 @@ class PolicyConfig:
 
     exploration_type: InteractionType = InteractionType.RANDOM
     trust_policy: bool | None = None
-    track_policy_version: bool = True
+    track_policy_version: Any = True
     compile_policy: bool | Mapping[str, Any] | None = None
     cudagraph_policy: bool | Mapping[str, Any] | None = None
 
@@ -325,7 +326,8 @@ class CollectorConfig:
             raise InvalidArgumentError(
                 f"cat_results={batch.cat_results!r} needs sync=True: otherwise a batch comes from one worker"
             )
-        if sync and self.weights.max_staleness is not None:
+        replayed = self.replay.replay_buffer is not None
+        if sync and self.weights.max_staleness is not None and not replayed:
             raise InvalidArgumentError("max_staleness= needs sync=False: a synchronous batch is always new")
         if sync and len({place.storing for place in places}) > 1:
             raise InvalidArgumentError("storing_device: expected one device with sync=True, got several")
@@ -345,4 +347,5 @@ class CollectorConfig:
     def of_a_worker(self) -> Self:
         """Return the options that a worker needs; those of the trainer alone are reset."""
         batch = replace(self.batch, postproc=None)
-        return replace(self, batch=batch, weights=WeightConfig(), replay=ReplayConfig())
+        policy = replace(self.policy, track_policy_version=bool(self.policy.track_policy_version))
+        return replace(self, batch=batch, policy=policy, weights=WeightConfig(), replay=ReplayConfig())

@@ -1,21 +1,22 @@
-"""The calls of a collector beside iteration: weights, seed, reset, attributes."""
+"""The calls of a collector that send or receive weights."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from multiprocessing.context import BaseContext
 from typing import Any
 
 from tensordict import TensorDictBase
-from torch import nn
+from torch import Tensor
 
 from aiosync._deadline import Deadline
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.pool import Pool
+from aiosync.collectors.versions import AgeLimit, PolicyVersions
 from aiosync.collectors.weight_sources import (
     PoliciesMadeHere,
     Weights,
@@ -25,11 +26,10 @@ from aiosync.collectors.weight_sources import (
     make_updater,
     weights_by_model,
 )
-from aiosync.collectors.worker import POLICY, cancel_all, policy_schemes
+from aiosync.collectors.worker import POLICY, policy_schemes
 from aiosync.errors import (
     InvalidArgumentError,
     NotConnectedError,
-    NotInitializedError,
     UnknownModelError,
     WorkerLostError,
 )
@@ -43,7 +43,7 @@ from aiosync.weights.strategy import WeightStrategy
 
 
 class Controls:
-    """Base of the collectors: the calls that send weights and commands to the workers.
+    """Base of the collectors: the calls that send or receive weights.
 
     A collector has weight sync schemes, or a weight updater. It has the models, so it is the context of all
     schemes.
@@ -71,7 +71,9 @@ class Controls:
                 self._schemes[POLICY] = default
         self._upstream = dict(config.weight_recv_schemes or {})
         self._following = AsyncExitStack()  # disconnects weight_recv_schemes
-        self._extra_updates = 0  # updates of the policy that no scheme counts
+        self._versions = PolicyVersions(self.config.policy.track_policy_version)
+        self._extra_updates = self._versions.first  # updates of the policy that no scheme counts
+        self._age_limit: AgeLimit | None = None
 
     @property
     def _connected_pool(self) -> Pool:
@@ -127,21 +129,6 @@ class Controls:
         else:
             self._why_no_default = "policy_factory returns no modules with the same weights in all workers"
 
-    async def _connect_receivers(self, pool: Pool, deadline: Deadline) -> None:
-        """Connect ``weight_recv_schemes``, if there are any: this collector becomes a worker of another
-        collector. Raises what ``connect`` of a scheme raises."""
-        for model_id, scheme in self._upstream.items():
-            if not scheme.initialized_on_receiver:
-                below = model_id in self._schemes or (self._updater is not None and model_id == POLICY)
-                # With a context, updates also go to the workers.
-                where = {"context": self} if below else {"model": self.get_model(model_id)}
-                index = self.config.weights.worker_idx
-                scheme.init_on_receiver(model_id=model_id, worker_idx=index, **where)
-            self._following.push_async_callback(scheme.aclose)
-            await scheme.connect(timeout=deadline.remaining())
-            receiving = asyncio.create_task(_receive_until_closed(scheme, pool), name="aiosync-following")
-            self._following.push_async_callback(cancel_all, receiving)
-
     async def update_policy_weights_(
         self,
         policy_or_weights: Any = None,
@@ -181,13 +168,53 @@ class Controls:
         given = weights_by_model(policy_or_weights, sources, model_id, weights_dict)
         seconds = self.config.processes.seconds if timeout is None else timeout
         send = self._send_by_schemes if self._updater is None else self._push_by_updater
-        await send(self._connected_pool, given, worker_ids, seconds)
+        try:
+            await send(self._connected_pool, given, worker_ids, seconds)
+        finally:
+            self._name_versions()  # a version of which one worker failed was published too
 
     @property
-    def policy_version(self) -> int:
-        """The newest version of the policy; 0 if the policy has no weights."""
+    def _version_number(self) -> int:
+        """The number of the newest version, that workers tag frames with; 0 if the policy has no weights."""
         versions = [scheme.version for scheme in policy_schemes(self._schemes)]  # -1: not connected yet
         return self._extra_updates + max([0, *versions])
+
+    def _name_versions(self) -> None:
+        self._versions.advance(self._version_number)
+        if self._age_limit is not None:
+            self._age_limit.update()
+
+    @property
+    def policy_version(self) -> Any:
+        """The newest version of the policy: an integer; or a string, if ``track_policy_version`` is a tracker
+        of UUIDs; or None with ``track_policy_version=False``. 0 if the policy has no weights."""
+        self._name_versions()
+        return self._versions.name(self._version_number)
+
+    def get_policy_version(self) -> Any:
+        """Return :attr:`policy_version`."""
+        return self.policy_version
+
+    @property
+    def policy_version_tracker(self) -> Any:
+        """The tracker that ``track_policy_version`` was given; None: there is none."""
+        return self._versions.tracker
+
+    @property
+    def acknowledged_versions(self) -> dict[int, Any]:
+        """Worker -> the version of the policy that it has acknowledged last; None: it has acknowledged none.
+
+        Raises:
+            NotConnectedError: the workers have not been started.
+        """
+        self._connected_pool  # noqa: B018 - raises
+        self._name_versions()
+        states = [scheme.get_sender().workers for scheme in policy_schemes(self._schemes)]
+        found: dict[int, Any] = {}
+        for worker in range(self.num_workers):
+            version = max((each[worker].version for each in states if worker in each), default=0)
+            found[worker] = None if version < 0 else self._versions.name(self._extra_updates + version)
+        return found
 
     async def increment_version(self, timeout: float | None = None) -> None:
         """Increment the policy's version, after weights reached the workers without this collector. Later
@@ -197,55 +224,36 @@ class Controls:
 
     async def _count_update(self, pool: Pool, deadline: Deadline) -> None:
         self._extra_updates += 1
+        await self._publish_extra_updates(pool, deadline)
+
+    async def _publish_extra_updates(self, pool: Pool, deadline: Deadline) -> None:
         pool.extra_updates = self._extra_updates
+        self._name_versions()
         each = {worker.index: [self._extra_updates] for worker in pool.workers}
         await pool.call("set_extra_updates", each, deadline)
 
-    async def receive_weights(self, policy_or_weights: Any = None, *, timeout: float | None = None) -> None:
-        """Update this collector's own policy.
-
-        Args:
-            policy_or_weights: a module, TensorDict or dict to apply to the policy in this process;
-                :meth:`update_policy_weights_` sends it to the workers. None: wait for an update through
-                ``weight_recv_schemes``, which also reaches the workers. Returns without one at the timeout.
-            timeout: seconds.
-
-        Raises:
-            InvalidArgumentError: weights were given although there are ``weight_recv_schemes``.
-            NotInitializedError: neither weights nor ``weight_recv_schemes`` were given, or this process has
-                no policy.
-            LayoutMismatchError: the weights do not fit the policy.
-        """
-        deadline = self._deadline(timeout)
-        if self._upstream and policy_or_weights is not None:
-            raise InvalidArgumentError(
-                "this collector has weight_recv_schemes: call receive_weights() without weights"
-            )
-        if self._upstream:
-            for scheme in self._upstream.values():
-                await scheme.receive(deadline.remaining())
-            return
-        if policy_or_weights is None:
-            raise NotInitializedError(
-                "receive_weights() needs weights, or a collector with weight_recv_schemes="
-            )
-        model = self.policy
-        if not isinstance(model, nn.Module):
-            raise NotInitializedError("receive_weights() needs a collector whose policy is a module")
-        strategy = WeightStrategy(peft="as_is")
-        strategy.apply_weights(model, strategy.extract_weights(policy_or_weights))
-
-    def get_cached_weights(self, model_id: str = POLICY) -> TensorDictBase | None:
-        """Return a copy of the weights that were sent last; None if none were sent."""
+    def _published_weights(self, model_id: str) -> dict[str, Tensor] | None:
+        """Return a copy of the weights that were sent last, by their names; None if none were sent."""
         scheme = self._schemes.get(model_id)
         if scheme is None or scheme.version < 0:
             return None
         published = scheme.get_sender().weights_in_use
+        return None if published is None else {name: value.clone() for name, value in published.items()}
+
+    def _limit_age(self) -> None:
+        """Let ``max_staleness`` hold for what the replay buffer samples."""
+        limit, replay_buffer = self.config.weights.max_staleness, self.config.replay.replay_buffer
+        if limit is not None and replay_buffer is not None:
+            self._age_limit = AgeLimit(replay_buffer, limit, lambda: self._version_number)
+
+    def get_cached_weights(self, model_id: str = POLICY) -> TensorDictBase | None:
+        """Return a copy of the weights that were sent last; None if none were sent."""
+        published = self._published_weights(model_id)
         if published is None:
             return None
         found = in_format(WeightStrategy(extract_as="tensordict"), published)
         assert isinstance(found, TensorDictBase)
-        return found.clone()
+        return found
 
     @property
     def policy_device(self) -> list[Any] | None:
@@ -254,70 +262,21 @@ class Controls:
         return each if any(device is not None for device in each) else None
 
     @property
-    def worker_idx(self) -> int | None:
-        """The index of this collector among the workers of another collector."""
-        return self.config.weights.worker_idx
+    def weight_updater(self) -> Any:
+        """The updater that is used instead of schemes; None: there is none."""
+        return self._updater
 
-    async def set_seed(self, seed: int, static_seed: bool = False, timeout: float | None = None) -> int:
-        """Seed the environments and begin new episodes.
+    @weight_updater.setter
+    def weight_updater(self, value: Any) -> None:
+        self._updater = make_updater(value)
+        if self._updater is not None:
+            self._updater.register_collector(self)
 
-        Args:
-            seed: seed of the first environment. The next one gets ``seed + 1``, and so on.
-            static_seed: every worker begins with ``seed``.
-            timeout: seconds.
-
-        Returns:
-            The first unused seed.
-        """
-        pool = self._connected_pool
-        await pool.wait_for(lambda: all(w.ready for w in pool.workers), self._deadline(timeout), "receive")
-        strides = [self.config.processes.envs_per_worker * worker.width for worker in pool.workers]
-        each = {w.index: seed if static_seed else seed + sum(strides[: w.index]) for w in pool.workers}
-        await pool.call("set_seed", {index: [s] for index, s in each.items()}, self._deadline(timeout))
-        for worker in pool.workers:
-            worker.seed = each[worker.index]
-        return each[self.num_workers - 1] + strides[-1]
-
-    async def reset(self, reset_idx: Sequence[bool] | None = None, timeout: float | None = None) -> None:
-        """Begin new episodes. ``reset_idx``: for each worker, whether to reset its environments; None: all.
-        ``timeout``: seconds.
-
-        Raises:
-            InvalidArgumentError: ``reset_idx`` has another length.
-        """
-        if reset_idx is not None and len(reset_idx) != self.num_workers:
-            raise InvalidArgumentError(
-                f"reset_idx: expected one value per worker, {self.num_workers}; got {len(reset_idx)}"
-            )
-        chosen = [index for index in range(self.num_workers) if reset_idx is None or reset_idx[index]]
-        await self._connected_pool.call("reset", {index: [] for index in chosen}, self._deadline(timeout))
-
-    async def getattr_env(self, name: str, timeout: float | None = None) -> list[Any]:
-        """Return an attribute of each worker's environment. Dots in ``name`` go to nested attributes.
-        ``timeout``: seconds.
-        """
-        return await self._call_all("get_attribute", timeout, "env", name)
-
-    async def getattr_policy(self, name: str, timeout: float | None = None) -> list[Any]:
-        """Return an attribute of each worker's policy. Dots in ``name`` go to nested attributes.
-        ``timeout``: seconds.
-        """
-        return await self._call_all("get_attribute", timeout, "policy", name)
-
-    def getattr_rb(self, name: str) -> Any:
-        """Return an attribute of the replay buffer. Dots in ``name`` go to nested attributes.
-
-        Raises:
-            NotInitializedError: there is no replay buffer.
-            AttributeError: the replay buffer has no such attribute.
-        """
-        if self.config.replay.replay_buffer is None:
-            raise NotInitializedError("this collector has no replay buffer: give replay_buffer=")
-        return resolve_model(self.config.replay.replay_buffer, name)
-
-    async def _call_all(self, method: str, timeout: float | None, *arguments: Any) -> list[Any]:
-        each = {index: arguments for index in range(self.num_workers)}
-        return await self._connected_pool.call(method, each, self._deadline(timeout))
+    async def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Call the updater's ``init`` with these arguments; without an updater do nothing."""
+        done = None if self._updater is None else self._updater.init(*args, **kwargs)
+        if inspect.isawaitable(done):
+            await done
 
     # -- sending ---------------------------------------------------------------------------------------
 
@@ -360,11 +319,3 @@ class Controls:
             except TimeoutError as exc:
                 raise deadline.error("commit", hint="the updater has not returned") from exc
         await self._count_update(pool, deadline)
-
-
-async def _receive_until_closed(scheme: WeightSyncScheme, pool: Pool) -> None:
-    """Receive until the sender closes. If the sender is lost, the collector's next call raises."""
-    receiver = scheme.get_receiver()
-    await receiver.run()
-    if receiver.lost:
-        pool.fail(WorkerLostError((), receiver.ended or "unknown"))

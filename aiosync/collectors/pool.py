@@ -53,6 +53,10 @@ class Pool:
         self._failure = self._failure or error
         self._changed.set()
 
+    def notify(self) -> None:
+        """Let :meth:`wait_for` check its condition again."""
+        self._changed.set()
+
     async def start(self, deadline: Deadline) -> None:
         """Start the workers, and wait until each is ready. Raises what an environment or a policy raised."""
         await self._tasks.start()

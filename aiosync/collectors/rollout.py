@@ -129,6 +129,12 @@ class Rollout:
             current[ends.step_count] = torch.zeros_like(current[ends.done], dtype=torch.int64)
         self._start_trajectories(torch.ones(self.env.shape, dtype=torch.bool, device=self._device))
 
+    async def restart(self, next_id: int) -> None:
+        """Begin a new episode, and number trajectories from ``next_id`` on, or higher."""
+        async with self._lock:
+            self.next_id += max(0, -(-(next_id - self.next_id) // self.stride)) * self.stride
+            await self._reset()
+
     def state(self) -> dict[str, Any]:
         """Return the state, without the environment if that cannot be pickled."""
         try:

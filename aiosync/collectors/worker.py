@@ -7,11 +7,12 @@ A worker ends when its collector closes the pipe or has died.
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -37,10 +38,11 @@ from aiosync.collectors.command_pipe import (
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.env import Env
 from aiosync.collectors.policy import adapt_policy, to_device
+from aiosync.collectors.profiling import BatchProfiler, ProfileConfig
 from aiosync.collectors.rollout import PartialBatch, Rollout
 from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.weights.resolve import resolve_model
+from aiosync.weights.resolve import call_by_path, resolve_model
 
 POLICY = "policy"
 
@@ -62,6 +64,7 @@ class WorkerSpec:
     extra_updates: int = 0  # updates of the policy before this worker's start that no scheme counts
     own_process: bool = True  # the worker does not share its process with the collector
     use_buffers: bool = True  # batches go through shared memory; otherwise in messages
+    parts: int = 1  # how many workers a batch comes from
     share_tensors: bool = False  # tensors of this spec in shared memory are shared, not copied
 
     @property
@@ -129,14 +132,16 @@ class Worker:
         self._extra_updates = spec.extra_updates
         self._devices = config.devices.of(spec.index)
         self._stack = stack
+        self._closes_envs = True
+        self._frames = self._batches = 0  # delivered
+        self._profiler: BatchProfiler | None = None
+        stack.callback(self._end_profile)
         self._envs = [self._make_env() for _ in range(config.processes.envs_per_worker)]
         # The first environment, as create_env returned it, and the policy. None: random actions.
         self.env = self._envs[0].env
         self.policy = spec.make_policy() if spec.make_policy is not None else None
-        if isinstance(self.policy, nn.Module):
-            self.policy.eval()
-            if self._devices.policy is not None:
-                to_device(self.policy, self._devices.policy)
+        if isinstance(self.policy, nn.Module) and self._devices.policy is not None:
+            to_device(self.policy, self._devices.policy)
         env, use_buffers = self._envs[0], config.batch.use_buffers
         fixed = not any(each.dynamic for each in self._envs) if use_buffers is None else use_buffers
         self._shared = spec.use_buffers and fixed  # the collector maps the buffers of the batches
@@ -151,8 +156,12 @@ class Worker:
 
     def _make_env(self) -> Env:
         env = adapt(self._spec.create_env(), self._devices.env)
-        self._stack.push_async_callback(env.close)
+        self._stack.push_async_callback(self._close_env, env)
         return env
+
+    async def _close_env(self, env: Env) -> None:
+        if self._closes_envs:
+            await env.close()
 
     async def run(self) -> None:
         """Roll out the policy and execute commands until the collector closes the pipe (CommandPipeClosed).
@@ -243,6 +252,10 @@ class Worker:
         places = batch.close(truncate=[key for pair in truncate for key in pair])
         order = places if len(self._rollouts) > 1 else None
         number, buffer, steps = batch.request.number, batch.buffer, batch.steps
+        self._frames += steps * self._width
+        self._batches += 1
+        if self._profiler is not None:
+            self._profiler.batch_ended()
         frames, data = self._buffers[buffer], None
         if self._after_batch is not None or not self._shared:
             data = frames.read(steps, self._shape, order)
@@ -279,27 +292,92 @@ class Worker:
         self._extra_updates = updates
 
     async def state(self) -> dict[str, Any]:
-        """Return the state of all rollouts and of the random number generators."""
+        """Return the state of all rollouts and of the random number generators, and ``env_state_dict``, which
+        torchrl's environments have."""
+        env = self.env.state_dict() if isinstance(self.env, nn.Module) else {}
         return {
+            "env_state_dict": copy.deepcopy(env),
+            "frames": self._frames,
+            "iter": self._batches - 1,
             "rollouts": [rollout.state() for rollout in self._rollouts],
             "torch": torch.get_rng_state(),
             "numpy": np.random.get_state(),
             "random": random.getstate(),
         }
 
-    async def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of :meth:`state`, of the same number of environments."""
-        for rollout, saved in zip(self._rollouts, state["rollouts"], strict=True):
-            await rollout.load_state(saved)
+    async def load_state(self, state: Mapping[str, Any], next_traj_id: int) -> list[str]:
+        """Restore a state of :meth:`state`, of the same number of environments, or that of torchrl's worker,
+        which has no environment: new episodes begin, and ``next_traj_id`` is the lowest number of the first
+        one. Returns what of the state could not be restored."""
+        rollouts = state.get("rollouts")
+        pickled = rollouts is not None and rollouts[0]["env"] is not None
+        unused = [] if pickled else self._load_env_state(state.get("env_state_dict"))
+        if rollouts is None:
+            for rollout in self._rollouts:
+                await rollout.restart(next_traj_id)
+        else:
+            for rollout, saved in zip(self._rollouts, rollouts, strict=True):
+                await rollout.load_state(saved)
+            torch.set_rng_state(state["torch"])
+            np.random.set_state(state["numpy"])
+            random.setstate(state["random"])
         self.env = self._envs[0].env
-        torch.set_rng_state(state["torch"])
-        np.random.set_state(state["numpy"])
-        random.setstate(state["random"])
+        self._frames, self._batches = state["frames"], state["iter"] + 1
+        return unused
+
+    def _load_env_state(self, saved: Any) -> list[str]:
+        if not saved:
+            return []
+        if not isinstance(self.env, nn.Module):
+            return [f"env_state_dict: the environment, a {type(self.env).__name__}, has no state_dict"]
+        # torchrl's collector appends a transform: the state of a single one gets this prefix.
+        added, own = "transforms.0.", self.env.state_dict()
+        if all(name.startswith(added) for name in saved) and not any(name.startswith(added) for name in own):
+            saved = {name.removeprefix(added): value for name, value in saved.items()}
+        try:
+            self.env.load_state_dict(saved)
+        except (RuntimeError, KeyError) as exc:
+            return [f"env_state_dict: {exc}"]
+        return []
+
+    async def keep_environments(self) -> None:
+        """Do not close the environments when this worker ends."""
+        self._closes_envs = False
+
+    async def set_profile(self, config: ProfileConfig | None) -> None:
+        """Profile the next batches; None: end the profile."""
+        self._end_profile()
+        self._profiler = None if config is None else BatchProfiler(config, self._spec.index)
+
+    def _end_profile(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+
+    async def stats(self) -> dict[str, int]:
+        """Return how many frames and batches this worker has delivered, and the version that acts."""
+        frames = self._config.batch.frames_of(self._spec.index, self._spec.parts)
+        found = {"frames": self._frames, "batches": self._batches, "requested_frames_per_batch": frames}
+        tracked = self._config.policy.track_policy_version
+        return found | ({"policy_version": self.policy_version} if tracked else {})
+
+    @property
+    def policy_version(self) -> int:
+        """The version that acts."""
+        return self._version()
+
+    @property
+    def worker_idx(self) -> int:
+        """This worker's index."""
+        return self._spec.index
 
     async def get_attribute(self, what: str, name: str) -> Any:
-        """Return an attribute of the environment (``what="env"``) or of the policy (``"policy"``). Dots in
-        ``name`` go to nested attributes."""
-        found = getattr(self, what)
+        """Return an attribute of the environment (``what="env"``), of the policy (``"policy"``) or of this
+        worker (``""``). Dots in ``name`` go to nested attributes."""
+        found = getattr(self, what) if what else self
         if found is None:
             raise NotInitializedError("this collector has no policy: its actions are random")
         return resolve_model(found, name)
+
+    async def execute(self, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a method of this worker, or of what it has, by its path."""
+        return await call_by_path(self, path, args, kwargs)

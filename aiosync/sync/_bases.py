@@ -30,6 +30,7 @@ class BlockingCollector:
 
     _async: MultiCollector
     _threads: ThreadLimit | None = None
+    _begun = False  # connect() or close() was called
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -51,11 +52,41 @@ class BlockingCollector:
     def __next__(self) -> Any:
         """The next batch; see the asyncio class's ``__anext__``."""
         try:
-            return portal().call(self._async.__anext__)
+            return portal().call(self._started.__anext__)
         except StopAsyncIteration:
             raise StopIteration from None
 
+    def iterator(self) -> Iterator[Any]:
+        """Return this collector, which is its own iterator."""
+        return self
+
+    def __len__(self) -> int:
+        """See the asyncio class."""
+        return len(self._async)
+
+    def __bool__(self) -> bool:
+        return True
+
+    if not TYPE_CHECKING:  # a checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """The attributes of the asyncio class, such as its options."""
+            if name.startswith("_"):
+                raise AttributeError(
+                    f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
+                )
+            return getattr(self._async, name)
+
+    @property
+    def _started(self) -> MultiCollector:
+        """The asyncio collector. Its workers are started by the first call that needs them, if
+        :meth:`connect` was not called."""
+        if not self._begun:
+            self._blocking_connect()
+        return self._async
+
     def _blocking_connect(self, timeout: float | None = None) -> None:
+        self._begun = True
         portal().call(self._async.connect, timeout)
         # connect() has done this for the portal's thread: torch counts threads for each calling thread.
         self._threads = ThreadLimit(self._async)
@@ -63,7 +94,7 @@ class BlockingCollector:
         portal().adopt(self, self._async.aclose)  # ends the workers at exit if close() is not called
 
     def __enter__(self) -> Self:
-        self._blocking_connect()
+        self._started  # noqa: B018 - starts the workers
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -71,16 +102,29 @@ class BlockingCollector:
 
     def close(self, timeout: float | None = None) -> None:
         """End the workers; idempotent. ``timeout``: seconds that they have to end by themselves."""
+        self._begun = True
         portal().release(self)
         if self._threads is not None:
             self._threads.restore()
         portal().call(self._async.aclose, timeout)
 
-    shutdown = async_shutdown = close
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """End the workers; idempotent. Arguments and errors: see the asyncio class."""
+        self._begun = True
+        portal().release(self)
+        if self._threads is not None:
+            self._threads.restore()
+        portal().call(self._async.shutdown, timeout, close_env, raise_on_error)
+
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
+        """End the workers, also after :meth:`start`; see :meth:`shutdown`."""
+        self.shutdown(timeout, close_env)
 
     @contextmanager
     def _blocking_pause(self, timeout: float | None = None) -> Iterator[None]:
-        pausing = self._async.pause(timeout)
+        pausing = self._started.pause(timeout)
         portal().call(pausing.__aenter__)
         try:
             yield

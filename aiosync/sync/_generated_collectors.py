@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from tensordict import TensorDictBase
 
 from aiosync import collectors
 from aiosync.collectors.config import CollectorConfig
+from aiosync.collectors.profiling import ProfileConfig
 from aiosync.collectors.weight_sources import WorkersOrDevices
 from aiosync.collectors.worker import POLICY
+from aiosync.schemes.base import WeightSyncScheme
 from aiosync.sync._bases import BlockingCollector
 from aiosync.sync._portal import portal
 
@@ -98,7 +102,7 @@ class MultiCollector(BlockingCollector):
                 error: it begins with these weights.)
         """
         portal().call(
-            self._async.update_policy_weights_,
+            self._started.update_policy_weights_,
             policy_or_weights,
             weights=weights,
             policy=policy,
@@ -110,32 +114,35 @@ class MultiCollector(BlockingCollector):
         )
 
     @property
-    def policy_version(self) -> int:
-        """The newest version of the policy; 0 if the policy has no weights."""
+    def policy_version(self) -> Any:
+        """The newest version of the policy: an integer; or a string, if ``track_policy_version`` is a tracker
+        of UUIDs; or None with ``track_policy_version=False``. 0 if the policy has no weights.
+        """
         return self._async.policy_version
+
+    def get_policy_version(self) -> Any:
+        """Return :attr:`policy_version`."""
+        return self._async.get_policy_version()
+
+    @property
+    def policy_version_tracker(self) -> Any:
+        """The tracker that ``track_policy_version`` was given; None: there is none."""
+        return self._async.policy_version_tracker
+
+    @property
+    def acknowledged_versions(self) -> dict[int, Any]:
+        """Worker -> the version of the policy that it has acknowledged last; None: it has acknowledged none.
+
+        Raises:
+            NotConnectedError: the workers have not been started.
+        """
+        return self._async.acknowledged_versions
 
     def increment_version(self, timeout: float | None = None) -> None:
         """Increment the policy's version, after weights reached the workers without this collector. Later
         frames are tagged with the new version. ``timeout``: seconds.
         """
-        portal().call(self._async.increment_version, timeout)
-
-    def receive_weights(self, policy_or_weights: Any = None, *, timeout: float | None = None) -> None:
-        """Update this collector's own policy.
-
-        Args:
-            policy_or_weights: a module, TensorDict or dict to apply to the policy in this process;
-                :meth:`update_policy_weights_` sends it to the workers. None: wait for an update through
-                ``weight_recv_schemes``, which also reaches the workers. Returns without one at the timeout.
-            timeout: seconds.
-
-        Raises:
-            InvalidArgumentError: weights were given although there are ``weight_recv_schemes``.
-            NotInitializedError: neither weights nor ``weight_recv_schemes`` were given, or this process has
-                no policy.
-            LayoutMismatchError: the weights do not fit the policy.
-        """
-        portal().call(self._async.receive_weights, policy_or_weights, timeout=timeout)
+        portal().call(self._started.increment_version, timeout)
 
     def get_cached_weights(self, model_id: str = POLICY) -> TensorDictBase | None:
         """Return a copy of the weights that were sent last; None if none were sent."""
@@ -147,9 +154,127 @@ class MultiCollector(BlockingCollector):
         return self._async.policy_device
 
     @property
+    def weight_updater(self) -> Any:
+        """The updater that is used instead of schemes; None: there is none."""
+        return self._async.weight_updater
+
+    @weight_updater.setter
+    def weight_updater(self, value: Any) -> None:
+        self._async.weight_updater = value
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Call the updater's ``init`` with these arguments; without an updater do nothing."""
+        portal().call(self._started.init_updater, *args, **kwargs)
+
+    @property
     def worker_idx(self) -> int | None:
         """The index of this collector among the workers of another collector."""
         return self._async.worker_idx
+
+    @worker_idx.setter
+    def worker_idx(self, value: int | None) -> None:
+        self._async.worker_idx = value
+
+    def register_scheme_receiver(
+        self,
+        weight_recv_schemes: Mapping[str, WeightSyncScheme],
+        *,
+        synchronize_weights: bool = True,
+        timeout: float | None = None,
+    ) -> None:
+        """Make this collector a worker of another collector, or of a trainer; as ``weight_recv_schemes=``.
+
+        Args:
+            weight_recv_schemes: model id -> scheme. A scheme that received a model until now is closed.
+            synchronize_weights: connect the schemes, if this collector is connected; otherwise
+                :meth:`receive_weights` connects them.
+            timeout: seconds.
+
+        Raises:
+            Exception: what ``init_on_receiver`` and ``connect`` of a scheme raise.
+        """
+        portal().call(
+            self._started.register_scheme_receiver,
+            weight_recv_schemes,
+            synchronize_weights=synchronize_weights,
+            timeout=timeout,
+        )
+
+    def receive_weights(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Update this collector's own policy.
+
+        Args:
+            policy_or_weights: a module, TensorDict or dict to apply to the policy in this process;
+                :meth:`update_policy_weights_` sends it to the workers. None: wait for an update through
+                ``weight_recv_schemes``, which also reaches the workers. Returns without one at the timeout.
+            weights: the same, as a keyword.
+            policy: the same, as a keyword.
+            timeout: seconds.
+
+        Raises:
+            InvalidArgumentError: weights were given twice, or although there are ``weight_recv_schemes``.
+            NotInitializedError: neither weights nor ``weight_recv_schemes`` were given, or this process has
+                no policy.
+            LayoutMismatchError: the weights do not fit the policy.
+        """
+        portal().call(
+            self._started.receive_weights, policy_or_weights, weights=weights, policy=policy, timeout=timeout
+        )
+
+    def getattr_env(self, attr: str, timeout: float | None = None) -> Any:
+        """Return an attribute of the first worker's environment. Dots in ``attr`` go to nested attributes.
+        ``timeout``: seconds.
+
+        Raises:
+            AttributeError: the environment has no such attribute.
+        """
+        return portal().call(self._started.getattr_env, attr, timeout)
+
+    def getattr_env_all(self, attr: str, timeout: float | None = None) -> list[Any]:
+        """Return an attribute of each worker's environment; as :meth:`getattr_env`."""
+        return portal().call(self._started.getattr_env_all, attr, timeout)
+
+    def getattr_policy(self, attr: str, timeout: float | None = None) -> Any:
+        """Return an attribute of the first worker's policy. Dots in ``attr`` go to nested attributes.
+        ``timeout``: seconds.
+
+        Raises:
+            AttributeError: the policy has no such attribute.
+            NotInitializedError: there is no policy.
+        """
+        return portal().call(self._started.getattr_policy, attr, timeout)
+
+    def getattr_policy_all(self, attr: str, timeout: float | None = None) -> list[Any]:
+        """Return an attribute of each worker's policy; as :meth:`getattr_policy`."""
+        return portal().call(self._started.getattr_policy_all, attr, timeout)
+
+    def getattr_rb(self, attr: str) -> Any:
+        """Return an attribute of the replay buffer. Dots in ``attr`` go to nested attributes.
+
+        Raises:
+            NotInitializedError: there is no replay buffer.
+            AttributeError: the replay buffer has no such attribute.
+        """
+        return self._async.getattr_rb(attr)
+
+    def get_distant_attr(self, attr: str, timeout: float | None = None) -> Any:
+        """Return an attribute of each worker, as a list.
+
+        Args:
+            attr: a path such as ``policy.module.scale``, ``env.transform[0]`` or ``worker_idx``.
+            timeout: seconds.
+
+        Raises:
+            AttributeError: a part of the path does not exist.
+        """
+        return portal().call(self._started.get_distant_attr, attr, timeout)
 
     def set_seed(self, seed: int, static_seed: bool = False, timeout: float | None = None) -> int:
         """Seed the environments and begin new episodes.
@@ -162,7 +287,7 @@ class MultiCollector(BlockingCollector):
         Returns:
             The first unused seed.
         """
-        return portal().call(self._async.set_seed, seed, static_seed, timeout)
+        return portal().call(self._started.set_seed, seed, static_seed, timeout)
 
     def reset(self, reset_idx: Sequence[bool] | None = None, timeout: float | None = None) -> None:
         """Begin new episodes. ``reset_idx``: for each worker, whether to reset its environments; None: all.
@@ -171,28 +296,135 @@ class MultiCollector(BlockingCollector):
         Raises:
             InvalidArgumentError: ``reset_idx`` has another length.
         """
-        portal().call(self._async.reset, reset_idx, timeout)
+        portal().call(self._started.reset, reset_idx, timeout)
 
-    def getattr_env(self, name: str, timeout: float | None = None) -> list[Any]:
-        """Return an attribute of each worker's environment. Dots in ``name`` go to nested attributes.
-        ``timeout``: seconds.
-        """
-        return portal().call(self._async.getattr_env, name, timeout)
+    def map_fn(
+        self,
+        method_name: str,
+        list_of_args: Sequence[Sequence[Any]] | None = None,
+        list_of_kwargs: Sequence[Mapping[str, Any]] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Call a method in each worker, between two frames, and return the results.
 
-    def getattr_policy(self, name: str, timeout: float | None = None) -> list[Any]:
-        """Return an attribute of each worker's policy. Dots in ``name`` go to nested attributes.
-        ``timeout``: seconds.
-        """
-        return portal().call(self._async.getattr_policy, name, timeout)
-
-    def getattr_rb(self, name: str) -> Any:
-        """Return an attribute of the replay buffer. Dots in ``name`` go to nested attributes.
+        Args:
+            method_name: a path such as ``env.set_level``, ``policy.module.reset_noise`` or ``set_seed``. What
+                a coroutine function returns is awaited.
+            list_of_args: the positional arguments for each worker.
+            list_of_kwargs: the keyword arguments for each worker.
+            timeout: seconds.
 
         Raises:
-            NotInitializedError: there is no replay buffer.
-            AttributeError: the replay buffer has no such attribute.
+            InvalidArgumentError: a list has not one entry for each worker.
+            AttributeError: a part of the path does not exist.
+            Exception: what a method raises.
         """
-        return self._async.getattr_rb(name)
+        return portal().call(self._started.map_fn, method_name, list_of_args, list_of_kwargs, timeout)
+
+    def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of this collector, or of what it has, by its path; a coroutine's result.
+
+        Args:
+            attr_path: a path such as ``replay_buffer.sample``. If it is no method, its value is returned.
+            args: the method's arguments.
+            kwargs: the method's keyword arguments.
+
+        Raises:
+            AttributeError: a part of the path does not exist.
+            InvalidArgumentError: there are arguments, and the path does not lead to a method.
+        """
+        return portal().call(self._started.cascade_execute, attr_path, *args, **kwargs)
+
+    def enable_profile(
+        self,
+        *,
+        workers: Sequence[int] | None = None,
+        num_rollouts: int = 3,
+        warmup_rollouts: int = 1,
+        save_path: str | Path | None = None,
+        activities: Sequence[str] | None = None,
+        record_shapes: bool = True,
+        profile_memory: bool = False,
+        with_stack: bool = True,
+        with_flops: bool = False,
+        on_trace_ready: Callable[[Any], object] | None = None,
+    ) -> None:
+        """Profile the next batches of some workers with ``torch.profiler``.
+
+        Args:
+            workers: the workers; None: the first.
+            num_rollouts: how many batches until the profile ends.
+            warmup_rollouts: how many of them are not recorded.
+            save_path: the file for the trace, with ``{worker_idx}`` for the worker's index. None:
+                ``collector_profile_{worker_idx}.json``.
+            activities: some of ``"cpu"`` and ``"cuda"``; None: both, if there is a CUDA device.
+            record_shapes: see ``torch.profiler``.
+            profile_memory: see ``torch.profiler``.
+            with_stack: see ``torch.profiler``.
+            with_flops: see ``torch.profiler``.
+            on_trace_ready: called in the worker with the profile, instead of writing the file.
+
+        Raises:
+            InvalidArgumentError: an invalid value.
+        """
+        portal().call(
+            self._started.enable_profile,
+            workers=workers,
+            num_rollouts=num_rollouts,
+            warmup_rollouts=warmup_rollouts,
+            save_path=save_path,
+            activities=activities,
+            record_shapes=record_shapes,
+            profile_memory=profile_memory,
+            with_stack=with_stack,
+            with_flops=with_flops,
+            on_trace_ready=on_trace_ready,
+        )
+
+    def disable_profile(self) -> None:
+        """End the profile, and write the trace if it has a batch. Without a profile do nothing."""
+        portal().call(self._started.disable_profile)
+
+    @property
+    def profile_config(self) -> ProfileConfig | None:
+        """The arguments of :meth:`enable_profile`; None: it was not called."""
+        return self._async.profile_config
+
+    def stats(
+        self, workers: Literal["aggregate", "per_worker", "both"] = "aggregate", timeout: float | None = None
+    ) -> dict[str, int | float | bool]:
+        """Return how far collection is, as numbers.
+
+        Args:
+            workers: ``"aggregate"``: what this process knows; ``"per_worker"``: what each worker knows,
+                as ``worker_0/frames`` and so on; ``"both"``.
+            timeout: seconds.
+
+        Returns:
+            ``frames`` and ``batches`` so far, ``requested_frames_per_batch``, ``policy_version`` (if it is
+            an integer), ``workers``, ``workers_alive``; with ``total_frames`` also that, and ``completed``.
+            A worker's ``policy_version`` is the version that it acts with.
+
+        Raises:
+            InvalidArgumentError: ``workers`` is none of these.
+        """
+        return portal().call(self._started.stats, workers, timeout)
+
+    @property
+    def requested_frames_per_batch(self) -> int:
+        """``frames_per_batch``, or its sum. With ``sync=True`` a batch may have more frames: a number is
+        rounded up to a multiple of the workers.
+        """
+        return self._async.requested_frames_per_batch
+
+    def frames_per_batch_worker(self, *, worker_idx: int | None = None) -> int:
+        """Return the frames of one worker's part of a batch. ``worker_idx``: the worker; None: the first."""
+        return self._async.frames_per_batch_worker(worker_idx=worker_idx)
+
+    @property
+    def create_env_fn(self) -> list[Any]:
+        """For each worker the function that makes its environment."""
+        return self._async.create_env_fn
 
     def start(self) -> None:
         """Collect into the replay buffer, in a task of this event loop, until ``total_frames`` or
@@ -201,34 +433,74 @@ class MultiCollector(BlockingCollector):
         Raises:
             NotInitializedError: there is no replay buffer.
         """
-        portal().call(self._async.start)
-
-    def state_dict(self, timeout: float | None = None) -> dict[str, Any]:
-        """Return the state of collection: the number of frames, and each worker's random number generators
-        and environments, as far as these can be pickled. Call it while no worker collects: between two
-        synchronous batches, or inside :meth:`pause`. ``timeout``: seconds.
-        """
-        return portal().call(self._async.state_dict, timeout)
-
-    def load_state_dict(self, state: Mapping[str, Any], timeout: float | None = None) -> None:
-        """Restore a state of :meth:`state_dict`. Batches that workers have delivered and the iterator has not
-        returned are dropped. ``timeout``: seconds.
-
-        Raises:
-            InvalidArgumentError: the state is of another number of workers or environments. Nothing
-                has changed.
-        """
-        portal().call(self._async.load_state_dict, state, timeout)
+        portal().call(self._started.start)
 
     def pause(self, timeout: float | None = None) -> AbstractContextManager[None]:
         """Stop the workers' steps inside this context. The workers finish the batches in progress first. They
         continue when the context ends, also by an exception. ``timeout``: seconds to wait for those batches.
+
+        After :meth:`start`, nothing is written to the replay buffer inside the context: a batch is either in
+        the buffer when the context begins, or it is written when the context has ended. Calls of the workers,
+        such as :meth:`map_fn`, are allowed.
 
         Raises:
             Exception: as the iterator.
             SyncTimeoutError: the workers did not finish in time.
         """
         return self._blocking_pause(timeout)
+
+    def next(self) -> Any:
+        """Return the next batch; None after the last one. Raises as the iterator."""
+        return portal().call(self._started.next)
+
+    def is_running(self) -> bool:
+        """Return whether :meth:`start` is collecting."""
+        return self._async.is_running()
+
+    def state_dict(self, timeout: float | None = None) -> OrderedDict[str, Any]:
+        """Return the state of collection. Call it while no worker collects: between two synchronous batches,
+        or inside :meth:`pause`.
+
+        Args:
+            timeout: seconds.
+
+        Returns:
+            ``worker0``, ``worker1`` and so on: each worker's random number generators and environments, as
+            far as these can be pickled, and as ``policy_state_dict`` the weights that were sent last;
+            ``frames``; ``iter``, the number of the last batch, from 0 on; ``policy_version``.
+        """
+        return portal().call(self._started.state_dict, timeout)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], timeout: float | None = None) -> None:
+        """Restore a state of :meth:`state_dict`, or of torchrl's multi-process collectors. Batches that
+        workers have delivered and the iterator has not returned are dropped.
+
+        The policy's weights in the state are sent to the workers. torchrl's state has no environments and no
+        random number generators, so workers begin new episodes. A warning names what is not restored.
+
+        Args:
+            state_dict: the state.
+            timeout: seconds.
+
+        Raises:
+            InvalidArgumentError: it is no state, or one of another number of workers or environments.
+                Nothing has changed.
+            LayoutMismatchError: the state's weights do not fit the policy. Nothing has changed.
+        """
+        portal().call(self._started.load_state_dict, state_dict, timeout)
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """Return a batch of zeros; see :meth:`Collector.fake_tensordict`.
+
+        Raises:
+            NotImplementedError: the environments are in other processes, and this one has none.
+        """
+        return portal().call(self._started.fake_tensordict)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the collector was closed."""
+        return self._async.closed
 
 
 class MultiSyncCollector(MultiCollector):
@@ -276,3 +548,16 @@ class Collector(MultiCollector):
             config=config,
             **options,
         )
+
+    def fake_tensordict(self) -> TensorDictBase:
+        """Return zeros with the layout of a batch. A copy of the policy takes a step for it in another
+        environment. This collector's environment and random numbers do not change.
+
+        Raises:
+            Exception: what the environment or the policy raises.
+        """
+        return portal().call(self._started.fake_tensordict)
+
+    def get_distant_attr(self, attr: str, timeout: float | None = None) -> Any:
+        """Return an attribute of the worker; see :meth:`MultiCollector.get_distant_attr`."""
+        return portal().call(self._started.get_distant_attr, attr, timeout)

@@ -1,9 +1,13 @@
-"""Find a model inside a context by a path such as ``env.transform[0].module``."""
+"""Find a model or a method inside a context by a path such as ``env.transform[0].module``."""
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from aiosync.errors import InvalidArgumentError
 
 # A quoted key runs to the same quote and may hold dots, brackets and the other kind of quote.
 _STEP = re.compile(
@@ -57,3 +61,22 @@ def _step(value: Any, match: re.Match[str], path: str) -> Any:
             name=part,
             obj=value,
         ) from error
+
+
+async def call_by_path(start: Any, path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call what a path leads to from ``start``, or return it if it is no function; await a coroutine.
+
+    Raises:
+        AttributeError: a part of the path does not exist.
+        InvalidArgumentError: there are arguments, and the path does not lead to a function.
+    """
+    found = resolve_model(start, path)
+    if not callable(found):
+        if args or kwargs:
+            raise InvalidArgumentError(
+                f"{path!r} is a {type(found).__name__}, which takes no arguments; got "
+                f"{len(args) + len(kwargs)}"
+            )
+        return found
+    result = found(*args, **kwargs)
+    return await result if inspect.isawaitable(result) else result

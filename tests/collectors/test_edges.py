@@ -105,7 +105,7 @@ async def test_a_state_of_an_asynchronous_one() -> None:
 async def test_a_refused_state_changes_nothing(how: str) -> None:
     async def rollout_of(collector: MultiCollector, worker: int) -> Any:
         async with collector.pause():
-            return (await collector.state_dict())["workers"][worker]["rollouts"][0]
+            return (await collector.state_dict())[f"worker{worker}"]["rollouts"][0]
 
     async with collecting(ENVS, sync=False, total_frames=200) as collector:
         await anext(collector)
@@ -115,11 +115,11 @@ async def test_a_refused_state_changes_nothing(how: str) -> None:
         refusing = 0 if how == "environments" else 1
         before = await rollout_of(collector, refusing)
         if how == "environments":
-            state["workers"][1]["rollouts"] *= 2
+            state["worker1"]["rollouts"] *= 2
             with pytest.raises(InvalidArgumentError, match="expected 1 environments per worker, got 2"):
                 await collector.load_state_dict(state)
         else:
-            state["workers"][1]["rollouts"][0]["env"] = b"no pickle"
+            state["worker1"]["rollouts"][0]["env"] = b"no pickle"
             with pytest.raises(pickle.UnpicklingError):
                 await collector.load_state_dict(state)
         after = await rollout_of(collector, refusing)

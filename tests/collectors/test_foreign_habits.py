@@ -212,7 +212,7 @@ async def test_a_running_normaliser_takes_what_is_sent() -> None:
                 policy.mean.fill_(value)
             await collector.update_policy_weights_()
             await within(anext(collector))
-            means = await collector.getattr_policy("mean")
+            means = await collector.getattr_policy_all("mean")
             # Each step of the policy adds one, and there were some dozens of them.
             found = means if isinstance(means, list) else [means]
             assert all(value < float(mean.flatten()[0]) < value + 500 for mean in found)

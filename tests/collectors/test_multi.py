@@ -208,8 +208,8 @@ async def test_plain_policies() -> None:
 
 async def test_attributes_of_the_workers() -> None:
     async with collecting(ENVS, make_policy()) as collector:
-        assert await collector.getattr_env("name") == [0, 1]
-        assert await collector.getattr_policy("module.net.out_features") == [3, 3]
+        assert await collector.getattr_env_all("name") == [0, 1]
+        assert await collector.getattr_policy_all("module.net.out_features") == [3, 3]
         with pytest.raises(AttributeError, match="nmae"):
             await collector.getattr_env("nmae")
 

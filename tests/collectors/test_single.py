@@ -37,7 +37,25 @@ async def test_an_environment_that_is_made_already() -> None:
     env = AsyncCounting(3)
     async with Collector(env, **OPTIONS) as collector:
         assert (await anext(collector))["observation"][:, 0].unique().tolist() == [3]
-        assert await collector.getattr_env("closed") == [False]
+        assert await collector.getattr_env("closed") is False
+
+
+class Closing(AsyncCounting):
+    """Has a close()."""
+
+    def close(self) -> None:
+        """Be closed."""
+        self.closed = True
+
+
+@pytest.mark.parametrize("close_env", [True, False])
+async def test_an_environment_may_be_kept(close_env: bool) -> None:
+    env = Closing(3)
+    async with Collector(env, **OPTIONS) as collector:
+        await anext(collector)
+        await collector.async_shutdown(close_env=close_env)
+        assert collector.closed
+    assert env.closed is close_env
 
 
 async def test_seeds_and_where_it_stands() -> None:

@@ -76,7 +76,7 @@ async def test_weights_that_are_given(sync: bool) -> None:
         mark(other, 3)
         await collector.update_policy_weights_(weights_dict={"policy": other.state_dict()}, worker_ids=[0])
         assert collector.policy_version == 3
-        assert await collector.getattr_policy("module.first") == [3.0, 2.0]
+        assert await collector.getattr_policy_all("module.first") == [3.0, 2.0]
         with pytest.raises(
             InvalidArgumentError, match="value: this collector has no scheme for such a model"
         ):
@@ -117,7 +117,7 @@ async def test_several_models_at_once(sync: bool) -> None:
         with torch.no_grad():
             pair.value["mark"].fill_(100)
         await collector.update_policy_weights_(weights_dict=dict.fromkeys(names), worker_ids=[1])
-        assert await collector.getattr_policy("module.value.mark") == [29.0, 100.0]
+        assert await collector.getattr_policy_all("module.value.mark") == [29.0, 100.0]
 
 
 class Writing(WeightUpdaterBase):

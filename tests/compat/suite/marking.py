@@ -27,6 +27,7 @@ class Marked(nn.Module):
     def __init__(self, value: float = 0.0) -> None:
         super().__init__()
         self.mark = nn.Parameter(torch.full((), value))
+        self.stamp: Tensor
         self.register_buffer("stamp", torch.full((), value))
         self.net = nn.Linear(4, 2)
 

@@ -261,7 +261,8 @@ class _Recurrent(nn.Module):
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         out, _ = self.cell(self.norm.eval()(observation.reshape(1, 4)).unsqueeze(0))
-        return out.reshape(2).argmax(-1)
+        action: torch.Tensor = out.reshape(2).argmax(-1)
+        return action
 
 
 class _Tied(nn.Module):
@@ -274,7 +275,8 @@ class _Tied(nn.Module):
         self.narrow = nn.Parameter(torch.ones(2, dtype=torch.float16))
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return self.two(self.one(observation) * self.frozen).sum(-1) > 0
+        action: torch.Tensor = self.two(self.one(observation) * self.frozen).sum(-1) > 0
+        return action
 
 
 @pytest.mark.parametrize("model", [_Nothing, _Recurrent, _Tied])
