@@ -244,6 +244,9 @@ def member_row(name: str, member: str, theirs: type, ours: type) -> Row:
     expected = parameters(theirs, member) if is_method else {}
     described = signature(expected) if is_method else "an attribute"
     mine = getattr_static(ours, member, None)
+    shows_options = {"config", "options"} <= inspect.signature(ours).parameters.keys()
+    if mine is None and shows_options and member in option_parameters():
+        return Row(key, described, "an attribute", ())
     if mine is None and member not in getattr(ours, "__annotations__", {}):
         return Row(key, described, "none", (f"no `{member}`",))
     if not is_method or not inspect.isroutine(unwrapped(mine)):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from aiosync.collectors.pickling import check_picklable
 from aiosync.collectors.profiling import ProfileConfig
 from aiosync.collectors.upstream import UpstreamControls
 from aiosync.errors import InvalidArgumentError, NotInitializedError
@@ -18,6 +19,7 @@ _WHEN_NONE = {
     "init_random_frames": 0,
     "preemptive_threshold": 1.0,
     "split_trajs": False,
+    "traj_format": "padded",
     "trust_policy": False,
 }
 """What an option's attribute is if the option is None."""
@@ -32,6 +34,7 @@ class WorkerAccess(UpstreamControls):
     sync: bool
     frames: int
     batches: int
+    _has_processes: bool  # the workers are processes of their own
 
     # -- attributes of what workers have ---------------------------------------------------------------
 
@@ -103,6 +106,7 @@ class WorkerAccess(UpstreamControls):
         await pool.call("set_seed", {index: [s] for index, s in each.items()}, self._deadline(timeout))
         for worker in pool.workers:
             worker.seed = each[worker.index]
+        self._forget_trajectories(range(self.num_workers))
         return each[self.num_workers - 1] + strides[-1]
 
     async def reset(self, reset_idx: Sequence[bool] | None = None, timeout: float | None = None) -> None:
@@ -118,6 +122,10 @@ class WorkerAccess(UpstreamControls):
             )
         chosen = [index for index in range(self.num_workers) if reset_idx is None or reset_idx[index]]
         await self._connected_pool.call("reset", {index: [] for index in chosen}, self._deadline(timeout))
+        self._forget_trajectories(chosen)
+
+    def _forget_trajectories(self, workers: Sequence[int]) -> None:
+        """Forget the trajectories that workers have begun: their environments were reset."""
 
     # -- methods of what workers have ------------------------------------------------------------------
 
@@ -174,6 +182,48 @@ class WorkerAccess(UpstreamControls):
     async def _call_all(self, method: str, timeout: float | None, *arguments: Any) -> list[Any]:
         each = {index: arguments for index in range(self.num_workers)}
         return await self._connected_pool.call(method, each, self._deadline(timeout))
+
+    # -- hooks ---------------------------------------------------------------------------------------------
+
+    @property
+    def pre_collect_hook(self) -> Callable[[], object] | None:
+        """What each worker calls before each batch; None: nothing."""
+        return self.config.processes.pre_collect_hook
+
+    @property
+    def post_collect_hook(self) -> Callable[[Any], object] | None:
+        """What each worker calls with each batch; None: nothing."""
+        return self.config.processes.post_collect_hook
+
+    async def set_pre_collect_hook(
+        self, hook: Callable[[], object] | None, timeout: float | None = None
+    ) -> None:
+        """Replace :attr:`pre_collect_hook`; as :meth:`set_post_collect_hook`."""
+        await self._set_hook("pre_collect_hook", hook, timeout)
+
+    async def set_post_collect_hook(
+        self, hook: Callable[[Any], object] | None, timeout: float | None = None
+    ) -> None:
+        """Replace :attr:`post_collect_hook`. Workers call the new hook from the next batch on.
+
+        Args:
+            hook: the function; None: call nothing.
+            timeout: seconds.
+
+        Raises:
+            UnpicklableError: the workers are processes, and the hook cannot be pickled.
+        """
+        await self._set_hook("post_collect_hook", hook, timeout)
+
+    async def _set_hook(self, name: str, hook: Any, timeout: float | None) -> None:
+        if self._has_processes:
+            check_picklable(**{name: hook})
+        self.config = self.config.of(**{name: hook})
+        if self._pool is not None:
+            pool = self._connected_pool
+            # Also for the successors of workers that die.
+            pool.specs[:] = [replace(spec, config=spec.config.of(**{name: hook})) for spec in pool.specs]
+            await self._call_all("set_hook", timeout, name, hook)
 
     # -- profiles --------------------------------------------------------------------------------------
 

@@ -7,11 +7,13 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from tensordict import TensorDictBase
 
 from aiosync.errors import InvalidArgumentError, OptionConflictError
+
+TrajFormat: TypeAlias = Literal["padded", "cat"]
 
 
 def check(name: str, value: object, valid: bool, expected: str) -> None:
@@ -70,6 +72,13 @@ class BatchConfig:
         preemptive_threshold: when this fraction of the workers, rounded down, has delivered, the others
             deliver the frames that they have, at least one each. In [0, 1]; None: 1. With ``sync=False`` no
             batch waits for other workers, and it has no effect.
+        trajs_per_batch: return batches of so many whole trajectories, in the order in which they end. Workers
+            still collect ``frames_per_batch`` frames at a time. A replay buffer gets each trajectory when it
+            has ended, its frames one after the other. Trajectories that a reset cuts off are dropped.
+        trajs_per_write: at most so many trajectories are written into a replay buffer at a time; None: all
+            that one worker's batch has ended.
+        traj_format: ``"padded"``, the default: batches of shape ``(trajs_per_batch, steps)``, padded with
+            zeros, with ``("collector", "mask")``. ``"cat"``: one trajectory after the other, without padding.
         postproc: called with each batch; returns the batch that the iterator gives.
         use_buffers: batches go through reused shared memory; otherwise pickled through a pipe. None: they do
             unless a worker's environment has specs of changing size. Not with Ray.
@@ -85,6 +94,9 @@ class BatchConfig:
     split_trajs: bool | None = None
     cat_results: Literal["stack"] | int | None = None
     preemptive_threshold: float | None = None
+    trajs_per_batch: int | None = None
+    trajs_per_write: int | None = None
+    traj_format: TrajFormat | None = None
     postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
     use_buffers: bool | None = None
 
@@ -99,6 +111,20 @@ class BatchConfig:
         valid = threshold is None or (isinstance(threshold, int | float) and 0 <= threshold <= 1)
         check("preemptive_threshold", threshold, valid, "a fraction of the workers: a number in [0, 1]")
         check("cat_results", dim, dim in ("stack", None) or isinstance(dim, int), "'stack' or a dimension")
+        self._check_trajectories()
+
+    def _check_trajectories(self) -> None:
+        for name in ("trajs_per_batch", "trajs_per_write"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        layout = self.traj_format
+        check("traj_format", layout, layout in ("padded", "cat", None), "'padded' or 'cat'")
+        if layout == "cat" and self.trajs_per_batch is None:
+            raise OptionConflictError("traj_format='cat' needs trajs_per_batch=: the trajectories of a batch")
+        if self.split_trajs and self.trajs_per_batch is not None:
+            raise OptionConflictError("got split_trajs=True and trajs_per_batch=: expected one of them")
+        if self.trajs_per_batch is not None and not self.reset_when_done:
+            raise OptionConflictError("trajs_per_batch= needs reset_when_done=True: else no episode follows")
         if self.split_trajs and not self.reset_when_done:
             raise OptionConflictError(
                 "split_trajs=True with reset_when_done=False: expected reset_when_done=True, since only a "

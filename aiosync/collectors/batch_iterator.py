@@ -74,7 +74,10 @@ class BatchIterator(WorkerAccess):
             if self._is_done:  # concurrent calls took the last batches
                 raise StopAsyncIteration
             await self._wait_while_paused()
-            return await (self._next_sync_batch(pool) if self.sync else self._next_async_batch(pool))
+            return await self._next_batch(pool)
+
+    async def _next_batch(self, pool: Pool) -> TensorDictBase | None:
+        return await (self._next_sync_batch(pool) if self.sync else self._next_async_batch(pool))
 
     @property
     def _is_done(self) -> bool:
@@ -195,8 +198,11 @@ class BatchIterator(WorkerAccess):
     async def _store(self, delivered: DeliveredBatch) -> None:
         """Write a worker's batch into the replay buffer. The buffer stays in this process: it need not be
         shared, and a worker that is killed holds no lock of it."""
-        replay, whole = self.config.replay, delivered.worker.whole
         found = await self._lend(delivered)
+        self._write(found, whole=delivered.worker.whole)
+
+    def _write(self, found: TensorDictBase, *, whole: bool) -> None:
+        replay = self.config.replay
         if not whole and not self.config.batch.split_trajs:
             found = valid_frames(found)
         if replay.extend_buffer:

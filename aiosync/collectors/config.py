@@ -270,9 +270,6 @@ _TORCHRL_ONLY = {
     "auto_register_policy_transforms": "add InitTracker and TensorDictPrimer in create_env_fn",
     "collector_class": "a worker steps its environments itself, without a collector of its own",
     "compact_obs": "frames are whole; drop the observations under 'next' with postproc=",
-    "traj_format": "split_trajs=True pads trajectories with zeros",
-    "trajs_per_batch": "batches have frames_per_batch= frames; split_trajs=True gives trajectories",
-    "trajs_per_write": "a replay buffer is extended with whole batches: frames_per_batch=",
 }
 """Options of torchrl that a collector does not have -> what to do instead."""
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from aiosync.collectors.batch_iterator import BatchIterator
+from aiosync.collectors.trajectories import TrajectoryIterator
 from aiosync.collectors.versions import VERSION
 from aiosync.collectors.worker import POLICY
 from aiosync.errors import InvalidArgumentError
@@ -119,7 +119,7 @@ def _warn_unused(what: Iterable[str]) -> None:
         warnings.warn(f"load_state_dict: not restored: {'; '.join(found)}", stacklevel=4)
 
 
-class RestorableIterator(BatchIterator):
+class RestorableIterator(TrajectoryIterator):
     """An iterator whose state can be saved and restored."""
 
     async def state_dict(self, timeout: float | None = None) -> OrderedDict[str, Any]:
@@ -163,6 +163,7 @@ class RestorableIterator(BatchIterator):
             found = await pool.call("load_state", saved.of_workers(), self._deadline(timeout))
             # Only now: if a worker cannot restore its state, no batch is lost.
             self._finished.clear()
+            self._forget_trajectories(range(self.num_workers))
             for batch in [batch for worker in pool.workers for batch in worker.batches]:
                 batch.release()
             self.frames = self._requested = saved.frames

@@ -2,16 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from tensordict import TensorDictBase
 
+from aiosync.collectors.batch_config import TrajFormat
+from aiosync.collectors.batch_iterator import BatchIterator
 from aiosync.collectors.batch_memory import pad_steps, valid_frames
-from aiosync.collectors.env import TRAJ_IDS
+from aiosync.collectors.config import CollectorConfig
+from aiosync.collectors.env import ENDS, TRAJ_IDS
+from aiosync.collectors.pool import Pool
 
-TrajFormat: TypeAlias = Literal["padded", "cat"]
+
+class TrajectoryIterator(BatchIterator):
+    """The iterator with the option ``trajs_per_batch``.
+
+    A cancelled call loses no trajectory: the frames of a batch are added before the next one is awaited.
+    """
+
+    def __init__(self, config: CollectorConfig, *, sync: bool) -> None:
+        super().__init__(config, sync=sync)
+        whole = config.batch.trajs_per_batch is not None
+        self._assembler = TrajectoryAssembler() if whole else None
+
+    @property
+    def _is_done(self) -> bool:
+        return super()._is_done and not self._has_batch
+
+    @property
+    def _has_batch(self) -> bool:
+        count, assembler = self.config.batch.trajs_per_batch, self._assembler
+        stored = self.config.replay.replay_buffer is not None
+        return count is not None and assembler is not None and not stored and assembler.complete >= count
+
+    async def _next_batch(self, pool: Pool) -> TensorDictBase | None:
+        config, assembler = self.config.batch, self._assembler
+        if (
+            assembler is None
+            or config.trajs_per_batch is None
+            or self.config.replay.replay_buffer is not None
+        ):
+            return await super()._next_batch(pool)
+        while not self._has_batch:
+            if super()._is_done:
+                raise StopAsyncIteration
+            batch = await super()._next_batch(pool)
+            assert batch is not None
+            self._add(assembler, batch)
+        return join(assembler.take(config.trajs_per_batch), config.traj_format or "padded")
+
+    def _write(self, found: TensorDictBase, *, whole: bool) -> None:
+        assembler = self._assembler
+        if assembler is None:
+            super()._write(found, whole=whole)
+            return
+        self._add(assembler, found)
+        while ended := assembler.take(self.config.batch.trajs_per_write or assembler.complete):
+            self.config.replay.replay_buffer.extend(join(ended, "cat"))
+
+    def _add(self, assembler: TrajectoryAssembler, batch: TensorDictBase) -> None:
+        assembler.add(batch)
+        if self.config.batch.reset_at_each_iter:
+            assembler.forget_running()
+
+    def _forget_trajectories(self, workers: Sequence[int]) -> None:
+        if self._assembler is None:
+            return
+        if len(workers) == self.num_workers:
+            self._assembler.clear()
+            return
+        envs = self.config.processes.envs_per_worker
+        # Worker i numbers its trajectories from i * envs on, in steps of num_workers * envs.
+        self._assembler.forget_running(lambda number: number // envs % self.num_workers in workers)
 
 
 class TrajectoryAssembler:
@@ -38,7 +101,7 @@ class TrajectoryAssembler:
         parts = frames[order].split(lengths.tolist())
         for number, part in zip(numbers.tolist(), parts, strict=True):
             self._running.setdefault(number, []).append(part)
-            if part["next", "done"][-1].any():
+            if _has_ended(part[-1]):
                 self._complete.append(torch.cat(self._running.pop(number)))
 
     def take(self, count: int) -> list[TensorDictBase]:
@@ -46,14 +109,25 @@ class TrajectoryAssembler:
         taken, self._complete = self._complete[:count], self._complete[count:]
         return taken
 
-    def forget_running(self) -> None:
-        """Forget the frames of trajectories that have not ended: the environments were reset."""
-        self._running.clear()
+    def forget_running(self, which: Callable[[int], bool] = lambda number: True) -> None:
+        """Forget the frames of trajectories that have not ended. ``which``: takes a trajectory's number."""
+        for number in [number for number in self._running if which(number)]:
+            del self._running[number]
 
     def clear(self) -> None:
         """Forget everything."""
         self._running.clear()
         self._complete.clear()
+
+
+def _has_ended(frame: TensorDictBase) -> bool:
+    """Return whether a frame is the last of its episode: an end at the root, or of every agent."""
+    after = frame["next"]
+    root = [after[name] for name in ENDS if name in after.keys()]
+    if root:
+        return any(bool(end.any()) for end in root)
+    nested = [value for key, value in after.items(True, True) if isinstance(key, tuple) and key[-1] == "done"]
+    return all(bool(end.all()) for end in nested) and bool(nested)
 
 
 def join(trajectories: Iterable[TensorDictBase], layout: TrajFormat) -> TensorDictBase:

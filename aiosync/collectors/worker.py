@@ -353,6 +353,13 @@ class Worker:
         if self._profiler is not None:
             self._profiler.stop()
 
+    async def set_hook(self, name: str, hook: Any) -> None:
+        """Replace ``pre_collect_hook`` or ``post_collect_hook``."""
+        if name == "pre_collect_hook":
+            self._before_batch = hook
+        else:
+            self._after_batch = hook
+
     async def stats(self) -> dict[str, int]:
         """Return how many frames and batches this worker has delivered, and the version that acts."""
         frames = self._config.batch.frames_of(self._spec.index, self._spec.parts)

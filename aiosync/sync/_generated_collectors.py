@@ -335,6 +335,34 @@ class MultiCollector(BlockingCollector):
         """
         return portal().call(self._started.cascade_execute, attr_path, *args, **kwargs)
 
+    @property
+    def pre_collect_hook(self) -> Callable[[], object] | None:
+        """What each worker calls before each batch; None: nothing."""
+        return self._async.pre_collect_hook
+
+    @property
+    def post_collect_hook(self) -> Callable[[Any], object] | None:
+        """What each worker calls with each batch; None: nothing."""
+        return self._async.post_collect_hook
+
+    def set_pre_collect_hook(self, hook: Callable[[], object] | None, timeout: float | None = None) -> None:
+        """Replace :attr:`pre_collect_hook`; as :meth:`set_post_collect_hook`."""
+        portal().call(self._started.set_pre_collect_hook, hook, timeout)
+
+    def set_post_collect_hook(
+        self, hook: Callable[[Any], object] | None, timeout: float | None = None
+    ) -> None:
+        """Replace :attr:`post_collect_hook`. Workers call the new hook from the next batch on.
+
+        Args:
+            hook: the function; None: call nothing.
+            timeout: seconds.
+
+        Raises:
+            UnpicklableError: the workers are processes, and the hook cannot be pickled.
+        """
+        portal().call(self._started.set_post_collect_hook, hook, timeout)
+
     def enable_profile(
         self,
         *,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tensordict import TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModule
 from tensordict.nn.probabilistic import interaction_type
 
-from aiosync import InvalidArgumentError
+from aiosync import InvalidArgumentError, UnpicklableError
 from aiosync.collectors import (
     BatchConfig,
     CollectorConfig,
@@ -175,6 +176,24 @@ async def test_workers_have_the_variables_of_now(sync: bool, monkeypatch: pytest
 
 
 @BOTH
+async def test_hooks_that_are_replaced() -> None:
+    async with MultiCollector(ENVS, None, frames_per_batch=16) as collector:
+        assert (await anext(collector))["next", "reward"].max() != 9
+        await collector.set_post_collect_hook(functools.partial(_fill, value=9.0))
+        assert collector.post_collect_hook is not None
+        assert (await anext(collector))["next", "reward"].eq(9).all()
+        with pytest.raises(UnpicklableError, match="pre_collect_hook"):
+            await collector.set_pre_collect_hook(threading.Lock().acquire)
+        await collector.set_post_collect_hook(None)
+        assert (await anext(collector))["next", "reward"].max() != 9
+        with pytest.raises(AttributeError):
+            collector.post_collect_hook = None  # type: ignore[misc]
+
+
+def _fill(batch: Any, value: float) -> None:
+    batch["next", "reward"].fill_(value)
+
+
 @pytest.mark.parametrize(
     ("kind", "action"), [(InteractionType.RANDOM, 0), (InteractionType.DETERMINISTIC, 1)]
 )
