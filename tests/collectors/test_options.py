@@ -175,7 +175,6 @@ async def test_workers_have_the_variables_of_now(sync: bool, monkeypatch: pytest
         assert batch["next", "reward"].unique().tolist() == [1.0]
 
 
-@BOTH
 async def test_hooks_that_are_replaced() -> None:
     async with MultiCollector(ENVS, None, frames_per_batch=16) as collector:
         assert (await anext(collector))["next", "reward"].max() != 9
@@ -194,6 +193,7 @@ def _fill(batch: Any, value: float) -> None:
     batch["next", "reward"].fill_(value)
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("kind", "action"), [(InteractionType.RANDOM, 0), (InteractionType.DETERMINISTIC, 1)]
 )
