@@ -79,6 +79,8 @@ class BatchConfig:
             that one worker's batch has ended.
         traj_format: ``"padded"``, the default: batches of shape ``(trajs_per_batch, steps)``, padded with
             zeros, with ``("collector", "mask")``. ``"cat"``: one trajectory after the other, without padding.
+        compact_obs: leave out of ``"next"`` what the next frame begins with: the observations. Those after
+            the last step of an episode are lost.
         postproc: called with each batch; returns the batch that the iterator gives.
         use_buffers: batches go through reused shared memory; otherwise pickled through a pipe. None: they do
             unless a worker's environment has specs of changing size. Not with Ray.
@@ -97,6 +99,7 @@ class BatchConfig:
     trajs_per_batch: int | None = None
     trajs_per_write: int | None = None
     traj_format: TrajFormat | None = None
+    compact_obs: bool = False
     postproc: Callable[[TensorDictBase], TensorDictBase] | None = None
     use_buffers: bool | None = None
 

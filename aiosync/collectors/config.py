@@ -269,7 +269,6 @@ class ReplayConfig:
 _TORCHRL_ONLY = {
     "auto_register_policy_transforms": "add InitTracker and TensorDictPrimer in create_env_fn",
     "collector_class": "a worker steps its environments itself, without a collector of its own",
-    "compact_obs": "frames are whole; drop the observations under 'next' with postproc=",
 }
 """Options of torchrl that a collector does not have -> what to do instead."""
 

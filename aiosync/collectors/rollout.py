@@ -16,7 +16,7 @@ from torch import Tensor
 from aiosync.collectors.batch_config import BatchConfig
 from aiosync.collectors.batch_memory import BatchBuffers
 from aiosync.collectors.command_pipe import Collect
-from aiosync.collectors.env import MASK, TRAJ_IDS, Env, Fields, Key, under
+from aiosync.collectors.env import ENDS, MASK, TRAJ_IDS, Env, Fields, Key, under
 from aiosync.collectors.policy import Act
 
 _WRITE_TOGETHER = 16
@@ -166,11 +166,18 @@ class Rollout:
             step = self._act(batch.request.at_random)
             after = await self.env.step(step)
             self._apply_step_limit(after)
-            frame = step | {under("next", key): value for key, value in after.items()}
+            frame = step | {under("next", key): value for key, value in self._kept(after).items()}
             if "policy_version" in step:
                 frame["next", "policy_version"] = step["policy_version"]
             await self._advance(after)
             return frame
+
+    def _kept(self, after: Fields) -> Fields:
+        """Return the fields that a frame has below ``"next"``."""
+        if not self.config.compact_obs:
+            return after
+        names = ((key if isinstance(key, str) else key[-1], key) for key in after)
+        return {key: after[key] for name, key in names if name in ENDS or key not in self._current}
 
     def _act(self, at_random: bool) -> Fields:
         step: Fields = dict(self._current)

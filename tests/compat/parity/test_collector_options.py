@@ -225,3 +225,17 @@ def test_a_scheme_of_ours_in_place_of_the_default() -> None:
             return next(iter(collector))["marks"].unique().tolist()
 
     assert both(lines) == [1]
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_frames_without_the_next_observations(compact: bool) -> None:
+    def lines(module: Any) -> list[str]:
+        options = {"frames_per_batch": 20, "total_frames": 20, "compact_obs": compact}
+        with running(module, True, ENVS, None, **options) as collector:
+            for batch in collector:
+                return sorted(map(str, batch["next"].keys(True, True)))
+        raise AssertionError("no batch")
+
+    found = set(lines(theirs)), set(lines(ours)) - {"policy_version"}  # ours tags frames by default
+    assert found[0] == found[1]
+    assert ("observation" in found[1]) is not compact
