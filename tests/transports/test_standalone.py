@@ -192,6 +192,18 @@ async def test_cancelled_calls_lose_nothing(pair: Pair) -> None:
     await within(sending)
 
 
+async def test_closed_while_a_call_waits(pair: Pair) -> None:
+    for transport, call in (
+        (pair.receiver, pair.receiver.receive_weights(PATIENCE)),
+        (pair.sender, pair.sender.send_weights(Uniform(1.0), timeout=PATIENCE)),
+    ):
+        waiting = asyncio.ensure_future(call)
+        await asyncio.sleep(0.01)
+        await transport.aclose()
+        with pytest.raises(NotConnectedError):
+            await within(waiting)
+
+
 async def test_a_sender_that_is_started_again(pair: Pair) -> None:
     if isinstance(pair.receiver, aiosync.MPTransport) and pair.receiver.pipe is not None:
         pytest.skip("a closed pipe is not opened again")

@@ -19,7 +19,7 @@ from torch import nn
 from aiosync._deadline import Deadline, check_timeout, seconds_of
 from aiosync.errors import AlreadyConnectedError, InvalidArgumentError, NotConnectedError
 from aiosync.schemes.base import WeightSyncScheme
-from aiosync.schemes.standalone.receiver_side import MODEL, ReceiverSide
+from aiosync.schemes.standalone.receiver_side import MODEL, ReceiverSide, closed_transport
 from aiosync.schemes.standalone.sender_side import SenderSide, nothing_pending
 from aiosync.transports.contract import Transport
 
@@ -282,7 +282,7 @@ class StandaloneTransport(Transport):
 
     def _unusable(self, wanted: str) -> NotConnectedError | AlreadyConnectedError:
         if self._closed:
-            return NotConnectedError("this transport is closed: create another one")
+            return closed_transport()
         return AlreadyConnectedError(
             f"this transport is in use on the other side: the {wanted} needs another transport object, with "
             "the same arguments"

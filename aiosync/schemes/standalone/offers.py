@@ -35,6 +35,11 @@ def expect_offers(transport: Any) -> None:
     _receivers.add(transport)
 
 
+def expect_no_offers(transport: Any) -> None:
+    """End what :func:`expect_offers` began."""
+    _receivers.discard(transport)
+
+
 def offer(target: Any, scheme: ProcessGroupScheme, key: Key, model_id: str) -> None:
     """Called by the sender in the worker's process: receive with ``scheme``, for the object ``target``."""
     if all(each.offer_key != key for each in list(_receivers)) and _has_model(target, model_id):

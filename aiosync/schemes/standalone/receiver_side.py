@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from aiosync._deadline import Deadline
-from aiosync.errors import SyncTimeoutError, WorkerLostError
+from aiosync.errors import NotConnectedError, SyncTimeoutError, WorkerLostError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.transports._offload import offloaded
 from aiosync.transports.base import FramedTransport
@@ -45,6 +45,7 @@ class ReceiverSide:
     _joining: asyncio.Task[None] | None = field(default=None, init=False)
     _returned: bool = field(default=False, init=False)  # whether a call has returned the first weights
     _lost: bool = field(default=False, init=False)
+    _closed: bool = field(default=False, init=False)
 
     @property
     def connections(self) -> Iterable[FramedTransport]:
@@ -85,6 +86,8 @@ class ReceiverSide:
         self._join(target, strategy)
 
     def _join(self, target: Any, strategy: Any) -> None:
+        if self._closed:
+            raise closed_transport()
         if self.scheme is None and self._joining is None:
             self.target = target if target is not None else self.target
             self._joining = asyncio.create_task(self._connect(strategy), name="aiosync-joining")
@@ -122,6 +125,8 @@ class ReceiverSide:
             await asyncio.wait([joining], timeout=deadline.remaining())
             if not joining.done():
                 return None
+            if self._closed:
+                raise closed_transport()
             self._joining = None
             try:
                 joining.result()
@@ -148,7 +153,8 @@ class ReceiverSide:
         return await offloaded(lambda: _copied(found), "aiosync-transport")
 
     async def aclose(self) -> None:
-        """Cancel the attempt to connect, and close the scheme; idempotent."""
+        """Cancel the attempt to connect, and close the scheme; idempotent. Waiting calls raise."""
+        self._closed = True
         joining, self._joining = self._joining, None
         if joining is not None:
             joining.cancel()
@@ -156,6 +162,11 @@ class ReceiverSide:
         scheme, self.scheme = self.scheme, None
         if scheme is not None:
             await scheme.aclose()
+
+
+def closed_transport() -> NotConnectedError:
+    """Return the error of a call on a closed transport."""
+    return NotConnectedError("this transport is closed: create another one")
 
 
 def _copied(weights: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.standalone.base import StandaloneTransport
-from aiosync.schemes.standalone.offers import Key, expect_offers, take_offer
+from aiosync.schemes.standalone.offers import Key, expect_no_offers, expect_offers, take_offer
 from aiosync.transports.remote_calls import RemoteObject
 
 
@@ -68,6 +68,10 @@ class RemoteTransport(StandaloneTransport):
         if remote is None:
             raise InvalidArgumentError(f"this transport has no object whose {method}() could be called")
         return await remote.call(method, *args, timeout=self._deadline(timeout).seconds, **kwargs)
+
+    async def aclose(self) -> None:
+        expect_no_offers(self)
+        await super().aclose()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -18,6 +18,7 @@ from torch import nn
 from aiosync._deadline import Deadline, FairLock
 from aiosync.errors import InvalidArgumentError, NotConnectedError, SyncTimeoutError, WorkerLostError
 from aiosync.schemes.base import WeightSyncScheme
+from aiosync.schemes.standalone.receiver_side import closed_transport
 from aiosync.transports.base import FramedTransport
 
 
@@ -35,6 +36,7 @@ class SenderSide:
     # Whether weights were sent that no call has waited for.
     pending: bool = field(default=False, init=False)
     scheme: WeightSyncScheme | None = field(default=None, init=False)
+    _closed: bool = field(default=False, init=False)
     _turn: FairLock = field(default_factory=FairLock, init=False)
 
     @property
@@ -44,6 +46,8 @@ class SenderSide:
 
     async def listen(self, weights: Any = None) -> WeightSyncScheme:
         """Listen for the worker, and make the address known to it. Does not wait for the worker."""
+        if self._closed:
+            raise closed_transport()
         first = self.scheme is None
         if self.scheme is None:
             self.scheme = self.make(weights if isinstance(weights, nn.Module) else None)
@@ -123,6 +127,7 @@ class SenderSide:
 
     async def aclose(self) -> None:
         """Close the scheme; idempotent."""
+        self._closed = True
         scheme, self.scheme = self.scheme, None
         if scheme is not None:
             await scheme.aclose()

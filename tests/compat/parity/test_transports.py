@@ -40,7 +40,8 @@ def weights_of(value: float) -> TensorDictBase:
 
 @both
 async def test_mp_queue(lib: Any) -> None:
-    queue, ack_queue = multiprocessing.Queue(), multiprocessing.Queue()
+    queue: Any = multiprocessing.Queue()
+    ack_queue: Any = multiprocessing.Queue()
     sender, receiver = lib.MPTransport(queue, ack_queue, 10.0), lib.MPTransport(queue, timeout=SECONDS)
     assert (receiver.timeout, receiver.weight_queue, receiver.ack_queue) == (SECONDS, queue, None)
     await done(sender.setup_connection_and_weights_on_sender())
@@ -62,7 +63,7 @@ async def test_mp_queue(lib: Any) -> None:
 
 @both
 async def test_a_message_that_is_none(lib: Any) -> None:
-    queue = multiprocessing.Queue()
+    queue: Any = multiprocessing.Queue()
     queue.put(((None, None), "close"))
     receiver = lib.MPTransport(queue, timeout=SECONDS)
     with pytest.raises(ValueError, match=r"(?i)expected"):
@@ -83,7 +84,7 @@ async def test_shared_memory(lib: Any) -> None:
     ):
         with pytest.raises(RuntimeError):
             await done(call())
-    queues = {0: multiprocessing.SimpleQueue(), 1: multiprocessing.SimpleQueue()}
+    queues: Any = {0: multiprocessing.SimpleQueue(), 1: multiprocessing.SimpleQueue()}
     shared = weights_of(0.0)
     transport.register_weights({0: shared, 1: shared}, queues)
     await done(transport.send_weights(weights_of(1.0)))
@@ -99,7 +100,7 @@ async def test_shared_memory(lib: Any) -> None:
 @both
 async def test_shared_memory_per_worker(lib: Any) -> None:
     transport = lib.SharedMemTransport()
-    queues = {0: multiprocessing.SimpleQueue(), 1: multiprocessing.SimpleQueue()}
+    queues: Any = {0: multiprocessing.SimpleQueue(), 1: multiprocessing.SimpleQueue()}
     transport.register_weights({0: weights_of(0.0), 1: weights_of(0.0)}, queues, per_worker=True)
     assert len(transport.unique_weights) == 2
     await done(transport.send_weights({0: weights_of(1.0), 1: weights_of(2.0)}))
