@@ -52,18 +52,19 @@ from aiosync.schemes.ray_modules import (
 )
 from aiosync.schemes.rpc import RPCWeightSyncScheme
 from aiosync.schemes.shared_memory import SharedMemWeightSyncScheme
+from aiosync.schemes.standalone.distributed import DistributedTransport
+from aiosync.schemes.standalone.mp import MPTransport
+from aiosync.schemes.standalone.ray import RayActorTransport, RayTransport
+from aiosync.schemes.standalone.rpc import RPCTransport
+from aiosync.schemes.standalone.shared_memory import SharedMemTransport
+from aiosync.schemes.standalone.tcp import TCPTransport
 from aiosync.schemes.tcp import TCPWeightSyncScheme
 from aiosync.sender.endpoint import WeightSender
 from aiosync.stats import PhaseStats, SchemeStats
-from aiosync.transports.base import Listener, Transport
+from aiosync.transports.base import Listener
+from aiosync.transports.contract import Transport
 from aiosync.transports.memory import Fault, MemoryTransport
-from aiosync.transports.mp.base import MPTransport
-from aiosync.transports.ray.transport import RayActorTransport, RayTransport
-from aiosync.transports.tcp.connection import TCPTransport
 from aiosync.transports.tcp.tls import TLSConfig
-from aiosync.transports.torch_distributed.transport import DistributedTransport
-from aiosync.transports.torch_rpc.transport import RPCTransport
-from aiosync.transports.unix_socket import SharedMemTransport
 from aiosync.weights.layout import Layout
 from aiosync.weights.resolve import resolve_model
 from aiosync.weights.strategy import WeightStrategy

@@ -17,7 +17,7 @@ from aiosync.reports import SendReport, WorkerState
 from aiosync.stats import SchemeStats
 
 if TYPE_CHECKING:
-    from aiosync.transports.base import Transport
+    from aiosync.transports.base import FramedTransport
 
 
 WorkerIds: TypeAlias = int | list[int] | None
@@ -73,7 +73,7 @@ class Endpoint:
         return None
 
     @property
-    def transports(self) -> dict[int, Transport]:
+    def transports(self) -> dict[int, FramedTransport]:
         """On a sender: worker -> its connection."""
         return {}
 

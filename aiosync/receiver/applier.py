@@ -20,7 +20,7 @@ from aiosync.receiver.staging import StagingBuffers, own_copies
 from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate
 from aiosync.transfer.base import Transfer
 from aiosync.transports._offload import Offloader
-from aiosync.transports.base import Transport
+from aiosync.transports.base import FramedTransport
 from aiosync.weights.binding import Binding, Staged
 from aiosync.weights.copying import copy_few
 from aiosync.weights.layout import Layout
@@ -90,7 +90,7 @@ class WeightApplier(Applier):
             raise ProtocolError(trouble) from exc
         self.binding = self._make_binding(layout)
 
-    async def prepare(self, transport: Transport) -> None:
+    async def prepare(self, transport: FramedTransport) -> None:
         inbound, back_buffers = self.inbound, self._back_buffers
         before: StagingBuffers | None = None
         if inbound is None or back_buffers is None or inbound.access.lent != transport.maps:

@@ -23,7 +23,7 @@ from aiosync.protocol.frames import Welcome
 from aiosync.protocol.nack import nack_of
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.receiver.updates import Applier
-from aiosync.transports.base import Sink, Transport
+from aiosync.transports.base import FramedTransport, Sink
 from aiosync.transports.process_watch import ProcessWatch
 from aiosync.weights.codec import known_encodings
 
@@ -42,7 +42,7 @@ _LONGEST_ATTEMPT = 15.0
 class SenderConnection:
     """One connection at a time, its session, and the watch over the sender's process."""
 
-    make_transport: Callable[[], Transport]  # not open yet
+    make_transport: Callable[[], FramedTransport]  # not open yet
     token: bytes  # the secret that the sender must know
     model_id: str | None  # the sender's name of the model
     worker: int  # this worker's index; -1: the sender chooses one
@@ -78,7 +78,7 @@ class SenderConnection:
         if self.transport.secret is not None:
             self.token = self.transport.secret
             self.session = self._new_session()
-        return await self.transport.setup_connection_and_weights_on_receiver(self.session, deadline)
+        return await self.transport.authenticate_sender(self.session, deadline)
 
     def adopt(self, welcome: Welcome) -> bool:
         """Follow this sender from now on. Return whether it is another one than before."""

@@ -30,7 +30,7 @@ from aiosync.receiver.updates import Applier
 from aiosync.stats import SchemeStats
 from aiosync.transports._offload import uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
-from aiosync.transports.base import Transport
+from aiosync.transports.base import FramedTransport
 from aiosync.weights.target import WeightTarget
 
 
@@ -54,7 +54,7 @@ class WeightReceiver(ReceivingEndpoint):
         applier: Applier,
         model_id: str | None,
         worker_idx: int,
-        make_transport: Callable[[], Transport],
+        make_transport: Callable[[], FramedTransport],
         token: bytes,
         *,
         reconnect_for: float = 0.0,
@@ -96,7 +96,7 @@ class WeightReceiver(ReceivingEndpoint):
         return self._connection.worker
 
     @property
-    def transport(self) -> Transport:
+    def transport(self) -> FramedTransport:
         """The connection to the sender."""
         return self._connection.transport
 

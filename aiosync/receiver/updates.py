@@ -14,7 +14,7 @@ from aiosync.errors import LayoutMismatchError
 from aiosync.protocol.frames import Update, Welcome
 from aiosync.transfer.base import InboundTransfer
 from aiosync.transports._offload import Offloader
-from aiosync.transports.base import Transport
+from aiosync.transports.base import FramedTransport
 from aiosync.weights.binding import Staged
 from aiosync.weights.layout import Layout
 from aiosync.weights.peft import check_presumed, differences
@@ -138,7 +138,7 @@ class Applier(ABC):
             await offloader.run(lambda cancelled: check_presumed(base, model, names, cancelled))
 
     @abstractmethod
-    async def prepare(self, transport: Transport) -> None:
+    async def prepare(self, transport: FramedTransport) -> None:
         """Get ready for updates over this connection."""
 
     async def reserve(self) -> None:

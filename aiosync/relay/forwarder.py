@@ -28,7 +28,7 @@ from aiosync.transfer.slots import JointParts, SlotPool
 from aiosync.transfer.stream import StreamInbound
 from aiosync.transports._offload import Offloader
 from aiosync.transports._tasks import BackgroundTasks
-from aiosync.transports.base import Transport
+from aiosync.transports.base import FramedTransport
 from aiosync.weights.arena import Slot
 from aiosync.weights.binding import Staged
 from aiosync.weights.block_copy import Filling
@@ -179,7 +179,7 @@ class RelayForwarder(Applier):
         self._publisher = Publisher([self._group], self.registry, self._host)
         self._landing = _RelayLanding(layout, self)
 
-    async def prepare(self, transport: Transport) -> None:
+    async def prepare(self, transport: FramedTransport) -> None:
         assert self._landing is not None
         self.inbound = self._landing
         self._landing.attach(transport)

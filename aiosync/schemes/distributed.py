@@ -16,7 +16,7 @@ from aiosync.transfer.process_group import Collective, ProcessGroupTransfer
 from aiosync.transports.base import Listener
 from aiosync.transports.torch_distributed.process_group import check_backend
 from aiosync.transports.torch_distributed.store import StoreAddress
-from aiosync.transports.torch_distributed.transport import DistributedListener, DistributedTransport
+from aiosync.transports.torch_distributed.transport import DistributedListener, StoreConnection
 from aiosync.weights.copying import INLINE_LIMIT
 
 
@@ -145,8 +145,8 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
         self._meeting = listener.store_address
         return listener
 
-    def create_transport(self, *, worker_idx: int) -> DistributedTransport:
-        return DistributedTransport(self._meeting, self._model_id, worker_idx + 1, share_memory=self._shares)
+    def create_transport(self, *, worker_idx: int) -> StoreConnection:
+        return StoreConnection(self._meeting, self._model_id, worker_idx + 1, share_memory=self._shares)
 
     def _recipe(self, *, inherit: bool) -> dict[str, Any]:
         if self._meeting.store is not None and not inherit:

@@ -15,8 +15,8 @@ from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.contexts import adapter_for
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.mapped import PrivatelyMappedTransfer
-from aiosync.transports.base import Listener, Transport
-from aiosync.transports.mp.base import MPTransport
+from aiosync.transports.base import FramedTransport, Listener
+from aiosync.transports.mp.base import PipeConnection
 from aiosync.transports.mp.pipes import ConnectionPipe, PipeListener, UnexpectedMessage
 from aiosync.transports.mp.queues import QueueListener, QueuePair, QueuePipe
 
@@ -106,9 +106,9 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
             )
         self.on_other_message(worker, message)
 
-    def create_transport(self, *, worker_idx: int) -> Transport:
+    def create_transport(self, *, worker_idx: int) -> FramedTransport:
         if self._pipe is not None:
-            return MPTransport(ConnectionPipe(self._pipe, partial(self._other, worker_idx)))
+            return PipeConnection(ConnectionPipe(self._pipe, partial(self._other, worker_idx)))
         pair = self._pairs.pop(worker_idx, None)
         # Close the other workers' queues: an end that stays open here would hide their death.
         self._release()
@@ -118,7 +118,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
                 "the scheme to Process(args=...), which is the only way that queues can travel"
             )
         self._pairs[worker_idx] = pair
-        return MPTransport(QueuePipe(pair, pair.to_worker, pair.to_sender))
+        return PipeConnection(QueuePipe(pair, pair.to_worker, pair.to_sender))
 
     def _release(self) -> None:
         for worker, pair in list(self._pairs.items()):

@@ -16,7 +16,7 @@ from aiosync.errors import NotConnectedError
 from aiosync.reports import SendReport
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.transfer.base import Transfer
-from aiosync.transports.base import Listener, Transport
+from aiosync.transports.base import FramedTransport, Listener
 from aiosync.weights.strategy import WeightStrategy
 
 _NOTHING = "there is nothing to connect to in NoWeightSyncScheme"
@@ -69,7 +69,7 @@ class NullEndpoint(SendingEndpoint):
         self._closed.set()
 
 
-class NullTransport(Transport):
+class NullTransport(FramedTransport):
     """A connection to nothing: every call succeeds at once."""
 
     async def open(self, deadline: Deadline) -> None:

@@ -27,7 +27,7 @@ from aiosync.sender.sharded.gather import GatherLeader, ShardContributor
 from aiosync.sender.sharded.ranks import Shards
 from aiosync.sender.worker_plan import SenderArguments, SenderPlan, make_plan, model_of
 from aiosync.transfer.base import Transfer
-from aiosync.transports.base import Listener, Transport
+from aiosync.transports.base import FramedTransport, Listener
 from aiosync.weights.binding import Binding
 from aiosync.weights.layout import Layout
 from aiosync.weights.module_binding import bind
@@ -65,7 +65,7 @@ class SchemeRecipe(SchemeState, ABC):
         """Start listening for workers. The recipe has the listener's address from now on."""
 
     @abstractmethod
-    def create_transport(self, *, worker_idx: int) -> Transport:
+    def create_transport(self, *, worker_idx: int) -> FramedTransport:
         """Create a worker's connection to the sender, not open yet; raise NotInitializedError or
         InvalidArgumentError if this scheme does not know its sender's address."""
 

@@ -15,7 +15,7 @@ from aiosync.schemes.distributed import ProcessGroupScheme
 from aiosync.transfer.process_group import Collective
 from aiosync.transports.base import Listener
 from aiosync.transports.torch_rpc.rendezvous import RPCListener, RPCWorkerTransport, SenderInfo
-from aiosync.transports.torch_rpc.transport import RPCTransport, rank_here
+from aiosync.transports.torch_rpc.transport import RPCObject, rank_here
 
 
 class RPCWeightSyncScheme(ProcessGroupScheme):
@@ -71,7 +71,7 @@ class RPCWeightSyncScheme(ProcessGroupScheme):
     def _forget_runtime(self) -> None:
         super()._forget_runtime()
         # The remote objects that connect() enlists as workers.
-        self._remote: tuple[RPCTransport, ...] = ()
+        self._remote: tuple[RPCObject, ...] = ()
 
     @property
     def port_of_sender(self) -> int:
@@ -98,7 +98,7 @@ class RPCWeightSyncScheme(ProcessGroupScheme):
             )
         owner = getattr(context, "collector_class", None)
         self._remote = tuple(
-            RPCTransport(info, rref, owner, worker_idx=worker)
+            RPCObject(info, rref, owner, worker_idx=worker)
             for worker, info, rref in zip(workers, infos, rrefs, strict=True)
         )
 

@@ -13,7 +13,7 @@ from aiosync.schemes.recipe import UNKNOWN_SENDER
 from aiosync.transfer.base import Transfer
 from aiosync.transfer.mapped import MappedTransfer
 from aiosync.transports.base import Listener
-from aiosync.transports.unix_socket import SharedMemTransport, UnixListener
+from aiosync.transports.unix_socket import UnixConnection, UnixListener
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):
@@ -59,10 +59,10 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         self._address = listener.address
         return listener
 
-    def create_transport(self, *, worker_idx: int) -> SharedMemTransport:
+    def create_transport(self, *, worker_idx: int) -> UnixConnection:
         if self._address is None:
             raise NotInitializedError(UNKNOWN_SENDER)
-        return SharedMemTransport(self._address)
+        return UnixConnection(self._address)
 
     def _make_transfer(self) -> Transfer:
         return MappedTransfer()

@@ -19,7 +19,7 @@ from aiosync.reports import WorkerState
 from aiosync.sender.sharded.gather import GatherLeader
 from aiosync.sender.worker_plan import SenderPlan, model_of
 from aiosync.stats import SchemeStats
-from aiosync.transports.base import Listener, Transport
+from aiosync.transports.base import FramedTransport, Listener
 from aiosync.weights.binding import CommitMode
 from aiosync.weights.peft import PeftMode
 from aiosync.weights.strategy import WeightStrategy, get_strategy
@@ -252,12 +252,12 @@ class SchemeState:
         return None if model is None else self._strategy.extract_weights(model)
 
     @property
-    def sender_transports(self) -> dict[int, Transport]:
+    def sender_transports(self) -> dict[int, FramedTransport]:
         """On the sender: worker -> its connection, for the connected workers."""
         return self._endpoint.transports
 
     @property
-    def receiver_transport(self) -> Transport | None:
+    def receiver_transport(self) -> FramedTransport | None:
         """On a receiver: the connection to the sender."""
         return self._endpoint.transport if isinstance(self._endpoint, WeightReceiver) else None
 

@@ -20,7 +20,7 @@ from aiosync.transfer.base import Transfer
 from aiosync.transfer.stream import StreamTransfer
 from aiosync.transports.base import Listener
 from aiosync.transports.tcp.address import Address
-from aiosync.transports.tcp.connection import DialledTransport, TCPTransport
+from aiosync.transports.tcp.connection import DialledTransport, TCPConnection
 from aiosync.transports.tcp.listener import TCPListener
 from aiosync.transports.tcp.tls import TLSConfig
 from aiosync.weights.codec import Codec, check_codec, check_xxhash
@@ -135,7 +135,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         self._address = listener.address
         return listener
 
-    def create_transport(self, *, worker_idx: int) -> TCPTransport:
+    def create_transport(self, *, worker_idx: int) -> TCPConnection:
         if not self._address.path and not self._address.port:
             raise InvalidArgumentError(
                 f"{self._address} has no port yet: give the worker the sender's scheme.address"

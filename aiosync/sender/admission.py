@@ -16,7 +16,7 @@ from aiosync.protocol.frames import Hello, Welcome
 from aiosync.protocol.framing import clean
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.sender.worker_group import WorkerGroup
-from aiosync.transports.base import Listener, Transport
+from aiosync.transports.base import FramedTransport, Listener
 from aiosync.transports.log_limit import LogLimit
 
 _EAGER_LIMIT = 1 << 20
@@ -48,18 +48,20 @@ class Admission:
 
     _token: bytes  # the secret that workers must know
     _listener: Listener  # says how long a handshake may take
-    _admit: Callable[[Hello, Transport, SenderSession], Refusal | None]  # admits a worker, or returns why not
+    _admit: Callable[
+        [Hello, FramedTransport, SenderSession], Refusal | None
+    ]  # admits a worker, or returns why not
     # The reasons of the last refusals.
     refused: list[str] = field(default_factory=list, init=False)
     _log: LogLimit = field(default_factory=partial(LogLimit, logger), init=False)
 
-    async def greet(self, transport: Transport) -> None:
+    async def greet(self, transport: FramedTransport) -> None:
         """Authenticate a connection. It ends as an admitted worker's, or is closed."""
         session = SenderSession(self._token, os.getpid() if transport.same_machine else 0)
         admitted = False
         try:
             deadline = transport.greeting or Deadline.after(self._listener.patience)
-            hello = await transport.setup_connection_and_weights_on_sender(session, deadline)
+            hello = await transport.authenticate_worker(session, deadline)
             refusal = self._admit(hello, transport, session)
             admitted = refusal is None
             if refusal is not None:
@@ -83,7 +85,7 @@ class Admission:
             if not admitted:
                 await transport.aclose()
 
-    def note(self, transport: Transport, reason: str) -> None:
+    def note(self, transport: FramedTransport, reason: str) -> None:
         """Log and remember why a connection was refused."""
         reason = clean(reason, _LONGEST)
         self._log.warning("a connection was refused (%s): %s", transport.peer_name, reason)

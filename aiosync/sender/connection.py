@@ -17,7 +17,7 @@ from aiosync.protocol.sender_session import SenderSession, SenderState
 from aiosync.sender.worker_group import WorkerGroup
 from aiosync.transfer.base import MemoryAccess, OutboundTransfer
 from aiosync.transfer.slots import JointParts, Lease, LeaseKind, SlotVersion, release_all
-from aiosync.transports.base import Transport
+from aiosync.transports.base import FramedTransport
 from aiosync.transports.process_watch import ProcessWatch
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class WorkerConnection:
 
     worker: int
     pid: int  # its process, for noticing its end; 0 if unknown
-    transport: Transport
+    transport: FramedTransport
     session: SenderSession  # after the handshake
     group: WorkerGroup  # the workers that share its copy of the weights
     outbound: OutboundTransfer  # how versions get there

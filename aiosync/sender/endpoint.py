@@ -34,7 +34,7 @@ from aiosync.transfer.base import Transfer
 from aiosync.transfer.slots import SlotPool
 from aiosync.transports._offload import Offloader, uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
-from aiosync.transports.base import Listener, Transport
+from aiosync.transports.base import FramedTransport, Listener
 from aiosync.weights.layout import Layout
 
 
@@ -105,7 +105,7 @@ class WeightSender(SendingEndpoint):
         return self.registry.states(self.version)
 
     @property
-    def transports(self) -> dict[int, Transport]:
+    def transports(self) -> dict[int, FramedTransport]:
         return {w: connection.transport for w, connection in sorted(self.registry.connections.items())}
 
     @property
@@ -114,8 +114,13 @@ class WeightSender(SendingEndpoint):
 
         They are new tensors: if a caller shares one with another process, torch moves that one alone.
         """
-        newest = self._groups[0].newest if self._groups else None
-        return newest.slot.fresh_views() if newest is not None else None
+        found = self.group_weights
+        return found[0] if found else None
+
+    @property
+    def group_weights(self) -> list[Mapping[str, Tensor]]:
+        """As :attr:`weights_in_use`, for each group of workers; empty before ``connect``."""
+        return [group.newest.slot.fresh_views() for group in self._groups if group.newest is not None]
 
     @property
     def sharded(self) -> bool:

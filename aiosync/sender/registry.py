@@ -26,9 +26,9 @@ from aiosync.stats import SchemeStats
 from aiosync.transfer.base import OutboundTransfer
 from aiosync.transfer.slots import Lease, release_all
 from aiosync.transports._tasks import BackgroundTasks
-from aiosync.transports.base import Listener, Transport
+from aiosync.transports.base import FramedTransport, Listener
 
-Deliver: TypeAlias = Callable[[Transport, WorkerGroup], OutboundTransfer]
+Deliver: TypeAlias = Callable[[FramedTransport, WorkerGroup], OutboundTransfer]
 """Makes the transfer of a group's versions over a connection."""
 
 
@@ -56,7 +56,7 @@ class WorkerRegistry:
     _host: BackgroundTasks | None = field(default=None, init=False)
     _lost_workers: LostWorkers = field(default_factory=LostWorkers, init=False)
     # Connections of dropped workers whose Bye has not come yet.
-    _lingering: dict[Transport, DroppedConnection] = field(default_factory=dict, init=False)
+    _lingering: dict[FramedTransport, DroppedConnection] = field(default_factory=dict, init=False)
 
     def __post_init__(self, token: bytes) -> None:
         # The answers that calls wait for.
@@ -161,7 +161,7 @@ class WorkerRegistry:
 
     # -- workers come -------------------------------------------------------------------------------
 
-    def _accept(self, transport: Transport) -> None:
+    def _accept(self, transport: FramedTransport) -> None:
         if self._host is not None:
             self._host.spawn(self.admission.greet, transport)
 
@@ -171,7 +171,7 @@ class WorkerRegistry:
             self.records[worker].lost = WorkerLostError([worker], reason)
             self.awaited.settle(self.records.absence(worker))
 
-    def _admit(self, hello: Hello, transport: Transport, session: SenderSession) -> Refusal | None:
+    def _admit(self, hello: Hello, transport: FramedTransport, session: SenderSession) -> Refusal | None:
         """Admit a worker, or return why not."""
         indices = self.indices
         worker = indices.index_for(hello, session)
@@ -324,7 +324,7 @@ class WorkerRegistry:
         for connection in list(self.connections.values()):
             self.lost(connection, reason)
 
-    async def _hang_up(self, transport: Transport, died: bool = False) -> None:
+    async def _hang_up(self, transport: FramedTransport, died: bool = False) -> None:
         await transport.aclose()
         if died and self._host is not None:
             try:

@@ -21,15 +21,15 @@ from aiosync.stats import SchemeStats
 from aiosync.sync._portal import portal
 from aiosync.sync._twin import BlockingTwin
 from aiosync.transfer.process_group import Collective
-from aiosync.transports.base import Listener, Transport
+from aiosync.transports.base import FramedTransport, Listener
 from aiosync.transports.memory import Fault, MemoryTransport
 from aiosync.transports.ray.rendezvous import RayWorkerTransport
 from aiosync.transports.ray.transport import UpdateMethod
-from aiosync.transports.tcp.connection import TCPTransport
+from aiosync.transports.tcp.connection import TCPConnection
 from aiosync.transports.tcp.tls import TLSConfig
-from aiosync.transports.torch_distributed.transport import DistributedTransport
+from aiosync.transports.torch_distributed.transport import StoreConnection
 from aiosync.transports.torch_rpc.rendezvous import RPCWorkerTransport
-from aiosync.transports.unix_socket import SharedMemTransport
+from aiosync.transports.unix_socket import UnixConnection
 from aiosync.weights.binding import CommitMode
 from aiosync.weights.codec import Codec
 from aiosync.weights.peft import PeftMode
@@ -225,12 +225,12 @@ class WeightSyncScheme(BlockingTwin):
         return self._async.weights
 
     @property
-    def sender_transports(self) -> dict[int, Transport]:
+    def sender_transports(self) -> dict[int, FramedTransport]:
         """On the sender: worker -> its connection, for the connected workers."""
         return self._async.sender_transports
 
     @property
-    def receiver_transport(self) -> Transport | None:
+    def receiver_transport(self) -> FramedTransport | None:
         """On a receiver: the connection to the sender."""
         return self._async.receiver_transport
 
@@ -239,7 +239,7 @@ class WeightSyncScheme(BlockingTwin):
         """On the sender: the listener that its workers connect to."""
         return self._async.shared_transport
 
-    def create_transport(self, *, worker_idx: int) -> Transport:
+    def create_transport(self, *, worker_idx: int) -> FramedTransport:
         """Create a worker's connection to the sender, not open yet; raise NotInitializedError or
         InvalidArgumentError if this scheme does not know its sender's address.
         """
@@ -487,7 +487,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         self._async = self._async_class(strategy, sync, per_worker_weights, **options)
 
-    def create_transport(self, *, worker_idx: int) -> SharedMemTransport:
+    def create_transport(self, *, worker_idx: int) -> UnixConnection:
         return self._async.create_transport(worker_idx=worker_idx)
 
 
@@ -563,7 +563,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         """The sender's address; with the real port after ``init_on_sender``."""
         return self._async.address
 
-    def create_transport(self, *, worker_idx: int) -> TCPTransport:
+    def create_transport(self, *, worker_idx: int) -> TCPConnection:
         return self._async.create_transport(worker_idx=worker_idx)
 
 
@@ -629,7 +629,7 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
             **options,
         )
 
-    def create_transport(self, *, worker_idx: int) -> DistributedTransport:
+    def create_transport(self, *, worker_idx: int) -> StoreConnection:
         return self._async.create_transport(worker_idx=worker_idx)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from aiosync.protocol.frames import Fetch, Update
 from aiosync.transfer.slots import SlotVersion
-from aiosync.transports.base import Transport
+from aiosync.transports.base import FramedTransport
 from aiosync.weights.arena import Slot
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
@@ -71,11 +71,11 @@ class Transfer(ABC):
         return Segment.shared(nbytes, device)
 
     @abstractmethod
-    def outbound(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
+    def outbound(self, transport: FramedTransport, group: WorkerGroup) -> OutboundTransfer:
         """The sender's side towards a worker of ``group`` that has connected by ``transport``."""
 
     @abstractmethod
-    def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
+    def inbound(self, layout: Layout, transport: FramedTransport, source: torch.device) -> InboundTransfer:
         """The worker's side.
 
         Args:
@@ -221,7 +221,7 @@ class InboundTransfer(ABC):
     def prepare(self) -> None:
         """Allocate what the first update needs. Blocking."""
 
-    def attach(self, transport: Transport) -> None:
+    def attach(self, transport: FramedTransport) -> None:
         """Updates arrive over this connection from now on."""
 
     def expect(self, update: Update) -> None:

@@ -16,7 +16,7 @@ from aiosync.protocol.frames import Fetch, Update
 from aiosync.protocol.framing import decode_payload, encode_payload
 from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Transfer
 from aiosync.transfer.slots import SlotVersion
-from aiosync.transports.base import Transport
+from aiosync.transports.base import FramedTransport
 from aiosync.weights.layout import Layout
 from aiosync.weights.module_binding import LentViews
 from aiosync.weights.segment import CAN_ATTACH_PRIVATELY, Segment
@@ -50,10 +50,10 @@ class MappedTransfer(Transfer):
     def allocate(self, nbytes: int, device: torch.device) -> Segment:
         return self._allocate_segment(nbytes, device)
 
-    def outbound(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
+    def outbound(self, transport: FramedTransport, group: WorkerGroup) -> OutboundTransfer:
         return MappedOutbound(group, self._access)
 
-    def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
+    def inbound(self, layout: Layout, transport: FramedTransport, source: torch.device) -> InboundTransfer:
         return MappedInbound(layout, self._access)
 
 
@@ -66,11 +66,11 @@ class PrivatelyMappedTransfer(Transfer):
     def _is_private(self, device: torch.device) -> bool:
         return CAN_ATTACH_PRIVATELY and device.type == "cpu"
 
-    def outbound(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
+    def outbound(self, transport: FramedTransport, group: WorkerGroup) -> OutboundTransfer:
         private = self._is_private(group.device)
         return MappedOutbound(group, MemoryAccess.VIEWED if private else MemoryAccess.READ_ONCE)
 
-    def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
+    def inbound(self, layout: Layout, transport: FramedTransport, source: torch.device) -> InboundTransfer:
         if self._is_private(source):
             return MappedInbound(layout, MemoryAccess.VIEWED, True)
         return MappedInbound(layout, MemoryAccess.READ_ONCE)
@@ -123,7 +123,7 @@ class MappedInbound(InboundTransfer):
         if self._private:
             self.written = self._written
 
-    def attach(self, transport: Transport) -> None:
+    def attach(self, transport: FramedTransport) -> None:
         """Forget the slots that another connection announced."""
         self.close()
 

@@ -22,9 +22,9 @@ from aiosync.transfer.mapped import MappedInbound, MappedOutbound
 from aiosync.transfer.process_group import BackgroundInbound, InlineOutbound, InlinePayload, allocate_near
 from aiosync.transfer.slots import SlotVersion
 from aiosync.transports._offload import DetachedThread
-from aiosync.transports.base import Listener, Transport
+from aiosync.transports.base import FramedTransport, Listener
 from aiosync.transports.ray.object_store import fetch, notify_keeper, put, warn_if_tight
-from aiosync.transports.tcp.connection import TCPTransport
+from aiosync.transports.tcp.connection import TCPConnection
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
@@ -53,17 +53,17 @@ class ObjectStoreTransfer(Transfer):
     def allocate(self, nbytes: int, device: torch.device) -> Segment:
         return allocate_near(self.listener, nbytes, torch.device("cpu"))
 
-    def outbound(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
+    def outbound(self, transport: FramedTransport, group: WorkerGroup) -> OutboundTransfer:
         if transport.maps:
             return MappedOutbound(group, MemoryAccess.VIEWED)
-        assert isinstance(transport, TCPTransport)
+        assert isinstance(transport, TCPConnection)
         if group.pool.layout.nbytes <= self.inline:
             return InlineOutbound(group)
         if group not in self._publishers:
             self._publishers[group] = ObjectStorePublisher(group, self.keeper, self.tensor_transport)
         return ObjectStoreOutbound(transport, self._publishers[group])
 
-    def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
+    def inbound(self, layout: Layout, transport: FramedTransport, source: torch.device) -> InboundTransfer:
         if transport.maps:
             return MappedInbound(layout, MemoryAccess.VIEWED)
         return ObjectStoreInbound(layout, self.keeper)
@@ -166,7 +166,7 @@ class ObjectStorePublisher:
 class ObjectStoreOutbound(OutboundTransfer):
     """The sender's side: a worker is sent a version once the object store has it."""
 
-    transport: TCPTransport
+    transport: TCPConnection
     publisher: ObjectStorePublisher
     _connection: TransferConnection | None = field(default=None, init=False)
     # The version that the worker has waited for, while it is offered.

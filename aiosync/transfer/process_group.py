@@ -23,8 +23,8 @@ from aiosync.transfer.mapped import MappedInbound, MappedOutbound
 from aiosync.transfer.slots import SlotVersion
 from aiosync.transfer.stream import BaseLostError
 from aiosync.transports._offload import call_when_done
-from aiosync.transports.base import Listener, Transport
-from aiosync.transports.tcp.connection import TCPTransport
+from aiosync.transports.base import FramedTransport, Listener
+from aiosync.transports.tcp.connection import TCPConnection
 from aiosync.transports.torch_distributed.process_group import ProcessGroupMember, device_of
 from aiosync.transports.torch_distributed.transport import (
     TorchDistributedListener,
@@ -62,7 +62,7 @@ class ProcessGroupTransfer(Transfer):
     def allocate(self, nbytes: int, device: torch.device) -> Segment:
         return allocate_near(self.listener, nbytes, device_of(self.backend))
 
-    def outbound(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
+    def outbound(self, transport: FramedTransport, group: WorkerGroup) -> OutboundTransfer:
         if self.collective == "broadcast" and group not in self._broadcasts:
             self._broadcasts[group] = BroadcastGroup(group, self._join)
         broadcast = self._broadcasts.get(group)
@@ -70,7 +70,7 @@ class ProcessGroupTransfer(Transfer):
             return _MappedBesideBroadcast(group, broadcast)
         if transport.maps:
             return MappedOutbound(group, MemoryAccess.VIEWED)
-        assert isinstance(transport, TCPTransport)
+        assert isinstance(transport, TCPConnection)
         # Slots of other backends than gloo are on a device.
         if broadcast is None and self.backend == "gloo" and group.pool.layout.nbytes <= self.inline:
             return InlineOutbound(group)
@@ -79,7 +79,7 @@ class ProcessGroupTransfer(Transfer):
             return ProcessGroupOutbound(transport, group, key, self._join(key))
         return BroadcastOutbound(transport, group, key, self._join(key), broadcast)
 
-    def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
+    def inbound(self, layout: Layout, transport: FramedTransport, source: torch.device) -> InboundTransfer:
         if transport.maps:
             return MappedInbound(layout, MemoryAccess.VIEWED)
         return ProcessGroupInbound(layout, self.backend, self.timeout)
@@ -122,7 +122,7 @@ class InlineOutbound(OutboundTransfer):
 class ProcessGroupOutbound(OutboundTransfer):
     """The sender's side: an Update frame names the process group that the bytes come through."""
 
-    transport: TCPTransport
+    transport: TCPConnection
     group: WorkerGroup
     key: str  # names the process group that has only the sender and this worker
     member: ProcessGroupMember  # the sender's member of it
@@ -217,7 +217,7 @@ class ProcessGroupInbound(BackgroundInbound, DoubleBuffer):
         # Whether the process group is for broadcasts -> its key, and this worker's member of it.
         self._members: dict[bool, tuple[str, ProcessGroupMember]] = {}
 
-    def attach(self, transport: Transport) -> None:
+    def attach(self, transport: FramedTransport) -> None:
         assert isinstance(transport, TorchDistributedTransport)
         self._leave_groups()
         self._transport = transport

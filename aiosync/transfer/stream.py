@@ -25,8 +25,8 @@ from aiosync.protocol.stream import BLOCK, block_count
 from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Transfer
 from aiosync.transfer.double_buffer import DoubleBuffer
 from aiosync.transfer.slots import SlotVersion
-from aiosync.transports.base import Transport
-from aiosync.transports.tcp.connection import TCPTransport
+from aiosync.transports.base import FramedTransport
+from aiosync.transports.tcp.connection import TCPConnection
 from aiosync.transports.tcp.socket_writer import NotYet
 from aiosync.weights import codec as block_codec
 from aiosync.weights.arena import Slot
@@ -67,11 +67,11 @@ class StreamTransfer(Transfer):
                 return Segment.shared(nbytes)
         return Segment.private(nbytes)
 
-    def outbound(self, transport: Transport, group: WorkerGroup) -> OutboundTransfer:
-        assert isinstance(transport, TCPTransport)
+    def outbound(self, transport: FramedTransport, group: WorkerGroup) -> OutboundTransfer:
+        assert isinstance(transport, TCPConnection)
         return StreamOutbound(transport, group, self.codec, self._encoded.setdefault(group, {}))
 
-    def inbound(self, layout: Layout, transport: Transport, source: torch.device) -> InboundTransfer:
+    def inbound(self, layout: Layout, transport: FramedTransport, source: torch.device) -> InboundTransfer:
         return StreamInbound(layout)
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ def _widths(layout: Layout) -> list[int]:
 class StreamOutbound(OutboundTransfer):
     """The sender's side."""
 
-    transport: TCPTransport
+    transport: TCPConnection
     group: WorkerGroup
     codec: Codec  # "full" if the worker cannot decode the scheme's codec
     encoded: EncodedVersions  # of the group's newest version; shared by all workers of the group
@@ -245,8 +245,8 @@ class StreamInbound(DoubleBuffer):
 
     # -- on the event loop ----------------------------------------------------------------------------
 
-    def attach(self, transport: Transport) -> None:
-        assert isinstance(transport, TCPTransport)
+    def attach(self, transport: FramedTransport) -> None:
+        assert isinstance(transport, TCPConnection)
         self._sender = transport.shares_with
         transport.land(self)
 

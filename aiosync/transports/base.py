@@ -1,4 +1,4 @@
-"""The base classes of connections. A transport is one ordered connection to one peer that moves frames."""
+"""The base classes of connections: a framed transport is one ordered connection to one peer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from aiosync.protocol.framing import FrameDecoder, encode
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.transports._offload import uninterrupted
+from aiosync.transports.contract import Transport
 
-OnConnection: TypeAlias = Callable[["Transport"], None]
+OnConnection: TypeAlias = Callable[["FramedTransport"], None]
 OnLost: TypeAlias = Callable[[int, str], None]
 
 
@@ -44,7 +45,7 @@ class Listener(ABC):
             on_lost: called with a worker's index and the reason if that worker cannot connect any more.
         """
 
-    async def replace(self, ended: Transport) -> None:
+    async def replace(self, ended: FramedTransport) -> None:
         """Called when the process at the other end of ``ended`` has died.
 
         Override it if a respawned worker needs new resources to connect.
@@ -78,8 +79,8 @@ class Sink(Protocol):
         """Called once when the connection is lost, as the last call. Not called after ``aclose``."""
 
 
-class Transport(ABC):
-    """One connection to one peer.
+class FramedTransport(Transport):
+    """One connection to one peer, which a scheme owns.
 
     Life cycle: ``open`` on the side that dials; the handshake, in which frames are awaited one by one
     (``receive``); ``trust`` when the peer has authenticated, until which the peer may send only a few KiB;
@@ -127,7 +128,7 @@ class Transport(ABC):
             SyncTimeoutError: the deadline passed.
         """
 
-    async def reach(self, deadline: Deadline) -> Transport:
+    async def reach(self, deadline: Deadline) -> FramedTransport:
         """Open this connection, or a faster one to the same peer; returns the open one.
 
         Raises:
@@ -246,11 +247,17 @@ class Transport(ABC):
         """Raise AlreadyConnectedError: a scheme uses this connection. ``scheme.receive()`` acknowledges."""
         raise _used_by_scheme("send_ack", "receive")
 
+    async def setup_connection_and_weights_on_sender(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise AlreadyConnectedError: a scheme uses this connection. Call ``scheme.connect()``."""
+        raise _used_by_scheme("setup_connection_and_weights_on_sender", "connect")
+
+    async def setup_connection_and_weights_on_receiver(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise AlreadyConnectedError: a scheme uses this connection. Call ``scheme.connect()``."""
+        raise _used_by_scheme("setup_connection_and_weights_on_receiver", "connect")
+
     # -- the handshake --------------------------------------------------------------------------------
 
-    async def setup_connection_and_weights_on_sender(
-        self, session: SenderSession, deadline: Deadline
-    ) -> Hello:
+    async def authenticate_worker(self, session: SenderSession, deadline: Deadline) -> Hello:
         """Authenticate the worker, which then waits for its Welcome.
 
         Raises:
@@ -272,9 +279,7 @@ class Transport(ABC):
                     self.trust(session.inbound)
                     return event
 
-    async def setup_connection_and_weights_on_receiver(
-        self, session: ReceiverSession, deadline: Deadline
-    ) -> Welcome:
+    async def authenticate_sender(self, session: ReceiverSession, deadline: Deadline) -> Welcome:
         """Authenticate the sender and wait for its Welcome. After that the worker may fetch the weights.
 
         Raises:

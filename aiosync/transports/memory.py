@@ -16,7 +16,7 @@ from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, WorkerLostError
 from aiosync.protocol.frames import Frame
 from aiosync.transports._offload import post
-from aiosync.transports.base import Listener, OnConnection, OnLost, Transport
+from aiosync.transports.base import FramedTransport, Listener, OnConnection, OnLost
 
 FaultKind = Literal["drop", "corrupt", "truncate", "duplicate", "swap", "close"]
 
@@ -39,7 +39,7 @@ class Fault:
     worker: int | None = None
 
 
-class MemoryTransport(Transport):
+class MemoryTransport(FramedTransport):
     """One end of an in-process connection.
 
     Args:

@@ -54,7 +54,7 @@ class PendingCall(ABC):
         self._answer.cancel()
 
 
-class CallingTransport(ABC):
+class RemoteObject(ABC):
     """Calls methods of a remote object and awaits their results. No thread blocks meanwhile.
 
     A subclass implements ``check_connection``, ``_start_call`` and ``_start_weights``.

@@ -29,7 +29,7 @@ from collections.abc import Callable
 
 from aiosync._deadline import Deadline
 from aiosync.errors import WorkerLostError
-from aiosync.transports.base import Listener, OnConnection, OnLost, Transport
+from aiosync.transports.base import FramedTransport, Listener, OnConnection, OnLost
 from aiosync.transports.sockets import credentials
 
 logger = logging.getLogger("aiosync")
@@ -44,7 +44,7 @@ _GRACE = 1.0  # seconds that the peer has to read the last frames when the conne
 _NOT_NOW = BlockingIOError, InterruptedError
 
 
-class SharedMemTransport(Transport):
+class UnixConnection(FramedTransport):
     """A Unix socket to one peer on this machine.
 
     Args:
@@ -52,9 +52,7 @@ class SharedMemTransport(Transport):
         on_open: called with the transport when the connection is open, on the side that accepts.
     """
 
-    def __init__(
-        self, address: str = "", on_open: Callable[[SharedMemTransport], None] | None = None
-    ) -> None:
+    def __init__(self, address: str = "", on_open: Callable[[UnixConnection], None] | None = None) -> None:
         super().__init__()
         self._address = address
         self._on_open = on_open
@@ -233,7 +231,7 @@ class UnixListener(Listener):
                 sock.close()  # another user's process
                 continue
             sock.setblocking(False)
-            SharedMemTransport(on_open=self._on_connection)._adopt(sock)
+            UnixConnection(on_open=self._on_connection)._adopt(sock)
 
     def forget(self) -> None:
         self._socket.close()

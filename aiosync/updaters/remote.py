@@ -9,9 +9,9 @@ from typing import Any
 
 from aiosync.errors import InvalidArgumentError, UnknownWorkerError, WorkerError
 from aiosync.transports._offload import DetachedThread, detached
-from aiosync.transports.ray.transport import PutWeights, RayTransport, handle_of, put_weights
-from aiosync.transports.remote_calls import CallingTransport
-from aiosync.transports.torch_rpc.transport import RPCTransport
+from aiosync.transports.ray.transport import PutWeights, RayActor, handle_of, put_weights
+from aiosync.transports.remote_calls import RemoteObject
+from aiosync.transports.torch_rpc.transport import RPCObject
 from aiosync.updaters.base import WeightUpdaterBase, WorkerId, WorkerIds, current_deadline
 from aiosync.weights.strategy import to_tensordict
 
@@ -30,10 +30,10 @@ class RemoteCollectorsUpdater(WeightUpdaterBase):
     def __init__(self, policy_weights: Any, num_workers: int) -> None:
         self.policy_weights = policy_weights
         self.num_workers = num_workers
-        self._transports: dict[int, CallingTransport] = {}
+        self._transports: dict[int, RemoteObject] = {}
 
     @abstractmethod
-    def _make_transport(self, worker: int) -> CallingTransport:
+    def _make_transport(self, worker: int) -> RemoteObject:
         """Return a transport to a worker's collector."""
 
     async def _prepared(self, weights: Any) -> Any:
@@ -98,7 +98,7 @@ class RemoteCollectorsUpdater(WeightUpdaterBase):
             if isinstance(result, BaseException):
                 raise result
 
-    def _transport(self, worker: WorkerId) -> CallingTransport:
+    def _transport(self, worker: WorkerId) -> RemoteObject:
         if not isinstance(worker, int) or not 0 <= worker < self.num_workers:
             raise UnknownWorkerError(worker, range(self.num_workers))
         if worker not in self._transports:
@@ -149,8 +149,8 @@ class RayWeightUpdater(RemoteCollectorsUpdater):
     async def _prepared(self, weights: Any) -> PutWeights:
         return await put_weights(weights)
 
-    def _make_transport(self, worker: int) -> RayTransport:
-        return RayTransport(handle_of(self.remote_collectors[worker]), worker_idx=worker)
+    def _make_transport(self, worker: int) -> RayActor:
+        return RayActor(handle_of(self.remote_collectors[worker]), worker_idx=worker)
 
 
 class RPCWeightUpdater(RemoteCollectorsUpdater):
@@ -177,9 +177,9 @@ class RPCWeightUpdater(RemoteCollectorsUpdater):
         self.collector_class = collector_class
         self.collector_rrefs = collector_rrefs
 
-    def _make_transport(self, worker: int) -> RPCTransport:
+    def _make_transport(self, worker: int) -> RPCObject:
         info, rref = self.collector_infos[worker], self.collector_rrefs[worker]
-        return RPCTransport(info, rref, self.collector_class, worker_idx=worker)
+        return RPCObject(info, rref, self.collector_class, worker_idx=worker)
 
 
 class DistributedWeightUpdater(WeightUpdaterBase):

@@ -21,7 +21,7 @@ from aiosync.errors import ProtocolError
 from aiosync.protocol import frames, framing
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.protocol.session import proof_of
-from aiosync.transports.base import Transport
+from aiosync.transports.base import FramedTransport
 from aiosync.transports.unix_socket import UnixListener
 from aiosync.weights.layout import Layout
 from tests.kit.cases import Recipe, SchemeCase
@@ -144,16 +144,16 @@ class _ForgedSender:
         self._update = update
         self.answers: asyncio.Queue[frames.Frame] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
-        self._transports: list[Transport] = []
+        self._transports: list[FramedTransport] = []
 
     async def listen(self) -> None:
         await self.listener.listen(
             lambda t: self._tasks.append(asyncio.ensure_future(self._serve(t))), lambda worker, reason: None
         )
 
-    async def _serve(self, transport: Transport) -> None:
+    async def _serve(self, transport: FramedTransport) -> None:
         self._transports.append(transport)
-        await transport.setup_connection_and_weights_on_sender(self._session, Deadline.after(PATIENCE))
+        await transport.authenticate_worker(self._session, Deadline.after(PATIENCE))
         transport.write(*self._says)
         answer = await transport.receive(Deadline.after(PATIENCE))
         if isinstance(answer, frames.Fetch):

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from aiosync import WorkerLostError
-from aiosync.transports.unix_socket import SharedMemTransport
+from aiosync.transports.unix_socket import UnixConnection
 from tests.kit.child import Child
 from tests.kit.models import Norm, Other, Uniform, fill, value_of
 
@@ -161,7 +161,7 @@ async def read_pinned(child: Child, count: int) -> dict[str, int]:
 async def cut(child: Child) -> None:
     """Break the connection to the sender, which is to be one over a Unix socket."""
     transport = child.scheme.receiver_transport
-    assert isinstance(transport, SharedMemTransport)
+    assert isinstance(transport, UnixConnection)
     assert transport._sock is not None
     transport._sock.shutdown(socket.SHUT_RDWR)
 

@@ -9,12 +9,22 @@ from typing import Any
 
 import torch
 
+from aiosync import RayTransport
 from aiosync.ray import WeightActorMixin
 from aiosync.weights.strategy import WeightStrategy
 from tests.kit.clock import PATIENCE
 from tests.kit.models import Uniform, value_of
 
-__all__ = ["AsyncHolder", "Collector", "Holder", "Module", "ModuleElsewhere", "Moduleless", "Roller"]
+__all__ = [
+    "AsyncHolder",
+    "Collector",
+    "Holder",
+    "Module",
+    "ModuleElsewhere",
+    "Moduleless",
+    "Receiving",
+    "Roller",
+]
 
 
 class Holder:
@@ -176,6 +186,21 @@ class ModuleElsewhere(Module):
     def value(self) -> float:
         """What the model holds."""
         return value_of(self._actor_module)
+
+
+class Receiving:
+    """Receives by a transport of its own, as an async actor."""
+
+    def __init__(self, name: str) -> None:
+        self.policy = Uniform(-1.0)
+        self._transport = RayTransport(worker_idx=3, connection_info_name=name, timeout=PATIENCE)
+        self._transport.set_model(self.policy)
+
+    async def receive(self, count: int) -> float:
+        """Receive so many versions; return the policy's value."""
+        for _ in range(count):
+            await self._transport.receive_weights()
+        return value_of(self.policy)
 
 
 class Moduleless:

@@ -14,7 +14,7 @@ from torch import nn
 
 from aiosync import InvalidArgumentError, LayoutMismatchError, RemoteApplyError, WorkerLostError
 from aiosync.schemes.ray_modules import RayModuleTransformScheme
-from aiosync.transports.ray.transport import RayActorTransport, RayTransport, put_weights
+from aiosync.transports.ray.transport import RayActor, RayModuleActor, put_weights
 from tests.kit.clock import BRIEF, PATIENCE, within
 from tests.kit.models import Norm, Other, Uniform, fill, value_of
 from tests.ray.actors import Collector, Module, ModuleElsewhere, Moduleless
@@ -172,7 +172,7 @@ def test_wrong_arguments(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize("method", ["tensordict", "state_dict"])
 async def test_a_transport_to_an_actor_with_a_module(method: Any) -> None:
     actor, model = start(Module, Uniform(-1.0)), Uniform()
-    transport = RayActorTransport(SimpleNamespace(_actor=actor), method)
+    transport = RayModuleActor(SimpleNamespace(_actor=actor), method)
     assert transport.check_connection()
     fill(model, 6)
     await transport.send_weights(model, timeout=PATIENCE)
@@ -190,14 +190,14 @@ async def test_one_put_for_several_actors() -> None:
     model = Uniform()
     fill(model, 5)
     put = await put_weights(model)
-    transports = [RayTransport(actor, worker_idx=i) for i, actor in enumerate(actors)]
+    transports = [RayActor(actor, worker_idx=i) for i, actor in enumerate(actors)]
     await asyncio.gather(*(t.send_weights(put, timeout=PATIENCE) for t in transports))
     assert [await actor.heard.remote() for actor in actors] == [[5.0]] * 3
     with pytest.raises(
         InvalidArgumentError,
         match="expected weights that were put as 'state_dict' for this actor, got 'tensordict'",
     ):
-        await RayActorTransport(actors[0], "state_dict").send_weights(put, timeout=PATIENCE)
+        await RayModuleActor(actors[0], "state_dict").send_weights(put, timeout=PATIENCE)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.compile imports
@@ -210,14 +210,14 @@ async def test_a_compiled_module_with_tied_weights() -> None:
 
     model, actor = Tied(), start(Module, Tied())
     fill(model, 4)
-    await RayActorTransport(actor).send_weights(torch.compile(model), timeout=PATIENCE)
+    await RayModuleActor(actor).send_weights(torch.compile(model), timeout=PATIENCE)
     assert await actor.value.remote() == 4
     assert await actor.parameters.remote() == 3
 
 
 async def test_calls_of_an_actor() -> None:
     actor = start(Collector)
-    transport = RayTransport(actor, worker_idx=3)
+    transport = RayActor(actor, worker_idx=3)
     assert await transport.call("heard", timeout=PATIENCE) == []
     with pytest.raises(InvalidArgumentError, match="worker 3 has no nonsense"):
         await transport.call("nonsense", timeout=PATIENCE)

@@ -26,8 +26,8 @@ from aiosync.sender.slot_write import SlotWrite
 from aiosync.transfer.broadcast import BroadcastGroup
 from aiosync.transfer.double_buffer import DoubleBuffer
 from aiosync.transfer.slots import LeaseKind
-from aiosync.transports.torch_distributed.transport import DistributedTransport, TorchDistributedListener
-from aiosync.transports.unix_socket import SharedMemTransport
+from aiosync.transports.torch_distributed.transport import StoreConnection, TorchDistributedListener
+from aiosync.transports.unix_socket import UnixConnection
 from aiosync.weights.module_binding import ModuleBinding
 from aiosync.weights.segment import Segment
 from tests.kit import scenarios
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="maps another pr
 LARGE = 1 << 21
 """Of so large a model the first blocks are sent while the last are being copied."""
 
-NEAR, FAR = SharedMemTransport, DistributedTransport
+NEAR, FAR = UnixConnection, StoreConnection
 COMING_BACK = SchemeCase(
     "distributed", lambda _, options: Recipe(DistributedWeightSyncScheme(reconnect_for=60, **options))
 )

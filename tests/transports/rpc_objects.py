@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch.distributed import rpc
 
+from aiosync import RPCTransport
 from aiosync.weights.strategy import WeightStrategy
+from tests.kit.clock import PATIENCE
 from tests.kit.models import Uniform, value_of
 from tests.kit.rpc import join
 
-__all__ = ["Collector", "Fallible", "leave", "linger", "serve"]
+__all__ = ["Collector", "Fallible", "Receiving", "leave", "linger", "serve"]
 
 
 class Collector:
@@ -56,6 +58,21 @@ class Fallible(Collector):
 
     def _receive_weights_scheme(self) -> None:
         self.received.append(-2.0)
+
+
+class Receiving(Collector):
+    """Receives by a transport of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._transport = RPCTransport(timeout=PATIENCE)
+
+    async def receive(self, count: int) -> float:
+        """Receive so many versions; return the policy's value."""
+        for _ in range(count):
+            await self._transport.receive_weights(model=self.policy)
+        await self._transport.aclose()
+        return value_of(self.policy)
 
 
 def serve(address: str, worker: int, size: int) -> None:

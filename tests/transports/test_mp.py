@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from aiosync import InvalidArgumentError, MPTransport, WorkerLostError
+from aiosync import InvalidArgumentError, WorkerLostError
 from aiosync._deadline import Deadline
 from aiosync.protocol import frames as f
-from aiosync.transports.base import Transport
-from aiosync.transports.mp.base import MessagePipeListener
+from aiosync.transports.base import FramedTransport
+from aiosync.transports.mp.base import MessagePipeListener, PipeConnection
 from aiosync.transports.mp.pipes import ConnectionPipe, PipeListener, UnexpectedMessage
 from aiosync.transports.mp.queues import QueueListener, QueuePair, QueuePipe
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
@@ -32,15 +32,15 @@ class Ends:
     def __init__(self, listener: MessagePipeListener, pipe: Any, other: Sequence[Any] = ()) -> None:
         self.listener = listener
         self.pipe = pipe
-        self.accepted: asyncio.Queue[Transport] = asyncio.Queue()
+        self.accepted: asyncio.Queue[FramedTransport] = asyncio.Queue()
         self.other = other
 
-    async def dial(self) -> MPTransport:
-        transport = MPTransport(self.pipe)
+    async def dial(self) -> PipeConnection:
+        transport = PipeConnection(self.pipe)
         await transport.open(_soon())
         return transport
 
-    async def accept(self) -> Transport:
+    async def accept(self) -> FramedTransport:
         return await within(self.accepted.get())
 
 
@@ -258,7 +258,7 @@ async def test_queues_are_replaced_only_if_a_lock_was_left_taken() -> None:
         await listener.replace(sender)
         after = listener.pairs[0]
         assert after is not before
-        again = MPTransport(QueuePipe(after, after.to_worker, after.to_sender))
+        again = PipeConnection(QueuePipe(after, after.to_worker, after.to_sender))
         await again.open(_soon())
         again.write(_word(2))
         assert await (await end.accept()).receive(_soon()) == _word(2)
@@ -295,12 +295,12 @@ async def test_listen_may_be_called_again_after_it_failed(
         return open_pipe(self, *args)
 
     monkeypatch.setattr(ConnectionPipe, "open", fail_once)
-    come: list[Transport] = []
+    come: list[FramedTransport] = []
     with pytest.raises(OSError, match="too many"):
         await listener.listen(come.append, lambda worker, reason: None)
     await listener.listen(come.append, lambda worker, reason: None)
     for _, theirs in pairs:
-        worker = MPTransport(ConnectionPipe(theirs, lambda message: None))
+        worker = PipeConnection(ConnectionPipe(theirs, lambda message: None))
         await worker.open(_soon())
         worker.write(_word(1))
         come.append(worker)

@@ -21,7 +21,6 @@ from aiosync import (
     LayoutMismatchError,
     NotInitializedError,
     RemoteApplyError,
-    RPCTransport,
     RPCWeightSyncScheme,
     SyncTimeoutError,
     UnknownWorkerError,
@@ -30,10 +29,10 @@ from aiosync import (
 )
 from aiosync.schemes import attach as enlisted
 from aiosync.sync import updaters as blocking_updaters
-from aiosync.transports.tcp.connection import TCPTransport
+from aiosync.transports.tcp.connection import TCPConnection
 from aiosync.transports.torch_rpc import rendezvous as rpc_rendezvous
-from aiosync.transports.torch_rpc.transport import is_member
-from aiosync.transports.unix_socket import SharedMemTransport
+from aiosync.transports.torch_rpc.transport import RPCObject, is_member
+from aiosync.transports.unix_socket import UnixConnection
 from tests.conformance.test_g07_one_bad_worker import SOON
 from tests.kit import scenarios
 from tests.kit.cases import SchemeCase, over_rpc
@@ -120,7 +119,7 @@ async def test_objects_join_and_are_sent_everything() -> None:
 
 async def _joined_and_told(**options: Any) -> None:
     async with collectors(**options) as (scheme, context, _):
-        kind = TCPTransport if options else SharedMemTransport
+        kind = TCPConnection if options else UnixConnection
         assert all(isinstance(transport, kind) for transport in scheme.sender_transports.values())
         for version in (1, 2):
             fill(context.policy, version)
@@ -227,10 +226,10 @@ def test_one_object_per_worker() -> None:
 
 
 @asynccontextmanager
-async def remote_object(kind: type[Collector]) -> AsyncIterator[tuple[RPCTransport, BaseProcess]]:
+async def remote_object(kind: type[Collector]) -> AsyncIterator[tuple[RPCObject, BaseProcess]]:
     async with world_of(1) as processes:
         (info,) = others()
-        transport = RPCTransport(info, rpc.remote(info, kind), kind, worker_idx=0)
+        transport = RPCObject(info, rpc.remote(info, kind), kind, worker_idx=0)
         yield transport, processes[0]
         await transport.aclose()
 
@@ -401,7 +400,7 @@ async def test_a_process_that_takes_no_part_is_sent_everything() -> None:
     """It comes in the place of one that has died."""
     case = SchemeCase("rpc-apart", over_rpc(share_memory=False))
     async with ProcessCluster(case, workers=2, size=1 << 16) as cluster:
-        assert all(isinstance(t, TCPTransport) for t in cluster.scheme.sender_transports.values())
+        assert all(isinstance(t, TCPConnection) for t in cluster.scheme.sender_transports.values())
         cluster.workers[1].kill()
         await cluster.workers[1].ended()
         fill(cluster.model, 1)

@@ -11,7 +11,7 @@ import pytest
 from aiosync.protocol.frames import FROM_SENDER, Abort, Bye, Frame
 from aiosync.protocol.framing import FrameDecoder, encode
 from aiosync.transports import unix_socket as shared_memory
-from aiosync.transports.base import Transport
+from aiosync.transports.base import FramedTransport
 from aiosync.transports.unix_socket import _MAX_UNSENT, UnixListener, _os_address
 
 pytestmark = pytest.mark.asyncio
@@ -36,8 +36,8 @@ class Sink:
         self.ended.set()
 
 
-async def _connected(listener: UnixListener) -> tuple[socket.socket, Transport]:
-    accepted: asyncio.Queue[Transport] = asyncio.Queue()
+async def _connected(listener: UnixListener) -> tuple[socket.socket, FramedTransport]:
+    accepted: asyncio.Queue[FramedTransport] = asyncio.Queue()
     await listener.listen(accepted.put_nowait, lambda worker, reason: None)
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     peer.connect(_os_address(listener.address))
@@ -158,7 +158,7 @@ async def test_a_write_that_fails_for_another_reason_is_the_end() -> None:
     listener, sink = UnixListener(), Sink()
     peer, transport = await _connected(listener)
     transport.start(sink)
-    assert isinstance(transport, shared_memory.SharedMemTransport)
+    assert isinstance(transport, shared_memory.UnixConnection)
     whole = transport._sock
     assert whole is not None
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from aiosync._deadline import Deadline
-from aiosync.transports.base import Listener, OnConnection, OnLost, Transport
+from aiosync.transports.base import FramedTransport, Listener, OnConnection, OnLost
 
 _MAGIC = b"aiosync\x01"
 _TAG_SIZE = 8
@@ -91,7 +91,7 @@ class MessagePipe(ABC):
         """Stop reading; idempotent. The descriptors stay open."""
 
 
-class MPTransport(Transport):
+class PipeConnection(FramedTransport):
     """One connection over a message pipe, on the side that opens the connection.
 
     Args:
@@ -124,7 +124,7 @@ class MPTransport(Transport):
         self._pipe.close()
 
 
-class _AcceptedMPTransport(MPTransport):
+class _AcceptedPipeConnection(PipeConnection):
     """The sender's end of a connection. The listener reads the pipe, also before and afterwards."""
 
     def __init__(self, pipe: MessagePipe, tag: bytes) -> None:
@@ -145,7 +145,7 @@ class _WorkerPipe:
     pipe: MessagePipe
     on_connection: OnConnection | None  # None: opens no more connections
     on_lost: Callable[[str], None]
-    current: _AcceptedMPTransport | None = None
+    current: _AcceptedPipeConnection | None = None
 
     def __post_init__(self) -> None:
         self.pipe.open(self._message, self._broken)
@@ -156,7 +156,7 @@ class _WorkerPipe:
         if before is None or before.tag != tag:
             if self.on_connection is None:
                 return
-            self.current = _AcceptedMPTransport(self.pipe, tag)
+            self.current = _AcceptedPipeConnection(self.pipe, tag)
             if before is not None:
                 before._lost("its worker has opened a new connection")
             self.on_connection(self.current)
@@ -183,7 +183,7 @@ class MessagePipeListener(Listener):
             self._workers[worker] = _WorkerPipe(pipe, on_connection, partial(on_lost, worker))
             del self._pipes[worker]  # only now: if opening it fails, listen() may be called again
 
-    def worker_of(self, transport: Transport) -> int | None:
+    def worker_of(self, transport: FramedTransport) -> int | None:
         """Return the index of the worker whose current connection is ``transport``; None: no worker's."""
         return next((index for index, worker in self._workers.items() if worker.current is transport), None)
 

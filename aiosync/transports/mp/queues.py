@@ -18,7 +18,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.queues import SimpleQueue
 
 from aiosync.transports._offload import post, start_thread
-from aiosync.transports.base import Transport
+from aiosync.transports.base import FramedTransport
 from aiosync.transports.mp.base import MessagePipe, MessagePipeListener, refuse_if_full, split_messages
 from aiosync.transports.sockets import ioctl_int
 
@@ -162,7 +162,7 @@ class QueueListener(MessagePipeListener):
         self.pairs = {worker: QueuePair(ctx) for worker in workers}
         super().__init__({worker: _senders_end(pair) for worker, pair in self.pairs.items()})
 
-    async def replace(self, ended: Transport) -> None:
+    async def replace(self, ended: FramedTransport) -> None:
         """Make new queues for a worker that was killed and left its queues locked."""
         worker = self.worker_of(ended)
         if worker is None or not self.pairs[worker].left_locked():

@@ -24,7 +24,7 @@ from aiosync.errors import (
 from aiosync.transports._offload import DetachedThread, detached
 from aiosync.transports.ray import ray_here
 from aiosync.transports.ray.object_store import as_tensor, packed, put
-from aiosync.transports.remote_calls import CallingTransport, PendingCall
+from aiosync.transports.remote_calls import PendingCall, RemoteObject
 from aiosync.transports.torch_distributed.store import first_line
 from aiosync.weights.flatten import named_tensors
 from aiosync.weights.layout import Layout
@@ -138,7 +138,7 @@ def _parameters(weights: Any, layout: Layout) -> list[str]:
     return [name for name, tensor in live.items() if isinstance(tensor, nn.Parameter) and name in known]
 
 
-class RayTransport(CallingTransport):
+class RayActor(RemoteObject):
     """Calls methods of one Ray actor, such as a remote collector, and awaits their results.
 
     Weights are passed to ``update_policy_weights_(weights)``, as a TensorDict whose tensors view the object
@@ -188,7 +188,7 @@ class RayTransport(CallingTransport):
         return self._start_call("update_policy_weights_", (weights.ref,), {}, deadline)
 
 
-class RayActorTransport(RayTransport):
+class RayModuleActor(RayActor):
     """Calls methods of a Ray actor that holds a model.
 
     Weights are passed to the actor's ``_update_weights_tensordict(params=)`` or

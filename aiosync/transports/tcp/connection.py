@@ -16,7 +16,7 @@ from aiosync.errors import HandshakeError, ProtocolError, WorkerLostError
 from aiosync.protocol.frames import Frame, Inbound
 from aiosync.protocol.stream import BodySink
 from aiosync.transports._offload import LoopThread, abandonable
-from aiosync.transports.base import Transport
+from aiosync.transports.base import FramedTransport
 from aiosync.transports.sockets import credentials, tune
 from aiosync.transports.tcp.address import Address
 from aiosync.transports.tcp.socket_thread import SocketThread
@@ -28,7 +28,7 @@ logger = logging.getLogger("aiosync")
 _ATTEMPT = 5.0  # seconds that an attempt to connect to one of a host's addresses may take
 
 
-class TCPTransport(Transport):
+class TCPConnection(FramedTransport):
     """A TCP or Unix socket to one peer."""
 
     # Even on loopback the peer's process id may mean nothing here: containers may share the loopback
@@ -128,7 +128,7 @@ class TCPTransport(Transport):
         self._lost(reason or "this side has closed the connection", error)
 
 
-class DialledTransport(TCPTransport):
+class DialledTransport(TCPConnection):
     """The worker's end of a connection, which dials the sender. It has its own thread."""
 
     def __init__(self, address: Address, tls: TLSConfig | None = None, *, any_user: bool = False) -> None:

@@ -20,7 +20,7 @@ from aiosync.transports.base import Listener, OnConnection, OnLost
 from aiosync.transports.log_limit import LogLimit
 from aiosync.transports.sockets import close_in_children, inode, listening, peer_of, tune
 from aiosync.transports.tcp.address import Address, is_loopback
-from aiosync.transports.tcp.connection import TCPTransport
+from aiosync.transports.tcp.connection import TCPConnection
 from aiosync.transports.tcp.tls import TLSConfig, TLSLayer
 
 logger = logging.getLogger("aiosync")
@@ -32,7 +32,7 @@ _AT_ONCE = 16  # most connections that one callback accepts. Their frames are ha
 _ACCEPT_PAUSE = 1.0  # seconds without accepting after an accept that failed
 
 
-class AcceptedTransport(TCPTransport):
+class AcceptedTransport(TCPConnection):
     """The sender's end of a connection. The listener's thread reads and writes its socket."""
 
     def __init__(

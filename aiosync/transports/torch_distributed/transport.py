@@ -1,7 +1,7 @@
 """Connections whose weights are sent by a process group.
 
 Frames go over a TCP socket: a store does not report the death of a process, and a thread that waits in a
-store can be woken only through the store. A subclass finds the socket's address; DistributedTransport finds
+store can be woken only through the store. A subclass finds the socket's address; StoreConnection finds
 it in a store. The process groups are made through a store of torch.distributed.
 
 A worker on the sender's machine that can map the sender's memory gets a Unix-socket connection instead, as
@@ -24,12 +24,12 @@ from aiosync._deadline import Deadline
 from aiosync.errors import ArenaAllocationError, ProtocolError, WorkerLostError
 from aiosync.protocol.frames import Inbound
 from aiosync.transports._offload import DetachedThread, abandonable, start_thread
-from aiosync.transports.base import Listener, OnConnection, OnLost, Transport
+from aiosync.transports.base import FramedTransport, Listener, OnConnection, OnLost
 from aiosync.transports.tcp.address import Address
 from aiosync.transports.tcp.connection import DialledTransport
 from aiosync.transports.tcp.listener import TCPListener
 from aiosync.transports.torch_distributed.store import StoreAddress, StoreLookup, StoreResponder
-from aiosync.transports.unix_socket import SharedMemTransport, UnixListener
+from aiosync.transports.unix_socket import UnixConnection, UnixListener
 from aiosync.weights.segment import Segment
 
 
@@ -82,7 +82,7 @@ class TorchDistributedTransport(DialledTransport):
         self._store: Any = None
         self._bare = True  # whether updates have no chunks on this socket
 
-    async def reach(self, deadline: Deadline) -> Transport:
+    async def reach(self, deadline: Deadline) -> FramedTransport:
         """Find the sender and connect to it, over a Unix socket if its memory can be mapped; else over TCP.
 
         Raises:
@@ -94,7 +94,7 @@ class TorchDistributedTransport(DialledTransport):
         address = await self._find(deadline)
         local = address.local if self._share_memory else None
         if local is not None and local.within_reach():
-            transport = SharedMemTransport(local.address)
+            transport = UnixConnection(local.address)
             transport.secret = address.token
             try:
                 return await transport.reach(deadline)
@@ -187,7 +187,7 @@ class TorchDistributedListener(Listener):
         self._store = None
 
 
-class DistributedTransport(TorchDistributedTransport):
+class StoreConnection(TorchDistributedTransport):
     """A worker's connection to its sender, which it finds in a store.
 
     Args:

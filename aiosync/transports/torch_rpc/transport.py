@@ -21,7 +21,7 @@ from torch.distributed import rpc
 from aiosync._deadline import Deadline
 from aiosync.errors import NotInitializedError, RemoteApplyError, WorkerLostError
 from aiosync.transports._offload import offloaded
-from aiosync.transports.remote_calls import CallingTransport, PendingCall
+from aiosync.transports.remote_calls import PendingCall, RemoteObject
 from aiosync.transports.torch_distributed.store import first_line, without_prefix
 from aiosync.weights.strategy import to_tensordict
 
@@ -125,7 +125,7 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-class RPCTransport(CallingTransport):
+class RPCObject(RemoteObject):
     """Calls methods of one remote object, such as a collector, by torch RPC, and awaits their results.
 
     No thread blocks until the answer. The remote process runs a coroutine in a new event loop. Weights are

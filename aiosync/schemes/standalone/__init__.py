@@ -1,0 +1,1 @@
+"""Transports that are used alone, without a scheme."""
