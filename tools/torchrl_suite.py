@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torchrl_swap
+import torchrl_swap  # type: ignore[import-not-found] # beside this file
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -298,7 +298,7 @@ async def test_devices(sync: bool) -> None:
         ({"max_staleness": 1, "sync": True}, "max_staleness= needs sync=False"),
         ({"start_method": "fork"}, "expected 'spawn' or 'forkserver'"),
         ({"weight_updater": 3}, "weight_updater: expected an updater"),
-        ({"trajs_per_batch": 3}, "trajs_per_batch=3 is an option of torchrl alone: batches have frames"),
+        ({"collector_class": dict}, "is an option of torchrl alone: a worker steps its environments"),
         ({"total_frames": "many"}, "expected a number of frames, or None"),
     ],
 )

@@ -266,7 +266,7 @@ async def test_generate_in_a_worker_process_equals_the_trainers() -> None:
     options: dict[str, Any] = {"timeout": PATIENCE}
     schemes: dict[str, WeightSyncScheme] = {}
     for kind, peft in itertools.product(KINDS, MODES):
-        schemes[f"{kind}-{peft}-shared"] = SharedMemWeightSyncScheme(peft=peft, **options)  # type: ignore[arg-type]
+        schemes[f"{kind}-{peft}-shared"] = SharedMemWeightSyncScheme(peft=peft, **options)
         schemes[f"{kind}-{peft}-tcp"] = TCPWeightSyncScheme(peft=peft, **options)
     for peft in MODES:
         schemes[f"gpt2-{peft}-copy"] = SharedMemWeightSyncScheme("state_dict", commit="copy", **options)
