@@ -37,6 +37,7 @@ PUBLIC = RANK["collectors"]  # what aiosync/__init__.py may re-export
 COMPAT = "aiosync.compat.torchrl"
 ALLOWED = {
     ("schemes/contexts.py", COMPAT): "adapts torchrl's contexts; imported for such a context only",
+    ("collectors/worker.py", COMPAT): "adds transforms to torchrl's environments; imported for these only",
     ("sync/_twin.py", COMPAT): "registers the twins with torchrl; imported after torchrl only",
 }
 """(module, import through importlib) -> why it may point upwards: each imports torchrl, which is optional."""

@@ -25,6 +25,8 @@ class PolicyConfig:
 
     Attributes:
         exploration_type: tensordict's interaction type: whether the policy samples actions or takes the mode.
+        auto_register_policy_transforms: append to torchrl's environments the transforms that a recurrent
+            policy needs and that they lack, ``InitTracker`` and ``TensorDictPrimer``. None: do not.
         trust_policy: the policy takes and returns TensorDicts, whatever its signature says. None: only a
             tensordict ``CudaGraphModule`` does.
         track_policy_version: tag each frame with the version that acted, as ``"policy_version"`` and
@@ -38,6 +40,7 @@ class PolicyConfig:
     """
 
     exploration_type: InteractionType = InteractionType.RANDOM
+    auto_register_policy_transforms: bool | None = None
     trust_policy: bool | None = None
     track_policy_version: Any = True
     compile_policy: bool | Mapping[str, Any] | None = None
@@ -267,7 +270,6 @@ class ReplayConfig:
 
 
 _TORCHRL_ONLY = {
-    "auto_register_policy_transforms": "add InitTracker and TensorDictPrimer in create_env_fn",
     "collector_class": "a worker steps its environments itself, without a collector of its own",
 }
 """Options of torchrl that a collector does not have -> what to do instead."""

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, TypeAlias
 
 import cloudpickle
@@ -136,10 +137,10 @@ class Worker:
         self._frames = self._batches = 0  # delivered
         self._profiler: BatchProfiler | None = None
         stack.callback(self._end_profile)
-        self._envs = [self._make_env() for _ in range(config.processes.envs_per_worker)]
-        # The first environment, as create_env returned it, and the policy. None: random actions.
-        self.env = self._envs[0].env
+        # None: random actions.
         self.policy = spec.make_policy() if spec.make_policy is not None else None
+        self._envs = [self._make_env() for _ in range(config.processes.envs_per_worker)]
+        self.env = self._envs[0].env  # as create_env returned it
         if isinstance(self.policy, nn.Module) and self._devices.policy is not None:
             to_device(self.policy, self._devices.policy)
         env, use_buffers = self._envs[0], config.batch.use_buffers
@@ -155,7 +156,10 @@ class Worker:
         self._batch_requested = asyncio.Event()  # wakes the rollouts that have no batch to collect for
 
     def _make_env(self) -> Env:
-        env = adapt(self._spec.create_env(), self._devices.env)
+        made = self._spec.create_env()
+        if self._config.policy.auto_register_policy_transforms and hasattr(made, "append_transform"):
+            made = import_module("aiosync.compat.torchrl").with_policy_transforms(made, self.policy)
+        env = adapt(made, self._devices.env)
         self._stack.push_async_callback(self._close_env, env)
         return env
 

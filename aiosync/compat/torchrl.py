@@ -64,6 +64,24 @@ def is_enlisted(context: Any) -> bool:
     return str(agent_here().get_worker_info().name).startswith("COLLECTOR_NODE_")
 
 
+def with_policy_transforms(env: Any, policy: Any) -> Any:
+    """Return a torchrl environment with the transforms that a recurrent policy needs and that it lacks: the
+    one that marks the first step of an episode, and those that begin with the policy's initial states."""
+    from torchrl.envs.transforms import Compose, InitTracker, TensorDictPrimer
+    from torchrl.modules.utils import get_primers_from_module
+
+    known = {
+        key for spec in (env.full_observation_spec, env.full_state_spec) for key in spec.keys(True, True)
+    }
+    if not any("is_init" in (key, key[-1]) for key in known):
+        env = env.append_transform(InitTracker())
+    primers = get_primers_from_module(policy, warn=False) if hasattr(policy, "apply") else None
+    for primer in primers if isinstance(primers, Compose) else [primers]:
+        if isinstance(primer, TensorDictPrimer) and not set(primer.primers.keys(True, True)) <= known:
+            env = env.append_transform(primer)
+    return env
+
+
 def processes(context: Any) -> dict[int, int]:
     """Return worker index -> process id, of the processes that a collector has started."""
     started = getattr(context, "procs", None) or ()

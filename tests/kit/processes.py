@@ -57,7 +57,7 @@ def warm_up() -> None:
     path = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), path]))
     modules = ["__main__", "torch", "uvloop", "aiosync", "tests.kit.scenarios"]
-    modules += ["gymnasium", "aiosync.collectors.worker"]
+    modules += ["gymnasium", "aiosync.collectors.worker", "tests.compat.policies"]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(modules)
     first = context.Process(target=os.getpid)

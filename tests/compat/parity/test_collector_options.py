@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule, TensorDictSequential
 
 pytest.importorskip("torchrl")
 
@@ -239,3 +240,32 @@ def test_frames_without_the_next_observations(compact: bool) -> None:
     found = set(lines(theirs)), set(lines(ours)) - {"policy_version"}  # ours tags frames by default
     assert found[0] == found[1]
     assert ("observation" in found[1]) is not compact
+
+
+def _recurrent() -> Any:
+    from torchrl.modules import GRUModule
+
+    keys = {"in_keys": ["observation", "state", "is_init"], "out_keys": ["hidden", ("next", "state")]}
+    gru = GRUModule(input_size=4, hidden_size=3, **keys)
+    head = TensorDictModule(_Head(), in_keys=["hidden"], out_keys=["action"])
+    return TensorDictSequential(gru, head)
+
+
+class _Head(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (hidden.sum(-1) > 0).long()
+
+
+def test_a_recurrent_policy_gets_its_transforms() -> None:
+    def lines(module: Any) -> tuple[Any, ...]:
+        options = {"frames_per_batch": 40, "total_frames": 40, "auto_register_policy_transforms": True}
+        with running(module, True, ENVS, _recurrent(), **options) as collector:
+            (batch,) = list(collector)
+        first = batch["is_init"].view(-1)
+        # The first step of each episode begins with the initial state, the others with the last one's.
+        assert not batch["state"].reshape(40, -1)[first].any()
+        later = ~batch["is_init"][:, 1:].squeeze(-1)
+        assert torch.equal(batch["state"][:, 1:][later], batch["next", "state"][:, :-1][later])
+        return batch["state"].shape, bool(first[0]), bool(batch["state"].any())
+
+    assert both(lines)[1:] == (True, True)
