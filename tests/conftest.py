@@ -84,8 +84,10 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     if item.get_closest_marker("soak") is not None:
         # Frames of threads that go on while they are written down may crash the process.
         faulthandler.cancel_dump_traceback_later()
-    if item.nodeid.replace("/", ".").startswith(CHECKED):
+    name = item.nodeid.replace("/", ".")
+    if name.startswith((*CHECKED, "tests.compat")):
         _warm_up_once(item.config)
+    if name.startswith(CHECKED):
         gc.collect()
         item.stash[_before] = Snapshot.take()
     return (yield)
