@@ -39,7 +39,7 @@ async def train(mode: str, workers: int, seed: int, updates: int) -> Curve:
         sync=mode == "sync",
         frames_per_batch=ENVS * STEPS * (workers if mode == "sync" else 1),
         total_frames=ENVS * STEPS * workers * updates,
-        cat_results=0,
+        cat_results=0 if mode == "sync" else None,
         max_staleness=None if mode == "sync" else 1,
         on_stale="drop" if mode == "sync" else "wait",
     )

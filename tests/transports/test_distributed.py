@@ -156,7 +156,7 @@ async def test_a_worker_may_come_first() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"backend": "mpi"}, "expected one of 'gloo', 'nccl'"),
+        ({"backend": "mpi"}, "expected 'gloo' or 'nccl'"),
         ({"collective": "tree"}, "expected 'p2p' or 'broadcast'"),
         ({"store": "tcp://here"}, "expected a torch.distributed Store"),
         ({"init_method": "udp://here"}, "expected 'env://' or 'tcp://host:port'"),
