@@ -20,7 +20,7 @@ with warnings.catch_warnings():
 
 @pytest.fixture(autouse=True)
 def _cheap_processes() -> Iterator[None]:
-    """torchrl's processes are forked from the server that has imported everything, not spawned: seconds less."""
+    """torchrl's processes are forked from a server that has imported everything, not spawned."""
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("forkserver", force=True)
     yield

@@ -127,7 +127,7 @@ class DistributedTransport(StandaloneTransport):
             The buffer, or None if no weights came in time. Without a buffer as the base class.
 
         Raises:
-            As the base class.
+            Exception: as the base class.
         """
         buffer = weights if weights is not None else self.weights_buffer
         return await super().receive_weights(timeout, weights=buffer, model=model, strategy=strategy)

@@ -112,7 +112,7 @@ class SharedMemTransport(StandaloneTransport):
         Raises:
             NotInitializedError: :meth:`register_weights` was not called.
             UnknownWorkerError: there is no such worker.
-            As the base class.
+            Exception: as the base class.
         """
         await self._publish(weights, worker_ids, wait=True, timeout=timeout)
 
@@ -207,7 +207,7 @@ class SharedMemTransport(StandaloneTransport):
         Raises:
             NotInitializedError: with several queues, ``setup_connection_and_weights_on_receiver`` was not
                 called.
-            As the base class.
+            Exception: as the base class.
         """
         if self._here._side is None:
             queues = self._registered()
