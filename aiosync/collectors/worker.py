@@ -137,10 +137,14 @@ class Worker:
         self._frames = self._batches = 0  # delivered
         self._profiler: BatchProfiler | None = None
         stack.callback(self._end_profile)
-        # None: random actions.
-        self.policy = spec.make_policy() if spec.make_policy is not None else None
+        self.policy: Any = None  # None: random actions
+        policy_first = config.policy.auto_register_policy_transforms
+        if policy_first and spec.make_policy is not None:
+            self.policy = spec.make_policy()
         self._envs = [self._make_env() for _ in range(config.processes.envs_per_worker)]
         self.env = self._envs[0].env  # as create_env returned it
+        if not policy_first and spec.make_policy is not None:
+            self.policy = spec.make_policy()
         if isinstance(self.policy, nn.Module) and self._devices.policy is not None:
             to_device(self.policy, self._devices.policy)
         env, use_buffers = self._envs[0], config.batch.use_buffers
