@@ -150,7 +150,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
             AttributeError: ``context`` has nothing at ``model_id``.
         """
         for name in ("actor_refs", "remote_collectors"):
-            actors = arguments.pop(name, None) or actors
+            other = arguments.pop(name, None)
+            actors = actors if other is None else other
         transform = self._transform if ray_transform is None else ray_transform
         if actors is None and transform is not None:
             actors = [transform]
@@ -163,7 +164,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
                 "there is no actor to send to: give actors=, or context= with model_id= (the way to the "
                 "transform, such as 'env.transform[0]'), or hand the scheme to RayModuleTransform"
             )
-        model = arguments.pop("source_model", None) or model or getattr(context, "source_model", None)
+        found = (arguments.pop("source_model", None), model, getattr(context, "source_model", None))
+        model = next((each for each in found if each is not None), None)
         source = {"model": model} if model is not None else {"weights": {} if weights is None else weights}
         super().init_on_sender(actors=actors, model_id=model_id, **source, **arguments)
         self._begins_empty = model is None and weights is None
