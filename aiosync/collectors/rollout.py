@@ -166,16 +166,15 @@ class Rollout:
             step = self._act(batch.request.at_random)
             after = await self.env.step(step)
             self._apply_step_limit(after)
-            frame = step | {under("next", key): value for key, value in self._kept(after).items()}
+            kept = self._compact(after) if self.config.compact_obs else after
+            frame = step | {under("next", key): value for key, value in kept.items()}
             if "policy_version" in step:
                 frame["next", "policy_version"] = step["policy_version"]
             await self._advance(after)
             return frame
 
-    def _kept(self, after: Fields) -> Fields:
-        """Return the fields that a frame has below ``"next"``."""
-        if not self.config.compact_obs:
-            return after
+    def _compact(self, after: Fields) -> Fields:
+        """Return what a frame has below ``"next"`` with ``compact_obs``."""
         names = ((key if isinstance(key, str) else key[-1], key) for key in after)
         return {key: after[key] for name, key in names if name in ENDS or key not in self._current}
 
