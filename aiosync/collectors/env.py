@@ -3,15 +3,19 @@
 Fields have torchrl's names: observations under their own names (``"observation"`` if there is only one),
 ``"reward"``, ``"done"``, ``"terminated"`` and ``"truncated"``. The last four have the shape ``(*shape, 1)``.
 
-Environments, policies and buffers exchange fields as dicts of plain tensors. A TensorDict is made once per
-batch, and where a policy takes one.
+Environments, policies and buffers exchange fields as dicts of plain tensors or NumPy arrays, as the
+environment or the policy returned them. They are written into the memory of the batch at once, so they have
+to be valid only until the next call of the environment. A TensorDict is made once per batch, and where a
+policy takes one.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -27,7 +31,11 @@ from aiosync.errors import InvalidArgumentError
 Key: TypeAlias = str | tuple[str, ...]
 """A name; for a nested entry a tuple of names, as in TensorDict."""
 
+Value: TypeAlias = Tensor | np.ndarray[Any, Any]
 Fields: TypeAlias = dict[Key, Tensor]
+Values: TypeAlias = dict[Key, Value]
+"""Fields as an environment or a policy returned them; see :func:`as_tensor` and :func:`as_array`."""
+
 Specs: TypeAlias = tuple[tuple[Key, tuple[int, ...], torch.dtype], ...]
 """Key, shape of one frame, dtype; one entry per field."""
 
@@ -83,6 +91,7 @@ class Env(ABC):
     Attributes:
         shape: batch shape: ``()``, or ``(number,)`` of environments that step together.
         env: the adapted environment.
+        suspends: whether :meth:`reset` and :meth:`step` may suspend the task that awaits them.
         device: the device of the tensors that it returns; None: CPU memory.
         skips: True: a step after the end of an episode only begins the next episode, whatever the action.
             Such steps are false in ``("collector", "mask")``.
@@ -98,6 +107,7 @@ class Env(ABC):
 
     shape: tuple[int, ...] = ()
     env: Any
+    suspends = False
     device: torch.device | None = None
     skips = False
     action_keys: tuple[Key, ...] = ("action",)
@@ -118,30 +128,31 @@ class Env(ABC):
             )
 
     @abstractmethod
-    async def reset(self) -> Fields:
+    async def reset(self) -> Values:
         """Begin a new episode in all environments. Returns the observations, and ``done``, ``terminated`` and
         ``truncated``, all false."""
 
     @abstractmethod
-    async def step(self, step: Fields) -> Fields:
-        """Take the action in ``step``. Returns the observations, the reward and the end flags."""
+    async def step(self, step: Values) -> Values:
+        """Take the action in ``step``. Returns the observations, the reward and the end flags: they are valid
+        until the next call of a method."""
 
-    def ended(self, after: Fields) -> Tensor:
+    def ended(self, after: Values) -> Value:
         """Return which trajectories have ended, of the shape ``shape``. ``after``: what :meth:`step`
         returned."""
-        return after["done"].view(self.shape)
+        return after["done"].reshape(self.shape)
 
-    def proceed(self, after: Fields) -> Fields:
+    def proceed(self, after: Values) -> Values:
         """Return the observations and end flags that the next step begins with, if no episode has ended."""
         return {key: value for key, value in after.items() if key != "reward"}
 
-    async def restart(self, after: Fields) -> Fields:
+    async def restart(self, after: Values) -> Values:
         """Begin a new episode in each environment whose ``after["done"]`` is true. Returns the observations
         of all."""
         return await self.reset()
 
     @abstractmethod
-    def random_action(self) -> Fields:
+    def random_action(self) -> Values:
         """Return a random action: the fields of ``action_keys``."""
 
     @abstractmethod
@@ -153,7 +164,45 @@ class Env(ABC):
         self.env.close()
 
 
-def _observation_fields(found: object, key: tuple[str, ...] = ()) -> Fields:
+def as_tensor(value: Value) -> Tensor:
+    """Return a tensor that views this memory."""
+    return value if isinstance(value, Tensor) else torch.from_numpy(value)
+
+
+def as_array(value: Value) -> np.ndarray[Any, Any]:
+    """Return an array that views this memory, or a copy of a tensor on another device. TypeError: NumPy has
+    no such dtype."""
+    return value.numpy(force=True) if isinstance(value, Tensor) else value
+
+
+def as_tensors(values: Mapping[Key, Value]) -> Fields:
+    """Return tensors that view this memory."""
+    return {key: as_tensor(value) for key, value in values.items()}
+
+
+_NUMPY_FLOATS = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
+
+
+def _default_float(found: np.ndarray[Any, Any]) -> Value:
+    """Return numbers in torch's default dtype."""
+    dtype = torch.get_default_dtype()
+    if dtype in _NUMPY_FLOATS:
+        return found.astype(_NUMPY_FLOATS[dtype], copy=False)
+    return torch.from_numpy(found).to(dtype)
+
+
+def value_of(value: object) -> Value:
+    """Return ``value`` as an array or a tensor. float64, the type of Python's floats, becomes torch's default
+    dtype."""
+    if isinstance(value, Tensor):
+        return value.to(torch.get_default_dtype()) if value.dtype == torch.float64 else value
+    found = np.asarray(value)
+    if found.dtype == np.float64:
+        return _default_float(found)
+    return found if found.flags.writeable else found.copy()  # torch warns of memory that is not writable
+
+
+def _observation_fields(found: object, key: tuple[str, ...] = ()) -> Values:
     """Return the leaves of an observation. Entry ``i`` of a tuple has the tuple's name and ``_i``."""
     if isinstance(found, Mapping):
         entries = [((*key, name), value) for name, value in found.items()]
@@ -162,30 +211,25 @@ def _observation_fields(found: object, key: tuple[str, ...] = ()) -> Fields:
         entries = [((*outer, f"{last}_{i}"), value) for i, value in enumerate(found)]
     else:
         name = key if len(key) > 1 else key[0] if key else "observation"
-        return {name: tensor_of(found)}
+        return {name: value_of(found)}
     return {name: leaf for key, value in entries for name, leaf in _observation_fields(value, key).items()}
 
 
-def tensor_of(value: object) -> Tensor:
-    """Return ``value`` as a new tensor. float64, Python's own float, becomes torch's default dtype."""
-    # A copy: an environment may reuse the memory for its next observation.
-    found = value.clone() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-    return found.to(torch.get_default_dtype()) if found.dtype == torch.float64 else found
+def _flags_of(value: Any) -> np.ndarray[Any, Any]:
+    """Return booleans as a column."""
+    found: np.ndarray[Any, Any] = np.asarray(as_array(value), dtype=np.bool_)[..., None]
+    return found
 
 
-def _as_column(value: object, dtype: torch.dtype) -> Tensor:
-    return torch.as_tensor(value, dtype=dtype, device="cpu").unsqueeze(-1)
+_FALSE, _TRUE = np.array([False]), np.array([True])
 
 
-_FLAGS = torch.tensor([False], device="cpu"), torch.tensor([True], device="cpu")
-
-
-def _end_fields(terminated: Any, truncated: Any, shape: tuple[int, ...]) -> Fields:
+def _end_fields(terminated: Any, truncated: Any, shape: tuple[int, ...]) -> Values:
     if not shape:  # shared constants: the fields of a frame are never written into
-        over, limited = bool(terminated), bool(truncated)
-        return {"done": _FLAGS[over or limited], "terminated": _FLAGS[over], "truncated": _FLAGS[limited]}
-    ended, cut = _as_column(terminated, torch.bool), _as_column(truncated, torch.bool)
-    return {"done": ended | cut, "terminated": ended, "truncated": cut}
+        over, cut = _TRUE if terminated else _FALSE, _TRUE if truncated else _FALSE
+        return {"done": over if terminated else cut, "terminated": over, "truncated": cut}
+    over, cut = _flags_of(terminated), _flags_of(truncated)
+    return {"done": over | cut, "terminated": over, "truncated": cut}
 
 
 _NESTED_LOOP = (
@@ -195,11 +239,12 @@ _NESTED_LOOP = (
 )
 
 
-def call_env(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call a method of an environment. Replaces asyncio's errors about nested event loops by one that says
+@contextmanager
+def no_nested_loop() -> Iterator[None]:
+    """Around calls of an environment: replaces asyncio's errors about nested event loops by one that says
     what to do."""
     try:
-        return method(*arguments, **options)
+        yield
     except RuntimeError as exc:
         if not any(text in str(exc) for text in _NESTED_LOOP):
             raise
@@ -208,6 +253,12 @@ def call_env(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any
             "these methods: make them `async def` and use `await`, or run the other event loop in a thread "
             f"of the environment ({exc})"
         ) from exc
+
+
+def call_env(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a method of an environment; see :func:`no_nested_loop`."""
+    with no_nested_loop():
+        return method(*arguments, **options)
 
 
 class GymnasiumEnv(Env):
@@ -222,11 +273,19 @@ class GymnasiumEnv(Env):
         if space is not None and type(space).__name__ == "Discrete":
             self._one_hot = int(space.n)
 
-    async def reset(self) -> Fields:
+    async def reset(self) -> Values:
         return self._reset_fields(call_env(self.env.reset, **self._pop_seed()))
 
-    async def step(self, step: Fields) -> Fields:
-        return self._step_fields(call_env(self.env.step, self._action(step)))
+    async def step(self, step: Values) -> Values:
+        return self.fields_of(call_env(self.act, step))
+
+    def act(self, step: Values) -> Any:
+        """Take the action in ``step``. Returns what the environment returns."""
+        return self.env.step(self._action(step))
+
+    def fields_of(self, found: Any) -> Values:
+        """Return the fields in what the environment's ``step`` returned."""
+        return self._step_fields(found)
 
     def set_seed(self, seed: int) -> None:
         self._seed = seed
@@ -234,47 +293,50 @@ class GymnasiumEnv(Env):
         if space is not None:
             space.seed(seed)
 
-    def random_action(self) -> Fields:
-        return {"action": tensor_of(self.env.action_space.sample())}
+    def random_action(self) -> Values:
+        return {"action": value_of(self.env.action_space.sample())}
 
     def _pop_seed(self) -> dict[str, int]:
         seed, self._seed = self._seed, None
         return {} if seed is None else {"seed": seed}
 
-    def _action(self, step: Fields) -> Any:
+    def _action(self, step: Values) -> Any:
         action = step["action"]
         if self._one_hot is not None:
-            if action.dim() == len(self.shape) + 1 and action.shape[-1] == self._one_hot:
+            if len(action.shape) == len(self.shape) + 1 and action.shape[-1] == self._one_hot:
                 action = action.argmax(-1)
             if not self.shape:
                 return int(action)
-        return action.detach().cpu().numpy()
+        return as_array(action)
 
-    def _reset_fields(self, found: Any) -> Fields:
+    def _reset_fields(self, found: Any) -> Values:
         observation = found[0] if isinstance(found, tuple) and len(found) == 2 else found
-        none: Fields = {name: torch.zeros((*self.shape, 1), dtype=torch.bool, device="cpu") for name in ENDS}
+        none: Values = {name: np.zeros((*self.shape, 1), np.bool_) for name in ENDS}
         return self._to_device(_observation_fields(observation) | none)
 
-    def _step_fields(self, found: Any) -> Fields:
+    def _step_fields(self, found: Any) -> Values:
         observation, reward, terminated, truncated, *_ = found
         fields = _observation_fields(observation)
-        fields["reward"] = _as_column(reward, torch.get_default_dtype())
+        fields["reward"] = _default_float(np.asarray(as_array(reward)))[..., None]
         return self._to_device(fields | _end_fields(terminated, truncated, self.shape))
 
-    def _to_device(self, fields: Fields) -> Fields:
+    def _to_device(self, fields: Values) -> Values:
         if self.device is None:
             return fields
-        return {key: value.to(self.device) for key, value in fields.items()}
+        return {key: as_tensor(value).to(self.device) for key, value in fields.items()}
 
 
 class AsyncEnv(GymnasiumEnv):
     """An environment with ``async def reset`` and ``async def step``."""
 
-    async def reset(self) -> Fields:
+    suspends = True
+
+    async def reset(self) -> Values:
         return self._reset_fields(await self.env.reset(**self._pop_seed()))
 
-    async def step(self, step: Fields) -> Fields:
-        return self._step_fields(await self.env.step(self._action(step)))
+    async def step(self, step: Values) -> Values:
+        # A copy: before the step takes it, the policy may write the action of another rollout.
+        return self.fields_of(await self.env.step(copy.copy(self._action(step))))
 
     async def close(self) -> None:
         closing = getattr(self.env, "aclose", None) or getattr(self.env, "close", None)
@@ -291,27 +353,25 @@ class VectorEnv(GymnasiumEnv):
         mode = getattr(env, "metadata", {}).get("autoreset_mode", "NextStep")
         self._mode = str(getattr(mode, "value", mode))
         self.skips = self._mode == "NextStep"
-        self._after_autoreset: Fields = {}
+        self._after_autoreset: Values = {}
 
-    async def step(self, step: Fields) -> Fields:
-        found = call_env(self.env.step, self._action(step))
+    def fields_of(self, found: Any) -> Values:
         after = self._step_fields(found)
         if self._mode == "SameStep" and after["done"].any():
-            self._after_autoreset = {
-                key: value.clone() for key, value in after.items() if key in _observation_fields(found[0])
-            }
+            observed = _observation_fields(found[0])
+            self._after_autoreset = {key: after[key] for key in observed}
+            after |= {key: copy.deepcopy(after[key]) for key in observed}
             last = found[4]["final_obs"]
-            for row in after["done"].view(-1).nonzero().view(-1).tolist():
+            for row in as_array(after["done"])[:, 0].nonzero()[0].tolist():
                 for key, value in _observation_fields(last[row]).items():
-                    after[key][row] = value
+                    as_tensor(after[key])[row] = as_tensor(value)
         return after
 
-    async def restart(self, after: Fields) -> Fields:
+    async def restart(self, after: Values) -> Values:
         ended = after["done"]
         if self._mode == "NextStep":
             return self.proceed(after)
-        none: Fields = {name: torch.zeros_like(ended) for name in ENDS}
         if self._mode == "SameStep":
-            return self._after_autoreset | none
-        mask = ended.view(-1).cpu().numpy()
-        return self._reset_fields(call_env(self.env.reset, options={"reset_mask": mask}))
+            none = np.zeros((*self.shape, 1), np.bool_)
+            return self._after_autoreset | self._to_device(dict.fromkeys(ENDS, none))
+        return self._reset_fields(call_env(self.env.reset, options={"reset_mask": as_array(ended)[:, 0]}))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -19,20 +20,38 @@ from tensordict.nn import (
 from torch import Tensor, nn
 
 from aiosync.collectors.config import PolicyConfig, WorkerDevices
-from aiosync.collectors.env import Env, Fields, Key, Nested, unflatten
+from aiosync.collectors.env import Env, Fields, Key, Value, Values, as_array, as_tensor, as_tensors, unflatten
 from aiosync.errors import InvalidArgumentError
 
-Act: TypeAlias = Callable[[Fields, tuple[int, ...]], Fields]
-"""Calls a policy with the observations and the other fields, and with their batch shape: the environments
-that step together. Returns the fields that the policy adds: the actions at least. Raises what the policy
-raises."""
+
+class Actor(ABC):
+    """Calls a policy.
+
+    Attributes:
+        observes_only: a call with nothing but ``"observation"`` has the same result.
+    """
+
+    observes_only = False
+
+    @abstractmethod
+    def __call__(self, step: Values) -> Fields:
+        """Call the policy with the observations and the other fields. Returns the fields that the policy
+        adds: the actions at least. Raises what the policy raises."""
+
+    def observe(self, observation: Value) -> Values:
+        """Call the policy with this ``"observation"`` only. Returns the fields that it adds, as arrays."""
+        return {key: as_array(value) for key, value in self({"observation": observation}).items()}
+
+
+Acting: TypeAlias = Callable[[], AbstractContextManager[None]]
+"""Returns a context to call policies in; see :func:`acting`."""
 
 _NOT_OBSERVED = {"done", "terminated", "truncated", "step_count"}
 
 
 def adapt_policy(
     policy: Any, config: PolicyConfig, devices: WorkerDevices, env: Env, *, sync: bool = True
-) -> Act:
+) -> Actor:
     """Return the adapter for ``policy``: a TensorDictModule; or a callable with one parameter that is
     annotated as a TensorDict or named ``tensordict`` or ``td``; or a module or function of the observation's
     tensors. ``env``: what it acts in. ``sync``: synchronize a CUDA device after each call."""
@@ -40,14 +59,22 @@ def adapt_policy(
         raise InvalidArgumentError(f"policy: expected a callable, got {type(policy).__name__}")
     called = _optimized(policy, config)
     if called is policy and _only_calls_its_module(policy):
-        act: Act = _of_keys(policy, env.nested)
+        actor: Actor = _OfKeys(policy, env)
     elif _is_trusted(policy, config) or isinstance(policy, TensorDictModuleBase) or _takes_tensordict(policy):
-        act = partial(_with_tensordict, called, env.nested)
+        actor = _OfTensorDict(called, env)
     else:
-        act = partial(_with_tensors, called, env)
-    act = partial(_exploring, act, config.exploration_type)
+        actor = _OfTensors(called, env)
     device = devices.policy
-    return act if device is None else partial(_on_device, act, device, sync and device.type == "cuda")
+    if device is None or (device.type == "cpu" and env.device in (None, device)):
+        return actor
+    return _OnDevice(actor, device, sync and device.type == "cuda")
+
+
+@contextmanager
+def acting(exploration: InteractionType) -> Iterator[None]:
+    """Policies are called without gradients, and with this interaction type."""
+    with torch.no_grad(), set_interaction_type(exploration):
+        yield
 
 
 def to_device(policy: nn.Module, device: torch.device) -> None:
@@ -96,28 +123,40 @@ def _takes_tensordict(policy: Callable[..., Any]) -> bool:
     return parameters[0].name in ("tensordict", "td") or "TensorDict" in str(annotated)
 
 
-def _with_tensordict(
-    policy: Callable[..., Any], nested: Nested, step: Fields, shape: tuple[int, ...]
-) -> Fields:
-    """Call a policy that takes a TensorDict and returns one."""
-    result = policy(unflatten(step, shape, nested))
-    if not is_tensor_collection(result):
-        raise InvalidArgumentError(f"the policy returned {type(result).__name__}, expected a TensorDict")
-    leaves = result.items(include_nested=True, leaves_only=True)
-    return {key: value for key, value in leaves if key not in step or value is not step[key]}
+class _OfTensorDict(Actor):
+    """Calls a policy that takes a TensorDict and returns one."""
+
+    def __init__(self, policy: Callable[..., Any], env: Env) -> None:
+        self._policy = policy
+        self._env = env
+
+    def __call__(self, step: Values) -> Fields:
+        given = as_tensors(step)
+        result = self._policy(unflatten(given, self._env.shape, self._env.nested))
+        if not is_tensor_collection(result):
+            raise InvalidArgumentError(f"the policy returned {type(result).__name__}, expected a TensorDict")
+        leaves = result.items(include_nested=True, leaves_only=True)
+        return {key: value for key, value in leaves if key not in given or value is not given[key]}
 
 
-def _of_keys(policy: TensorDictModule, nested: Nested) -> Act:
-    """Adapt a TensorDictModule without a TensorDict, which would cost several times a small module's call:
+class _OfKeys(Actor):
+    """Calls a TensorDictModule without a TensorDict, which would cost several times a small module's call:
     the module gets the tensors of ``in_keys`` and returns those of ``out_keys``."""
-    direct = True
 
-    def act(step: Fields, shape: tuple[int, ...]) -> Fields:
-        nonlocal direct
-        if direct:
-            keys, dims = policy.out_keys, len(shape)
+    def __init__(self, policy: TensorDictModule, env: Env) -> None:
+        self._policy = policy
+        self._shape = env.shape
+        self._by_tensordict = _OfTensorDict(policy, env)
+        self.observes_only = list(policy.in_keys) == ["observation"]
+        self._direct = True
+
+    def __call__(self, step: Values) -> Fields:
+        policy = self._policy
+        if self._direct:
+            keys, shape = policy.out_keys, self._shape
+            dims = len(shape)
             try:
-                result = policy.module(*[step[key] for key in policy.in_keys])
+                result = policy.module(*[as_tensor(step[key]) for key in policy.in_keys])
             except KeyError:
                 result = None
             result = result if isinstance(result, tuple) else (result,)
@@ -125,35 +164,58 @@ def _of_keys(policy: TensorDictModule, nested: Nested) -> Act:
             if plain and all(value.shape[:dims] == shape for value in result):
                 return {key: value for key, value in zip(keys, result, strict=True) if key != "_"}
             # It is no simple module, or it is wrong and raises its own error.
-            direct = False
-        return _with_tensordict(policy, nested, step, shape)
-
-    return act
+            self._direct = self.observes_only = False
+        return self._by_tensordict(step)
 
 
-def _with_tensors(policy: Callable[..., Any], env: Env, step: Fields, shape: tuple[int, ...]) -> Fields:
-    """Call a module or function of the observation, or of several observations in their order."""
-    keys = step if env.observation_keys is None else env.observation_keys
-    action = policy(*[step[key] for key in keys if _name(key) not in _NOT_OBSERVED])
-    actions = action if isinstance(action, tuple) else (action,)
-    pairs = zip(env.action_keys, actions, strict=False)  # what the policy returns beside actions is dropped
-    return {key: value if isinstance(value, Tensor) else torch.as_tensor(value) for key, value in pairs}
+class _OfTensors(Actor):
+    """Calls a module or function of the observation, or of several observations in their order."""
+
+    observes_only = True
+
+    def __init__(self, policy: Callable[..., Any], env: Env) -> None:
+        self._policy = policy
+        self._action_keys = env.action_keys
+        self._given = env.observation_keys  # None: all but the ends
+        self._seen: Set[Key] = set()
+        self._keys: Sequence[Key] = env.observation_keys or ()
+
+    def __call__(self, step: Values) -> Fields:
+        if self._given is None and step.keys() != self._seen:
+            self._seen = set(step)
+            self._keys = [key for key in step if _name(key) not in _NOT_OBSERVED]
+        return self._fields(self._policy(*[as_tensor(step[key]) for key in self._keys]))
+
+    def observe(self, observation: Value) -> Values:
+        action = self._policy(as_tensor(observation))
+        if type(action) is Tensor:
+            return {self._action_keys[0]: as_array(action)}
+        return {key: as_array(value) for key, value in self._fields(action).items()}
+
+    def _fields(self, action: Any) -> Fields:
+        actions = action if isinstance(action, tuple) else (action,)
+        pairs = zip(self._action_keys, actions, strict=False)  # what it returns beside actions is dropped
+        return {key: value if isinstance(value, Tensor) else torch.as_tensor(value) for key, value in pairs}
 
 
 def _name(key: Key) -> str:
     return key if isinstance(key, str) else key[-1]
 
 
-def _exploring(act: Act, exploration: InteractionType, step: Fields, shape: tuple[int, ...]) -> Fields:
-    """Call ``act`` with an interaction type and without gradients."""
-    with torch.no_grad(), set_interaction_type(exploration):
-        return act(step, shape)
-
-
-def _on_device(act: Act, device: torch.device, sync: bool, step: Fields, shape: tuple[int, ...]) -> Fields:
-    """Call ``act`` on a device. With ``sync`` copies are asynchronous, and the CUDA device is synchronized
+class _OnDevice(Actor):
+    """Calls an actor on a device. With ``sync`` copies are asynchronous, and the CUDA device is synchronized
     after the call; otherwise each copy is synchronous."""
-    result = act({key: value.to(device, non_blocking=sync) for key, value in step.items()}, shape)
-    if sync:
-        torch.cuda.synchronize(device)
-    return result
+
+    def __init__(self, actor: Actor, device: torch.device, sync: bool) -> None:
+        self._actor = actor
+        self._device = device
+        self._sync = sync
+        self.observes_only = actor.observes_only
+
+    def __call__(self, step: Values) -> Fields:
+        device, sync = self._device, self._sync
+        given: Values = {key: as_tensor(v).to(device, non_blocking=sync) for key, v in step.items()}
+        result = self._actor(given)
+        if sync:
+            torch.cuda.synchronize(device)
+        return result

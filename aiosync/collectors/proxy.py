@@ -13,7 +13,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.batch_memory import BatchBuffer, BufferLoans, select_steps
+from aiosync.collectors.batch_buffers import BatchBuffer, BufferLoans, select_steps
 from aiosync.collectors.command_pipe import (
     Answer,
     Batch,

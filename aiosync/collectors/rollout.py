@@ -5,86 +5,95 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
+import numpy as np
 import torch
-from torch import Tensor
 
+from aiosync.collectors.batch_buffers import BatchBuffers
 from aiosync.collectors.batch_config import BatchConfig
-from aiosync.collectors.batch_memory import BatchBuffers
 from aiosync.collectors.command_pipe import Collect
-from aiosync.collectors.env import ENDS, MASK, TRAJ_IDS, Env, Fields, Key, under
-from aiosync.collectors.policy import Act
-
-_WRITE_TOGETHER = 16
-"""Frames that are copied into a batch's memory at a time."""
+from aiosync.collectors.direct_frames import DirectFrames
+from aiosync.collectors.env import (
+    ENDS,
+    MASK,
+    TRAJ_IDS,
+    Env,
+    Key,
+    Values,
+    as_array,
+    as_tensor,
+    as_tensors,
+    no_nested_loop,
+    under,
+)
+from aiosync.collectors.policy import Acting, Actor
 
 
 class PartialBatch:
     """A batch that is being collected, by one rollout or by several concurrently.
 
-    A rollout claims a place first and then collects the frame for it. So two batches can be in progress: one
-    that waits for its last frames, and the next one. ``width`` is the number of frames per place: the
-    environments that step together.
+    A rollout claims a place first and then collects the frame for it: it writes into ``memory``, then calls
+    :meth:`finish`. So two batches can be in progress: one that waits for its last frames, and the next one.
+    ``width`` is the number of frames per place: the environments that step together.
     """
 
     def __init__(self, request: Collect, buffers: BatchBuffers, width: int) -> None:
         self.request = request
-        self.buffer = -1  # the number of the buffer; -1: not allocated, because no frame has shown the fields
+        self.buffer = -1  # the number of the memory; -1: no frame is complete yet
+        self.memory: Any = buffers.begin()  # a FrameList; a BatchBuffer once a frame has shown the fields
         self.steps = 0  # how many places have their frame
-        self._capacity = -(-request.frames // width)  # places of the complete batch; end_early() lowers it
+        self.capacity = -(-request.frames // width)  # places of the complete batch; end_early() lowers it
         self._buffers = buffers
-        self._claimed = 0
+        self.claimed = 0  # how many places are claimed
+        self.direct: DirectFrames | None = None  # writes frames, if the first one shows that it can
         self._places_of: dict[int, list[int]] = {}  # rollout -> its places, in order of time
-        self._unwritten: dict[int, Fields] = {}  # place -> a frame that is not copied into the buffer yet
 
     @property
     def has_room(self) -> bool:
         """Whether a place is left to claim."""
-        return self._claimed < self._capacity
+        return self.claimed < self.capacity
 
     @property
     def complete(self) -> bool:
         """Whether every place has its frame."""
-        return self.steps == self._capacity
+        return self.steps == self.capacity
 
-    def claim(self) -> int:
-        """Claim the next place and return it. Requires :attr:`has_room`."""
-        self._claimed += 1
-        return self._claimed - 1
+    def claim(self, rollout: int, places: int = 1) -> int:
+        """Claim the next places for the rollout of this number, and return the first one. Requires
+        :attr:`has_room`."""
+        first = self.claimed
+        self.claimed = first + places
+        self._places_of.setdefault(rollout, []).extend(range(first, self.claimed))
+        return first
+
+    def finish(self, place: int, step: Set[Key], after: Set[Key]) -> None:
+        """Count a frame whose fields are all written: ``step``, and ``after`` below ``"next"``.
+        InvalidArgumentError: it lacks a field of the batch's first frame."""
+        self.memory.check(step, after)
+        if self.buffer < 0:
+            self.buffer = self._buffers.allocate(self.memory, place, self.capacity)
+            self.memory = self._buffers[self.buffer]
+        self.steps += 1
 
     def end_early(self) -> None:
         """Let the batch end with the frames in progress, or with one frame if it has none."""
-        self._capacity = max(self._claimed, 1)
-
-    def write(self, place: int, rollout: int, frame: Fields) -> None:
-        """Write a frame, collected by the rollout of that number, to its place from :meth:`claim`."""
-        if self.buffer < 0:
-            self.buffer = self._buffers.allocate(frame, self._capacity)
-        self._unwritten[place] = frame
-        self._places_of.setdefault(rollout, []).append(place)
-        self.steps += 1
-        if len(self._unwritten) >= _WRITE_TOGETHER:
-            self._flush()
-
-    def _flush(self) -> None:
-        if not self._unwritten:
-            return
-        places = sorted(self._unwritten)
-        self._buffers[self.buffer].write(places, [self._unwritten[place] for place in places])
-        self._unwritten.clear()
+        self.capacity = max(self.claimed, 1)
 
     def close(self, *, truncate: Iterable[Key]) -> list[int]:
-        """Write the last frames of a complete batch. Returns its places in order of time, one rollout after
-        the other. ``truncate``: the end flags to set in the last frame of each rollout."""
-        self._flush()
+        """Return the places of a complete batch in order of time, one rollout after the other. ``truncate``:
+        the end flags to set in the last frame of each rollout."""
+        if self.direct is not None:
+            self.direct.flush()
         keys = [under("next", key) for key in truncate]
         if keys:
             for places in self._places_of.values():
-                self._buffers[self.buffer].set_flags(keys, places[-1])
+                self.memory.set_flags(keys, places[-1])
         return [place for rollout in sorted(self._places_of) for place in self._places_of[rollout]]
 
 
@@ -96,14 +105,23 @@ class Rollout:
     is read right before its forward pass; nothing is awaited between the two.
     """
 
+    number: int  # among the rollouts of its worker
     env: Env
-    policy: Act | None  # None: random actions
+    policy: Actor | None  # None: random actions
+    acting: Acting  # entered around calls of the policy
     config: BatchConfig
     next_id: int  # the number of the next trajectory; the one after it has this number + stride
     stride: int
     version: Callable[[], int] | None  # returns the current version of the policy; None: no frame is tagged
+    direct: bool = False  # frames may be written by DirectFrames: no option or other rollout is in the way
     # What the environment observes now: the next frame begins with it. Empty before the first reset.
-    _current: Fields = field(default_factory=dict)
+    _current: Values = field(default_factory=dict)
+    # What the environment's step() returned last, if _current has not been made from it yet.
+    _found: Any = None
+    # Whether the next frame begins with what the last frame has below "next", which is in the same batch.
+    _follows: bool = False
+    # The fields of the last frame that are not below "next"; those of them that the policy returned.
+    _keys: tuple[Set[Key], Set[Key]] = (frozenset(), frozenset())
     # The batch of the last frame: reset_at_each_iter compares it with that of the next one.
     _batch: PartialBatch | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -111,10 +129,11 @@ class Rollout:
     def __post_init__(self) -> None:
         env = self.env
         env.configure(self.config)
-        self._device = env.device or "cpu"
         self._limit = self.config.step_limit
-        # The number of the current trajectory of each environment.
-        self._ids = torch.zeros(env.shape, dtype=torch.int64, device=self._device)
+        self._limited = env.ends if self._limit else ()
+        # The number of the current trajectory of each environment, and the version of the last frame.
+        self._ids = np.zeros(env.shape, np.int64)
+        self._version = np.zeros(env.shape, np.int64)
 
     async def reset(self, seed: int | None = None) -> None:
         """Begin a new episode, after the frame in progress. ``seed``: seed the environment first."""
@@ -125,9 +144,10 @@ class Rollout:
 
     async def _reset(self) -> None:
         self._current = current = await self.env.reset()
-        for ends in self.env.ends if self._limit else ():
-            current[ends.step_count] = torch.zeros_like(current[ends.done], dtype=torch.int64)
-        self._start_trajectories(torch.ones(self.env.shape, dtype=torch.bool, device=self._device))
+        self._found, self._follows = None, False
+        for ends in self._limited:
+            current[ends.step_count] = torch.zeros_like(as_tensor(current[ends.done]), dtype=torch.int64)
+        self._start_trajectories(np.ones(self.env.shape, np.bool_))
 
     async def restart(self, next_id: int) -> None:
         """Begin a new episode, and number trajectories from ``next_id`` on, or higher."""
@@ -141,7 +161,7 @@ class Rollout:
             env = cloudpickle.dumps(self.env.env)
         except Exception:  # noqa: BLE001 - an environment's pickle methods may raise anything
             env = None
-        kept = {"current": self._current, "traj_ids": self._ids}
+        kept = {"current": as_tensors(self._observed()), "traj_ids": as_tensor(self._ids)}
         return {"env": env, "next_traj_id": self.next_id, **copy.deepcopy(kept)}
 
     async def load_state(self, state: dict[str, Any]) -> None:
@@ -149,75 +169,166 @@ class Rollout:
         async with self._lock:
             env = None if state["env"] is None else pickle.loads(state["env"])  # first: it may raise
             kept = copy.deepcopy(state)
-            self._current, self._ids, self.next_id = kept["current"], kept["traj_ids"], kept["next_traj_id"]
+            self._start_trajectories(np.zeros(self.env.shape, np.bool_))
+            self._ids[...] = as_array(kept["traj_ids"])
+            self._current, self._found, self._follows = kept["current"], None, False
+            self.next_id = kept["next_traj_id"]
             if env is None:
                 await self._reset()
             else:
                 self.env.env = env
 
-    async def frame(self, batch: PartialBatch) -> Fields:
-        """Take one step and return its frame, which is for ``batch``. Raises what the environment or the
-        policy raises."""
+    async def collect(self, batch: PartialBatch, seconds: float) -> None:
+        """Collect frames for ``batch``: at least one, and more until it has no room, or for about so many
+        seconds. Raises what the environment or the policy raises."""
+        until = time.perf_counter() + seconds
         async with self._lock:
-            new_batch = self.config.reset_at_each_iter and batch is not self._batch
-            self._batch = batch
-            if new_batch or not self._current:
-                await self._reset()
-            step = self._act(batch.request.at_random)
-            after = await self.env.step(step)
-            self._apply_step_limit(after)
-            kept = self._compact(after) if self.config.compact_obs else after
-            frame = step | {under("next", key): value for key, value in kept.items()}
-            if "policy_version" in step:
-                frame["next", "policy_version"] = step["policy_version"]
-            await self._advance(after)
-            return frame
+            if batch is not self._batch:
+                self._batch, self._follows = batch, False
+                if self.config.reset_at_each_iter:
+                    self._current, self._found = {}, None
+            # Grad mode belongs to the thread: it may not be changed where other tasks can run.
+            acting: Any = nullcontext()
+            each: Acting = self.acting
+            if not self.env.suspends:
+                acting, each = self.acting(), nullcontext
+            with acting:
+                while True:
+                    if self._follows and batch.direct is not None and self._acts_directly(batch):
+                        after = self._collect_directly(batch, batch.direct, until)
+                    else:
+                        after = await self._collect_frame(batch, each)
+                    if after is not None:
+                        await self._advance(after)
+                    if not batch.has_room or time.perf_counter() >= until:
+                        return
 
-    def _compact(self, after: Fields) -> Fields:
+    async def _collect_frame(self, batch: PartialBatch, acting: Acting) -> Values:
+        """Collect one frame. Returns what the environment returned."""
+        if not (self._current or self._found):
+            await self._reset()
+        place = batch.claim(self.number)
+        current = self._observed()
+        # Each part is written before the next call that may write over its memory.
+        step = current | self._tags(current)
+        batch.memory.write(place, step)
+        with acting():
+            action = self._act(batch.request.at_random)
+        batch.memory.write(place, action)
+        self._keys = step.keys() | action.keys(), action.keys()
+        after = await self.env.step(current | action)
+        if self._limited:
+            self._apply_step_limit(after)
+        self._finish(batch, place, after)
+        return after
+
+    def _finish(self, batch: PartialBatch, place: int, after: Values) -> None:
+        """Write the last fields of a frame."""
+        kept = self._compact(after) if self.config.compact_obs else after
+        if self.version is not None:
+            kept = kept | {"policy_version": self._version}
+        batch.memory.write_next(place, kept)
+        batch.finish(place, self._keys[0], kept.keys())
+        if self.direct and batch.steps == 1:
+            batch.direct = DirectFrames.of(self.env, batch.memory, self._ids)
+
+    def _acts_directly(self, batch: PartialBatch) -> bool:
+        return self.policy is not None and self.policy.observes_only and not batch.request.at_random
+
+    def _collect_directly(self, batch: PartialBatch, frames: DirectFrames, until: float) -> Values | None:
+        """Collect frames while nothing but calls of the policy and steps of the environment is to do. Returns
+        None; or what the environment returned, if an episode has ended or fields are of another kind."""
+        env: Any = self.env
+        policy: Any = self.policy
+        observe, record, write, act = policy.observe, frames.record, frames.write, env.act
+        if self.version is not None:
+            self._version.fill(version := self.version())
+        first = place = batch.claimed
+        frames.begin(first, None if self.version is None else version)
+        observation = frames.observation if self._found else self._current["observation"]
+        restarts, found, after = self.config.reset_when_done, self._found, None
+        with no_nested_loop():
+            for place in range(first, batch.capacity):
+                chosen = observe(observation)
+                write(place, chosen)
+                found = act(chosen)
+                ended = record(place, found)
+                observation = frames.observation
+                if ended != 0:
+                    if ended is None or (restarts and not env.skips):
+                        after = env.fields_of(found)
+                        break
+                    if restarts:
+                        self._start_trajectories(frames.done)
+                if time.perf_counter() >= until:
+                    break
+        self._found = found
+        batch.claim(self.number, place + 1 - first)
+        batch.steps += place - first
+        if after is None:
+            batch.steps += 1
+        else:
+            self._finish(batch, place, after)
+        return after
+
+    def _observed(self) -> Values:
+        """Return what the next frame begins with."""
+        if self._found is not None:
+            env: Any = self.env
+            self._current, self._found = env.proceed(env.fields_of(self._found)), None
+        return self._current
+
+    def _compact(self, after: Values) -> Values:
         """Return what a frame has below ``"next"`` with ``compact_obs``."""
         names = ((key if isinstance(key, str) else key[-1], key) for key in after)
         return {key: after[key] for name, key in names if name in ENDS or key not in self._current}
 
-    def _act(self, at_random: bool) -> Fields:
-        step: Fields = dict(self._current)
-        step[TRAJ_IDS] = self._ids.clone()
+    def _tags(self, current: Values) -> Values:
+        """Return the collector's own fields of the next frame."""
+        tags: Values = {TRAJ_IDS: self._ids}
         if self.env.skips:
-            step[MASK] = ~self._current["done"].view(self.env.shape)
+            tags[MASK] = ~current["done"].reshape(self.env.shape)
         if self.version is not None:
-            version, shape = self.version(), self.env.shape
-            step["policy_version"] = torch.full(shape, version, dtype=torch.int64, device=self._device)
+            self._version.fill(self.version())
+            tags["policy_version"] = self._version
+        return tags
+
+    def _act(self, at_random: bool) -> Values:
         if at_random or self.policy is None:
-            step |= self.env.random_action()
-        else:
-            # Copies: a policy may return the same memory each time, or its own parameters.
-            step |= {key: v.clone() for key, v in self.policy(self._current, self.env.shape).items()}
-        return step
+            return self.env.random_action()
+        return dict(self.policy(self._current))
 
-    def _apply_step_limit(self, after: Fields) -> None:
-        limit = self._limit
-        for ends in self.env.ends if limit else ():
-            after[ends.step_count] = count = self._current[ends.step_count] + 1
-            full = count >= limit
+    def _apply_step_limit(self, after: Values) -> None:
+        for ends in self._limited:
+            after[ends.step_count] = count = as_tensor(self._current[ends.step_count]) + 1
+            full = count >= self._limit
             for key in (ends.truncated, ends.done):
-                after[key] = after[key] | full if key in after else full
+                after[key] = as_tensor(after[key]) | full if key in after else full
             for key in ends.within:
-                outer = after[ends.done if key[-1] == "done" else ends.truncated]
-                while outer.dim() < after[key].dim():
+                outer = as_tensor(after[ends.done if key[-1] == "done" else ends.truncated])
+                inner = as_tensor(after[key])
+                while outer.dim() < inner.dim():
                     outer = outer.unsqueeze(-2)
-                after[key] = after[key] | outer
+                after[key] = inner | outer
 
-    async def _advance(self, after: Fields) -> None:
+    async def _advance(self, after: Values) -> None:
         """Continue from the next observation, or begin new episodes where one has ended."""
-        env, ended = self.env, self.env.ended(after)
-        restart = self.config.reset_when_done and bool(ended.any())
-        self._current = current = await env.restart(after) if restart else env.proceed(after)
-        for ends in env.ends if self._limit else ():
-            count = after[ends.step_count]
-            current[ends.step_count] = count.masked_fill(after[ends.done], 0) if restart else count
+        env, ended = self.env, as_array(self.env.ended(after))
+        restart = self.config.reset_when_done and bool(np.count_nonzero(ended))
+        # Before the environment is called: it may write over the memory of what it returned.
+        counts: Values = {}
+        for ends in self._limited:
+            count, done = as_tensor(after[ends.step_count]), as_tensor(after[ends.done])
+            counts[ends.step_count] = count.masked_fill(done, 0) if restart else count
         if restart:
             self._start_trajectories(ended)
+        self._current = await env.restart(after) if restart else env.proceed(after)
+        self._current.update(counts)
+        self._found, self._follows = None, not restart or env.skips
 
-    def _start_trajectories(self, where: Tensor) -> None:
-        count = int(where.sum())
-        self._ids[where] = torch.arange(count, device=self._device) * self.stride + self.next_id
+    def _start_trajectories(self, where: np.ndarray[Any, Any]) -> None:
+        if self._batch is not None and self._batch.direct is not None:
+            self._batch.direct.flush()  # before the numbers change
+        count = int(np.count_nonzero(where))
+        self._ids[where] = np.arange(count) * self.stride + self.next_id
         self.next_id += count * self.stride

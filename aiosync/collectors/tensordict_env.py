@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 
 from aiosync.collectors.batch_config import BatchConfig
 from aiosync.collectors.env import (
@@ -19,6 +19,10 @@ from aiosync.collectors.env import (
     Fields,
     Key,
     Nested,
+    Value,
+    Values,
+    as_tensor,
+    as_tensors,
     call_env,
     flatten,
     unflatten,
@@ -72,7 +76,7 @@ class TensorDictEnv(Env):
         self._tags: set[Key] = {"policy_version", TRAJ_IDS, MASK}
         self._added: tuple[Ends, ...] = ()  # whose truncated key only max_frames_per_traj writes
         self._root: TensorDictBase | None = None  # the input of the next step, without what the policy adds
-        self._fields: Fields = {}  # of self._root
+        self._fields: Values = {}  # of self._root
         # Whether it returns entries that are no fields; None: it has returned nothing yet.
         self._hides: bool | None = None
         # Whether the input of a step has no entries but fields, and need not be kept; None: not known yet.
@@ -102,15 +106,15 @@ class TensorDictEnv(Env):
                 "add_truncated_keys(), or give max_frames_per_traj="
             )
 
-    async def reset(self) -> Fields:
+    async def reset(self) -> Values:
         self._root = call_env(self.env.reset)
-        self._fields = fields = {key: value.clone() for key, value in self._flatten(self._root).items()}
+        self._fields = fields = Values(self._flatten(self._root))
         self._first = self._first or frozenset(fields)
         for each in self._added:
-            fields[each.truncated] = torch.zeros_like(fields[each.done])
+            fields[each.truncated] = torch.zeros_like(as_tensor(fields[each.done]))
         return fields
 
-    async def step(self, step: Fields) -> Fields:
+    async def step(self, step: Values) -> Values:
         root = self._input(step)
         if self._resets:
             self._stepped, self._root = call_env(self.env.step_and_maybe_reset, root)
@@ -119,8 +123,7 @@ class TensorDictEnv(Env):
         self._leaves = self._flatten(self._stepped.get("next"))
         if self._only_fields is None:
             self._only_fields = not self._resets and self._first <= self._leaves.keys() and _is_flat(root)
-        # Copies: an environment may reuse the memory for its next step.
-        return {key: value.clone() for key, value in self._leaves.items()}
+        return Values(self._leaves)
 
     def _flatten(self, data: TensorDictBase) -> Fields:
         """Return the leaves that are fields: not those with a leading underscore, as in torchrl."""
@@ -129,31 +132,35 @@ class TensorDictEnv(Env):
             self._hides = any(key[0][0] == "_" for key in found)
         return {key: value for key, value in found.items() if key[0][0] != "_"} if self._hides else found
 
-    def _input(self, step: Fields) -> TensorDictBase:
+    def _input(self, step: Values) -> TensorDictBase:
         """Return the input of a step: what the environment returned last, with what the policy has added."""
         root, done = self._root, self.ends[0].done
+        # Copies: a policy may return the same memory each time, or its own parameters.
+        chosen: Values = {
+            key: as_tensor(value).clone()
+            for key, value in step.items()
+            if self._fields.get(key) is not value and key not in self._tags
+        }
         if root is None or self._fields.get(done) is not step[done]:  # not kept, or a state was loaded
             self._chosen = {*self.action_keys, *self._tags}
             self._first = self._first or frozenset(key for key in step if key in self._known)
-            return self._unflatten({key: value for key, value in step.items() if key not in self._tags})
-        self._chosen = set()
-        for key, value in step.items():
-            if self._fields.get(key) is not value and key not in self._tags:
-                root.set(key, value)
-                self._chosen.add(key)
+            return self._unflatten({key: step[key] for key in step if key not in self._tags} | chosen)
+        self._chosen = set(chosen)
+        for key, value in chosen.items():
+            root.set(key, as_tensor(value))
         return root
 
-    def _unflatten(self, fields: Fields) -> TensorDictBase:
-        data = unflatten(fields, self.shape, self.nested)
+    def _unflatten(self, fields: Values) -> TensorDictBase:
+        data = unflatten(as_tensors(fields), self.shape, self.nested)
         return data if self.device is None else data.to(self.device)
 
-    def ended(self, after: Fields) -> Tensor:
+    def ended(self, after: Values) -> Value:
         if self._plain:
-            return after["done"].view(self.shape)
-        each = [after[key].reshape(*self.shape, -1).any(-1) for key in self._done_keys]
+            return after["done"].reshape(self.shape)
+        each = [as_tensor(after[key]).reshape(*self.shape, -1).any(-1) for key in self._done_keys]
         return torch.stack(each).any(0)
 
-    def proceed(self, after: Fields) -> Fields:
+    def proceed(self, after: Values) -> Values:
         if self._only_fields:
             self._fields = {key: value for key, value in after.items() if key in self._first}
         else:
@@ -164,24 +171,25 @@ class TensorDictEnv(Env):
             self._fields[each.truncated] = after[each.truncated]
         return self._fields
 
-    def _fields_of(self, root: TensorDictBase, after: Fields) -> Fields:
-        # An entry of "next" that continues as the next observation is the same tensor: it has its copy.
+    def _fields_of(self, root: TensorDictBase, after: Values) -> Values:
+        # An entry of "next" that continues as the next observation is the same tensor; in `after`
+        # max_frames_per_traj may have replaced it.
         return {
-            key: after[key] if self._leaves.get(key) is value else value.clone()
+            key: after[key] if self._leaves.get(key) is value else value
             for key, value in self._flatten(root).items()
             if key not in self._chosen or key in self._first
         }
 
-    async def restart(self, after: Fields) -> Fields:
+    async def restart(self, after: Values) -> Values:
         if self._root is None:
             self._root = call_env(self.env.maybe_reset, self._next_input(after))
-        self._leaves = {}  # the environment may have written over what step() returned
+        self._leaves = {}  # it is a new episode
         self._fields = fields = self._fields_of(self._root, after)
         for each in self._added:
-            fields[each.truncated] = torch.zeros_like(after[each.truncated])
+            fields[each.truncated] = torch.zeros_like(as_tensor(after[each.truncated]))
         return fields
 
-    def _next_input(self, after: Fields) -> TensorDictBase:
+    def _next_input(self, after: Values) -> TensorDictBase:
         """Return the input of the next step if no episode has ended."""
         if self._only_fields:
             return self._unflatten({key: after[key] for key in self._first})
@@ -192,7 +200,7 @@ class TensorDictEnv(Env):
         root: TensorDictBase = self.env.step_mdp(self._stepped)
         return root
 
-    def random_action(self) -> Fields:
+    def random_action(self) -> Values:
         if self._root is not None:
             found = self.env.rand_action(self._root.copy())
         else:
@@ -205,6 +213,23 @@ class TensorDictEnv(Env):
     async def close(self) -> None:
         if not self.env.is_closed:
             self.env.close()
+
+
+def load_env_state(env: Any, saved: Any) -> list[str]:
+    """Load a ``state_dict`` of an environment. Returns what of it could not be loaded."""
+    if not saved:
+        return []
+    if not isinstance(env, nn.Module):
+        return [f"env_state_dict: the environment, a {type(env).__name__}, has no state_dict"]
+    # torchrl's collector appends a transform: the state of a single one gets this prefix.
+    added, own = "transforms.0.", env.state_dict()
+    if all(name.startswith(added) for name in saved) and not any(name.startswith(added) for name in own):
+        saved = {name.removeprefix(added): value for name, value in saved.items()}
+    try:
+        env.load_state_dict(saved)
+    except (RuntimeError, KeyError) as exc:
+        return [f"env_state_dict: {exc}"]
+    return []
 
 
 def _is_flat(data: TensorDictBase) -> bool:

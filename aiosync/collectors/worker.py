@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 
 from aiosync.collectors.adapters import adapt
-from aiosync.collectors.batch_memory import BatchBuffers
+from aiosync.collectors.batch_buffers import BatchBuffers
 from aiosync.collectors.command_pipe import (
     Answer,
     Batch,
@@ -38,14 +39,18 @@ from aiosync.collectors.command_pipe import (
 )
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.env import Env
-from aiosync.collectors.policy import adapt_policy, to_device
+from aiosync.collectors.policy import acting, adapt_policy, to_device
 from aiosync.collectors.profiling import BatchProfiler, ProfileConfig
 from aiosync.collectors.rollout import PartialBatch, Rollout
+from aiosync.collectors.tensordict_env import load_env_state
 from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.weights.resolve import call_by_path, resolve_model
 
 POLICY = "policy"
+
+_SLICE = 1e-3
+"""Seconds that a rollout steps before the event loop handles updates and commands, between two frames."""
 
 Schemes: TypeAlias = Mapping[str, WeightSyncScheme]
 """Model id -> the scheme that delivers its weights."""
@@ -150,7 +155,7 @@ class Worker:
         env, use_buffers = self._envs[0], config.batch.use_buffers
         fixed = not any(each.dynamic for each in self._envs) if use_buffers is None else use_buffers
         self._shared = spec.use_buffers and fixed  # the collector maps the buffers of the batches
-        self._buffers = BatchBuffers(pipe.send if self._shared else None, env.nested, fixed=fixed)
+        self._buffers = BatchBuffers(pipe.send if self._shared else None, env.nested, env.device, fixed=fixed)
         self._before_batch = config.processes.pre_collect_hook
         self._after_batch = config.processes.post_collect_hook
         self._rollouts: list[Rollout] = []
@@ -178,7 +183,7 @@ class Worker:
         if self._spec.seed is not None:
             await self.set_seed(self._spec.seed)
         self._pipe.send(Ready(self._shape, dict(self._envs[0].nested), self._envs[0].whole))
-        rolling_out = (self._roll_out(number, rollout) for number, rollout in enumerate(self._rollouts))
+        rolling_out = map(self._roll_out, self._rollouts)
         tasks = [asyncio.ensure_future(work) for work in (self._receive_commands(), *rolling_out)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -201,8 +206,12 @@ class Worker:
             policy = adapt_policy(self.policy, config.policy, self._devices, self._envs[0], sync=sync)
         version = self._version if config.policy.track_policy_version else None
         first, stride = self._spec.first_id, self._spec.stride
+        limited = config.batch.step_limit or config.batch.compact_obs
+        direct = len(self._envs) == 1 and not limited
+        exploring = partial(acting, config.policy.exploration_type)
         self._rollouts = [
-            Rollout(env, policy, config.batch, first + i, stride, version) for i, env in enumerate(self._envs)
+            Rollout(number, env, policy, exploring, config.batch, first + number, stride, version, direct)
+            for number, env in enumerate(self._envs)
         ]
 
     def get_model(self, model_id: str) -> Any:
@@ -235,17 +244,17 @@ class Worker:
             return Answer(call.number, error=ErrorReport.of(exc))
         return Answer(call.number, value)
 
-    async def _roll_out(self, number: int, rollout: Rollout) -> None:
+    async def _roll_out(self, rollout: Rollout) -> None:
+        seconds = _SLICE if len(self._rollouts) == 1 else 0.0  # several rollouts take turns, frame by frame
         while True:
             batch = next((batch for batch in self._partial_batches if batch.has_room), None)
             if batch is None:
                 self._batch_requested.clear()
                 await self._batch_requested.wait()
                 continue
-            place = batch.claim()
-            if place == 0 and self._before_batch is not None:
+            if batch.claimed == 0 and self._before_batch is not None:
                 self._before_batch()
-            batch.write(place, number, await rollout.frame(batch))
+            await rollout.collect(batch, seconds)
             if batch.complete:
                 self._deliver(batch)
                 await self._pipe.drain()
@@ -319,7 +328,7 @@ class Worker:
         one. Returns what of the state could not be restored."""
         rollouts = state.get("rollouts")
         pickled = rollouts is not None and rollouts[0]["env"] is not None
-        unused = [] if pickled else self._load_env_state(state.get("env_state_dict"))
+        unused = [] if pickled else load_env_state(self.env, state.get("env_state_dict"))
         if rollouts is None:
             for rollout in self._rollouts:
                 await rollout.restart(next_traj_id)
@@ -332,21 +341,6 @@ class Worker:
         self.env = self._envs[0].env
         self._frames, self._batches = state["frames"], state["iter"] + 1
         return unused
-
-    def _load_env_state(self, saved: Any) -> list[str]:
-        if not saved:
-            return []
-        if not isinstance(self.env, nn.Module):
-            return [f"env_state_dict: the environment, a {type(self.env).__name__}, has no state_dict"]
-        # torchrl's collector appends a transform: the state of a single one gets this prefix.
-        added, own = "transforms.0.", self.env.state_dict()
-        if all(name.startswith(added) for name in saved) and not any(name.startswith(added) for name in own):
-            saved = {name.removeprefix(added): value for name, value in saved.items()}
-        try:
-            self.env.load_state_dict(saved)
-        except (RuntimeError, KeyError) as exc:
-            return [f"env_state_dict: {exc}"]
-        return []
 
     async def keep_environments(self) -> None:
         """Do not close the environments when this worker ends."""

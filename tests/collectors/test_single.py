@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -71,6 +72,15 @@ async def test_seeds_and_where_it_stands() -> None:
     assert (torch.cat(rest) == torch.cat(again)).all()
 
 
+class Slow(Counting):
+    """Takes milliseconds for a step."""
+
+    def step(self, action: Any) -> Any:
+        """See :class:`Counting`."""
+        time.sleep(0.002)
+        return super().step(action)
+
+
 async def test_others_have_their_turn() -> None:
     turns = 0
 
@@ -81,7 +91,7 @@ async def test_others_have_their_turn() -> None:
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    async with Collector(Counting, **OPTIONS) as collector:
+    async with Collector(Slow, **OPTIONS) as collector:
         before = turns
         await anext(collector)
         assert turns - before >= 20

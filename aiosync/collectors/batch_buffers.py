@@ -1,0 +1,328 @@
+"""The memory that a worker writes the frames of its batches into."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from torch import Tensor
+from typing_extensions import TypeIs
+
+from aiosync.collectors.command_pipe import NewBuffer
+from aiosync.collectors.env import (
+    Fields,
+    Key,
+    Nested,
+    Specs,
+    Value,
+    Values,
+    as_array,
+    as_tensor,
+    flatten,
+    under,
+    unflatten,
+)
+from aiosync.errors import InvalidArgumentError
+from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
+from aiosync.weights.tensors import spelled
+
+
+class Column(NamedTuple):
+    """The memory of one field in the frames of a batch."""
+
+    key: Key
+    shape: tuple[int, ...]  # of the field in one frame
+    dtype: torch.dtype
+    view: Tensor  # of shape (steps, *shape)
+    array: np.ndarray[Any, Any] | None  # the same memory; None: NumPy has no such dtype
+
+    @classmethod
+    def of(cls, key: Key, view: Tensor) -> Self:
+        """Return the column with this memory."""
+        try:
+            array = view.numpy()  # a write by NumPy takes a fifth of the time of one by torch
+        except TypeError:
+            array = None
+        return cls(key, tuple(view.shape[1:]), view.dtype, view, array)
+
+
+def write_fields(columns: Mapping[Key, Column], place: int, fields: Values) -> None:
+    """Write fields of the frame at a place; see :meth:`BatchBuffer.write`."""
+    for key, value in fields.items():
+        column = columns.get(key)
+        if column is None:
+            raise _differs(key, "nothing", _spelled(value))
+        _, shape, dtype, view, array = column
+        found: Any
+        if array is None:
+            found, expected = as_tensor(value), dtype
+        else:
+            found, expected = value if type(value) is np.ndarray else as_array(value), array.dtype
+        if found.dtype != expected or found.shape != shape:
+            raise _differs(column.key, spelled(dtype, shape), _spelled(value))
+        if array is None:
+            view[place] = found
+        else:
+            array[place] = found
+
+
+def _is_next(key: Key) -> TypeIs[tuple[str, ...]]:
+    return key[0] == "next" and isinstance(key, tuple)
+
+
+def _spelled(value: Value) -> str:
+    found = as_tensor(value)
+    return spelled(found.dtype, tuple(found.shape))
+
+
+def _differs(key: Key, expected: str, found: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"field {key!r}: expected {expected}, as in the first step of the batch, got {found}: make the "
+        "environment and the policy return the same fields, of the same shapes and dtypes, in every step, or "
+        "give use_buffers=False"
+    )
+
+
+class BatchBuffer:
+    """Memory for a number of frames, one after the other. ``make`` returns memory of a number of bytes."""
+
+    def __init__(
+        self, specs: Specs, steps: int, make: Callable[[int], Segment], nested: Nested | None = None
+    ) -> None:
+        self.specs = specs
+        self._nested = nested
+        self.steps = steps  # how many frames fit
+        self._layout = Layout((_name(key), (steps, *shape), dtype) for key, shape, dtype in specs)
+        self.segment = make(self._layout.nbytes)
+        self.views = self._views(self.segment.buffer)  # each of shape (steps, *shape)
+        self._checked: tuple[Set[Key], Set[Key]] = set(), set()  # the fields of a frame that lacks none
+
+    def _views(self, buffer: Tensor) -> Fields:
+        views = self._layout.views(buffer)
+        return {key: views[_name(key)] for key, _, _ in self.specs}
+
+    def fits(self, specs: Specs, steps: int) -> bool:
+        """Return whether ``steps`` frames of these specs fit."""
+        return self.specs == specs and self.steps >= steps
+
+    @functools.cached_property
+    def columns(self) -> Mapping[Key, Column]:
+        return {key: Column.of(key, view) for key, view in self.views.items()}
+
+    @functools.cached_property
+    def next_columns(self) -> Mapping[Key, Column]:
+        below = ((key[1:], column) for key, column in self.columns.items() if _is_next(key))
+        return {key if len(key) > 1 else key[0]: column for key, column in below}
+
+    def write(self, place: int, fields: Values) -> None:
+        """Write fields of the frame at a place. InvalidArgumentError: a field differs from that of the first
+        frame in shape or dtype, or the first frame has no such field."""
+        write_fields(self.columns, place, fields)
+
+    def write_next(self, place: int, fields: Values) -> None:
+        """Write fields that the frame at a place has below ``"next"``; see :meth:`write`."""
+        write_fields(self.next_columns, place, fields)
+
+    def check(self, step: Set[Key], after: Set[Key]) -> None:
+        """InvalidArgumentError: a frame with these fields, of which ``after`` are below ``"next"``, lacks a
+        field of the first frame."""
+        if step == self._checked[0] and after == self._checked[1]:
+            return
+        found = {*step, *(under("next", key) for key in after)}
+        for key, shape, dtype in self.specs:
+            if key not in found:
+                raise _differs(key, spelled(dtype, shape), "nothing")
+        self._checked = set(step), set(after)
+
+    def set_flags(self, keys: Iterable[Key], place: int) -> None:
+        """Set these fields of the frame at a place to true."""
+        for key in keys:
+            self.views[key][place] = True
+
+    def read(self, steps: int, shape: tuple[int, ...], order: list[int] | None) -> TensorDictBase:
+        """Return the first ``steps`` frames, of the batch shape ``shape``: views of this memory; or copies of
+        the places in ``order``."""
+        which = slice(steps) if order is None else torch.tensor(order, device="cpu")
+        return select_steps(self.views, which, len(shape), self._nested)
+
+    def write_back(self, data: TensorDict, order: list[int], batch_dims: int) -> None:
+        """Write the frames that :meth:`read` returned for ``order`` to their places."""
+        for key, value in flatten(data).items():
+            if key in self.views:
+                self.views[key][torch.tensor(order)] = value.movedim(batch_dims, 0)
+
+    def lend(self, on_returned: Callable[[], object]) -> Fields:
+        """Return tensors that view this memory. ``on_returned`` is called when the last reference to them is
+        dropped, in the thread that drops it."""
+        buffer = self.segment.buffer
+        memory: Any = (ctypes.c_uint8 * buffer.numel()).from_address(buffer.data_ptr())
+        memory.segment = self.segment  # keeps the segment mapped as long as a tensor views it
+        weakref.finalize(memory, on_returned).atexit = False
+        return self._views(torch.frombuffer(memory, dtype=torch.uint8))
+
+
+def _name(key: Key) -> str:
+    return key if isinstance(key, str) else "\x1f".join(key)
+
+
+def select_steps(
+    views: Mapping[Key, Tensor], which: slice | Tensor, batch_dims: int, nested: Nested | None
+) -> TensorDict:
+    """Return some frames of tensors of shape ``(steps, *batch, ...)`` as a TensorDict of batch size
+    ``(*batch, steps)``. ``batch_dims`` is the length of ``batch``."""
+    found = {key: view[which].movedim(0, batch_dims) for key, view in views.items()}
+    return unflatten(found, next(iter(found.values())).shape[: batch_dims + 1], nested)
+
+
+class FrameList:
+    """The frames of one batch, whose fields may differ in shape and dtype. ``device``: of the environment."""
+
+    def __init__(self, nested: Nested, device: torch.device | None) -> None:
+        self._nested = nested
+        self._device = device
+        self._frames: dict[int, Fields] = {}  # by place
+
+    def write(self, place: int, fields: Values) -> None:
+        """See :class:`BatchBuffer`."""
+        self._frames.setdefault(place, {}).update({key: self._copy(v) for key, v in fields.items()})
+
+    def write_next(self, place: int, fields: Values) -> None:
+        """See :class:`BatchBuffer`."""
+        self.write(place, {under("next", key): value for key, value in fields.items()})
+
+    def _copy(self, value: Value) -> Tensor:
+        # The collector's own fields are arrays, also if the environment's tensors are on another device.
+        if isinstance(value, Tensor):
+            return value.detach().clone()
+        found = torch.from_numpy(value.copy())
+        return found if self._device is None else found.to(self._device)
+
+    def check(self, step: Set[Key], after: Set[Key]) -> None:
+        """See :class:`BatchBuffer`: here a frame may have any fields."""
+
+    def specs_of(self, place: int) -> Specs:
+        """Return the specs of the frame at a place."""
+        return tuple((key, tuple(v.shape), v.dtype) for key, v in self._frames[place].items())
+
+    def move_to(self, buffer: BatchBuffer) -> None:
+        """Write all frames into a buffer, also incomplete ones."""
+        for place, frame in self._frames.items():
+            buffer.write(place, dict(frame))
+
+    def set_flags(self, keys: Iterable[Key], place: int) -> None:
+        """See :class:`BatchBuffer`."""
+        frame = self._frames[place]
+        frame.update({key: torch.ones_like(frame[key]) for key in keys})
+
+    def read(self, steps: int, shape: tuple[int, ...], order: list[int] | None) -> TensorDictBase:
+        """Return the frames: a TensorDict; or, if their fields differ, a lazy stack of one per step."""
+        frames = [self._frames[place] for place in order or range(steps)]
+        if len({tuple((key, v.shape, v.dtype) for key, v in frame.items()) for frame in frames}) > 1:
+            steps_of = [unflatten(frame, shape, self._nested) for frame in frames]
+            return LazyStackedTensorDict.lazy_stack(steps_of, len(shape))
+        stacked = {key: torch.stack([frame[key] for frame in frames], len(shape)) for key in frames[0]}
+        return unflatten(stacked, (*shape, len(frames)), self._nested)
+
+
+class BatchBuffers:
+    """The buffers of one worker.
+
+    A buffer is reused when the collector has released it. When no free buffer fits the next batch, all free
+    ones are closed and a new one is allocated. ``announce`` is called with each new buffer, so that the
+    collector can map it. None: the memory is private to this process. ``nested``, ``device``: of the
+    environment. ``fixed``: the fields of all frames of a batch have the same shapes and dtypes; otherwise
+    each batch is a :class:`FrameList`.
+    """
+
+    def __init__(
+        self,
+        announce: Callable[[NewBuffer], None] | None,
+        nested: Nested,
+        device: torch.device | None,
+        *,
+        fixed: bool = True,
+    ) -> None:
+        self._announce = announce
+        self._nested = nested
+        self._device = device
+        self._fixed = fixed
+        self._buffers: dict[int, Any] = {}  # BatchBuffer or FrameList, which have the same methods
+        self._free: set[int] = set()
+        self._numbers = itertools.count()
+
+    def __getitem__(self, index: int) -> Any:
+        return self._buffers[index]
+
+    def begin(self) -> FrameList:
+        """Return the memory of a batch until a frame is complete, which shows the fields."""
+        return FrameList(self._nested, self._device)
+
+    def allocate(self, frames: FrameList, place: int, steps: int) -> int:
+        """Reserve memory for ``steps`` frames like the one at ``place``, which is complete, and return its
+        number. ``frames``: what has been written so far."""
+        if not self._fixed:
+            index = next(self._numbers)
+            self._buffers[index] = frames
+            return index
+        index = self._reserve(frames.specs_of(place), steps)
+        frames.move_to(self._buffers[index])
+        return index
+
+    def _reserve(self, specs: Specs, steps: int) -> int:
+        for index in sorted(self._free):
+            if self._buffers[index].fits(specs, steps):
+                self._free.remove(index)
+                return index
+        replaced = tuple(self._free)
+        for index in replaced:
+            self._buffers.pop(index).segment.close()
+        self._free.clear()
+        index = next(self._numbers)
+        make = Segment.private if self._announce is None else Segment.shared
+        buffer = self._buffers[index] = BatchBuffer(specs, steps, make, self._nested)
+        if self._announce is not None:
+            assert buffer.segment.handle is not None
+            self._announce(NewBuffer(index, buffer.segment.handle, specs, steps, replaced))
+        return index
+
+    def release(self, indices: Iterable[int]) -> None:
+        """Make these buffers available again."""
+        if self._fixed:
+            self._free.update(indices)
+        else:
+            for index in indices:
+                del self._buffers[index]
+
+
+class BufferLoans:
+    """Which of a worker's buffers the trainer holds, and which of them the worker may reuse.
+
+    Each lent batch keeps this object alive, so it refers to no other object.
+    """
+
+    def __init__(self) -> None:
+        self.lent: set[int] = set()  # buffers of batches that the trainer holds
+        self._released: list[int] = []  # buffers that the worker may reuse and has not been notified of
+
+    def lend(self, buffer: int) -> Callable[[], None]:
+        """Record a loan. Returns the function that ends it, to be called from any thread."""
+        self.lent.add(buffer)
+        return functools.partial(self.release, buffer)
+
+    def release(self, buffer: int) -> None:
+        """Let the worker reuse a buffer."""
+        self.lent.discard(buffer)
+        self._released.append(buffer)
+
+    def take_released(self) -> tuple[int, ...]:
+        """Return the released buffers for the next request, and forget them."""
+        # Another thread may append a buffer meanwhile: no other method removes any.
+        return tuple(self._released.pop() for _ in range(len(self._released)))

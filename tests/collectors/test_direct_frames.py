@@ -1,0 +1,189 @@
+"""Frames that are written directly are those that are written with all their fields."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+
+from aiosync import InvalidArgumentError
+from aiosync.collectors import Collector
+from aiosync.collectors.direct_frames import DirectFrames
+from tests.collectors.worlds import Counting
+from tests.kit.clock import PATIENCE
+
+ROWS = 3
+
+
+class Habit(Counting):
+    """A :class:`Counting` whose answers are of an unusual kind. Its observation depends on the actions."""
+
+    def __init__(self, habit: str = "", length: int = 7, since: int = 0) -> None:
+        super().__init__(length=length)
+        self._habit = habit
+        self._since = since  # the step of the first unusual answer
+        self._memory = np.zeros(4, np.float32)
+        self._sum = self._steps = 0
+
+    def step(self, action: Any) -> Any:
+        """See :class:`Counting`."""
+        self._sum += int(action)
+        self._steps += 1
+        seen, reward, over, cut, info = super().step(int(action))
+        seen[0] = self._sum % 5
+        if self._steps < self._since:
+            return seen, reward, over, cut, info
+        if self._habit == "float64":
+            seen = seen.astype(np.float64)
+        elif self._habit == "read-only":
+            seen.flags.writeable = False
+        elif self._habit == "one memory":
+            self._memory[:] = seen
+            seen = self._memory
+        elif self._habit == "numbers":
+            reward, over, cut = np.int64(reward), np.bool_(over), 0
+        elif self._habit == "tensors":
+            seen = torch.from_numpy(seen)
+        elif self._habit == "other shape":
+            seen = seen[:3]
+        elif self._habit == "no number":
+            reward = "much"
+        return seen, reward, over, cut, info
+
+
+class Net(nn.Module):
+    """Chooses by the observation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 3, bias=False)
+        with torch.no_grad():
+            self.net.weight.copy_(torch.arange(12).view(3, 4).sin())
+
+    def forward(self, observation: Tensor) -> Tensor:
+        """Return one action per row."""
+        action: Tensor = self.net(observation).argmax(-1)
+        return action
+
+
+class NetOfTensorDict(Net):
+    """The same, for which a frame's fields are put into a TensorDict."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Add the action."""
+        return tensordict.set("action", super().forward(tensordict["observation"]))
+
+
+def _vector(mode: AutoresetMode) -> gym.vector.VectorEnv[Any, Any, Any]:
+    return SyncVectorEnv(
+        [functools.partial(Habit, length=3 + row) for row in range(ROWS)], autoreset_mode=mode
+    )
+
+
+ENVS_OF_ROWS = tuple(AutoresetMode.__members__)
+ENVS: dict[str, Any] = {
+    **{mode.name: functools.partial(_vector, mode) for mode in AutoresetMode},
+    "single": Habit,
+    **{name: functools.partial(Habit, name) for name in ("float64", "read-only", "one memory", "numbers")},
+    "tensors": functools.partial(Habit, "tensors", since=4),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "no tags": {"track_policy_version": False},
+    "new episodes": {"reset_at_each_iter": True},
+    "no reset": {"reset_when_done": False, "set_truncated": True},
+    "several frames": {"frames_per_batch": 1},
+}
+
+
+async def _batches(env: Any, policy: Any, *, interrupted: bool = False, **options: Any) -> list[Any]:
+    given = {"frames_per_batch": 30, "timeout": PATIENCE} | options
+    found = []
+    async with Collector(env, policy, **given) as collector:
+        await collector.set_seed(0)
+        for number in range(4):
+            found.append((await anext(collector)).clone())
+            if interrupted and number == 1:
+                await collector.reset()
+            if number == 2:
+                await collector.update_policy_weights_()
+    return found
+
+
+def _assert_same(found: list[Any], expected: list[Any]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.batch_size == other.batch_size
+        keys = set(one.keys(True, True))
+        assert keys == set(other.keys(True, True))
+        for key in keys:
+            assert one[key].dtype == other[key].dtype
+            assert torch.equal(one[key], other[key]), key
+
+
+@pytest.mark.parametrize(
+    ("env", "options"),
+    # Gymnasium's vector environments take no step after the end of an episode.
+    [(env, name) for env in ENVS for name in OPTIONS if name != "no reset" or env not in ENVS_OF_ROWS],
+)
+async def test_frames_are_those_of_a_policy_that_takes_tensordicts(env: str, options: str) -> None:
+    expected = await _batches(ENVS[env], NetOfTensorDict(), **OPTIONS[options])
+    _assert_same(await _batches(ENVS[env], Net(), **OPTIONS[options]), expected)
+    module = TensorDictModule(Net(), in_keys=["observation"], out_keys=["action"])
+    _assert_same(await _batches(ENVS[env], module, **OPTIONS[options]), expected)
+
+
+@pytest.mark.parametrize("env", [name for name in ENVS if name != "tensors"])
+async def test_most_frames_are_written_directly(env: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    record = DirectFrames.record
+
+    def counting(frames: DirectFrames, place: int, found: Any) -> int | None:
+        ended = record(frames, place, found)
+        written.append(ended is not None)
+        return ended
+
+    monkeypatch.setattr(DirectFrames, "record", counting)
+    (first, *_) = await _batches(ENVS[env], Net())
+    assert sum(written) > 0.3 * 4 * first.shape[-1]
+    assert all(written)
+
+
+@pytest.mark.parametrize("env", [*ENVS_OF_ROWS, "single"])
+async def test_a_reset_between_two_frames(env: str) -> None:
+    expected = await _batches(ENVS[env], NetOfTensorDict(), interrupted=True)
+    _assert_same(await _batches(ENVS[env], Net(), interrupted=True), expected)
+
+
+@pytest.mark.parametrize(
+    ("habit", "error", "message"),
+    [("other shape", InvalidArgumentError, "'observation'"), ("no number", ValueError, "much")],
+)
+async def test_an_answer_of_another_kind_is_an_error(
+    habit: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        await _batches(functools.partial(Habit, habit, since=5), Net())
+
+
+async def test_an_error_of_the_environment_is_its_own() -> None:
+    class Nested(Habit):
+        def step(self, action: Any) -> Any:
+            if self.count == 3:
+                waiting = asyncio.sleep(0)
+                try:
+                    asyncio.run(waiting)
+                finally:
+                    waiting.close()
+            return super().step(action)
+
+    with pytest.raises(InvalidArgumentError, match="starts an event loop"):
+        await _batches(Nested, Net())
