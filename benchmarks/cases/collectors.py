@@ -1,4 +1,5 @@
-"""``aiosync bench collectors``: aiosync's collectors beside torchrl's; or its schemes inside torchrl's.
+"""``aiosync bench collectors``: aiosync's collectors beside torchrl's or beside a plain loop; or its schemes
+inside torchrl's collectors.
 
 A turn is a process of its own, with processes of workers; turns of the two libraries follow each other.
 """
@@ -11,19 +12,22 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from enum import StrEnum
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from benchmarks.cases.collectors_turn import Task, Turn
+from benchmarks.cases.plain_loop import PlainTask, PlainTurn
 from benchmarks.harness import options
 from benchmarks.harness.meters import summary
 from benchmarks.harness.results import Row, report, say
 
 ROOT = Path(__file__).parents[2]
 ENVS = options.Names(("cartpole", "pixels"))
+PLAIN_ENVS = {"cartpole": "CartPole-v1", "acrobot": "Acrobot-v1"}
 LIBRARIES = ("aiosync", "torchrl")
 HOSTS: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(("sync", "async", "single", "evaluator", "server"), ("shared", "process", "tcp")),
@@ -41,9 +45,24 @@ MEASURES = (
 aiosync's own collectors have to be. Of frames more is better, of the others less."""
 
 
+class Against(StrEnum):
+    """What aiosync's collectors are measured against."""
+
+    TORCHRL = "torchrl"
+    PLAIN = "plain"
+
+
+PLAIN_FRAMES = 1024  # in a batch
+PLAIN_WANTED = {"single": 0.8, "sync": 1.4, "async": 1.7}
+"""How many times the frames/s of the plain loop, which is one process, the collectors have to reach."""
+
+
 def collectors(
     inside_torchrl: Annotated[bool, typer.Option("--inside-torchrl", help="torchrl's collectors.")] = False,
-    models: Annotated[options.Names | None, options.names_of(ENVS)] = None,
+    against: Annotated[
+        Against, typer.Option(help="torchrl's collectors, or a plain loop.")
+    ] = Against.TORCHRL,
+    models: Annotated[options.Names | None, options.names_of((*ENVS, "acrobot"))] = None,
     schemes: Annotated[options.Names | None, options.names_of(HOSTS)] = None,
     parameters: Annotated[options.Numbers | None, options.numbers("Added to a small policy.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each library.")] = 3,
@@ -52,8 +71,12 @@ def collectors(
     json: options.Json = None,
     check: options.Check = False,
 ) -> None:
-    """aiosync's collectors beside torchrl's; or, inside torchrl's collectors, the schemes of both."""
+    """aiosync's collectors beside torchrl's or a plain loop; or, inside torchrl's, the schemes of both."""
+    if against is Against.PLAIN:
+        return _against_plain(models, rounds, total, json, check)
     own = not inside_torchrl
+    if not set(models or ()) <= set(ENVS):
+        raise typer.BadParameter(f"expected some of {', '.join(ENVS)}, or --against plain")
     if own and not set(schemes or ()) <= set(OWN_HOSTS):
         raise typer.BadParameter(f"expected some of {', '.join(OWN_HOSTS)}, or --inside-torchrl")
     sizes = parameters or ((0,) if own else (1_000, 25_000_000))
@@ -71,16 +94,58 @@ def collectors(
             say(f"--- {task.env}, {task.host}, {task.scheme}, {task.parameters} further parameters")
             taken: dict[str, list[Turn]] = {library: [] for library in LIBRARIES}
             for _, library in product(range(rounds), LIBRARIES):
-                taken[library].append(_take(replace(task, library=library)))
+                taken[library].append(Turn(**_take(replace(task, library=library), "collectors_turn")))
             rows += _rows(task, taken)
             found.append({**asdict(task), **taken})
     if check and any(row["wanted"] and row["ok"] is False for row in rows):
         raise typer.Exit(1)
 
 
-def _take(task: Task) -> Turn:
+def _against_plain(
+    models: options.Names | None, rounds: int, total: int, json: Path | None, check: bool
+) -> None:
+    if not set(models or ()) <= set(PLAIN_ENVS):
+        raise typer.BadParameter(f"expected some of {', '.join(PLAIN_ENVS)} with --against plain")
+    batches = -(-total // PLAIN_FRAMES) or 100
+    cases = [(name, 8) for name in models or PLAIN_ENVS] + [("cartpole", 0)] * (not models)
+    title = "Frames/s beside a plain loop in one process (medians; least - most)"
+    with report(title, "collectors-plain", json) as rows:
+        for name, width in cases:
+            wanted = PLAIN_WANTED if width else {"single": 0.6}
+            say(f"--- {name}, {width or 1} environments in a process")
+            task = PlainTask("plain", PLAIN_ENVS[name], width, PLAIN_FRAMES, batches, warm_up=10)
+            taken: dict[str, list[PlainTurn]] = {contender: [] for contender in ("plain", *wanted)}
+            for _, contender in product(range(rounds), taken):
+                found = _take(replace(task, contender=contender), "plain_loop")
+                taken[contender].append(PlainTurn(**found))
+            rows += _rows_against_plain(name, width, taken, wanted)
+    if check and not all(row["ok"] for row in rows):
+        raise typer.Exit(1)
+
+
+def _rows_against_plain(
+    name: str, width: int, taken: Mapping[str, Sequence[PlainTurn]], wanted: Mapping[str, float]
+) -> Iterator[Row]:
+    plain = summary([turn.frames for turn in taken["plain"]], 1)
+    for contender, least in wanted.items():
+        ours = summary([turn.frames for turn in taken[contender]], 1)
+        ratios = [a.frames / b.frames for a, b in zip(taken[contender], taken["plain"], strict=True)]
+        ratio = summary(ratios, 1)
+        yield {
+            "environment": f"{name}, {width or 1} per process",
+            "collector": contender,
+            "plain loop": plain,
+            "aiosync": ours,
+            "times the plain loop": ratio,
+            "wanted": least,
+            "ok": ratio.median >= least,
+            "switches per batch": summary([turn.switches for turn in taken[contender]], 1),
+        }
+
+
+def _take(task: Task | PlainTask, module: str) -> dict[str, Any]:
     """Take a turn in a process of its own, whose last line of output is the turn as JSON."""
-    program = "from benchmarks.cases import collectors_turn; collectors_turn.main()"
+    program = f"from benchmarks.cases import {module}; {module}.main()"
     command = [sys.executable, "-c", program, jsons.dumps(asdict(task))]
     # Where no name server answers, torch.distributed is not to wait for one.
     environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"}
@@ -88,7 +153,8 @@ def _take(task: Task) -> Turn:
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         raise RuntimeError(f"{task} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    return Turn(**jsons.loads(lines[-1]))
+    found: dict[str, Any] = jsons.loads(lines[-1])
+    return found
 
 
 def _rows(task: Task, taken: Mapping[str, Sequence[Turn]]) -> Iterator[Row]:
