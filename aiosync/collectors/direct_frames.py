@@ -37,6 +37,7 @@ class DirectFrames:
         self._reward, self._done, self._terminated, self._truncated = flat
         self._ends_shape = self._done.shape[1:]
         self._first = self._next = 0  # the run: from this place to before that one
+        self._ids_column, self._first_ids = columns[TRAJ_IDS], 0  # from this place on, the numbers are _ids
         self._version: int | None = None
         self.observation: Any = None  # that the next frame begins with
 
@@ -56,7 +57,7 @@ class DirectFrames:
         """The next frame is at ``place``, and of this version."""
         if place != self._next or version != self._version:
             self.flush()
-            self._first = self._next = place
+            self._first = self._first_ids = self._next = place
             self._version = version
 
     def record(self, place: int, found: Any) -> int | None:
@@ -72,7 +73,9 @@ class DirectFrames:
             return None
         try:
             done = terminated | truncated
-            if self._ends_shape and not done.shape == reward.shape == self._ends_shape:
+            if self._ends_shape and not (
+                done.shape == reward.shape == self._ends_shape and done.dtype == bool
+            ):
                 return None
             self._reward[place] = reward
             self._terminated[place] = terminated
@@ -84,16 +87,21 @@ class DirectFrames:
         self.done = done
         return int(np.count_nonzero(done)) if self._ends_shape else int(done)
 
+    def keep_ids(self) -> None:
+        """Write the trajectory numbers of the frames since the numbers changed last."""
+        self._ids_column[self._first_ids : self._next] = self._ids
+        self._first_ids = self._next
+
     def flush(self) -> None:
         """Write the other fields of the frames of this run."""
         first, end = self._first, self._next
         if first == end:
             return
         self._first = end
+        self.keep_ids()
         columns = self._columns
         for beginning, following in self._carried:
             beginning[first:end] = following[first - 1 : end - 1]
-        columns[TRAJ_IDS][first:end] = self._ids
         if MASK in columns:
             columns[MASK][first:end] = ~columns["done"][first:end, ..., 0]
         if self._version is not None:

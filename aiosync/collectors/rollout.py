@@ -328,7 +328,7 @@ class Rollout:
 
     def _start_trajectories(self, where: np.ndarray[Any, Any]) -> None:
         if self._batch is not None and self._batch.direct is not None:
-            self._batch.direct.flush()  # before the numbers change
+            self._batch.direct.keep_ids()
         count = int(np.count_nonzero(where))
         self._ids[where] = np.arange(count) * self.stride + self.next_id
         self.next_id += count * self.stride
