@@ -54,6 +54,14 @@ def first_worker(context: Any) -> int:
     return 1 if isinstance(context, DistributedCollector) else 0
 
 
+def wants_transient(context: Any) -> bool:
+    """Return whether the context is a collector: its workers' policies may come to them on ``meta``, and
+    torchrl sends all of their buffers."""
+    from torchrl.collectors import BaseCollector
+
+    return isinstance(context, BaseCollector)
+
+
 def is_enlisted(context: Any) -> bool:
     """Return whether the sender will enlist this worker: a node of torchrl's RPCCollector, which passes
     schemes to its nodes before it calls ``init_on_sender``."""

@@ -16,7 +16,8 @@ from aiosync.transports.process_watch import ProcessWatch
 def adapter_for(context: Any) -> Any:
     """Return the module that adapts a context, by the package of the context's class; None if there is none.
 
-    It has ``listener_for``, ``first_worker``, ``is_enlisted``, ``processes`` and ``last_words``.
+    It has ``listener_for``, ``first_worker``, ``wants_transient``, ``is_enlisted``, ``processes`` and
+    ``last_words``.
     """
     of_torchrl = any(cls.__module__.partition(".")[0] == "torchrl" for cls in type(context).__mro__)
     return importlib.import_module("aiosync.compat.torchrl") if of_torchrl else None
@@ -36,6 +37,12 @@ def first_worker(context: Any) -> int:
     """Return the index that a sender's context gives its first worker; aiosync's own is always 0."""
     adapter = adapter_for(context)
     return int(adapter.first_worker(context)) if adapter else 0
+
+
+def wants_transient(context: Any) -> bool:
+    """Return whether a sender's context starts workers without the values of non-persistent buffers."""
+    adapter = adapter_for(context)
+    return bool(adapter and adapter.wants_transient(context))
 
 
 @contextmanager

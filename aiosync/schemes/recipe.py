@@ -19,7 +19,7 @@ from aiosync.receiver.applier import WeightApplier
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.receiver.listeners import UpdateListener
 from aiosync.receiver.updates import Applier
-from aiosync.schemes.contexts import first_worker, listener_for
+from aiosync.schemes.contexts import first_worker, listener_for, wants_transient
 from aiosync.schemes.state import SchemeState
 from aiosync.sender.endpoint import WeightSender
 from aiosync.sender.extraction import WeightSource
@@ -185,6 +185,7 @@ class SchemeRecipe(SchemeState, ABC):
             num_workers,
             self._elastic,
             lambda source: to_tensordict(self._strategy.extract_weights(source)),
+            transient=wants_transient(context),
         )
         plan = make_plan(arguments, per_worker=self._spec.per_worker_weights)
         self._drop_listener()

@@ -21,7 +21,7 @@ from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError
 from aiosync.sender.worker_plan import GroupPlan, SenderPlan
 from aiosync.transports._offload import Offloader
-from aiosync.weights.flatten import check_sendable, named_tensors, optional_names
+from aiosync.weights.flatten import check_sendable, named_tensors, optional_names, transient_tensors
 from aiosync.weights.layout import Layout
 from aiosync.weights.peft import PeftMode, base_parameters, has_adapters, presumed
 from aiosync.weights.sharded import is_sharded, reshard
@@ -77,8 +77,8 @@ class WeightSource:
             given = self._resolve(weights)
         if plan.plain and isinstance(given, nn.Module) and type(strategy) is WeightStrategy:
             unchanged = known_tensors(given, strategy.peft)
-            if unchanged is not None:
-                return {0: unchanged}  # as almost always
+            if unchanged is not None:  # as almost always
+                return {0: _with_transient(given, unchanged) if plan.transient else unchanged}
         peft = _peft_of(strategy)
         custom = strategy if type(strategy).extract_weights is not WeightStrategy.extract_weights else None
         cache: dict[int, Mapping[str, Tensor]] = {}
@@ -89,7 +89,8 @@ class WeightSource:
                 continue
             source = self._source_for(given, group)
             if id(source) not in cache:
-                cache[id(source)] = await _extract(source, custom, peft)
+                tensors = await _extract(source, custom, peft)
+                cache[id(source)] = _with_transient(source, tensors) if plan.transient else tensors
             tensors = cache[id(source)]
             if plan.device_map_fn is not None:
                 (worker,) = group.workers
@@ -179,6 +180,12 @@ async def _extract(source: Any, strategy: WeightStrategy | None, peft: PeftMode)
         return named_tensors(source, strategy=strategy, peft=peft)
     # Adapters are merged on a copy of the whole model.
     return await _offloaded(lambda _: named_tensors(source, strategy=strategy, peft=peft))
+
+
+def _with_transient(source: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the tensors and the non-persistent buffers of a module."""
+    more = transient_tensors(source) if isinstance(source, nn.Module) else {}
+    return {**tensors, **more} if more else tensors
 
 
 async def _offloaded(work: Callable[[Callable[[], bool]], T]) -> T:

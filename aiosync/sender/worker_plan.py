@@ -38,6 +38,7 @@ class SenderPlan:
     per_worker: bool = False  # each worker has a separate group and may be sent different weights
     elastic: bool = False  # workers are accepted at any time
     made_here: bool = False  # the weights come from a policy that the context's policy_factory has made here
+    transient: bool = False  # the non-persistent buffers of modules are sent too
 
     @cached_property
     def has_weights(self) -> bool:
@@ -69,6 +70,7 @@ class SenderArguments:
     num_workers: int | None = None
     may_be_elastic: bool = False
     extract: Callable[[Any], TensorDictBase] = to_tensordict  # converts a source to what device_map_fn gets
+    transient: bool = False  # the context's workers have no values of non-persistent buffers
 
     @property
     def elastic(self) -> bool:
@@ -190,7 +192,7 @@ def _from_context(args: SenderArguments, per_worker: bool) -> SenderPlan:
         return _from_factories(context, targets, per_worker)
     if model_of(context, args.model_id) is None:
         raise InvalidArgumentError(f"the context's {args.model_id!r} is None: there is nothing to send")
-    return SenderPlan(_groups(targets, per_worker), per_worker=per_worker)
+    return SenderPlan(_groups(targets, per_worker), per_worker=per_worker, transient=args.transient)
 
 
 def _lacks_policy(context: Any) -> bool:

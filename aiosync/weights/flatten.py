@@ -190,10 +190,14 @@ def optional_names(model: object) -> frozenset[str]:
     """
     if not isinstance(model, nn.Module):
         return frozenset()
-    buffers = {
-        join(prefix, key)
+    return frozenset(transient_tensors(model).keys() | extra_state_owners(model).keys())
+
+
+def transient_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the non-persistent buffers of a module, except those on ``meta``, by their names."""
+    return {
+        join(prefix, key): tensor
         for prefix, module in modules(model, merge=False)
         for key, tensor in leaves(module)
         if is_transient(module, key) and not tensor.is_meta
     }
-    return frozenset(buffers | extra_state_owners(model).keys())

@@ -238,7 +238,7 @@ class Layout:
 
         Shapes must be equal. A floating dtype may be another floating dtype, which the copy converts; other
         dtypes must be equal. The result has no aliases. Tied names with separate memory must have equal bits.
-        Names of :attr:`optional` that are not entries are ignored.
+        Names of :attr:`optional` may be missing, and are ignored if they are no entries.
 
         Args:
             tensors: flat dotted names -> dense tensors.
@@ -252,7 +252,8 @@ class Layout:
             UnsupportedTensorError: a tensor has no dense bytes, or is on ``meta``.
         """
         index = self._index
-        missing = [name for name in index if name not in tensors] if strict else []
+        missing = [name for name in index if name not in tensors and name not in self.optional]
+        missing = missing if strict else []
         unexpected: list[str] = []
         differing: dict[str, tuple[str, str]] = {}
         for name, tensor in tensors.items():

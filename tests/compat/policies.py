@@ -16,6 +16,7 @@ from tests.kit.marked import Marked, make_policy, mark
 __all__ = [
     "FRAMES",
     "Marked",
+    "Transient",
     "check",
     "make_env",
     "make_normalised_env",
@@ -77,6 +78,23 @@ def make_normalised_env(*, frozen: bool = True) -> Any:
     if frozen:
         norm.freeze()
     return env
+
+
+class Transient(nn.Module):
+    """Acts, and marks frames with a non-persistent buffer and with a parameter."""
+
+    transient: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+        self.register_buffer("transient", torch.tensor(3.0), persistent=False)
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the action and both marks."""
+        marks = torch.stack([self.transient, self.net.bias.detach()[0]])
+        action = self.net(observation).argmax(-1)
+        return action, marks.expand(*action.shape, 2).clone()
 
 
 @contextmanager

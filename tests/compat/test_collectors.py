@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("torchrl")
 
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector, Evaluator, MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
@@ -23,6 +24,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from aiosync import InvalidArgumentError, RemoteApplyError, WorkerLostError, sync
 from tests.compat.policies import (
     FRAMES,
+    Transient,
     check,
     collecting,
     make_env,
@@ -290,6 +292,32 @@ def test_what_does_not_fit_is_told_at_once() -> None:
         mark(policy, 1)
         collector.update_policy_weights_()
         assert check(next(iterator)) == {1}
+
+
+@pytest.mark.parametrize("scheme", ["shared", "process"])
+def test_buffers_that_state_dicts_leave_out(scheme: str) -> None:
+    policy = TensorDictModule(Transient(), in_keys=["observation"], out_keys=["action", "marks"])
+    bias = policy.module.net.bias.data
+    schemes = {"policy": SCHEMES[scheme](timeout=PATIENCE)}
+    with collecting(MultiSyncCollector, policy, schemes, total_frames=-1) as collector:
+        iterator = iter(collector)
+
+        def marks() -> list[list[float]]:
+            return next(iterator)["marks"].reshape(-1, 2).unique(dim=0).tolist()  # type: ignore[no-any-return]
+
+        bias.fill_(0)
+        collector.update_policy_weights_()
+        assert marks() == [[3, 0]]
+        bias.fill_(1)
+        policy.module.transient.fill_(4)
+        collector.update_policy_weights_()
+        assert marks() == [[4, 1]]
+        bias.fill_(2)
+        collector.update_policy_weights_(TensorDict(policy.state_dict(), []).unflatten_keys("."))
+        assert marks() == [[4, 2]]
+        policy.module.transient.fill_(5)
+        collector.update_policy_weights_(TensorDict.from_module(policy))
+        assert marks() == [[5, 2]]
 
 
 @pytest.mark.soak

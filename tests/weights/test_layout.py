@@ -296,6 +296,13 @@ def test_a_model_in_any_form_fits_its_own_layout() -> None:
     assert len(layout.fit(named_tensors(TensorDict.from_module(plain)))) == len(layout) == 7
 
 
+def test_an_optional_name_that_was_given_once_may_be_missing_later() -> None:
+    layout = Layout.of({"a": torch.ones(2), "mask": torch.ones(2)}, optional={"mask"})
+    assert [name for name, _ in layout.fit({"a": torch.zeros(2)})] == ["a"]
+    with pytest.raises(LayoutMismatchError):
+        layout.fit({"mask": torch.zeros(2)})
+
+
 def test_subset() -> None:
     layout = Layout.of(named_tensors(Tied()) | {"z": torch.ones(1)})
     assert [e.name for e in layout.subset(["z", "head.weight"])] == ["embed.weight", "z"]
