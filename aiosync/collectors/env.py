@@ -307,7 +307,9 @@ class GymnasiumEnv(Env):
                 action = action.argmax(-1)
             if not self.shape:
                 return int(action)
-        return as_array(action)
+        # A copy: a policy may return the same memory each time, its own parameters or its input, which may be
+        # memory of the environment. The environment may write into its action, or keep it.
+        return as_array(action).copy()
 
     def _reset_fields(self, found: Any) -> Values:
         observation = found[0] if isinstance(found, tuple) and len(found) == 2 else found
@@ -335,8 +337,7 @@ class AsyncEnv(GymnasiumEnv):
         return self._reset_fields(await self.env.reset(**self._pop_seed()))
 
     async def step(self, step: Values) -> Values:
-        # A copy: before the step takes it, the policy may write the action of another rollout.
-        return self.fields_of(await self.env.step(copy.copy(self._action(step))))
+        return self.fields_of(await self.env.step(self._action(step)))
 
     async def close(self) -> None:
         closing = getattr(self.env, "aclose", None) or getattr(self.env, "close", None)

@@ -187,3 +187,67 @@ async def test_an_error_of_the_environment_is_its_own() -> None:
 
     with pytest.raises(InvalidArgumentError, match="starts an event loop"):
         await _batches(Nested, Net())
+
+
+class Pushed(gym.Env[Any, Any]):
+    """Observes one memory, which its actions change, and writes into its action."""
+
+    def __init__(self) -> None:
+        self.observation_space = self.action_space = gym.spaces.Box(-9, 9, (2,), np.float32)
+        self._memory = np.zeros(2, np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        """Begin at the same place."""
+        self._memory[:] = 1, -1
+        self._count = 0
+        return self._memory, {}
+
+    def step(self, action: Any) -> Any:
+        """Move."""
+        self._count += 1
+        self._memory[:] = self._memory / 2 + action
+        reward = float(action[0])
+        action[:] = 77
+        return self._memory, reward, self._count >= 4, False, {}
+
+
+class Returning(nn.Module):
+    """Returns its parameter, the same memory each time, or its input."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+        self.weight = nn.Parameter(torch.tensor([0.5, 0.25]))
+        self.memory = torch.zeros(2)
+
+    def forward(self, observation: Tensor) -> Tensor:
+        """Return the action."""
+        if self._what == "memory":
+            return self.memory.copy_(observation * self.weight.detach())
+        return self.weight if self._what == "parameter" else observation
+
+
+class ReturningTensorDict(Returning):
+    """The same, with a TensorDict."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Add the action."""
+        return tensordict.set("action", super().forward(tensordict["observation"]))
+
+
+@pytest.mark.parametrize("takes", ["tensors", "tensordict"])
+@pytest.mark.parametrize("what", ["parameter", "memory", "input"])
+async def test_memory_of_policy_and_environment_is_not_confused(what: str, takes: str) -> None:
+    policy = Returning(what) if takes == "tensors" else ReturningTensorDict(what)
+    frames = torch.cat(await _batches(Pushed, policy, frames_per_batch=6), -1)
+    there = torch.tensor([1.0, -1.0])
+    for step in range(frames.numel()):
+        frame = frames[step]
+        action = {"parameter": torch.tensor([0.5, 0.25]), "memory": there * torch.tensor([0.5, 0.25])}
+        assert torch.equal(frame["observation"], there)
+        assert torch.equal(frame["action"], action.get(what, there))
+        assert frame["next", "reward"].item() == frame["action"][0].item()
+        there = there / 2 + frame["action"]
+        assert torch.equal(frame["next", "observation"], there)
+        if frame["next", "done"]:
+            there = torch.tensor([1.0, -1.0])
