@@ -53,7 +53,7 @@ def in_actor(handle: Any, function: Callable[..., Any], *args: Any) -> Any:
 class ActorCall(PendingCall):
     """A pending call of an actor: ``pending`` is Ray's reference to the result."""
 
-    hint = "the actor did not answer a call: it may be busy in one of its methods"
+    hint = "the actor did not answer a call: it may be busy in one of its methods, or still starting"
 
     def __init__(self, worker: int, pending: Any, deadline: Deadline, phase: Phase = "connect") -> None:
         super().__init__([worker], deadline)
