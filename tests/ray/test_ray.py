@@ -89,6 +89,21 @@ async def test_actors_have_what_was_sent(kind: type[Any], plane: str, size: int)
             assert await values(actors) == [version] * 2
 
 
+async def test_objects_that_ray_moves_with_nixl() -> None:
+    pytest.importorskip("nixl", reason="NVIDIA's nixl is not installed")
+    actors = [ray.remote(num_cpus=0, enable_tensor_transport=True)(Holder).remote(LARGE) for _ in range(2)]
+    model = Uniform(size=LARGE)
+    scheme = RayWeightSyncScheme(timeout=PATIENCE, share_memory=False, tensor_transport="nixl")
+    scheme.init_on_sender(model_id="policy", model=model, actors=actors)
+    async with scheme:
+        for version in (1, 2, 3):
+            fill(model, version)
+            assert (await scheme.send()).ok
+            assert await values(actors) == [version] * 2
+    for actor in actors:
+        ray.kill(actor)
+
+
 @pytest.mark.parametrize("given", ["source_model", "remote_collectors", "actor_refs"])
 async def test_other_names_of_actors_and_models(given: str) -> None:
     actors, model = start_or_reuse(Holder, 2, 16), Uniform(size=16)
