@@ -172,7 +172,12 @@ def as_tensor(value: Value) -> Tensor:
 def as_array(value: Value) -> np.ndarray[Any, Any]:
     """Return an array that views this memory, or a copy of a tensor on another device. TypeError: NumPy has
     no such dtype."""
-    return value.numpy(force=True) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    try:
+        return value.numpy()  # as almost always
+    except (RuntimeError, TypeError):  # it requires gradients, or is on another device
+        return value.numpy(force=True)
 
 
 def as_tensors(values: Mapping[Key, Value]) -> Fields:
@@ -282,6 +287,10 @@ class GymnasiumEnv(Env):
     def act(self, step: Values) -> Any:
         """Take the action in ``step``. Returns what the environment returns."""
         return self.env.step(self._action(step))
+
+    def observed(self, current: Values) -> Any:
+        """Return the observation: all that some policies need of what the next step begins with."""
+        return current["observation"]
 
     def fields_of(self, found: Any) -> Values:
         """Return the fields in what the environment's ``step`` returned."""

@@ -18,7 +18,7 @@ import torch
 from aiosync.collectors.batch_buffers import BatchBuffers
 from aiosync.collectors.batch_config import BatchConfig
 from aiosync.collectors.command_pipe import Collect
-from aiosync.collectors.direct_frames import DirectFrames
+from aiosync.collectors.direct_frames import DirectFrames, direct_frames
 from aiosync.collectors.env import (
     ENDS,
     MASK,
@@ -194,8 +194,9 @@ class Rollout:
                 acting, each = self.acting(), nullcontext
             with acting:
                 while True:
-                    if self._follows and batch.direct is not None and self._acts_directly(batch):
-                        after = self._collect_directly(batch, batch.direct, until)
+                    choose = self._chooser(batch)
+                    if choose is not None:
+                        after = self._collect_directly(batch, choose, until)
                     else:
                         after = await self._collect_frame(batch, each)
                     if after is not None:
@@ -230,27 +231,38 @@ class Rollout:
         batch.memory.write_next(place, kept)
         batch.finish(place, self._keys[0], kept.keys())
         if self.direct and batch.steps == 1:
-            batch.direct = DirectFrames.of(self.env, batch.memory, self._ids)
+            batch.direct = direct_frames(
+                self.env, batch.memory, self._ids, chosen=self._keys[1], after=after.keys()
+            )
 
-    def _acts_directly(self, batch: PartialBatch) -> bool:
-        return self.policy is not None and self.policy.observes_only and not batch.request.at_random
+    def _chooser(self, batch: PartialBatch) -> Callable[[Any], Any] | None:
+        """Return what calls the policy if the next frame can be written directly."""
+        direct = self._follows and batch.direct is not None and not batch.request.at_random
+        if not direct or self.policy is None or batch.direct is None:
+            return None
+        return batch.direct.chooser(self.policy)
 
-    def _collect_directly(self, batch: PartialBatch, frames: DirectFrames, until: float) -> Values | None:
+    def _collect_directly(
+        self, batch: PartialBatch, choose: Callable[[Any], Any], until: float
+    ) -> Values | None:
         """Collect frames while nothing but calls of the policy and steps of the environment is to do. Returns
         None; or what the environment returned, if an episode has ended or fields are of another kind."""
         env: Any = self.env
-        policy: Any = self.policy
-        observe, record, write, act = policy.observe, frames.record, frames.write, env.act
+        frames: Any = batch.direct
+        record, write, act, (_, chosen_keys) = frames.record, frames.write, env.act, self._keys
         if self.version is not None:
             self._version.fill(version := self.version())
         first = place = batch.claimed
         frames.begin(first, None if self.version is None else version)
-        observation = frames.observation if self._found else self._current["observation"]
+        observation = frames.observation if self._found is not None else env.observed(self._current)
         restarts, found, after = self.config.reset_when_done, self._found, None
         with no_nested_loop():
             for place in range(first, batch.capacity):
-                chosen = observe(observation)
+                chosen = choose(observation)
                 write(place, chosen)
+                if chosen.keys() != chosen_keys:
+                    others = self._keys[0] - chosen_keys
+                    batch.memory.check(others | chosen.keys(), batch.memory.next_columns.keys())
                 found = act(chosen)
                 ended = record(place, found)
                 observation = frames.observation

@@ -3,7 +3,7 @@ nested, is read from the environment's specs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -115,7 +115,29 @@ class TensorDictEnv(Env):
         return fields
 
     async def step(self, step: Values) -> Values:
-        root = self._input(step)
+        return Values(self._step(self._input(step)))
+
+    @property
+    def carried(self) -> Set[Key] | None:
+        """The fields that a step begins with, if they are all that it needs and all are below ``"next"`` of
+        the step before; None: otherwise."""
+        return self._first if self._only_fields and self._plain and not self.nested else None
+
+    def act(self, chosen: Values) -> Fields:
+        """Take a step that begins with the fields of :meth:`proceed`, and with those that the policy added.
+        Returns the fields below ``"next"``. Requires :attr:`carried`."""
+        copies: Values = {key: as_tensor(value).clone() for key, value in chosen.items()}
+        return self._step(self._unflatten(self._fields | copies))
+
+    def fields_of(self, found: Fields) -> Values:
+        """Return what :meth:`act` returned."""
+        return Values(found)
+
+    def observed(self, current: Values) -> Values:
+        """Return the fields that the next step begins with: all that a policy may need."""
+        return current
+
+    def _step(self, root: TensorDictBase) -> Fields:
         if self._resets:
             self._stepped, self._root = call_env(self.env.step_and_maybe_reset, root)
         else:
@@ -123,7 +145,7 @@ class TensorDictEnv(Env):
         self._leaves = self._flatten(self._stepped.get("next"))
         if self._only_fields is None:
             self._only_fields = not self._resets and self._first <= self._leaves.keys() and _is_flat(root)
-        return Values(self._leaves)
+        return self._leaves
 
     def _flatten(self, data: TensorDictBase) -> Fields:
         """Return the leaves that are fields: not those with a leading underscore, as in torchrl."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from aiosync import InvalidArgumentError
 from aiosync.collectors import Collector
-from aiosync.collectors.direct_frames import DirectFrames
+from aiosync.collectors.direct_frames import GymnasiumFrames, TensorDictFrames
 from tests.collectors.worlds import Counting
 from tests.kit.clock import PATIENCE
 
@@ -63,11 +63,11 @@ class Habit(Counting):
 class Net(nn.Module):
     """Chooses by the observation."""
 
-    def __init__(self) -> None:
+    def __init__(self, actions: int = 3) -> None:
         super().__init__()
-        self.net = nn.Linear(4, 3, bias=False)
+        self.net = nn.Linear(4, actions, bias=False)
         with torch.no_grad():
-            self.net.weight.copy_(torch.arange(12).view(3, 4).sin())
+            self.net.weight.copy_(torch.arange(4 * actions).view(actions, 4).sin())
 
     def forward(self, observation: Tensor) -> Tensor:
         """Return one action per row."""
@@ -144,17 +144,63 @@ async def test_frames_are_those_of_a_policy_that_takes_tensordicts(env: str, opt
 @pytest.mark.parametrize("env", [name for name in ENVS if name != "tensors"])
 async def test_most_frames_are_written_directly(env: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[int] = []
-    record = DirectFrames.record
+    record = GymnasiumFrames.record
 
-    def counting(frames: DirectFrames, place: int, found: Any) -> int | None:
+    def counting(frames: GymnasiumFrames, place: int, found: Any) -> int | None:
         ended = record(frames, place, found)
         written.append(ended is not None)
         return ended
 
-    monkeypatch.setattr(DirectFrames, "record", counting)
+    monkeypatch.setattr(GymnasiumFrames, "record", counting)
     (first, *_) = await _batches(ENVS[env], Net())
     assert sum(written) > 0.3 * 4 * first.shape[-1]
     assert all(written)
+
+
+def _torchrl(make: str) -> Any:
+    envs = pytest.importorskip("torchrl.envs")
+    env = envs.GymEnv("CartPole-v1", categorical_action_encoding=True)
+    if make == "transformed":
+        transforms = envs.Compose(envs.DoubleToFloat(), envs.RewardScaling(0.0, 2.0))
+        return envs.TransformedEnv(env, transforms)
+    return env
+
+
+class Twice(TensorDictModule):
+    """Changes the observation before it chooses."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Add the action."""
+        tensordict.set("observation", tensordict["observation"] * 2)
+        return super().forward(tensordict)
+
+
+@pytest.mark.parametrize("options", [*sorted(OPTIONS.keys() - {"no reset"}), "random"])
+@pytest.mark.parametrize("policy", [TensorDictModule, Twice])
+@pytest.mark.parametrize("env", ["plain", "transformed"])
+async def test_frames_of_torchrls_environments(
+    env: str, policy: Any, options: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = OPTIONS.get(options, {"init_random_frames": 40})
+    written: list[int] = []
+    record = TensorDictFrames.record
+
+    def counting(frames: TensorDictFrames, place: int, found: Any) -> int | None:
+        written.append(place)
+        return record(frames, place, found)
+
+    monkeypatch.setattr(TensorDictFrames, "record", counting)
+    batches = []
+    for limit in (None, 10**6):  # a limit of the episodes' length adds fields, which are written one by one
+        module = policy(Net(2), in_keys=["observation"], out_keys=["action"])
+        torch.manual_seed(0)
+        batches.append(await _batches(lambda: _torchrl(env), module, max_frames_per_traj=limit, **given))
+    expected = env == "plain" and policy is TensorDictModule and options != "several frames"
+    assert bool(written) is expected
+    for batch in batches[1]:
+        for key in ("step_count", ("next", "step_count")):
+            batch.pop(key)
+    _assert_same(*batches)
 
 
 @pytest.mark.parametrize("env", [*ENVS_OF_ROWS, "single"])
@@ -239,7 +285,7 @@ class ReturningTensorDict(Returning):
 @pytest.mark.parametrize("what", ["parameter", "memory", "input"])
 async def test_memory_of_policy_and_environment_is_not_confused(what: str, takes: str) -> None:
     policy = Returning(what) if takes == "tensors" else ReturningTensorDict(what)
-    frames = torch.cat(await _batches(Pushed, policy, frames_per_batch=6), -1)
+    frames: Any = torch.cat(await _batches(Pushed, policy, frames_per_batch=6), -1)
     there = torch.tensor([1.0, -1.0])
     for step in range(frames.numel()):
         frame = frames[step]
