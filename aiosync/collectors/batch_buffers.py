@@ -7,6 +7,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -33,6 +34,23 @@ from aiosync.errors import InvalidArgumentError
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 from aiosync.weights.tensors import spelled
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Frames of one worker."""
+
+    data: TensorDictBase
+    fields: Fields  # the tensors of a TensorDict; empty for a lazy stack, whose frames may differ
+    nbytes: int
+
+    @classmethod
+    def of(cls, data: TensorDictBase) -> Self:
+        """Return the part with these frames."""
+        if isinstance(data, LazyStackedTensorDict):
+            return cls(data, {}, sum(cls.of(each).nbytes for each in data.tensordicts))
+        fields = flatten(data)
+        return cls(data, fields, sum(leaf.nbytes for leaf in fields.values()))
 
 
 class Column(NamedTuple):
@@ -103,6 +121,7 @@ class BatchBuffer:
         self._layout = Layout((_name(key), (steps, *shape), dtype) for key, shape, dtype in specs)
         self.segment = make(self._layout.nbytes)
         self.views = self._views(self.segment.buffer)  # each of shape (steps, *shape)
+        self._part: Part | None = None
         self._checked: tuple[Set[Key], Set[Key]] = set(), set()  # the fields of a frame that lacks none
 
     def _views(self, buffer: Tensor) -> Fields:
@@ -152,6 +171,13 @@ class BatchBuffer:
         the places in ``order``."""
         which = slice(steps) if order is None else torch.tensor(order, device="cpu")
         return select_steps(self.views, which, len(shape), self._nested)
+
+    def part(self, steps: int, shape: tuple[int, ...]) -> Part:
+        """Return the first ``steps`` frames, of the batch shape ``shape``: views of this memory, which every
+        call for as many frames returns again."""
+        if self._part is None or self._part.data.shape != (*shape, steps):
+            self._part = Part.of(self.read(steps, shape, None))
+        return self._part
 
     def write_back(self, data: TensorDict, order: list[int], batch_dims: int) -> None:
         """Write the frames that :meth:`read` returned for ``order`` to their places."""

@@ -12,8 +12,10 @@ from typing import Any, Self
 from tensordict import TensorDictBase
 
 from aiosync.collectors.access import WorkerAccess
-from aiosync.collectors.batch_memory import BatchJoiner, size_of, split_trajectories, valid_frames
+from aiosync.collectors.batch_buffers import Part
+from aiosync.collectors.batch_memory import BatchJoiner, split_trajectories, valid_frames
 from aiosync.collectors.config import CollectorConfig
+from aiosync.collectors.env import Nested
 from aiosync.collectors.pool import Pool
 from aiosync.collectors.proxy import DeliveredBatch, WorkerProxy
 from aiosync.collectors.versions import VERSION
@@ -48,7 +50,7 @@ class BatchIterator(WorkerAccess):
         self._not_paused.set()
         ragged = config.batch.enough_of(self.num_workers) < self.num_workers
         joiner = BatchJoiner(config.batch.join_dim, may_differ=ragged)
-        self._join: Callable[[Sequence[TensorDictBase]], Any] = joiner.join
+        self._join: Callable[[Sequence[Part], Nested], TensorDictBase] = joiner.join
         self._collecting: asyncio.Task[None] | None = None  # the task of start()
         self._parked = False  # that task holds no batch, and waits for the end of the pause, if there is one
 
@@ -142,7 +144,7 @@ class BatchIterator(WorkerAccess):
         allowed = self.config.weights.max_staleness
         if allowed is None:
             return True
-        return self._version_number - int(batch.read()[VERSION].min()) <= allowed
+        return self._version_number - int(batch.part().data[VERSION].min()) <= allowed
 
     def _on_delivered(self, part: DeliveredBatch) -> None:
         self._requested += part.frames - part.requested
@@ -169,12 +171,13 @@ class BatchIterator(WorkerAccess):
 
     async def _join_parts(self, delivered: Sequence[DeliveredBatch]) -> TensorDictBase:
         """Join the workers' parts into one batch, in memory of this process."""
-        parts = [part.read() for part in delivered]
-        nbytes = sum(size_of(part) for part in parts)
+        parts = [each.part() for each in delivered]
+        nbytes = sum(part.nbytes for part in parts)
+        nested = delivered[0].worker.nested
         device = self.config.devices.of(0).storing
 
         def join() -> TensorDictBase:
-            found = self._join(parts)
+            found = self._join(parts, nested)
             return found if device is None else found.to(device)
 
         found = join() if nbytes <= INLINE_LIMIT else await offloaded(join, "aiosync-batch")

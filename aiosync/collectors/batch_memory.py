@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, pad
+from tensordict import LazyStackedTensorDict, TensorDictBase, pad
 
-from aiosync.collectors.batch_buffers import BatchBuffer
-from aiosync.collectors.env import MASK, TRAJ_IDS, Fields, Key, Nested, Specs, flatten, unflatten
+from aiosync.collectors.batch_buffers import BatchBuffer, Part
+from aiosync.collectors.env import MASK, TRAJ_IDS, Fields, Key, Nested, Specs, unflatten
 from aiosync.errors import InvalidArgumentError
 from aiosync.weights.segment import Segment
 
@@ -28,41 +28,42 @@ class BatchJoiner:
         self._may_differ = may_differ
         self._free: list[BatchBuffer] = []
 
-    def join(self, parts: Sequence[TensorDictBase]) -> TensorDictBase:
-        """Return one batch. Blocking. InvalidArgumentError: the parts' shapes do not fit together."""
+    def join(self, parts: Sequence[Part], nested: Nested) -> TensorDictBase:
+        """Return one batch. ``nested``: the batch dimensions that nested entries have beside those of the
+        parts. Blocking. InvalidArgumentError: the parts' shapes do not fit together."""
         dim, put = 0, torch.stack
+        shapes = [part.data.shape for part in parts]
         if self._dim == "stack":
-            longest = max(part.shape[-1] for part in parts)
-            if self._may_differ or any(part.shape[-1] != longest for part in parts):
-                parts = [pad_steps(part, longest, no_trajectory=-1) for part in parts]
-            shape = (len(parts), *parts[0].shape)
+            longest = max(shape[-1] for shape in shapes)
+            if self._may_differ or any(shape[-1] != longest for shape in shapes):
+                parts = [Part.of(pad_steps(part.data, longest, no_trajectory=-1)) for part in parts]
+            shape = (len(parts), *parts[0].data.shape)
         else:
-            dim, put = self._check_dim(parts, int(self._dim)), torch.cat
-            shape = tuple(parts[0].shape)
-            shape = (*shape[:dim], sum(part.shape[dim] for part in parts), *shape[dim + 1 :])
-        rest = len(parts[0].shape)
-        each = [flatten(part) if isinstance(part, TensorDict) else {} for part in parts]
-        if not each[0] or any(
-            _frame_specs(fields, rest) != _frame_specs(each[0], rest) for fields in each[1:]
-        ):
-            return _join_frames(parts, None if self._dim == "stack" else dim)
-        specs = tuple((key, (*shape[1:], *v.shape[rest:]), v.dtype) for key, v in each[0].items())
+            dim, put = self._check_dim(shapes, int(self._dim)), torch.cat
+            shape = (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
+        rest = len(shapes[0])
+        first, *others = (_frame_specs(part.fields, rest) for part in parts)
+        if not first or any(other != first for other in others):
+            joined = [part.data for part in parts]
+            return _join_frames(joined, None if self._dim == "stack" else dim)
+        specs = tuple((key, (*shape[1:], *inner), dtype) for key, (inner, dtype) in first.items())
         buffer = self._buffer(specs, shape[0])
         views = buffer.lend(functools.partial(self._free.append, buffer))
-        for key, view in views.items():
-            put([fields[key] for fields in each], dim, out=view[: shape[0]])
-        return unflatten({key: view[: shape[0]] for key, view in views.items()}, shape, nested_of(parts[0]))
+        found = {key: view[: shape[0]] for key, view in views.items()}
+        for key, view in found.items():
+            put([part.fields[key] for part in parts], dim, out=view)
+        return unflatten(found, shape, nested)
 
-    def _check_dim(self, parts: Sequence[TensorDictBase], dim: int) -> int:
-        shapes = [tuple(part.shape) for part in parts]
+    def _check_dim(self, shapes: Sequence[torch.Size], dim: int) -> int:
         count = len(shapes[0])
         if -count <= dim < count:
             dim %= count
             if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) == 1:
                 return dim
+        found = ", ".join(str(tuple(shape)) for shape in shapes)
         raise InvalidArgumentError(
-            f"cat_results={dim}: the workers' parts have shapes {', '.join(map(str, shapes))}, which cannot "
-            "be put together along that dimension; expected cat_results=-1 or 'stack'"
+            f"cat_results={dim}: the workers' parts have shapes {found}, which cannot be put together along "
+            "that dimension; expected cat_results=-1 or 'stack'"
         )
 
     def _buffer(self, specs: Specs, steps: int) -> BatchBuffer:
@@ -71,16 +72,6 @@ class BatchJoiner:
             if buffer.fits(specs, steps):
                 return buffer
         return BatchBuffer(specs, steps, Segment.private)
-
-
-def nested_of(part: TensorDictBase) -> Nested:
-    """Return the batch dimensions of nested entries beside those of ``part``."""
-    found: dict[tuple[str, ...], tuple[int, ...]] = {}
-    for key in part.keys(True):
-        inner = part.get(key)
-        if isinstance(inner, TensorDictBase) and inner.batch_dims > part.batch_dims:
-            found[key if isinstance(key, tuple) else (key,)] = tuple(inner.batch_size[part.batch_dims :])
-    return found
 
 
 def _frame_specs(fields: Fields, dims: int) -> dict[Key, tuple[torch.Size, torch.dtype]]:
@@ -99,13 +90,6 @@ def _join_frames(parts: Sequence[TensorDictBase], dim: int | None) -> TensorDict
             "'stack'"
         )
     return LazyStackedTensorDict.lazy_stack([frame for part in parts for frame in part.unbind(last)], last)
-
-
-def size_of(part: TensorDictBase) -> int:
-    """Return the bytes of all tensors."""
-    if isinstance(part, LazyStackedTensorDict):
-        return sum(size_of(each) for each in part.tensordicts)
-    return sum(leaf.nbytes for leaf in part.values(True, True))
 
 
 def pad_steps(part: TensorDictBase, length: int, *, no_trajectory: int = 0) -> TensorDictBase:

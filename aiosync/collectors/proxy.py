@@ -13,7 +13,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from aiosync._deadline import Deadline
-from aiosync.collectors.batch_buffers import BatchBuffer, BufferLoans, select_steps
+from aiosync.collectors.batch_buffers import BatchBuffer, BufferLoans, Part, select_steps
 from aiosync.collectors.command_pipe import (
     Answer,
     Batch,
@@ -63,6 +63,12 @@ class DeliveredBatch:
         if isinstance(self.data, TensorDictBase):
             return self.data
         return self.data.read(self.message.steps, self.worker.shape, self.message.order)
+
+    def part(self) -> Part:
+        """Return the frames as :meth:`read`. They may not be changed."""
+        if isinstance(self.data, TensorDictBase) or self.message.order is not None:
+            return Part.of(self.read())
+        return self.data.part(self.message.steps, self.worker.shape)
 
     def lend(self) -> TensorDictBase:
         """Return the frames and release the batch. Its memory is reused once the last reference to these

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from multiprocessing.context import BaseContext
@@ -12,9 +11,11 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 
+from aiosync.collectors.batch_buffers import Part
 from aiosync.collectors.batch_memory import split_trajectories
 from aiosync.collectors.collector import CALLED_IN_WORKERS, MultiCollector
 from aiosync.collectors.config import CollectorConfig, ReplayConfig, WeightConfig
+from aiosync.collectors.env import Nested
 from aiosync.collectors.host import LocalHost, MakeHost
 from aiosync.collectors.worker import WorkerSpec
 from aiosync.errors import InvalidArgumentError
@@ -71,7 +72,7 @@ class Collector(MultiCollector):
             create_env_kwargs=create_env_kwargs,
             config=config,
         )
-        self._join = operator.itemgetter(0)
+        self._join = _the_only_part
         self._env_was_given = callable(getattr(create_env_fn, "step", None)) and not isinstance(
             create_env_fn, type
         )
@@ -120,6 +121,11 @@ class Collector(MultiCollector):
 
     def _spec(self, index: int) -> WorkerSpec:
         return replace(super()._spec(index), own_process=False, use_buffers=False)
+
+
+def _the_only_part(parts: Sequence[Part], nested: Nested) -> TensorDictBase:
+    (part,) = parts
+    return part.data
 
 
 _LOCAL_OPTIONS = {"envs_per_worker", "timeout", *CALLED_IN_WORKERS}

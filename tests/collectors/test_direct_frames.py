@@ -166,7 +166,7 @@ def _torchrl(make: str) -> Any:
     return env
 
 
-class Twice(TensorDictModule):
+class Twice(TensorDictModule):  # type: ignore[misc]
     """Changes the observation before it chooses."""
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
