@@ -166,13 +166,14 @@ class Env(ABC):
 
 def as_tensor(value: Value) -> Tensor:
     """Return a tensor that views this memory."""
-    return value if isinstance(value, Tensor) else torch.from_numpy(value)
+    # isinstance(value, Tensor) of an array would take as long as all the rest.
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 def as_array(value: Value) -> np.ndarray[Any, Any]:
     """Return an array that views this memory, or a copy of a tensor on another device. TypeError: NumPy has
     no such dtype."""
-    if not isinstance(value, Tensor):
+    if isinstance(value, np.ndarray):
         return value
     try:
         return value.numpy()  # as almost always
@@ -220,9 +221,13 @@ def _observation_fields(found: object, key: tuple[str, ...] = ()) -> Values:
     return {name: leaf for key, value in entries for name, leaf in _observation_fields(value, key).items()}
 
 
+def _numbers(value: Any) -> np.ndarray[Any, Any]:
+    return as_array(value) if isinstance(value, Tensor) else np.asarray(value)
+
+
 def _flags_of(value: Any) -> np.ndarray[Any, Any]:
     """Return booleans as a column."""
-    found: np.ndarray[Any, Any] = np.asarray(as_array(value), dtype=np.bool_)[..., None]
+    found: np.ndarray[Any, Any] = _numbers(value).astype(np.bool_, copy=False)[..., None]
     return found
 
 
@@ -328,7 +333,7 @@ class GymnasiumEnv(Env):
     def _step_fields(self, found: Any) -> Values:
         observation, reward, terminated, truncated, *_ = found
         fields = _observation_fields(observation)
-        fields["reward"] = _default_float(np.asarray(as_array(reward)))[..., None]
+        fields["reward"] = _default_float(_numbers(reward))[..., None]
         return self._to_device(fields | _end_fields(terminated, truncated, self.shape))
 
     def _to_device(self, fields: Values) -> Values:
