@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from aiosync.collectors.env import AsyncEnv, Env, GymnasiumEnv, VectorEnv
+from aiosync.collectors.env import Env
+from aiosync.collectors.gymnasium_env import AsyncEnv, GymnasiumEnv, VectorEnv
 from aiosync.collectors.tensordict_env import TensorDictEnv
 from aiosync.errors import InvalidArgumentError, OptionConflictError
 

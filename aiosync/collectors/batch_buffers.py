@@ -110,17 +110,28 @@ def _differs(key: Key, expected: str, found: str) -> InvalidArgumentError:
 
 
 class BatchBuffer:
-    """Memory for a number of frames, one after the other. ``make`` returns memory of a number of bytes."""
+    """Memory for a number of frames, in the layout of the batch: ``(*batch, steps, ...)``, where ``batch``
+    are the first ``batch_dims`` dimensions of a frame. So a batch is contiguous. ``make`` returns memory of a
+    number of bytes."""
 
     def __init__(
-        self, specs: Specs, steps: int, make: Callable[[int], Segment], nested: Nested | None = None
+        self,
+        specs: Specs,
+        steps: int,
+        make: Callable[[int], Segment],
+        batch_dims: int = 0,
+        nested: Nested | None = None,
     ) -> None:
         self.specs = specs
-        self._nested = nested
+        self._nested, self._dims = nested, batch_dims
         self.steps = steps  # how many frames fit
-        self._layout = Layout((_name(key), (steps, *shape), dtype) for key, shape, dtype in specs)
+        self._layout = Layout(
+            (_name(key), (*shape[:batch_dims], steps, *shape[batch_dims:]), dtype)
+            for key, shape, dtype in specs
+        )
         self.segment = make(self._layout.nbytes)
-        self.views = self._views(self.segment.buffer)  # each of shape (steps, *shape)
+        self._fields = self._views(self.segment.buffer)  # of the batch
+        self.views = {key: view.movedim(batch_dims, 0) for key, view in self._fields.items()}  # steps first
         self._part: Part | None = None
         self._checked: tuple[Set[Key], Set[Key]] = set(), set()  # the fields of a frame that lacks none
 
@@ -169,8 +180,7 @@ class BatchBuffer:
     def read(self, steps: int, shape: tuple[int, ...], order: list[int] | None) -> TensorDictBase:
         """Return the first ``steps`` frames, of the batch shape ``shape``: views of this memory; or copies of
         the places in ``order``."""
-        which = slice(steps) if order is None else torch.tensor(order, device="cpu")
-        return select_steps(self.views, which, len(shape), self._nested)
+        return select_steps(self._fields, steps if order is None else order, shape, self._nested)
 
     def part(self, steps: int, shape: tuple[int, ...]) -> Part:
         """Return the first ``steps`` frames, of the batch shape ``shape``: views of this memory, which every
@@ -179,11 +189,11 @@ class BatchBuffer:
             self._part = Part.of(self.read(steps, shape, None))
         return self._part
 
-    def write_back(self, data: TensorDict, order: list[int], batch_dims: int) -> None:
+    def write_back(self, data: TensorDict, order: list[int]) -> None:
         """Write the frames that :meth:`read` returned for ``order`` to their places."""
         for key, value in flatten(data).items():
-            if key in self.views:
-                self.views[key][torch.tensor(order)] = value.movedim(batch_dims, 0)
+            if key in self._fields:
+                self._fields[key].index_copy_(self._dims, torch.tensor(order), value)
 
     def lend(self, on_returned: Callable[[], object]) -> Fields:
         """Return tensors that view this memory. ``on_returned`` is called when the last reference to them is
@@ -200,12 +210,17 @@ def _name(key: Key) -> str:
 
 
 def select_steps(
-    views: Mapping[Key, Tensor], which: slice | Tensor, batch_dims: int, nested: Nested | None
+    fields: Fields, which: int | list[int], shape: tuple[int, ...], nested: Nested | None
 ) -> TensorDict:
-    """Return some frames of tensors of shape ``(steps, *batch, ...)`` as a TensorDict of batch size
-    ``(*batch, steps)``. ``batch_dims`` is the length of ``batch``."""
-    found = {key: view[which].movedim(0, batch_dims) for key, view in views.items()}
-    return unflatten(found, next(iter(found.values())).shape[: batch_dims + 1], nested)
+    """Return some frames of tensors of shape ``(*shape, steps, ...)`` as a TensorDict of batch size
+    ``(*shape, steps)``: views of the first ``which`` ones, or copies of those in this list."""
+    dim = len(shape)
+    if isinstance(which, int):
+        found = {key: field.narrow(dim, 0, which) for key, field in fields.items()}
+        return unflatten(found, (*shape, which), nested)
+    places = torch.tensor(which, device="cpu")
+    found = {key: field.index_select(dim, places.to(field.device)) for key, field in fields.items()}
+    return unflatten(found, (*shape, len(which)), nested)
 
 
 class FrameList:
@@ -225,11 +240,9 @@ class FrameList:
         self.write(place, {under("next", key): value for key, value in fields.items()})
 
     def _copy(self, value: Value) -> Tensor:
+        found = as_tensor(value).detach().clone()
         # The collector's own fields are arrays, also if the environment's tensors are on another device.
-        if isinstance(value, Tensor):
-            return value.detach().clone()
-        found = torch.from_numpy(value.copy())
-        return found if self._device is None else found.to(self._device)
+        return found if self._device is None or isinstance(value, Tensor) else found.to(self._device)
 
     def check(self, step: Set[Key], after: Set[Key]) -> None:
         """See :class:`BatchBuffer`: here a frame may have any fields."""
@@ -263,21 +276,22 @@ class BatchBuffers:
 
     A buffer is reused when the collector has released it. When no free buffer fits the next batch, all free
     ones are closed and a new one is allocated. ``announce`` is called with each new buffer, so that the
-    collector can map it. None: the memory is private to this process. ``nested``, ``device``: of the
-    environment. ``fixed``: the fields of all frames of a batch have the same shapes and dtypes; otherwise
-    each batch is a :class:`FrameList`.
+    collector can map it. None: the memory is private to this process. ``batch_dims``, ``nested``,
+    ``device``: of the environment. ``fixed``: the fields of all frames of a batch have the same shapes and
+    dtypes; otherwise each batch is a :class:`FrameList`.
     """
 
     def __init__(
         self,
         announce: Callable[[NewBuffer], None] | None,
+        batch_dims: int,
         nested: Nested,
         device: torch.device | None,
         *,
         fixed: bool = True,
     ) -> None:
         self._announce = announce
-        self._nested = nested
+        self._dims, self._nested = batch_dims, nested
         self._device = device
         self._fixed = fixed
         self._buffers: dict[int, Any] = {}  # BatchBuffer or FrameList, which have the same methods
@@ -313,7 +327,7 @@ class BatchBuffers:
         self._free.clear()
         index = next(self._numbers)
         make = Segment.private if self._announce is None else Segment.shared
-        buffer = self._buffers[index] = BatchBuffer(specs, steps, make, self._nested)
+        buffer = self._buffers[index] = BatchBuffer(specs, steps, make, self._dims, self._nested)
         if self._announce is not None:
             assert buffer.segment.handle is not None
             self._announce(NewBuffer(index, buffer.segment.handle, specs, steps, replaced))

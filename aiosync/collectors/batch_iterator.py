@@ -28,6 +28,10 @@ _REQUESTED_AHEAD = 2
 progress, and one that the caller has not taken yet."""
 
 
+class EndOfBatches(Exception):
+    """The iterator has returned its last batch."""
+
+
 class BatchIterator(WorkerAccess):
     """The part of a collector that is its asynchronous iterator.
 
@@ -76,9 +80,17 @@ class BatchIterator(WorkerAccess):
             if self._is_done:  # concurrent calls took the last batches
                 raise StopAsyncIteration
             await self._wait_while_paused()
-            return await self._next_batch(pool)
+            try:
+                return await self._next_batch(pool)
+            except EndOfBatches:
+                raise StopAsyncIteration from None
+            except (
+                StopAsyncIteration
+            ) as exc:  # of an environment, a policy, a hook: it would end the iteration
+                raise RuntimeError(f"collection raised StopAsyncIteration: {exc}") from exc
 
     async def _next_batch(self, pool: Pool) -> TensorDictBase | None:
+        """Return the next batch. EndOfBatches: there is none."""
         return await (self._next_sync_batch(pool) if self.sync else self._next_async_batch(pool))
 
     @property

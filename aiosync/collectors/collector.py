@@ -21,7 +21,8 @@ from aiosync.collectors.pickling import PolicySkeleton, check_picklable
 from aiosync.collectors.pool import Pool
 from aiosync.collectors.saved_state import RestorableIterator
 from aiosync.collectors.weight_sources import sent_in_full
-from aiosync.collectors.worker import WorkerSpec, cancel_all
+from aiosync.collectors.worker import cancel_all
+from aiosync.collectors.worker_spec import WorkerSpec
 from aiosync.errors import InvalidArgumentError, NotConnectedError, OptionConflictError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.ray import RayWeightSyncScheme

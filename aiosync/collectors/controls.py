@@ -26,7 +26,8 @@ from aiosync.collectors.weight_sources import (
     make_updater,
     weights_by_model,
 )
-from aiosync.collectors.worker import POLICY, policy_schemes
+from aiosync.collectors.worker import policy_schemes
+from aiosync.collectors.worker_spec import POLICY
 from aiosync.errors import (
     InvalidArgumentError,
     NotConnectedError,

@@ -15,13 +15,13 @@ from aiosync.collectors.env import (
     MASK,
     TRAJ_IDS,
     Env,
-    GymnasiumEnv,
     Key,
     Value,
     Values,
     as_array,
     value_of,
 )
+from aiosync.collectors.gymnasium_env import GymnasiumEnv
 from aiosync.collectors.policy import Actor
 from aiosync.collectors.tensordict_env import TensorDictEnv
 
@@ -117,8 +117,8 @@ class GymnasiumFrames(DirectFrames):
         observation, reward, terminated, truncated, *_ = found
         if type(observation) is not np.ndarray:
             return None
-        if observation.dtype != self._dtype or not observation.flags.writeable:
-            observation = value_of(observation)
+        # In any case a copy: a policy may write into its input.
+        observation = observation.copy() if observation.dtype == self._dtype else value_of(observation)
         if observation.shape != self._shape or observation.dtype != self._dtype:
             return None
         try:

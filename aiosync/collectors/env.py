@@ -11,8 +11,6 @@ policy takes one.
 
 from __future__ import annotations
 
-import copy
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -165,9 +163,15 @@ class Env(ABC):
 
 
 def as_tensor(value: Value) -> Tensor:
-    """Return a tensor that views this memory."""
+    """Return a tensor that views this memory; or a copy of an array that torch cannot view, because it has
+    negative strides or another byte order. TypeError: torch has no such dtype."""
     # isinstance(value, Tensor) of an array would take as long as all the rest.
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    if not isinstance(value, np.ndarray):
+        return value
+    try:
+        return torch.from_numpy(value)
+    except (TypeError, ValueError):
+        return torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
 
 
 def as_array(value: Value) -> np.ndarray[Any, Any]:
@@ -189,7 +193,7 @@ def as_tensors(values: Mapping[Key, Value]) -> Fields:
 _NUMPY_FLOATS = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
 
 
-def _default_float(found: np.ndarray[Any, Any]) -> Value:
+def default_float(found: np.ndarray[Any, Any]) -> Value:
     """Return numbers in torch's default dtype."""
     dtype = torch.get_default_dtype()
     if dtype in _NUMPY_FLOATS:
@@ -198,48 +202,14 @@ def _default_float(found: np.ndarray[Any, Any]) -> Value:
 
 
 def value_of(value: object) -> Value:
-    """Return ``value`` as an array or a tensor. float64, the type of Python's floats, becomes torch's default
-    dtype."""
+    """Return ``value`` as an array or a tensor of its own memory: a policy may write into its input. float64,
+    the type of Python's floats, becomes torch's default dtype."""
     if isinstance(value, Tensor):
-        return value.to(torch.get_default_dtype()) if value.dtype == torch.float64 else value
-    found = np.asarray(value)
-    if found.dtype == np.float64:
-        return _default_float(found)
-    return found if found.flags.writeable else found.copy()  # torch warns of memory that is not writable
-
-
-def _observation_fields(found: object, key: tuple[str, ...] = ()) -> Values:
-    """Return the leaves of an observation. Entry ``i`` of a tuple has the tuple's name and ``_i``."""
-    if isinstance(found, Mapping):
-        entries = [((*key, name), value) for name, value in found.items()]
-    elif isinstance(found, tuple):
-        *outer, last = key or ("observation",)
-        entries = [((*outer, f"{last}_{i}"), value) for i, value in enumerate(found)]
-    else:
-        name = key if len(key) > 1 else key[0] if key else "observation"
-        return {name: value_of(found)}
-    return {name: leaf for key, value in entries for name, leaf in _observation_fields(value, key).items()}
-
-
-def _numbers(value: Any) -> np.ndarray[Any, Any]:
-    return as_array(value) if isinstance(value, Tensor) else np.asarray(value)
-
-
-def _flags_of(value: Any) -> np.ndarray[Any, Any]:
-    """Return booleans as a column."""
-    found: np.ndarray[Any, Any] = _numbers(value).astype(np.bool_, copy=False)[..., None]
-    return found
-
-
-_FALSE, _TRUE = np.array([False]), np.array([True])
-
-
-def _end_fields(terminated: Any, truncated: Any, shape: tuple[int, ...]) -> Values:
-    if not shape:  # shared constants: the fields of a frame are never written into
-        over, cut = _TRUE if terminated else _FALSE, _TRUE if truncated else _FALSE
-        return {"done": over if terminated else cut, "terminated": over, "truncated": cut}
-    over, cut = _flags_of(terminated), _flags_of(truncated)
-    return {"done": over | cut, "terminated": over, "truncated": cut}
+        return value.to(torch.get_default_dtype() if value.dtype == torch.float64 else value.dtype, copy=True)
+    found = np.array(value)
+    if not found.dtype.isnative:
+        found = found.astype(found.dtype.newbyteorder("="))
+    return default_float(found) if found.dtype == np.float64 else found
 
 
 _NESTED_LOOP = (
@@ -269,124 +239,3 @@ def call_env(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any
     """Call a method of an environment; see :func:`no_nested_loop`."""
     with no_nested_loop():
         return method(*arguments, **options)
-
-
-class GymnasiumEnv(Env):
-    """A single Gymnasium environment."""
-
-    def __init__(self, env: Any, device: torch.device | None = None) -> None:
-        self.env = env
-        self.device = device
-        self._seed: int | None = None
-        self._one_hot: int | None = None
-        space = getattr(env, "single_action_space", None) or getattr(env, "action_space", None)
-        if space is not None and type(space).__name__ == "Discrete":
-            self._one_hot = int(space.n)
-
-    async def reset(self) -> Values:
-        return self._reset_fields(call_env(self.env.reset, **self._pop_seed()))
-
-    async def step(self, step: Values) -> Values:
-        return self.fields_of(call_env(self.act, step))
-
-    def act(self, step: Values) -> Any:
-        """Take the action in ``step``. Returns what the environment returns."""
-        return self.env.step(self._action(step))
-
-    def observed(self, current: Values) -> Any:
-        """Return the observation: all that some policies need of what the next step begins with."""
-        return current["observation"]
-
-    def fields_of(self, found: Any) -> Values:
-        """Return the fields in what the environment's ``step`` returned."""
-        return self._step_fields(found)
-
-    def set_seed(self, seed: int) -> None:
-        self._seed = seed
-        space = getattr(self.env, "action_space", None)
-        if space is not None:
-            space.seed(seed)
-
-    def random_action(self) -> Values:
-        return {"action": value_of(self.env.action_space.sample())}
-
-    def _pop_seed(self) -> dict[str, int]:
-        seed, self._seed = self._seed, None
-        return {} if seed is None else {"seed": seed}
-
-    def _action(self, step: Values) -> Any:
-        action = step["action"]
-        if self._one_hot is not None:
-            if len(action.shape) == len(self.shape) + 1 and action.shape[-1] == self._one_hot:
-                action = action.argmax(-1)
-            if not self.shape:
-                return int(action)
-        # A copy: a policy may return the same memory each time, its own parameters or its input, which may be
-        # memory of the environment. The environment may write into its action, or keep it.
-        return as_array(action).copy()
-
-    def _reset_fields(self, found: Any) -> Values:
-        observation = found[0] if isinstance(found, tuple) and len(found) == 2 else found
-        none: Values = {name: np.zeros((*self.shape, 1), np.bool_) for name in ENDS}
-        return self._to_device(_observation_fields(observation) | none)
-
-    def _step_fields(self, found: Any) -> Values:
-        observation, reward, terminated, truncated, *_ = found
-        fields = _observation_fields(observation)
-        fields["reward"] = _default_float(_numbers(reward))[..., None]
-        return self._to_device(fields | _end_fields(terminated, truncated, self.shape))
-
-    def _to_device(self, fields: Values) -> Values:
-        if self.device is None:
-            return fields
-        return {key: as_tensor(value).to(self.device) for key, value in fields.items()}
-
-
-class AsyncEnv(GymnasiumEnv):
-    """An environment with ``async def reset`` and ``async def step``."""
-
-    suspends = True
-
-    async def reset(self) -> Values:
-        return self._reset_fields(await self.env.reset(**self._pop_seed()))
-
-    async def step(self, step: Values) -> Values:
-        return self.fields_of(await self.env.step(self._action(step)))
-
-    async def close(self) -> None:
-        closing = getattr(self.env, "aclose", None) or getattr(self.env, "close", None)
-        if closing is not None and inspect.isawaitable(done := closing()):
-            await done
-
-
-class VectorEnv(GymnasiumEnv):
-    """A Gymnasium vector environment, in any autoreset mode."""
-
-    def __init__(self, env: Any, device: torch.device | None = None) -> None:
-        super().__init__(env, device)
-        self.shape = (int(env.num_envs),)
-        mode = getattr(env, "metadata", {}).get("autoreset_mode", "NextStep")
-        self._mode = str(getattr(mode, "value", mode))
-        self.skips = self._mode == "NextStep"
-        self._after_autoreset: Values = {}
-
-    def fields_of(self, found: Any) -> Values:
-        after = self._step_fields(found)
-        if self._mode == "SameStep" and after["done"].any():
-            observed = _observation_fields(found[0])
-            self._after_autoreset = {key: after[key] for key in observed}
-            after |= {key: copy.deepcopy(after[key]) for key in observed}
-            last = found[4]["final_obs"]
-            for row in as_array(after["done"])[:, 0].nonzero()[0].tolist():
-                for key, value in _observation_fields(last[row]).items():
-                    as_tensor(after[key])[row] = as_tensor(value)
-        return after
-
-    async def restart(self, after: Values) -> Values:
-        ended = after["done"]
-        if self._mode == "NextStep":
-            return self.proceed(after)
-        if self._mode == "SameStep":
-            none = np.zeros((*self.shape, 1), np.bool_)
-            return self._after_autoreset | self._to_device(dict.fromkeys(ENDS, none))
-        return self._reset_fields(call_env(self.env.reset, options={"reset_mask": as_array(ended)[:, 0]}))

@@ -34,7 +34,8 @@ from aiosync.collectors.command_pipe import (
     future_of,
 )
 from aiosync.collectors.pickling import dump_spec, load_spec
-from aiosync.collectors.worker import Schemes, WorkerSpec, run_worker
+from aiosync.collectors.worker import run_worker
+from aiosync.collectors.worker_spec import Schemes, WorkerSpec
 from aiosync.transports._offload import offloaded, start_thread
 
 

@@ -12,7 +12,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from aiosync.collectors.worker import WorkerSpec
+from aiosync.collectors.worker_spec import WorkerSpec
 from aiosync.errors import UnpicklableError
 from aiosync.weights.sharded import is_sharded
 from aiosync.weights.walk import is_transient

@@ -145,27 +145,28 @@ class _OfKeys(Actor):
 
     def __init__(self, policy: TensorDictModule, env: Env) -> None:
         self._policy = policy
-        self._shape = env.shape
+        self._env, self._shape = env, env.shape
         self._by_tensordict = _OfTensorDict(policy, env)
         self.observes_only = list(policy.in_keys) == ["observation"]
-        self._direct = True
+        self._plain = True  # the module returns a tensor per key
 
     def __call__(self, step: Values) -> Fields:
-        policy = self._policy
-        if self._direct:
-            keys, shape = policy.out_keys, self._shape
-            dims = len(shape)
-            try:
-                result = policy.module(*[as_tensor(step[key]) for key in policy.in_keys])
-            except KeyError:
-                result = None
-            result = result if isinstance(result, tuple) else (result,)
-            plain = len(result) == len(keys) and all(isinstance(value, Tensor) for value in result)
-            if plain and all(value.shape[:dims] == shape for value in result):
-                return {key: value for key, value in zip(keys, result, strict=True) if key != "_"}
-            # It is no simple module, or it is wrong and raises its own error.
-            self._direct = self.observes_only = False
-        return self._by_tensordict(step)
+        policy, dims = self._policy, len(self._shape)
+        if not self._plain:
+            return self._by_tensordict(step)
+        try:
+            given = [as_tensor(step[key]) for key in policy.in_keys]
+        except KeyError:  # the TensorDictModule has its own error
+            return self._by_tensordict(step)
+        result = policy.module(*given)
+        values, keys = result if isinstance(result, tuple) else (result,), policy.out_keys
+        plain = len(values) == len(keys) and all(isinstance(value, Tensor) for value in values)
+        if plain and all(value.shape[:dims] == self._shape for value in values):
+            return {key: value for key, value in zip(keys, values, strict=True) if key != "_"}
+        self._plain = self.observes_only = False
+        # The module is not called again: it may count its calls, or draw random numbers.
+        known = TensorDictModule(lambda *_: result, in_keys=policy.in_keys, out_keys=keys)
+        return _OfTensorDict(known, self._env)(step)
 
 
 class _OfTensors(Actor):

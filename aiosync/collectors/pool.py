@@ -11,7 +11,8 @@ from typing import Any
 from aiosync._deadline import Deadline
 from aiosync.collectors.host import MakeHost
 from aiosync.collectors.proxy import DeliveredBatch, WorkerProxy
-from aiosync.collectors.worker import Schemes, WorkerSpec, cancel_all
+from aiosync.collectors.worker import cancel_all
+from aiosync.collectors.worker_spec import Schemes, WorkerSpec
 from aiosync.errors import NotConnectedError, Phase, SyncTimeoutError, WorkerLostError
 from aiosync.events import logger
 from aiosync.transports._tasks import BackgroundTasks

@@ -28,7 +28,8 @@ from aiosync.collectors.command_pipe import (
 )
 from aiosync.collectors.env import Nested
 from aiosync.collectors.host import Host
-from aiosync.collectors.worker import Schemes, WorkerSpec, cancel_all
+from aiosync.collectors.worker import cancel_all
+from aiosync.collectors.worker_spec import Schemes, WorkerSpec
 from aiosync.errors import NotConnectedError, SyncTimeoutError, WorkerLostError
 from aiosync.transports._offload import uninterrupted
 from aiosync.weights.segment import Segment
@@ -81,7 +82,7 @@ class DeliveredBatch:
         else:
             self.worker.batches.remove(self)
             views = self.data.lend(loans.lend(buffer))
-            return select_steps(views, slice(steps), len(self.worker.shape), self.worker.nested)
+            return select_steps(views, steps, self.worker.shape, self.worker.nested)
         self.release()
         return found
 
@@ -175,7 +176,9 @@ class WorkerProxy:
                 for request in self._requests.values():  # those of the worker that this one replaces
                     self._send(request)
             case NewBuffer() as new:
-                buffer = BatchBuffer(new.specs, new.frames, lambda _: Segment.attach(new.handle), self.nested)
+                buffer = BatchBuffer(
+                    new.specs, new.frames, lambda _: Segment.attach(new.handle), len(self.shape), self.nested
+                )
                 self.buffers[new.buffer] = buffer
                 for index in new.replaced:
                     del self.buffers[index]

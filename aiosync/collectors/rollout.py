@@ -47,6 +47,7 @@ class PartialBatch:
         self.request = request
         self.buffer = -1  # the number of the memory; -1: no frame is complete yet
         self.memory: Any = buffers.begin()  # a FrameList; a BatchBuffer once a frame has shown the fields
+        self.begun = False  # whether a rollout has begun to collect for it
         self.steps = 0  # how many places have their frame
         self.capacity = -(-request.frames // width)  # places of the complete batch; end_early() lowers it
         self._buffers = buffers
@@ -179,8 +180,8 @@ class Rollout:
                 self.env.env = env
 
     async def collect(self, batch: PartialBatch, seconds: float) -> None:
-        """Collect frames for ``batch``: at least one, and more until it has no room, or for about so many
-        seconds. Raises what the environment or the policy raises."""
+        """Collect frames for ``batch`` until it has no room, or for about so many seconds. Raises what the
+        environment or the policy raises."""
         until = time.perf_counter() + seconds
         async with self._lock:
             if batch is not self._batch:
@@ -193,7 +194,9 @@ class Rollout:
             if not self.env.suspends:
                 acting, each = self.acting(), nullcontext
             with acting:
-                while True:
+                if not (self._current or self._found):
+                    await self._reset()
+                while batch.has_room:  # other rollouts may claim places while this one awaits
                     choose = self._chooser(batch)
                     if choose is not None:
                         after = self._collect_directly(batch, choose, until)
@@ -201,13 +204,11 @@ class Rollout:
                         after = await self._collect_frame(batch, each)
                     if after is not None:
                         await self._advance(after)
-                    if not batch.has_room or time.perf_counter() >= until:
+                    if time.perf_counter() >= until:
                         return
 
     async def _collect_frame(self, batch: PartialBatch, acting: Acting) -> Values:
         """Collect one frame. Returns what the environment returned."""
-        if not (self._current or self._found):
-            await self._reset()
         place = batch.claim(self.number)
         current = self._observed()
         # Each part is written before the next call that may write over its memory.

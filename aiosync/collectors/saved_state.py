@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from aiosync.collectors.trajectories import TrajectoryIterator
 from aiosync.collectors.versions import VERSION
-from aiosync.collectors.worker import POLICY
+from aiosync.collectors.worker_spec import POLICY
 from aiosync.errors import InvalidArgumentError
 from aiosync.weights.strategy import WeightStrategy
 

@@ -17,7 +17,7 @@ from aiosync.collectors.collector import CALLED_IN_WORKERS, MultiCollector
 from aiosync.collectors.config import CollectorConfig, ReplayConfig, WeightConfig
 from aiosync.collectors.env import Nested
 from aiosync.collectors.host import LocalHost, MakeHost
-from aiosync.collectors.worker import WorkerSpec
+from aiosync.collectors.worker_spec import WorkerSpec
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.memory import MemoryWeightSyncScheme

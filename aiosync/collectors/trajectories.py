@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 
 from aiosync.collectors.batch_config import TrajFormat
-from aiosync.collectors.batch_iterator import BatchIterator
+from aiosync.collectors.batch_iterator import BatchIterator, EndOfBatches
 from aiosync.collectors.batch_memory import pad_steps, valid_frames
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.env import ENDS, TRAJ_IDS
@@ -46,7 +46,7 @@ class TrajectoryIterator(BatchIterator):
             return await super()._next_batch(pool)
         while not self._has_batch:
             if super()._is_done:
-                raise StopAsyncIteration
+                raise EndOfBatches
             batch = await super()._next_batch(pool)
             assert batch is not None
             self._add(assembler, batch)

@@ -12,7 +12,8 @@ from torch import nn
 from aiosync._deadline import Deadline
 from aiosync.collectors.controls import Controls
 from aiosync.collectors.pool import Pool
-from aiosync.collectors.worker import POLICY, cancel_all
+from aiosync.collectors.worker import cancel_all
+from aiosync.collectors.worker_spec import POLICY
 from aiosync.errors import InvalidArgumentError, NotInitializedError, WorkerLostError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.weights.strategy import WeightStrategy

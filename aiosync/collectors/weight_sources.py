@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from aiosync.collectors.worker import POLICY, Schemes
+from aiosync.collectors.worker_spec import POLICY, Schemes
 from aiosync.errors import InvalidArgumentError, UnknownWorkerError
 from aiosync.schemes.none import NoWeightSyncScheme
 from aiosync.weights.resolve import resolve_model

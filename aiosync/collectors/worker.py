@@ -14,10 +14,9 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any, TypeAlias
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -37,46 +36,18 @@ from aiosync.collectors.command_pipe import (
     ErrorReport,
     Ready,
 )
-from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.env import Env
 from aiosync.collectors.policy import acting, adapt_policy, to_device
 from aiosync.collectors.profiling import BatchProfiler, ProfileConfig
 from aiosync.collectors.rollout import PartialBatch, Rollout
 from aiosync.collectors.tensordict_env import load_env_state
+from aiosync.collectors.worker_spec import POLICY, Schemes, WorkerSpec
 from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.weights.resolve import call_by_path, resolve_model
 
-POLICY = "policy"
-
 _SLICE = 1e-3
 """Seconds that a rollout steps before the event loop handles updates and commands, between two frames."""
-
-Schemes: TypeAlias = Mapping[str, WeightSyncScheme]
-"""Model id -> the scheme that delivers its weights."""
-
-
-@dataclass(frozen=True)
-class WorkerSpec:
-    """All that a worker needs at its start."""
-
-    index: int
-    workers: int  # the number of workers
-    create_env: Callable[[], Any]
-    make_policy: Callable[[], Any] | None  # None: random actions
-    config: CollectorConfig
-    first_id: int  # the number of the worker's first trajectory
-    seed: int | None = None  # of its first environment; None: unseeded
-    extra_updates: int = 0  # updates of the policy before this worker's start that no scheme counts
-    own_process: bool = True  # the worker does not share its process with the collector
-    use_buffers: bool = True  # batches go through shared memory; otherwise in messages
-    parts: int = 1  # how many workers a batch comes from
-    share_tensors: bool = False  # tensors of this spec in shared memory are shared, not copied
-
-    @property
-    def stride(self) -> int:
-        """The difference between the numbers of two consecutive trajectories of one environment."""
-        return self.workers * self.config.processes.envs_per_worker
 
 
 async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
@@ -128,6 +99,7 @@ class Worker:
         config = spec.config
         if spec.own_process:
             torch.set_num_threads(config.processes.num_sub_threads)
+            torch.set_default_dtype(spec.dtype)
         if config.processes.init_fn is not None:
             config.processes.init_fn()
         self._config = config
@@ -155,12 +127,13 @@ class Worker:
         env, use_buffers = self._envs[0], config.batch.use_buffers
         fixed = not any(each.dynamic for each in self._envs) if use_buffers is None else use_buffers
         self._shared = spec.use_buffers and fixed  # the collector maps the buffers of the batches
-        self._buffers = BatchBuffers(pipe.send if self._shared else None, env.nested, env.device, fixed=fixed)
+        self._buffers = BatchBuffers(
+            pipe.send if self._shared else None, len(env.shape), env.nested, env.device, fixed=fixed
+        )
         self._before_batch = config.processes.pre_collect_hook
         self._after_batch = config.processes.post_collect_hook
         self._rollouts: list[Rollout] = []
-        self._shape = env.shape  # batch shape of a frame: the environments that step together
-        self._width = math.prod(self._shape)
+        self._shape, self._width = env.shape, math.prod(env.shape)  # the environments that step together
         self._partial_batches: list[PartialBatch] = []  # not complete yet, in order of their requests
         self._batch_requested = asyncio.Event()  # wakes the rollouts that have no batch to collect for
 
@@ -188,6 +161,8 @@ class Worker:
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
+                if task.cancelled():  # not by this worker: it cancels no task before this
+                    raise RuntimeError("the environment or the policy raised CancelledError")
                 task.result()
         finally:
             await cancel_all(*tasks)
@@ -229,10 +204,9 @@ class Worker:
                     self._partial_batches.append(PartialBatch(request, self._buffers, self._width))
                     self._batch_requested.set()
                 case EndEarly():
-                    for batch in list(self._partial_batches):
+                    for batch in self._partial_batches:
                         batch.end_early()
-                        if batch.complete:
-                            self._deliver(batch)
+                    self._deliver_complete()
                 case Call() as call:
                     self._pipe.send(await self._call_method(call))
 
@@ -252,19 +226,25 @@ class Worker:
                 self._batch_requested.clear()
                 await self._batch_requested.wait()
                 continue
-            if batch.claimed == 0 and self._before_batch is not None:
-                self._before_batch()
+            if not batch.begun:
+                batch.begun = True
+                if self._before_batch is not None:
+                    self._before_batch()
             await rollout.collect(batch, seconds)
-            if batch.complete:
-                self._deliver(batch)
-                await self._pipe.drain()
+            self._deliver_complete()
+            await self._pipe.drain()
             version = self._version()
             await asyncio.sleep(0)  # updates and commands are handled between two frames
             if version != self._version():
                 _yield_processor()
 
+    def _deliver_complete(self) -> None:
+        # In the order of the requests: a rollout may complete the next batch while another one still has a
+        # frame of this batch in progress.
+        while self._partial_batches and self._partial_batches[0].complete:
+            self._deliver(self._partial_batches.pop(0))
+
     def _deliver(self, batch: PartialBatch) -> None:
-        self._partial_batches.remove(batch)
         truncate = self._envs[0].truncated if self._config.batch.set_truncated else ()
         places = batch.close(truncate=[key for pair in truncate for key in pair])
         order = places if len(self._rollouts) > 1 else None
@@ -280,7 +260,7 @@ class Worker:
             self._after_batch(data)
         if self._shared:
             if data is not None and order is not None:  # copies, in order of time
-                frames.write_back(data, order, len(self._shape))
+                frames.write_back(data, order)
             self._pipe.send(Batch(number, steps, buffer, order))
             return
         assert data is not None

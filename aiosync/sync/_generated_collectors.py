@@ -14,7 +14,7 @@ from aiosync import collectors
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.profiling import ProfileConfig
 from aiosync.collectors.weight_sources import WorkersOrDevices
-from aiosync.collectors.worker import POLICY
+from aiosync.collectors.worker_spec import POLICY
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.sync._bases import BlockingCollector
 from aiosync.sync._portal import portal

@@ -11,7 +11,7 @@ import torch
 
 from aiosync.collectors import MultiCollector
 from aiosync.collectors.proxy import WorkerProxy
-from aiosync.collectors.worker import WorkerSpec
+from aiosync.collectors.worker_spec import WorkerSpec
 from tests.collectors.worlds import Counting
 from tests.kit.clock import PATIENCE
 

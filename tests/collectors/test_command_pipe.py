@@ -26,7 +26,7 @@ from aiosync.collectors.command_pipe import (
 )
 from aiosync.collectors.host import Host
 from aiosync.collectors.proxy import WorkerProxy
-from aiosync.collectors.worker import WorkerSpec
+from aiosync.collectors.worker_spec import WorkerSpec
 from tests.collectors.worlds import Counting, Odd
 from tests.kit.clock import within
 
