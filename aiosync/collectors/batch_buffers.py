@@ -41,7 +41,9 @@ class Part:
     """Frames of one worker."""
 
     data: TensorDictBase
-    fields: Fields  # the tensors of a TensorDict; empty for a lazy stack, whose frames may differ
+    fields: (
+        Fields  # the tensors; empty for a lazy stack, whose frames may differ, or if others are no tensors
+    )
     nbytes: int
 
     @classmethod
@@ -50,7 +52,9 @@ class Part:
         if isinstance(data, LazyStackedTensorDict):
             return cls(data, {}, sum(cls.of(each).nbytes for each in data.tensordicts))
         fields = flatten(data)
-        return cls(data, fields, sum(leaf.nbytes for leaf in fields.values()))
+        tensors = {key: leaf for key, leaf in fields.items() if isinstance(leaf, Tensor)}
+        nbytes = sum(leaf.nbytes for leaf in tensors.values())
+        return cls(data, fields if len(tensors) == len(fields) else {}, nbytes)
 
 
 class Column(NamedTuple):
@@ -240,6 +244,8 @@ class FrameList:
         self.write(place, {under("next", key): value for key, value in fields.items()})
 
     def _copy(self, value: Value) -> Tensor:
+        if not isinstance(value, Tensor | np.ndarray):
+            return value  # NonTensorData
         found = as_tensor(value).detach().clone()
         # The collector's own fields are arrays, also if the environment's tensors are on another device.
         return found if self._device is None or isinstance(value, Tensor) else found.to(self._device)
@@ -248,7 +254,12 @@ class FrameList:
         """See :class:`BatchBuffer`: here a frame may have any fields."""
 
     def specs_of(self, place: int) -> Specs:
-        """Return the specs of the frame at a place."""
+        """Return the specs of the frame at a place. InvalidArgumentError: a field is no tensor."""
+        for key, value in self._frames[place].items():
+            if not isinstance(value, Tensor):
+                raise InvalidArgumentError(
+                    f"field {key!r}: expected a tensor, got {type(value).__name__}: give use_buffers=False"
+                )
         return tuple((key, tuple(v.shape), v.dtype) for key, v in self._frames[place].items())
 
     def move_to(self, buffer: BatchBuffer) -> None:

@@ -79,10 +79,13 @@ def _frame_specs(fields: Fields, dims: int) -> dict[Key, tuple[torch.Size, torch
 
 
 def _join_frames(parts: Sequence[TensorDictBase], dim: int | None) -> TensorDictBase:
-    """Join parts with frames that differ into a lazy stack. ``dim``: the dimension to concatenate along;
-    None: stack along a new first dimension."""
+    """Join parts that have fields which are no tensors, or whose frames differ: then into a lazy stack.
+    ``dim``: the dimension to concatenate along; None: stack along a new first dimension."""
+    lazy = any(isinstance(part, LazyStackedTensorDict) for part in parts)
     if dim is None:
-        return LazyStackedTensorDict.lazy_stack(list(parts), 0)
+        return LazyStackedTensorDict.lazy_stack(list(parts), 0) if lazy else torch.stack(list(parts), 0)
+    if not lazy:
+        return torch.cat(list(parts), dim)
     last = parts[0].batch_dims - 1
     if dim != last:
         raise InvalidArgumentError(
@@ -114,9 +117,9 @@ def valid_frames(batch: TensorDictBase) -> TensorDictBase:
 
 def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
     """Return a batch, whose last dimension is time, as ``(trajectories, steps)``: one row per trajectory,
-    padded with zeros, with ``("collector", "mask")``."""
+    padded with zeros, with ``("collector", "mask")``: those of the first environment first, as in torchrl."""
     flat = valid_frames(batch)
     ids = flat[TRAJ_IDS]
-    rows = [(ids == number).nonzero().view(-1) for number in ids.unique()]  # each in order of time
+    rows = [(ids == number).nonzero().view(-1) for number in dict.fromkeys(ids.tolist())]  # in order of time
     longest = max(len(row) for row in rows)
     return torch.stack([pad_steps(flat[row], longest) for row in rows], 0)

@@ -37,6 +37,7 @@ class DirectFrames(ABC):
     the whole run.
 
     Attributes:
+        chosen: the policy's fields of each frame.
         write: writes the policy's fields of the frame at a place.
         observation: what the policy gets for the next frame; see :meth:`chooser`.
         done: which episodes have ended with the frame that was recorded last.
@@ -45,7 +46,10 @@ class DirectFrames(ABC):
     observation: Any = None
     done: Any = None
 
-    def __init__(self, buffer: BatchBuffer, ids: Value, carried: Iterable[Key]) -> None:
+    def __init__(self, buffer: BatchBuffer, ids: Value, carried: Iterable[Key], chosen: Set[Key]) -> None:
+        self.chosen = chosen
+        self._check = buffer.check
+        self._others = buffer.columns.keys() - chosen  # of each frame, with those below "next"
         following: dict[Key, Any] = {key: column.array for key, column in buffer.next_columns.items()}
         columns: dict[Key, Any] = {key: column.array for key, column in buffer.columns.items()}
         self.write: Callable[[int, Values], None] = functools.partial(write_fields, buffer.columns)
@@ -69,6 +73,12 @@ class DirectFrames(ABC):
             self.flush()
             self._first = self._first_ids = self._next = place
             self._version = version
+
+    def completed(self, chosen: Values) -> Values:
+        """Return the policy's fields of a frame, of which it has returned ``chosen``. InvalidArgumentError:
+        one is missing."""
+        self._check(chosen.keys() | self._others, frozenset())
+        return chosen
 
     @abstractmethod
     def record(self, place: int, found: Any) -> int | None:
@@ -100,8 +110,8 @@ class GymnasiumFrames(DirectFrames):
 
     FIELDS = frozenset({"observation", *ENDS})
 
-    def __init__(self, buffer: BatchBuffer, ids: Value) -> None:
-        super().__init__(buffer, ids, self.FIELDS)
+    def __init__(self, buffer: BatchBuffer, ids: Value, chosen: Set[Key]) -> None:
+        super().__init__(buffer, ids, self.FIELDS, chosen)
         self._observation = self._following["observation"]
         self._shape, self._dtype = self._observation.shape[1:], self._observation.dtype
         flat = (self._following[key][..., 0] for key in ("reward", *ENDS))
@@ -141,11 +151,17 @@ class GymnasiumFrames(DirectFrames):
 class TensorDictFrames(DirectFrames):
     """Of a torchrl environment whose steps need nothing but fields, which are all of its own."""
 
-    def __init__(self, buffer: BatchBuffer, ids: Value, env: TensorDictEnv, carried: Set[Key]) -> None:
-        super().__init__(buffer, ids, carried)
+    def __init__(
+        self, buffer: BatchBuffer, ids: Value, env: TensorDictEnv, carried: Set[Key], chosen: Set[Key]
+    ) -> None:
+        super().__init__(buffer, ids, carried, chosen)
         self._env = env
         self._write_next = functools.partial(write_fields, buffer.next_columns)
         self._fields = buffer.next_columns.keys() - {VERSION}
+
+    def completed(self, chosen: Values) -> Values:
+        kept = {key: value for key, value in self.observation.items() if key in self.chosen}
+        return super().completed(kept | chosen)
 
     def record(self, place: int, found: Any) -> int | None:
         self._next = place + 1
@@ -179,9 +195,9 @@ def direct_frames(
     if isinstance(env, GymnasiumEnv):
         fields = GymnasiumFrames.FIELDS
         plain = not env.suspends and env.device is None and after == fields | {"reward"}
-        return GymnasiumFrames(memory, ids) if plain and fields.isdisjoint(chosen) else None
+        return GymnasiumFrames(memory, ids, chosen) if plain and fields.isdisjoint(chosen) else None
     if isinstance(env, TensorDictEnv):
         carried = env.carried
         if carried is not None and carried <= after and carried.isdisjoint(chosen):
-            return TensorDictFrames(memory, ids, env, carried)
+            return TensorDictFrames(memory, ids, env, carried, chosen | env.kept)
     return None

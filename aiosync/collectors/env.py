@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
 
 from aiosync.collectors.batch_config import BatchConfig
@@ -32,7 +32,8 @@ Key: TypeAlias = str | tuple[str, ...]
 Value: TypeAlias = Tensor | np.ndarray[Any, Any]
 Fields: TypeAlias = dict[Key, Tensor]
 Values: TypeAlias = dict[Key, Value]
-"""Fields as an environment or a policy returned them; see :func:`as_tensor` and :func:`as_array`."""
+"""Fields as an environment or a policy returned them; see :func:`as_tensor` and :func:`as_array`. Those of
+torchrl's environments may also be NonTensorData, if ``dynamic`` is true or ``use_buffers`` is False."""
 
 Specs: TypeAlias = tuple[tuple[Key, tuple[int, ...], torch.dtype], ...]
 """Key, shape of one frame, dtype; one entry per field."""
@@ -48,8 +49,8 @@ MASK = ("collector", "mask")
 
 
 def flatten(data: TensorDictBase) -> Fields:
-    """Return the leaves of a TensorDict."""
-    return dict(data.items(include_nested=True, leaves_only=True))
+    """Return the leaves of a TensorDict, with those that are no tensors: NonTensorData, NonTensorStack."""
+    return dict(data.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
 
 
 def unflatten(fields: Mapping[Key, Tensor], shape: Iterable[int], nested: Nested | None = None) -> TensorDict:
@@ -96,7 +97,7 @@ class Env(ABC):
         action_keys: the fields that :meth:`step` takes.
         observation_keys: the fields that a policy which takes tensors gets, in order; None: all but the ends.
         nested: batch dimensions of nested entries.
-        dynamic: True: fields may change their shapes from step to step.
+        dynamic: True: fields may change their shapes from step to step, or are no tensors.
         whole: True: a replay buffer gets batches of the shape ``(*shape, steps)``, as from torchrl's
             collectors; False: single frames.
         ends: the fields that ``max_frames_per_traj`` writes.
@@ -134,6 +135,10 @@ class Env(ABC):
     async def step(self, step: Values) -> Values:
         """Take the action in ``step``. Returns the observations, the reward and the end flags: they are valid
         until the next call of a method."""
+
+    def truncated_at(self, after: Values) -> Values:
+        """Complete a step whose end flags ``max_frames_per_traj`` has set in ``after``: return its fields."""
+        return after
 
     def ended(self, after: Values) -> Value:
         """Return which trajectories have ended, of the shape ``shape``. ``after``: what :meth:`step`

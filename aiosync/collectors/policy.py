@@ -20,7 +20,18 @@ from tensordict.nn import (
 from torch import Tensor, nn
 
 from aiosync.collectors.config import PolicyConfig, WorkerDevices
-from aiosync.collectors.env import Env, Fields, Key, Value, Values, as_array, as_tensor, as_tensors, unflatten
+from aiosync.collectors.env import (
+    Env,
+    Fields,
+    Key,
+    Value,
+    Values,
+    as_array,
+    as_tensor,
+    as_tensors,
+    flatten,
+    unflatten,
+)
 from aiosync.errors import InvalidArgumentError
 
 
@@ -135,8 +146,7 @@ class _OfTensorDict(Actor):
         result = self._policy(unflatten(given, self._env.shape, self._env.nested))
         if not is_tensor_collection(result):
             raise InvalidArgumentError(f"the policy returned {type(result).__name__}, expected a TensorDict")
-        leaves = result.items(include_nested=True, leaves_only=True)
-        return {key: value for key, value in leaves if key not in given or value is not given[key]}
+        return {key: value for key, value in flatten(result).items() if given.get(key) is not value}
 
 
 class _OfKeys(Actor):

@@ -221,6 +221,7 @@ class Rollout:
         after = await self.env.step(current | action)
         if self._limited:
             self._apply_step_limit(after)
+            after = self.env.truncated_at(after)
         self._finish(batch, place, after)
         return after
 
@@ -250,20 +251,21 @@ class Rollout:
         None; or what the environment returned, if an episode has ended or fields are of another kind."""
         env: Any = self.env
         frames: Any = batch.direct
-        record, write, act, (_, chosen_keys) = frames.record, frames.write, env.act, self._keys
+        record, write, act, chosen_keys = frames.record, frames.write, env.act, frames.chosen
         if self.version is not None:
             self._version.fill(version := self.version())
         first = place = batch.claimed
         frames.begin(first, None if self.version is None else version)
-        observation = frames.observation if self._found is not None else env.observed(self._current)
+        if self._found is None:
+            frames.observation = env.observed(self._current)
+        observation = frames.observation
         restarts, found, after = self.config.reset_when_done, self._found, None
         with no_nested_loop():
             for place in range(first, batch.capacity):
                 chosen = choose(observation)
-                write(place, chosen)
                 if chosen.keys() != chosen_keys:
-                    others = self._keys[0] - chosen_keys
-                    batch.memory.check(others | chosen.keys(), batch.memory.next_columns.keys())
+                    chosen = frames.completed(chosen)
+                write(place, chosen)
                 found = act(chosen)
                 ended = record(place, found)
                 observation = frames.observation

@@ -62,7 +62,7 @@ class TensorDictEnv(Env):
         # The fields that a step begins with.
         self._known = {key for name in _INPUT for key in self._specs[name].keys(True, True)}
         leaves = [leaf for spec in self._specs.values() for leaf in spec.values(True, True)]
-        self.dynamic = any(-1 in leaf.shape for leaf in leaves)
+        self.dynamic = any(leaf.dtype is None or -1 in leaf.shape for leaf in leaves)  # None: no tensor
         self._done_keys: list[Key] = list(env.done_keys)
         self.ends = _ends(self._done_keys)
         self.truncated = _truncated(self._done_keys)
@@ -71,6 +71,7 @@ class TensorDictEnv(Env):
         # Whether "done" alone says whether episodes have ended.
         self._plain = not others and not first.within and first.done == "done" and shape == (*self.shape, 1)
         self._resets = True  # whether the environment begins the next episodes in the same call as a step
+        self._hooked = False  # whether, otherwise, it has hooks to call between a step and a reset
         self._limited = 0  # max_frames_per_traj
         # The fields that the collector adds to a step.
         self._tags: set[Key] = {"policy_version", TRAJ_IDS, MASK}
@@ -84,11 +85,15 @@ class TensorDictEnv(Env):
         self._first: frozenset[Key] = frozenset()  # the keys of the first reset, or of a loaded state
         self._stepped: TensorDictBase | None = None  # what step() of the environment returned last
         self._leaves: Fields = {}  # of its "next"
-        self._chosen: set[Key] = set()  # what the policy added
+        # What the policy has added and may read in the next step, also in the next episode, as in torchrl.
+        self._kept: Values = {}
+        self._not_kept: Set[Key] = frozenset()
 
     def configure(self, config: BatchConfig) -> None:
         self._limited = limit = config.step_limit
-        self._resets = config.reset_when_done and not limit and _steps_specially(self.env)
+        special = _steps_specially(self.env)
+        self._resets = special and config.reset_when_done and not limit
+        self._hooked = special and not self._resets and _has_hooks(self.env)
         keys = [key for spec in self._specs.values() for key in spec.keys(True, True)]
         counted = [key for key in keys if _path(key)[-1] == "step_count"]
         if limit and counted:
@@ -97,8 +102,8 @@ class TensorDictEnv(Env):
                 "the limit in its StepCounter instead"
             )
         if limit:
-            self._tags |= {each.step_count for each in self.ends}
             self._added = tuple(each for each in self.ends if each.truncated not in self._done_keys)
+            self._tags |= {each.step_count for each in self.ends} | {each.truncated for each in self._added}
             self.truncated = _truncated([*self._done_keys, *(each.truncated for each in self._added)])
         if config.set_truncated and not self.truncated:
             raise OptionConflictError(
@@ -108,14 +113,28 @@ class TensorDictEnv(Env):
 
     async def reset(self) -> Values:
         self._root = call_env(self.env.reset)
-        self._fields = fields = Values(self._flatten(self._root))
-        self._first = self._first or frozenset(fields)
+        found = self._flatten(self._root)
+        self._first = self._first or frozenset(found)
+        for key, value in self._kept.items():
+            if key not in found:
+                self._root.set(key, value)
+        self._fields = fields = self._kept | found
         for each in self._added:
             fields[each.truncated] = torch.zeros_like(as_tensor(fields[each.done]))
         return fields
 
     async def step(self, step: Values) -> Values:
-        return Values(self._step(self._input(step)))
+        found = Values(self._step(self._input(step)))
+        return found if self._limited else self.truncated_at(found)
+
+    def truncated_at(self, after: Values) -> Values:
+        if not self._hooked:
+            return after
+        root = self._next_input(after)
+        self._stepped, self._root = self.env._post_step_mdp_hooks(self._stepped, root)
+        assert self._stepped is not None
+        self._leaves = self._flatten(self._stepped.get("next"))
+        return self._leaves | {key: after[key] for key in self._tags & after.keys()}
 
     @property
     def carried(self) -> Set[Key] | None:
@@ -127,7 +146,9 @@ class TensorDictEnv(Env):
         """Take a step that begins with the fields of :meth:`proceed`, and with those that the policy added.
         Returns the fields below ``"next"``. Requires :attr:`carried`."""
         copies: Values = {key: as_tensor(value).clone() for key, value in chosen.items()}
-        return self._step(self._unflatten(self._fields | copies))
+        step = self._fields | copies
+        self._keep(step)
+        return self._step(self._unflatten(step))
 
     def fields_of(self, found: Fields) -> Values:
         """Return what :meth:`act` returned."""
@@ -144,7 +165,8 @@ class TensorDictEnv(Env):
             self._stepped, self._root = call_env(self.env.step, root), None
         self._leaves = self._flatten(self._stepped.get("next"))
         if self._only_fields is None:
-            self._only_fields = not self._resets and self._first <= self._leaves.keys() and _is_flat(root)
+            fields = not self._resets and not self._hooked and self._first <= self._leaves.keys()
+            self._only_fields = fields and _is_flat(root)
         return self._leaves
 
     def _flatten(self, data: TensorDictBase) -> Fields:
@@ -157,20 +179,34 @@ class TensorDictEnv(Env):
     def _input(self, step: Values) -> TensorDictBase:
         """Return the input of a step: what the environment returned last, with what the policy has added."""
         root, done = self._root, self.ends[0].done
+        given = step[done]
         # Copies: a policy may return the same memory each time, or its own parameters.
         chosen: Values = {
             key: as_tensor(value).clone()
             for key, value in step.items()
             if self._fields.get(key) is not value and key not in self._tags
         }
-        if root is None or self._fields.get(done) is not step[done]:  # not kept, or a state was loaded
-            self._chosen = {*self.action_keys, *self._tags}
+        step = {key: value for key, value in step.items() if key not in self._tags} | chosen
+        if root is None or self._fields.get(done) is not given:  # not kept, or a state was loaded
             self._first = self._first or frozenset(key for key in step if key in self._known)
-            return self._unflatten({key: step[key] for key in step if key not in self._tags} | chosen)
-        self._chosen = set(chosen)
-        for key, value in chosen.items():
-            root.set(key, as_tensor(value))
+            root = self._unflatten(step)
+        else:
+            for key, value in chosen.items():
+                root.set(key, value)
+        self._keep(step)
         return root
+
+    def _keep(self, step: Values) -> None:
+        """Remember what the policy may read again of the input of a step."""
+        if not self._not_kept:
+            self._not_kept = self._first | self._tags
+        keys = [key for key in step if key not in self._not_kept and (key[0] != "next" or key == "next")]
+        self._kept = {key: step[key] for key in keys}
+
+    @property
+    def kept(self) -> Set[Key]:
+        """What the policy has added to the last step and may read in the next one."""
+        return self._kept.keys()
 
     def _unflatten(self, fields: Values) -> TensorDictBase:
         data = unflatten(as_tensors(fields), self.shape, self.nested)
@@ -184,7 +220,7 @@ class TensorDictEnv(Env):
 
     def proceed(self, after: Values) -> Values:
         if self._only_fields:
-            self._fields = {key: value for key, value in after.items() if key in self._first}
+            self._fields = self._kept | {key: value for key, value in after.items() if key in self._first}
         else:
             if self._root is None:
                 self._root = self.env.step_mdp(self._stepped)
@@ -199,12 +235,14 @@ class TensorDictEnv(Env):
         return {
             key: after[key] if self._leaves.get(key) is value else value
             for key, value in self._flatten(root).items()
-            if key not in self._chosen or key in self._first
+            if key not in self._tags or key in self._first
         }
 
     async def restart(self, after: Values) -> Values:
-        if self._root is None:
-            self._root = call_env(self.env.maybe_reset, self._next_input(after))
+        if not self._resets:
+            root = self._next_input(after) if self._root is None else self._root
+            self._root = call_env(self.env.maybe_reset, root)
+        assert self._root is not None
         self._leaves = {}  # it is a new episode
         self._fields = fields = self._fields_of(self._root, after)
         for each in self._added:
@@ -214,7 +252,7 @@ class TensorDictEnv(Env):
     def _next_input(self, after: Values) -> TensorDictBase:
         """Return the input of the next step if no episode has ended."""
         if self._only_fields:
-            return self._unflatten({key: after[key] for key in self._first})
+            return self._unflatten(self._kept | {key: after[key] for key in self._first})
         assert self._stepped is not None
         for each in self.ends if self._limited else ():
             for key in (each.done, each.truncated, *each.within):
@@ -258,6 +296,13 @@ def _is_flat(data: TensorDictBase) -> bool:
     """Return whether all entries but TensorDicts are tensors."""
     values = (data.get(key) for key in data.keys(True))
     return all(isinstance(value, Tensor | TensorDictBase) for value in values)
+
+
+def _has_hooks(env: Any) -> bool:
+    """Return whether an environment or one of its transforms has a ``_post_step_mdp_hooks`` of its own."""
+    name, passing_on = "_post_step_mdp_hooks", ("Transform.", "Compose.", "TransformedEnv.")
+    found = [vars(each).get(name) or getattr(type(each), name, None) for each in env.modules()]
+    return any(hook is not None and not hook.__qualname__.startswith(passing_on) for hook in found)
 
 
 def _steps_specially(env: Any) -> bool:

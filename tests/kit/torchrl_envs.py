@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
-from torchrl.data import Bounded, Categorical, Composite, Unbounded
+from torchrl.data import Bounded, Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
-__all__ = ["AGENTS", "Growing", "Steps", "Team", "act", "make_policy"]
+__all__ = ["AGENTS", "Growing", "Speaking", "Steps", "Team", "act", "make_policy"]
 
 AGENTS = 3
 
@@ -78,6 +78,18 @@ class Growing(Steps):
 
     def _observed(self) -> dict[str, Any]:
         return {"observation": self.count.expand(int(self.count) + 1).clone()}
+
+
+class Speaking(Steps):
+    """Observes also a text."""
+
+    def __init__(self, batch_size: tuple[int, ...] = (), length: int = 4) -> None:
+        super().__init__(batch_size, length)
+        self.observation_spec["text"] = NonTensor(batch_size, example_data="step 0")
+
+    def _observed(self) -> dict[str, Any]:
+        text = NonTensorData(f"step {int(self.count.flatten()[0])}", batch_size=self.batch_size)
+        return super()._observed() | {"text": text}
 
 
 class Team(EnvBase):  # type: ignore[misc]

@@ -12,13 +12,14 @@ import torch
 
 pytest.importorskip("torchrl")
 
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from torchrl import collectors as theirs
-from torchrl.envs import EnvCreator, SerialEnv, StepCounter, TransformedEnv
+from torchrl.envs import EnvCreator, NextObservationDelta, SerialEnv, StepCounter, Transform, TransformedEnv
 
 from aiosync.sync import collectors as ours
 from tests.kit.clock import PATIENCE
-from tests.kit.torchrl_envs import Growing, Steps, Team, make_policy
+from tests.kit.torchrl_envs import Growing, Speaking, Steps, Team, make_policy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -75,6 +76,8 @@ def check(expected: Any, found: Any, *, without: tuple[Any, ...] = ()) -> None:
         one, other = expected[key], found[key]
         if isinstance(one, TensorDictBase):
             assert other.batch_size == one.batch_size, key
+        elif not isinstance(one, torch.Tensor):
+            assert other == one, key
         else:
             assert (other.dtype, other.shape) == (one.dtype, one.shape), key
             last = key if isinstance(key, str) else key[-1]
@@ -217,3 +220,108 @@ def test_a_plain_policy_gets_the_observations() -> None:
         return observation[..., :1]
 
     both(Steps, lambda: policy)
+
+
+class Remembering(TensorDictModuleBase):  # type: ignore[misc]
+    """Keeps its state in the TensorDict: how often it has been called, and the action before.
+
+    Args:
+        how: whether it changes its input, or returns another TensorDict.
+    """
+
+    in_keys = ("observation",)
+    out_keys = ("action", "calls", "before")
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self._how = how
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Add the action and the state."""
+        none = torch.zeros(*tensordict.batch_size, 1)
+        calls, before = tensordict.get("calls", none), tensordict.get("action", none)
+        found = tensordict if self._how == "changes" else tensordict.empty()
+        found.set("before", before.clone()).set("calls", calls + 1)
+        return found.set("action", (tensordict["observation"][..., 1:] + calls) % 7)
+
+
+@pytest.mark.parametrize("how", ["changes", "returns"])
+@pytest.mark.parametrize("name", ["one", "batch", "of environments", "transformed"])
+def test_what_a_policy_keeps_in_the_tensordict(name: str, how: str) -> None:
+    make = ENVS[name][0]
+    both(make, partial(Remembering, how))
+    if name != "transformed":  # which counts steps itself
+        both(make, partial(Remembering, how), max_frames_per_traj=3)
+
+
+def test_a_policy_that_changes_its_state_now_and_then() -> None:
+    class Sometimes(Remembering):
+        calls = 0
+
+        def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+            if self.calls % 3 == 0:
+                tensordict.set("calls", torch.full((1,), float(self.calls)))
+            self.calls += 1
+            return tensordict.set("action", tensordict["observation"][..., :1])
+
+    batches = collect(ours.Collector, Steps(), Sometimes("changes"))  # torchrl raises a TypeError
+    found = torch.cat([batch["calls"].view(-1) for batch in batches])
+    assert torch.equal(found, (torch.arange(3 * FRAMES) // 3 * 3).float())
+
+
+class Marking(Transform):  # type: ignore[misc]
+    """Changes what the next step begins with, and the reward of this one."""
+
+    def _post_step_mdp_hooks(self, one: TensorDictBase, following: TensorDictBase) -> Any:
+        following.set("observation", following["observation"] + 100)
+        one["next", "reward"].mul_(2)
+        return one, following
+
+    def _reset(self, one: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+        return following
+
+
+@pytest.mark.parametrize("options", [{}, {"max_frames_per_traj": 3}, {"max_frames_per_traj": 9}], ids=str)
+@pytest.mark.parametrize("transform", [Marking, NextObservationDelta])
+def test_hooks_between_two_steps(transform: Any, options: dict[str, Any]) -> None:
+    both(lambda: TransformedEnv(Steps(), transform()), make_policy, **options)
+
+
+@pytest.mark.parametrize("transform", [Marking, NextObservationDelta])
+def test_hooks_without_resets(transform: Any) -> None:
+    def of(library: Any, **options: Any) -> Any:
+        env = TransformedEnv(Steps(length=50), transform())
+        return collect(library.Collector, env, make_policy(), **options)
+
+    for one, other in zip(of(theirs), of(ours, reset_when_done=False), strict=True):
+        check(one, other)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_frames_per_traj": 3}, {"split_trajs": True}], ids=str)
+@pytest.mark.parametrize("size", [(), (2,)], ids=str)
+def test_fields_that_are_no_tensors(size: tuple[int, ...], options: dict[str, Any]) -> None:
+    if size and "max_frames_per_traj" in options:
+        return  # torchrl raises in a partial reset
+    both(partial(Speaking, size, 9 if size else 4), make_policy, **options)
+
+
+@pytest.mark.parametrize("dim", ["stack", -1])
+def test_fields_that_are_no_tensors_in_processes(dim: Any) -> None:
+    options = {"cat_results": dim, "total_frames": FRAMES}
+    expected, found = (
+        collect(each.MultiSyncCollector, [Speaking] * 2, make_policy(), **options) for each in LIBRARIES
+    )
+    check(expected[0], found[0], without=("traj_ids",))
+    assert isinstance(found[0].get("text"), NonTensorStack)
+    parts = collect(ours.MultiAsyncCollector, [Speaking] * 2, make_policy())
+    assert {*parts[0]["text"]} == {"step 0", "step 1", "step 2", "step 3"}
+
+
+def test_the_order_of_split_trajectories() -> None:
+    both(*ENVS["of environments"], split_trajs=True)
+    both(*ENVS["batch"], split_trajs=True)
+
+
+def test_whole_trajectories_with_fields_that_are_no_tensors() -> None:
+    (batch,) = collect(ours.Collector, Speaking(), make_policy(), trajs_per_batch=2, total_frames=FRAMES)[:1]
+    assert batch["text"] == [[f"step {i}" for i in range(4)]] * 2
