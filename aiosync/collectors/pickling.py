@@ -1,11 +1,14 @@
-"""How a collector's arguments reach its workers: pickled, without the weights that schemes send."""
+"""What a collector pickles: its arguments for the workers, without the weights that schemes send, and
+environments for a saved state."""
 
 from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -199,3 +202,33 @@ class _Discard:
 
     def write(self, data: Any) -> int:
         return len(data)
+
+
+class _EnvPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles an environment that goes on."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        # torchrl's ParallelEnv closes itself when it is pickled.
+        parallel = getattr(sys.modules.get("torchrl.envs.batched_envs"), "ParallelEnv", ())
+        if isinstance(obj, parallel) and not obj.is_closed:
+            raise pickle.PicklingError("a ParallelEnv with running processes cannot be copied")
+        return super().reducer_override(obj)
+
+
+def dump_env(env: Any) -> bytes | None:
+    """Return an environment that goes on as bytes, for :func:`load_env`; None: it cannot be pickled."""
+    data = io.BytesIO()
+    try:
+        # torch.save(): tensors that share memory share it again when they are loaded.
+        torch.save(env, data, pickle_module=_ENV_PICKLE, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception:  # noqa: BLE001 - an environment's pickle methods may raise anything
+        return None
+    return data.getvalue()
+
+
+_ENV_PICKLE: Any = SimpleNamespace(__name__=__name__, Pickler=_EnvPickler)  # stands for a module
+
+
+def load_env(data: bytes) -> Any:
+    """Return a copy of the environment that :func:`dump_env` has pickled. Raises what unpickling raises."""
+    return torch.load(io.BytesIO(data), weights_only=False)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import pickle
 import time
 from collections.abc import Callable, Iterable, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 
@@ -32,6 +30,7 @@ from aiosync.collectors.env import (
     no_nested_loop,
     under,
 )
+from aiosync.collectors.pickling import dump_env, load_env
 from aiosync.collectors.policy import Acting, Actor
 
 
@@ -158,17 +157,13 @@ class Rollout:
 
     def state(self) -> dict[str, Any]:
         """Return the state, without the environment if that cannot be pickled."""
-        try:
-            env = cloudpickle.dumps(self.env.env)
-        except Exception:  # noqa: BLE001 - an environment's pickle methods may raise anything
-            env = None
         kept = {"current": as_tensors(self._observed()), "traj_ids": as_tensor(self._ids)}
-        return {"env": env, "next_traj_id": self.next_id, **copy.deepcopy(kept)}
+        return {"env": dump_env(self.env.env), "next_traj_id": self.next_id, **copy.deepcopy(kept)}
 
     async def load_state(self, state: dict[str, Any]) -> None:
         """Restore a state. Begins a new episode if the state has no environment."""
         async with self._lock:
-            env = None if state["env"] is None else pickle.loads(state["env"])  # first: it may raise
+            env = None if state["env"] is None else load_env(state["env"])  # first: it may raise
             kept = copy.deepcopy(state)
             self._start_trajectories(np.zeros(self.env.shape, np.bool_))
             self._ids[...] = as_array(kept["traj_ids"])

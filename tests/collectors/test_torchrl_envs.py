@@ -12,6 +12,7 @@ pytest.importorskip("torchrl")
 
 from tensordict import LazyStackedTensorDict
 from tensordict.nn import TensorDictModule
+from torchrl.envs import SerialEnv
 
 from aiosync import InvalidArgumentError
 from aiosync.collectors import Collector
@@ -43,6 +44,29 @@ async def test_a_state_is_continued(make: Any, prefix: tuple[str, ...], limit: i
     assert set(found.keys(True)) == set(expected.keys(True))
     if prefix:
         assert found["agents"].batch_size == (*found.batch_size, AGENTS)
+
+
+def _check_counts(batches: list[Any]) -> None:
+    """That each frame of a :class:`Steps` follows the one before it, and episodes begin at 0."""
+    frames: Any = torch.cat(batches, -1)
+    for row in frames.unbind(0):
+        then, after = row["observation"], row["next", "observation"]
+        done = row["next", "done"].view(-1)[:-1]
+        assert torch.equal(then[1:][~done], after[:-1][~done])
+        assert (then[1:][done][:, 1] == 0).all()
+        assert torch.equal(row["collector", "traj_ids"].diff() != 0, done)
+
+
+async def test_environments_that_share_memory_are_restored() -> None:
+    async with Collector(lambda: SerialEnv(2, Steps), make_policy(), **OPTIONS) as collector:
+        batches = [(await anext(collector)).clone()]
+        state = await collector.state_dict()
+        expected = [(await anext(collector)).clone() for _ in range(3)]
+        await collector.load_state_dict(state)
+        found = [(await anext(collector)).clone() for _ in range(3)]
+    _check_counts(batches + expected)
+    for one, other in zip(expected, found, strict=True):
+        assert (one == other).all()
 
 
 async def test_several_that_change_size_in_a_worker() -> None:

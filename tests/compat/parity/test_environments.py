@@ -15,8 +15,17 @@ pytest.importorskip("torchrl")
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl import collectors as theirs
-from torchrl.envs import EnvCreator, NextObservationDelta, SerialEnv, StepCounter, Transform, TransformedEnv
+from torchrl.envs import (
+    EnvCreator,
+    NextObservationDelta,
+    ParallelEnv,
+    SerialEnv,
+    StepCounter,
+    Transform,
+    TransformedEnv,
+)
 
+from aiosync import UnpicklableError
 from aiosync.sync import collectors as ours
 from tests.kit.clock import PATIENCE
 from tests.kit.torchrl_envs import Growing, Speaking, Steps, Team, make_policy
@@ -325,3 +334,22 @@ def test_the_order_of_split_trajectories() -> None:
 def test_whole_trajectories_with_fields_that_are_no_tensors() -> None:
     (batch,) = collect(ours.Collector, Speaking(), make_policy(), trajs_per_batch=2, total_frames=FRAMES)[:1]
     assert batch["text"] == [[f"step {i}" for i in range(4)]] * 2
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_state_does_not_end_processes_of_an_environment(library: Any) -> None:
+    env = ParallelEnv(2, Steps)
+    env.start()
+    with open_(library.Collector, env, make_policy()) as collector:
+        batches = []
+        for batch in collector:
+            batches.append(batch.clone())
+            state = collector.state_dict()
+        frames: Any = torch.cat(batches, -1)
+        counts = frames["observation"][..., 1]
+        assert torch.equal(counts, (torch.arange(3 * FRAMES // 2) % 4).float().expand_as(counts))
+        if library is ours:
+            with pytest.raises(UnpicklableError, match="ParallelEnv cannot be copied: give a function"):
+                collector.fake_tensordict()
+            collector.load_state_dict(state)  # new episodes begin
+            assert not env.is_closed
