@@ -106,7 +106,7 @@ class WorkerAccess(UpstreamControls):
         await pool.call("set_seed", {index: [s] for index, s in each.items()}, self._deadline(timeout))
         for worker in pool.workers:
             worker.seed = each[worker.index]
-        self._forget_trajectories(range(self.num_workers))
+        self._forget_complete()
         return each[self.num_workers - 1] + strides[-1]
 
     async def reset(self, reset_idx: Sequence[bool] | None = None, timeout: float | None = None) -> None:
@@ -122,10 +122,9 @@ class WorkerAccess(UpstreamControls):
             )
         chosen = [index for index in range(self.num_workers) if reset_idx is None or reset_idx[index]]
         await self._connected_pool.call("reset", {index: [] for index in chosen}, self._deadline(timeout))
-        self._forget_trajectories(chosen)
 
-    def _forget_trajectories(self, workers: Sequence[int]) -> None:
-        """Forget the trajectories that workers have begun: their environments were reset."""
+    def _forget_complete(self) -> None:
+        """Forget the whole trajectories that the caller has not taken."""
 
     # -- methods of what workers have ------------------------------------------------------------------
 

@@ -147,10 +147,13 @@ class BatchIterator(WorkerAccess):
                 found = await (self._store(first) if stores else self._lend(first))
                 self._request_from_all(pool, trained=False)
                 return found
-            dropped = self._finished.popleft()
-            dropped.release()
-            self._requested -= dropped.frames
+            self._drop(self._finished.popleft())
             self._request_from_all(pool, trained=True)
+
+    def _drop(self, batch: DeliveredBatch) -> None:
+        """Forget a batch that is too old."""
+        batch.release()
+        self._requested -= batch.frames
 
     def _is_fresh(self, batch: DeliveredBatch) -> bool:
         allowed = self.config.weights.max_staleness
@@ -196,7 +199,7 @@ class BatchIterator(WorkerAccess):
         # Released only now: a cancelled call loses no batch.
         for part in delivered:
             part.release()
-        return self._finish(found, sum(part.frames for part in delivered))
+        return self._finish(found, delivered)
 
     async def _lend(self, delivered: DeliveredBatch) -> TensorDictBase:
         """Return a worker's batch, in the memory that the worker wrote, or copied to ``storing_device``."""
@@ -208,7 +211,7 @@ class BatchIterator(WorkerAccess):
             delivered.release()
         if not self.sync:
             self._finished.popleft()
-        return self._finish(found, delivered.frames)
+        return self._finish(found, [delivered])
 
     async def _store(self, delivered: DeliveredBatch) -> None:
         """Write a worker's batch into the replay buffer. The buffer stays in this process: it need not be
@@ -220,14 +223,17 @@ class BatchIterator(WorkerAccess):
         replay = self.config.replay
         if not whole and not self.config.batch.split_trajs:
             found = valid_frames(found)
+        if not found.numel():
+            return  # all steps were skipped
         if replay.extend_buffer:
             replay.replay_buffer.extend(found)
         else:
             for step in found.unbind(found.batch_dims - 1):
                 replay.replay_buffer.add(step)
 
-    def _finish(self, batch: TensorDictBase, frames: int) -> TensorDictBase:
-        self.frames += frames
+    def _finish(self, batch: TensorDictBase, parts: Sequence[DeliveredBatch]) -> TensorDictBase:
+        """Count a batch, which consists of these parts, and return it as the options say."""
+        self.frames += sum(part.frames for part in parts)
         self.batches += 1
         found = split_trajectories(batch) if self.config.batch.split_trajs else batch
         self._name_versions()

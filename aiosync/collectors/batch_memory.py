@@ -121,5 +121,7 @@ def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
     flat = valid_frames(batch)
     ids = flat[TRAJ_IDS]
     rows = [(ids == number).nonzero().view(-1) for number in dict.fromkeys(ids.tolist())]  # in order of time
+    if not rows:  # all steps were skipped
+        return pad_steps(flat, 1).unsqueeze(0)[:0]
     longest = max(len(row) for row in rows)
     return torch.stack([pad_steps(flat[row], longest) for row in rows], 0)

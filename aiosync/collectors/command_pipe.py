@@ -68,6 +68,13 @@ class NewBuffer(NamedTuple):
     replaced: tuple[int, ...]  # numbers of buffers that the worker has closed
 
 
+class Continued(NamedTuple):
+    """How the trajectories of a batch are connected with those of the worker's other batches."""
+
+    lengths: dict[int, int]  # number of a trajectory -> how many frames it had before this batch
+    cut: list[int]  # trajectories that a reset has ended: there are no more frames of them
+
+
 class Batch(NamedTuple):
     """A batch is complete."""
 
@@ -76,6 +83,7 @@ class Batch(NamedTuple):
     buffer: int  # the number of the buffer that has the frames
     order: list[int] | None = None  # places in the buffer in order of time; None: 0, 1, ...
     data: TensorDictBase | None = None  # the frames, if the buffer is not shared with the collector
+    continued: Continued = Continued({}, [])
 
 
 class ErrorReport(NamedTuple):

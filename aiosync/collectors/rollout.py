@@ -52,6 +52,7 @@ class PartialBatch:
         self._buffers = buffers
         self.claimed = 0  # how many places are claimed
         self.direct: DirectFrames | None = None  # writes frames, if the first one shows that it can
+        self.lengths: dict[int, int] = {}  # see Continued
         self._places_of: dict[int, list[int]] = {}  # rollout -> its places, in order of time
 
     @property
@@ -124,6 +125,8 @@ class Rollout:
     _keys: tuple[Set[Key], Set[Key]] = (frozenset(), frozenset())
     # The batch of the last frame: reset_at_each_iter compares it with that of the next one.
     _batch: PartialBatch | None = None
+    _steps: int = 0  # how many steps the environment has taken, or fewer after a state was loaded
+    _cut: list[int] = field(default_factory=list)  # trajectories that a reset has ended
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
@@ -134,6 +137,7 @@ class Rollout:
         # The number of the current trajectory of each environment, and the version of the last frame.
         self._ids = np.zeros(env.shape, np.int64)
         self._version = np.zeros(env.shape, np.int64)
+        self._begun = np.zeros(env.shape, np.int64)  # _steps at the beginning of the current trajectory
 
     async def reset(self, seed: int | None = None) -> None:
         """Begin a new episode, after the frame in progress. ``seed``: seed the environment first."""
@@ -147,7 +151,9 @@ class Rollout:
         self._found, self._follows = None, False
         for ends in self._limited:
             current[ends.step_count] = torch.zeros_like(as_tensor(current[ends.done]), dtype=torch.int64)
+        self._cut += self._ids[self._steps > self._begun].tolist()
         self._start_trajectories(np.ones(self.env.shape, np.bool_))
+        self._begun[...] = self._steps
 
     async def restart(self, next_id: int) -> None:
         """Begin a new episode, and number trajectories from ``next_id`` on, or higher."""
@@ -157,7 +163,8 @@ class Rollout:
 
     def state(self) -> dict[str, Any]:
         """Return the state, without the environment if that cannot be pickled."""
-        kept = {"current": as_tensors(self._observed()), "traj_ids": as_tensor(self._ids)}
+        lengths = as_tensor(np.asarray(self._steps - self._begun))
+        kept = {"current": as_tensors(self._observed()), "traj_ids": as_tensor(self._ids), "lengths": lengths}
         return {"env": dump_env(self.env.env), "next_traj_id": self.next_id, **copy.deepcopy(kept)}
 
     async def load_state(self, state: dict[str, Any]) -> None:
@@ -167,6 +174,7 @@ class Rollout:
             kept = copy.deepcopy(state)
             self._start_trajectories(np.zeros(self.env.shape, np.bool_))
             self._ids[...] = as_array(kept["traj_ids"])
+            self._steps, self._begun[...], self._cut = 0, -as_array(kept["lengths"]), []
             self._current, self._found, self._follows = kept["current"], None, False
             self.next_id = kept["next_traj_id"]
             if env is None:
@@ -181,6 +189,7 @@ class Rollout:
         async with self._lock:
             if batch is not self._batch:
                 self._batch, self._follows = batch, False
+                batch.lengths |= self._lengths()
                 if self.config.reset_at_each_iter:
                     self._current, self._found = {}, None
             # Grad mode belongs to the thread: it may not be changed where other tasks can run.
@@ -225,6 +234,7 @@ class Rollout:
         kept = self._compact(after) if self.config.compact_obs else after
         if self.version is not None:
             kept = kept | {"policy_version": self._version}
+        self._steps += 1
         batch.memory.write_next(place, kept)
         batch.finish(place, self._keys[0], kept.keys())
         if self.direct and batch.steps == 1:
@@ -250,6 +260,7 @@ class Rollout:
         if self.version is not None:
             self._version.fill(version := self.version())
         first = place = batch.claimed
+        before = self._steps - first  # less by the number of the frame's place
         frames.begin(first, None if self.version is None else version)
         if self._found is None:
             frames.observation = env.observed(self._current)
@@ -269,13 +280,16 @@ class Rollout:
                         after = env.fields_of(found)
                         break
                     if restarts:
+                        self._steps = before + place + 1
                         self._start_trajectories(frames.done)
                 if time.perf_counter() >= until:
                     break
         self._found = found
         batch.claim(self.number, place + 1 - first)
         batch.steps += place - first
+        self._steps = before + place
         if after is None:
+            self._steps += 1
             batch.steps += 1
         else:
             self._finish(batch, place, after)
@@ -336,9 +350,24 @@ class Rollout:
         self._current.update(counts)
         self._found, self._follows = None, not restart or env.skips
 
+    def _lengths(self) -> dict[int, int]:
+        """Return how many frames the current trajectories have: number -> frames, if there are any."""
+        if self.config.trajs_per_batch is None or self.config.set_truncated:
+            return {}  # with set_truncated trajectories end with the batch
+        lengths = np.asarray(self._steps - self._begun)
+        where = lengths > 0
+        return dict(zip(self._ids[where].tolist(), lengths[where].tolist(), strict=True))
+
+    def take_cut(self) -> list[int]:
+        """Return and forget the numbers of the trajectories that a reset has ended."""
+        cut, self._cut = self._cut, []
+        return cut
+
     def _start_trajectories(self, where: np.ndarray[Any, Any]) -> None:
         if self._batch is not None and self._batch.direct is not None:
             self._batch.direct.keep_ids()
         count = int(np.count_nonzero(where))
+        # A step that is skipped belongs to no trajectory.
+        self._begun[where] = self._steps + self.env.skips
         self._ids[where] = np.arange(count) * self.stride + self.next_id
         self.next_id += count * self.stride

@@ -26,6 +26,7 @@ class SavedState:
         frames: how many frames the iterator had returned.
         batches: how many batches the iterator had returned.
         version: the policy's version, by its name; None: it was not tracked.
+        trajectories: with trajs_per_batch: those that are complete or have begun.
         next_traj_id: of torchrl's collector: the number of the next trajectory of all workers.
     """
 
@@ -34,6 +35,7 @@ class SavedState:
     batches: int
     version: Any = None
     next_traj_id: int = 0
+    trajectories: Mapping[str, Any] | None = None
 
     def as_dict(self, weights: Mapping[str, Tensor] | None) -> OrderedDict[str, Any]:
         """Return the state with torchrl's keys. ``weights``: those that all workers act with, if any."""
@@ -44,6 +46,8 @@ class SavedState:
         found |= {"frames": self.frames, "iter": self.batches - 1}
         if self.version is not None:
             found[VERSION] = self.version
+        if self.trajectories is not None:
+            found["trajectories"] = self.trajectories
         return found
 
     @classmethod
@@ -70,7 +74,8 @@ class SavedState:
                 )
         pool = state.get("traj_pool") or {}
         first = int(pool.get("traj_id", 0))
-        return cls(found, state["frames"], state.get("iter", -1) + 1, state.get(VERSION), first)
+        batches, version = state.get("iter", -1) + 1, state.get(VERSION)
+        return cls(found, state["frames"], batches, version, first, state.get("trajectories"))
 
     def next_traj_ids(self) -> list[int]:
         """Return for each worker the lowest number that its next trajectory may have."""
@@ -132,12 +137,14 @@ class RestorableIterator(TrajectoryIterator):
         Returns:
             ``worker0``, ``worker1`` and so on: each worker's random number generators and environments, as
             far as these can be pickled, and as ``policy_state_dict`` the weights that were sent last;
-            ``frames``; ``iter``, the number of the last batch, from 0 on; ``policy_version``.
+            ``frames``; ``iter``, the number of the last batch, from 0 on; ``policy_version``; with
+            ``trajs_per_batch`` as ``trajectories`` those that are complete or have begun.
         """
         states = await self._call_all("state", timeout)
         self._name_versions()
         weights = self._published_weights(POLICY)
-        saved = SavedState(states, self.frames, self.batches, self.policy_version)
+        trajectories = None if self._assembler is None else self._assembler.state_dict()
+        saved = SavedState(states, self.frames, self.batches, self.policy_version, trajectories=trajectories)
         return saved.as_dict(weights)
 
     async def load_state_dict(self, state_dict: Mapping[str, Any], timeout: float | None = None) -> None:
@@ -163,7 +170,8 @@ class RestorableIterator(TrajectoryIterator):
             found = await pool.call("load_state", saved.of_workers(), self._deadline(timeout))
             # Only now: if a worker cannot restore its state, no batch is lost.
             self._finished.clear()
-            self._forget_trajectories(range(self.num_workers))
+            if self._assembler is not None:
+                self._assembler.load_state_dict(saved.trajectories)
             for batch in [batch for worker in pool.workers for batch in worker.batches]:
                 batch.release()
             self.frames = self._requested = saved.frames

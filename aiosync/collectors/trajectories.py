@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -13,6 +14,7 @@ from aiosync.collectors.batch_memory import pad_steps, valid_frames
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.env import ENDS, TRAJ_IDS
 from aiosync.collectors.pool import Pool
+from aiosync.collectors.proxy import DeliveredBatch, WorkerProxy
 
 
 class TrajectoryIterator(BatchIterator):
@@ -25,6 +27,10 @@ class TrajectoryIterator(BatchIterator):
         super().__init__(config, sync=sync)
         whole = config.batch.trajs_per_batch is not None
         self._assembler = TrajectoryAssembler() if whole else None
+        self._workers: dict[int, WorkerProxy] = {}  # whose batches were taken last
+        # Of the batch that is taken: see Continued.
+        self._lengths: dict[int, int] = {}
+        self._cut: list[int] = []
 
     @property
     def _is_done(self) -> bool:
@@ -61,27 +67,46 @@ class TrajectoryIterator(BatchIterator):
         while ended := assembler.take(self.config.batch.trajs_per_write or assembler.complete):
             self.config.replay.replay_buffer.extend(join(ended, "cat"))
 
-    def _add(self, assembler: TrajectoryAssembler, batch: TensorDictBase) -> None:
-        assembler.add(batch)
-        if self.config.batch.reset_at_each_iter:
-            assembler.forget_running()
+    def _finish(self, batch: TensorDictBase, parts: Sequence[DeliveredBatch]) -> TensorDictBase:
+        for part in parts if self._assembler is not None else ():
+            if self._workers.setdefault(part.worker.index, part.worker) is not part.worker:
+                self._forget_worker(part.worker)
+            self._lengths |= part.message.continued.lengths
+            self._cut += part.message.continued.cut
+        return super()._finish(batch, parts)
 
-    def _forget_trajectories(self, workers: Sequence[int]) -> None:
-        if self._assembler is None:
-            return
-        if len(workers) == self.num_workers:
-            self._assembler.clear()
-            return
+    def _forget_worker(self, successor: WorkerProxy) -> None:
+        """Forget the trajectories that a lost worker has begun."""
+        assert self._assembler is not None
+        self._workers[successor.index] = successor
         envs = self.config.processes.envs_per_worker
         # Worker i numbers its trajectories from i * envs on, in steps of num_workers * envs.
-        self._assembler.forget_running(lambda number: number // envs % self.num_workers in workers)
+        self._assembler.forget(lambda number: number // envs % self.num_workers == successor.index)
+
+    def _drop(self, batch: DeliveredBatch) -> None:
+        if self._assembler is not None:
+            numbers = set(batch.part().data[TRAJ_IDS].unique().tolist())
+            self._assembler.forget(lambda number: number in numbers)
+        super()._drop(batch)
+
+    def _add(self, assembler: TrajectoryAssembler, batch: TensorDictBase) -> None:
+        """Add a batch that :meth:`_finish` has returned."""
+        lengths, self._lengths = self._lengths, {}
+        cut, self._cut = set(self._cut), []
+        assembler.add(batch, lengths)
+        assembler.forget(lambda number: number in cut)
+
+    def _forget_complete(self) -> None:
+        if self._assembler is not None:
+            self._assembler.take(self._assembler.complete)
 
 
 class TrajectoryAssembler:
     """Collects the frames of batches until their trajectories have ended.
 
-    A trajectory is complete when its last frame has ``("next", "done")``. Complete trajectories are returned
-    in the order in which they have ended; frames of one trajectory are in order of time.
+    A trajectory is complete when all its frames were added, and the last one has ``("next", "done")``.
+    Complete trajectories are returned in the order in which they have ended; frames of one trajectory are in
+    order of time. A trajectory is dropped if some of its frames were not added.
     """
 
     def __init__(self) -> None:
@@ -93,31 +118,44 @@ class TrajectoryAssembler:
         """How many complete trajectories wait to be taken."""
         return len(self._complete)
 
-    def add(self, batch: TensorDictBase) -> None:
-        """Add the frames of a batch, whose last dimension is time. The frames are copied."""
+    def add(self, batch: TensorDictBase, lengths: Mapping[int, int]) -> None:
+        """Add the frames of a batch, whose last dimension is time. The frames are copied. ``lengths``: number
+        of a trajectory -> how many frames it has had before this batch; 0 if it is absent."""
         frames = valid_frames(batch)
+        if not len(frames):
+            return  # all steps were skipped
         order = torch.argsort(frames[TRAJ_IDS], stable=True)
-        numbers, lengths = frames[TRAJ_IDS][order].unique_consecutive(return_counts=True)
-        parts = frames[order].split(lengths.tolist())
+        numbers, counts = frames[TRAJ_IDS][order].unique_consecutive(return_counts=True)
+        parts = frames[order].split(counts.tolist())
         for number, part in zip(numbers.tolist(), parts, strict=True):
-            self._running.setdefault(number, []).append(part)
+            known = self._running.pop(number, []) if (before := lengths.get(number, 0)) else []
+            if sum(map(len, known)) != before:
+                continue
             if _has_ended(part[-1]):
-                self._complete.append(torch.cat(self._running.pop(number)))
+                self._complete.append(torch.cat([*known, part]))
+            else:
+                self._running[number] = [*known, part]
 
     def take(self, count: int) -> list[TensorDictBase]:
         """Return and forget the oldest ``count`` complete trajectories, or all if there are fewer."""
         taken, self._complete = self._complete[:count], self._complete[count:]
         return taken
 
-    def forget_running(self, which: Callable[[int], bool] = lambda number: True) -> None:
+    def forget(self, which: Callable[[int], bool]) -> None:
         """Forget the frames of trajectories that have not ended. ``which``: takes a trajectory's number."""
         for number in [number for number in self._running if which(number)]:
             del self._running[number]
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._running.clear()
-        self._complete.clear()
+    def state_dict(self) -> dict[str, Any]:
+        """Return all trajectories."""
+        running = {number: torch.cat(parts) for number, parts in self._running.items()}
+        return {"running": running, "complete": list(self._complete)}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Restore what :meth:`state_dict` has returned. None: forget everything."""
+        found = state or {"running": {}, "complete": []}
+        self._running = {number: [frames] for number, frames in found["running"].items()}
+        self._complete = list(found["complete"])
 
 
 def _has_ended(frame: TensorDictBase) -> bool:

@@ -32,6 +32,7 @@ from aiosync.collectors.command_pipe import (
     Collect,
     CommandPipe,
     CommandPipeClosed,
+    Continued,
     EndEarly,
     ErrorReport,
     Ready,
@@ -249,6 +250,9 @@ class Worker:
         places = batch.close(truncate=[key for pair in truncate for key in pair])
         order = places if len(self._rollouts) > 1 else None
         number, buffer, steps = batch.request.number, batch.buffer, batch.steps
+        continued = Continued(
+            batch.lengths, [number for each in self._rollouts for number in each.take_cut()]
+        )
         self._frames += steps * self._width
         self._batches += 1
         if self._profiler is not None:
@@ -261,11 +265,12 @@ class Worker:
         if self._shared:
             if data is not None and order is not None:  # copies, in order of time
                 frames.write_back(data, order)
-            self._pipe.send(Batch(number, steps, buffer, order))
+            self._pipe.send(Batch(number, steps, buffer, order, continued=continued))
             return
         assert data is not None
         self._buffers.release([buffer])
-        self._pipe.send(Batch(number, steps, buffer, data=data.clone() if order is None else data))
+        data = data.clone() if order is None else data
+        self._pipe.send(Batch(number, steps, buffer, data=data, continued=continued))
 
     # -- what the collector calls ---------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from aiosync import InvalidArgumentError
 from aiosync.collectors import Collector, MultiCollector
-from tests.collectors.kit import check, collecting
+from tests.collectors.kit import ListReplayBuffer, check, collecting
 from tests.collectors.worlds import AsyncCounting, Counting
 from tests.kit.clock import PATIENCE, within
 
@@ -303,3 +303,27 @@ async def test_workers_have_the_default_dtype_of_their_collector() -> None:
     finally:
         torch.set_default_dtype(before)
     assert batch["next", "reward"].dtype is torch.float64
+
+
+def make_same_rows() -> Any:
+    """Two environments whose episodes end together; the step after an end is skipped."""
+    return SyncVectorEnv([Counting] * 2, autoreset_mode=AutoresetMode.NEXT_STEP)
+
+
+@pytest.mark.parametrize(
+    "options", [{"split_trajs": True}, {"replay_buffer": True}, {"trajs_per_batch": 2}], ids=str
+)
+async def test_batches_of_which_all_steps_are_skipped(options: dict[str, Any]) -> None:
+    replay = ListReplayBuffer()
+    if "replay_buffer" in options:
+        options = {"replay_buffer": replay}
+    given = {"frames_per_batch": 2, "total_frames": 64, **OPTIONS, **options}
+    async with Collector(make_same_rows, choose_none, **given) as collector:
+        batches = [batch async for batch in collector]
+    if "split_trajs" in options:
+        replay.frames = [row[0] for batch in batches for row in batch]
+        assert [len(batch) for batch in batches] == ([2] * 7 + [0]) * 4
+    if "trajs_per_batch" in options:
+        replay.frames = [frame for batch in batches for row in batch for frame in row]
+    counts = [int(frame["observation"][2]) for frame in replay.frames]
+    assert sorted(counts) == sorted([*range(7)] * 8)
