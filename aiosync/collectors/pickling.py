@@ -3,6 +3,7 @@ environments for a saved state."""
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 import sys
@@ -211,24 +212,34 @@ class _EnvPickler(cloudpickle.Pickler):  # type: ignore[misc]
         # torchrl's ParallelEnv closes itself when it is pickled.
         parallel = getattr(sys.modules.get("torchrl.envs.batched_envs"), "ParallelEnv", ())
         if isinstance(obj, parallel) and not obj.is_closed:
-            raise pickle.PicklingError("a ParallelEnv with running processes cannot be copied")
+            raise UnpicklableError(
+                "a ParallelEnv with running processes cannot be copied: give a function that makes it"
+            )
         return super().reducer_override(obj)
-
-
-def dump_env(env: Any) -> bytes | None:
-    """Return an environment that goes on as bytes, for :func:`load_env`; None: it cannot be pickled."""
-    data = io.BytesIO()
-    try:
-        # torch.save(): tensors that share memory share it again when they are loaded.
-        torch.save(env, data, pickle_module=_ENV_PICKLE, pickle_protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception:  # noqa: BLE001 - an environment's pickle methods may raise anything
-        return None
-    return data.getvalue()
 
 
 _ENV_PICKLE: Any = SimpleNamespace(__name__=__name__, Pickler=_EnvPickler)  # stands for a module
 
 
+def dump_env(env: Any) -> bytes:
+    """Return an environment that goes on as bytes, for :func:`load_env`. Raises what pickling raises;
+    UnpicklableError: pickling would end the environment."""
+    data = io.BytesIO()
+    # torch.save(): tensors that share memory share it again when they are loaded.
+    torch.save(env, data, pickle_module=_ENV_PICKLE, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    return data.getvalue()
+
+
 def load_env(data: bytes) -> Any:
     """Return a copy of the environment that :func:`dump_env` has pickled. Raises what unpickling raises."""
     return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def copy_env(env: Any) -> Any:
+    """Return a copy of an environment. UnpicklableError: it cannot be copied."""
+    try:
+        return load_env(dump_env(env))
+    except UnpicklableError:
+        raise
+    except Exception:  # noqa: BLE001 - an environment's pickle methods may raise anything
+        return copy.deepcopy(env)  # of some objects that cannot be pickled there are copies

@@ -163,9 +163,13 @@ class Rollout:
 
     def state(self) -> dict[str, Any]:
         """Return the state, without the environment if that cannot be pickled."""
+        try:
+            env = dump_env(self.env.env)
+        except Exception:  # noqa: BLE001 - an environment's pickle methods may raise anything
+            env = None
         lengths = as_tensor(np.asarray(self._steps - self._begun))
         kept = {"current": as_tensors(self._observed()), "traj_ids": as_tensor(self._ids), "lengths": lengths}
-        return {"env": dump_env(self.env.env), "next_traj_id": self.next_id, **copy.deepcopy(kept)}
+        return {"env": env, "next_traj_id": self.next_id, **copy.deepcopy(kept)}
 
     async def load_state(self, state: dict[str, Any]) -> None:
         """Restore a state. Begins a new episode if the state has no environment."""

@@ -17,9 +17,9 @@ from aiosync.collectors.collector import CALLED_IN_WORKERS, MultiCollector
 from aiosync.collectors.config import CollectorConfig, ReplayConfig, WeightConfig
 from aiosync.collectors.env import Nested
 from aiosync.collectors.host import LocalHost, MakeHost
-from aiosync.collectors.pickling import dump_env, load_env
+from aiosync.collectors.pickling import copy_env
 from aiosync.collectors.worker_spec import WorkerSpec
-from aiosync.errors import InvalidArgumentError, UnpicklableError
+from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.memory import MemoryWeightSyncScheme
 
@@ -94,7 +94,7 @@ class Collector(MultiCollector):
 
         Raises:
             Exception: what the environment or the policy raises.
-            UnpicklableError: the environment was given as an object, and cannot be copied.
+            UnpicklableError: the environment was given as an object, which has running processes.
         """
         batch, make, factory = self.config.batch, self._envs[0], self.policy_factory[0]
         config = replace(
@@ -103,7 +103,7 @@ class Collector(MultiCollector):
             weights=WeightConfig(),
             replay=ReplayConfig(),
         )
-        env = _copy_of(make()) if self._env_was_given else make
+        env = copy_env(make()) if self._env_was_given else make
         policy = copy.deepcopy(self.policy)
         with torch.random.fork_rng(devices=[]):
             async with Collector(env, policy, policy_factory=factory, config=config) as collector:
@@ -123,16 +123,6 @@ class Collector(MultiCollector):
 
     def _spec(self, index: int) -> WorkerSpec:
         return replace(super()._spec(index), own_process=False, use_buffers=False)
-
-
-def _copy_of(env: Any) -> Any:
-    data = dump_env(env)
-    if data is None:
-        raise UnpicklableError(
-            f"fake_tensordict() needs a copy of the environment, but this {type(env).__name__} cannot be "
-            "copied: give a function that makes it as create_env_fn"
-        )
-    return load_env(data)
 
 
 def _the_only_part(parts: Sequence[Part], nested: Nested) -> TensorDictBase:

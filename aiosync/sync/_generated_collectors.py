@@ -495,7 +495,8 @@ class MultiCollector(BlockingCollector):
         Returns:
             ``worker0``, ``worker1`` and so on: each worker's random number generators and environments, as
             far as these can be pickled, and as ``policy_state_dict`` the weights that were sent last;
-            ``frames``; ``iter``, the number of the last batch, from 0 on; ``policy_version``.
+            ``frames``; ``iter``, the number of the last batch, from 0 on; ``policy_version``; with
+            ``trajs_per_batch`` as ``trajectories`` those that are complete or have begun.
         """
         return portal().call(self._started.state_dict, timeout)
 
@@ -583,6 +584,7 @@ class Collector(MultiCollector):
 
         Raises:
             Exception: what the environment or the policy raises.
+            UnpicklableError: the environment was given as an object, which has running processes.
         """
         return portal().call(self._started.fake_tensordict)
 

@@ -349,7 +349,7 @@ def test_a_state_does_not_end_processes_of_an_environment(library: Any) -> None:
         counts = frames["observation"][..., 1]
         assert torch.equal(counts, (torch.arange(3 * FRAMES // 2) % 4).float().expand_as(counts))
         if library is ours:
-            with pytest.raises(UnpicklableError, match="ParallelEnv cannot be copied: give a function"):
+            with pytest.raises(UnpicklableError, match="cannot be copied: give a function"):
                 collector.fake_tensordict()
             collector.load_state_dict(state)  # new episodes begin
             assert not env.is_closed
