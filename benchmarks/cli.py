@@ -6,7 +6,18 @@ import importlib
 
 import typer
 
-CASES = ("send", "torn", "network", "delta", "relay", "distributed", "ray", "collectors", "blocking")
+CASES = (
+    "send",
+    "torn",
+    "network",
+    "delta",
+    "relay",
+    "distributed",
+    "ray",
+    "collectors",
+    "blocking",
+    "acting",
+)
 _MODULES = {
     "torn": "send",
     **dict.fromkeys(("network", "distributed", "ray"), "between_machines"),

@@ -47,6 +47,7 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """
 
     backends = ("process", "multiprocessing")
+    _on_one_machine = True
 
     def __init__(
         self,

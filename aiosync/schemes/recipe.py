@@ -14,6 +14,7 @@ from torch import nn
 
 from aiosync._endpoint import Endpoint
 from aiosync._options import OnSenderClose
+from aiosync._processors import share_processors
 from aiosync.errors import AlreadyConnectedError, InvalidArgumentError, NotInitializedError
 from aiosync.receiver.applier import WeightApplier
 from aiosync.receiver.endpoint import WeightReceiver
@@ -47,6 +48,8 @@ class SchemeRecipe(SchemeState, ABC):
     _sender_type: ClassVar[type[WeightSender]] = WeightSender
     _receiver_type: ClassVar[type[WeightReceiver]] = WeightReceiver
     _elastic: ClassVar[bool] = False
+    # Whether sender and workers are processes of one machine.
+    _on_one_machine: ClassVar[bool] = False
     # Fields that the pickled scheme has: "address" is the attribute _address.
     _fields: ClassVar[tuple[str, ...]] = ()
     _reconnect_for: float = 0.0
@@ -115,12 +118,14 @@ class SchemeRecipe(SchemeState, ABC):
             "token": self._token,
             "strategy": self._strategy,
             "first_worker": self._first_worker,
+            "sender": self._sender_process(),
             "recipe": self._recipe(inherit=inherit),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._start(state["spec"], state["model_id"], state["token"], state["strategy"])
         self._first_worker = state["first_worker"]
+        self._sender = state["sender"]
         self._restore(state["recipe"])
 
     def __copy__(self) -> Self:
@@ -128,6 +133,10 @@ class SchemeRecipe(SchemeState, ABC):
         twin = type(self).__new__(type(self))
         twin.__setstate__(self._state(inherit=True))
         return twin
+
+    def _sender_process(self) -> tuple[int, int]:
+        """Return the id of the sender's process and how many workers it has; (0, 0): not known."""
+        return self._sender if self._plan is None else (self._pid, len(self._plan.workers))
 
     # -- initialisation ------------------------------------------------------------------------------
 
@@ -229,7 +238,7 @@ class SchemeRecipe(SchemeState, ABC):
         """
         self._check_no_endpoint()
         if self._listener is not None:  # a sender's scheme, in a forked child or before it has connected
-            recipe = self._recipe(inherit=True)
+            recipe, self._sender = self._recipe(inherit=True), self._sender_process()
             self._drop_listener()
             self._forget_runtime()
             self._restore(recipe)
@@ -321,6 +330,9 @@ class SchemeRecipe(SchemeState, ABC):
                 make_binding=self._bind,
             )
             self._endpoint = self._make_receiver(applier, self._model_id)
+            sender, workers = self._sender
+            if self._on_one_machine and sender != os.getpid():
+                share_processors(workers, warn=asked == 0)
         return self._endpoint
 
     def _make_receiver(self, applier: Applier, model_id: str | None) -> WeightReceiver:

@@ -42,6 +42,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     """
 
     backends = ("shared", "thread")
+    _on_one_machine = True
     _fields = ("address",)
     _address: str | None = None
 

@@ -39,6 +39,8 @@ class SchemeState:
 
     # The index that the sender's context gives its first worker.
     _first_worker: int = 0
+    # The id of the sender's process, and how many workers it has; (0, 0): not known.
+    _sender: tuple[int, int] = (0, 0)
 
     def __init__(
         self,

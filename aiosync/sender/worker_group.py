@@ -28,12 +28,15 @@ from aiosync.transfer.base import Streams
 from aiosync.transfer.slots import ChangeLog, JointParts, Lease, LeaseKind, SlotPool, SlotVersion
 from aiosync.transports._offload import Offloader
 from aiosync.weights.arena import Slot
-from aiosync.weights.copying import INLINE_LIMIT
 from aiosync.weights.segment import Segment
 from aiosync.weights.sharded import is_sharded
 
 if TYPE_CHECKING:
     from aiosync.sender.connection import WorkerConnection
+
+_INLINE_WRITE = 2 * 1024 * 1024
+"""Largest version in bytes that is written without a thread. The copy takes a fraction of a millisecond.
+Where workers compute on every processor, each way to a thread and back may take several."""
 
 
 @dataclass(eq=False, repr=False)
@@ -65,7 +68,7 @@ class WorkerGroup:
 
     def __post_init__(self) -> None:
         # Whether a version is so small that no thread is needed to write it.
-        self.writes_inline = self.device.type == "cpu" and self.pool.layout.nbytes <= INLINE_LIMIT
+        self.writes_inline = self.device.type == "cpu" and self.pool.layout.nbytes <= _INLINE_WRITE
 
     async def reserve(self, count: int) -> None:
         """Allocate this many slots."""

@@ -18,6 +18,7 @@ from contextlib import suppress
 from multiprocessing.util import Finalize
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from aiosync._processors import shorten_time_slices
 from aiosync.errors import BlockingCallError, NotConnectedError
 from aiosync.events import logger
 
@@ -209,6 +210,7 @@ class Portal:
         self._loop.stop()
 
     def _run(self) -> None:
+        shorten_time_slices()
         while not self._over:
             # The task that raised one of these has kept it for its caller too; the other tasks continue.
             with suppress(KeyboardInterrupt, SystemExit):

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from aiosync._processors import shorten_time_slices
 from aiosync.weights.copying import Lane, Pairs, copy_lanes
 
 T = TypeVar("T")
@@ -172,8 +173,12 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()
-        self._thread = start_thread(self.loop.run_forever, name)
+        self._thread = start_thread(self._run, name)
         self._closed = False
+
+    def _run(self) -> None:
+        shorten_time_slices()
+        self.loop.run_forever()
 
     def call(self, function: Callable[..., object], *args: object) -> bool:
         """Call ``function(*args)`` in the thread, after earlier calls; returns false if it has ended."""

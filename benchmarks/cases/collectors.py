@@ -6,16 +6,12 @@ A turn is a process of its own, with processes of workers; turns of the two libr
 
 from __future__ import annotations
 
-import json as jsons
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import StrEnum
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -24,8 +20,8 @@ from benchmarks.cases.plain_loop import PlainTask, PlainTurn
 from benchmarks.harness import options
 from benchmarks.harness.meters import summary
 from benchmarks.harness.results import Row, report, say
+from benchmarks.harness.turns import take
 
-ROOT = Path(__file__).parents[2]
 ENVS = options.Names(("cartpole", "pixels"))
 PLAIN_ENVS = {"cartpole": "CartPole-v1", "acrobot": "Acrobot-v1"}
 LIBRARIES = ("aiosync", "torchrl")
@@ -94,7 +90,7 @@ def collectors(
             say(f"--- {task.env}, {task.host}, {task.scheme}, {task.parameters} further parameters")
             taken: dict[str, list[Turn]] = {library: [] for library in LIBRARIES}
             for _, library in product(range(rounds), LIBRARIES):
-                taken[library].append(Turn(**_take(replace(task, library=library), "collectors_turn")))
+                taken[library].append(Turn(**take(replace(task, library=library), "collectors_turn")))
             rows += _rows(task, taken)
             found.append({**asdict(task), **taken})
     if check and any(row["wanted"] and row["ok"] is False for row in rows):
@@ -116,7 +112,7 @@ def _against_plain(
             task = PlainTask("plain", PLAIN_ENVS[name], width, PLAIN_FRAMES, batches, warm_up=10)
             taken: dict[str, list[PlainTurn]] = {contender: [] for contender in ("plain", *wanted)}
             for _, contender in product(range(rounds), taken):
-                found = _take(replace(task, contender=contender), "plain_loop")
+                found = take(replace(task, contender=contender), "plain_loop")
                 taken[contender].append(PlainTurn(**found))
             rows += _rows_against_plain(name, width, taken, wanted)
     if check and not all(row["ok"] for row in rows):
@@ -141,20 +137,6 @@ def _rows_against_plain(
             "ok": ratio.median >= least,
             "switches per batch": summary([turn.switches for turn in taken[contender]], 1),
         }
-
-
-def _take(task: Task | PlainTask, module: str) -> dict[str, Any]:
-    """Take a turn in a process of its own, whose last line of output is the turn as JSON."""
-    program = f"from benchmarks.cases import {module}; {module}.main()"
-    command = [sys.executable, "-c", program, jsons.dumps(asdict(task))]
-    # Where no name server answers, torch.distributed is not to wait for one.
-    environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{task} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    found: dict[str, Any] = jsons.loads(lines[-1])
-    return found
 
 
 def _rows(task: Task, taken: Mapping[str, Sequence[Turn]]) -> Iterator[Row]:

@@ -1,0 +1,85 @@
+"""Event loops and torch's threads on processors that several processes compete for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+import sys
+import threading
+import warnings
+from functools import cache
+
+import torch
+
+_SLICE = 100_000
+"""Nanoseconds of a time slice. Linux's own ones are 2.8 ms and longer."""
+
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
+"""The number of the system call, by machine."""
+
+_RESET_ON_FORK = 1
+
+_GRAIN = 32 * 1024
+"""torch divides larger work among its threads: at least so many elements for each."""
+
+_MOST_TEAMS = 4
+
+
+def shorten_time_slices() -> None:
+    """Let the calling thread run soon after it is woken, while other threads compute. Where the system cannot
+    do this, do nothing.
+
+    From Linux 6.12 on, a thread that is woken takes the processor from one with a longer time slice.
+    Otherwise it waits until that slice has passed. Its share of the processor's time stays the same.
+    """
+    call = _SCHED_SETATTR.get(platform.machine())
+    if sys.platform != "linux" or call is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    # struct sched_attr: its size, policy, flags, nice, priority, slice; deadline and period are for others.
+    attributes = struct.pack("IIQiIQQQ", 48, os.SCHED_OTHER, _RESET_ON_FORK, nice, 0, _SLICE, 0, 0)
+    ctypes.CDLL(None).syscall(call, 0, attributes, 0)
+
+
+def processors() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def share_processors(workers: int, *, warn: bool) -> None:
+    """Prepare this worker process to compute beside others.
+
+    torch's OpenMP threads spin for milliseconds when they wait for each other. If other processes keep the
+    thread that they wait for from running, all that time is lost.
+
+    Args:
+        workers: how many worker processes this machine has, each with as many threads as this one.
+        warn: whether to warn if they have more threads than there are processors.
+    """
+    threads, there = torch.get_num_threads(), processors()
+    if threads == 1 or threads * workers <= there:
+        return
+    if warn:
+        warnings.warn(
+            f"torch uses {threads} threads in each of {workers} workers, on {there} processors: the threads "
+            "wait for each other; call torch.set_num_threads(1) in each worker",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    _keep_from_spinning(os.getpid(), threads, there)
+
+
+@cache
+def _keep_from_spinning(pid: int, threads: int, there: int) -> None:
+    # GNU OpenMP stops to spin when a process has more threads in its teams than there are processors. Each
+    # Python thread has a team of its own, from its first parallel region until its end.
+    teams = (there - threads) // (threads - 1) + 1
+    for _ in range(teams if teams <= _MOST_TEAMS else 0):
+        threading.Thread(target=_hold_team, args=(threads,), name="aiosync-openmp", daemon=True).start()
+
+
+def _hold_team(threads: int) -> None:
+    torch.zeros(threads * _GRAIN, dtype=torch.uint8).fill_(1)
+    threading.Event().wait()

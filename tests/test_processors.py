@@ -1,0 +1,136 @@
+"""Event loops and torch's threads where several processes compute."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing as mp
+import os
+import platform
+import struct
+import sys
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from aiosync import _processors
+from aiosync.sync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
+from tests.kit.clock import PATIENCE
+
+_SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
+
+
+def _slice() -> int:
+    """Nanoseconds of the calling thread's time slices; 0: the system's own."""
+    found = ctypes.create_string_buffer(64)
+    ctypes.CDLL(None).syscall(_SCHED_GETATTR[platform.machine()], 0, found, 64, 0)
+    return int(struct.unpack_from("IIQiIQ", found.raw)[5])
+
+
+def _in_thread(work: Any) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.skipif(platform.machine() not in _SCHED_GETATTR or sys.platform != "linux", reason="Linux only")
+def test_time_slices_are_of_one_thread() -> None:
+    before = _slice()
+    found: list[int] = []
+
+    def shorten() -> None:
+        os.nice(1)
+        _processors.shorten_time_slices()
+        found.append(_slice())
+        found.append(os.getpriority(os.PRIO_PROCESS, 0))
+        _in_thread(lambda: found.append(_slice()))
+        if (child := os.fork()) == 0:
+            os._exit(_slice() == _processors._SLICE)
+        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    _in_thread(shorten)
+    there, priority, of_thread, in_child = found
+    if there != before:  # Linux 6.12
+        assert there == _processors._SLICE
+    assert (priority, of_thread, in_child) == (nice + 1, before, 0)
+    assert _slice() == before
+
+
+@pytest.mark.parametrize("machine", ["riscv64", ""])
+def test_other_machines_keep_their_slices(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    _in_thread(_processors.shorten_time_slices)
+
+
+@pytest.mark.parametrize(
+    ("threads", "workers", "there", "teams"),
+    [
+        (1, 99, 2, 0),  # they do not wait for each other
+        (2, 3, 6, 0),  # there are enough processors
+        (2, 3, 2, 1),
+        (64, 5, 128, 2),
+        (2, 99, 64, 0),  # it would take too many
+    ],
+)
+def test_threads_for_whom_there_are_no_processors(
+    threads: int, workers: int, there: int, teams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[int] = []
+    monkeypatch.setattr(_processors, "_hold_team", held.append)
+    monkeypatch.setattr(_processors, "processors", lambda: there)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    _processors._keep_from_spinning.cache_clear()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for warn in (False, True):
+            _processors.share_processors(workers, warn=warn)
+    for thread in threading.enumerate():
+        if thread.name == "aiosync-openmp":
+            thread.join()
+    _processors._keep_from_spinning.cache_clear()
+    assert held == [threads] * teams
+    assert len(warned) == (threads > 1 and threads * workers > there)
+    for each in warned:
+        assert f"{threads} threads in each of {workers} workers, on {there} processors" in str(each.message)
+
+
+def _receive(scheme: Any, index: int, threads: int, found: Any) -> None:
+    """Say what connecting has warned of, and how many Python threads hold a team."""
+    torch.set_num_threads(threads)
+    model = torch.nn.Linear(2, 2)
+    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=index)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        scheme.connect()
+    names = [thread.name for thread in threading.enumerate()]
+    ours = [str(each.message) for each in warned if "torch.set_num_threads" in str(each.message)]
+    found.put((index, ours, names.count("aiosync-openmp")))
+    scheme.shutdown()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("kind", [SharedMemWeightSyncScheme, MultiProcessWeightSyncScheme])
+def test_the_first_worker_warns(kind: Any, method: str) -> None:
+    threads = _processors.processors()  # in one process they would have room
+    ctx: Any = mp.get_context(method)
+    scheme = kind(timeout=PATIENCE)
+    given = {"ctx": ctx} if kind is MultiProcessWeightSyncScheme else {}
+    scheme.init_on_sender(model_id="policy", model=torch.nn.Linear(2, 2), num_workers=2, **given)
+    found = ctx.SimpleQueue()
+    workers = [
+        ctx.Process(target=_receive, args=(scheme, index, threads, found), daemon=True) for index in (0, 1)
+    ]
+    for worker in workers:
+        worker.start()
+    with scheme:
+        (_, first, held), (_, other, held_too) = sorted(found.get() for _ in workers)
+        for worker in workers:
+            worker.join()
+    if threads > 1:
+        assert len(first) == 1 and f"{threads} threads in each of 2 workers" in first[0]
+        assert (other, held, held_too) == ([], 1, 1)
+    else:
+        assert not first and not other
