@@ -191,6 +191,17 @@ def test_every_case_is_a_command_with_help() -> None:
         assert CliRunner().invoke(app, [case, "--help"]).exit_code == 0
 
 
+@pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, reason="torchrl is not installed")
+def test_sends_to_acting_workers_are_timed(tmp_path: Path) -> None:
+    path = tmp_path / "acting.json"
+    _run(f"acting --schemes=process --workers=1 --threads=1 --rounds=1 --sends=20 --json={path}")
+    (found,) = json.loads(path.read_text(encoding="utf-8"))["acting"]
+    for library in ("aiosync", "torchrl"):
+        (turn,) = found[library]
+        assert len(turn["seconds"]) == 20 and min(turn["seconds"]) > 0
+        assert turn["forwards"] > 0 and turn["behind"] == 0
+
+
 def _wheel(folder: Path) -> Path:
     """What a wheel has of the benchmarks, where it has it."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
