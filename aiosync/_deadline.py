@@ -152,57 +152,86 @@ class DeadlineTimer:
             self._set(earliest)
 
 
+class StallTimer:
+    """One timer of an event loop that checks the operations of many peers.
+
+    A timer per operation would take a part of a small update's time. The timer stays set when an operation
+    ends.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[ProgressWatch, None] = {}
+        self._handle: asyncio.TimerHandle | None = None
+
+    def add(self, watch: ProgressWatch) -> None:
+        """Check ``watch`` until :meth:`remove`."""
+        self._running[watch] = None
+        if self._handle is None:
+            self._handle = asyncio.get_running_loop().call_later(min(_SAMPLE, LATE_AFTER), self._check)
+
+    def remove(self, watch: ProgressWatch) -> None:
+        """Do not check ``watch`` any more; does nothing if it is not being checked."""
+        self._running.pop(watch, None)
+
+    def _check(self) -> None:
+        self._handle = None
+        wait = _SAMPLE
+        for watch in list(self._running):
+            left = watch.check()
+            if left > 0:
+                wait = min(wait, left)
+            else:
+                self.remove(watch)
+        if self._running:
+            self._handle = asyncio.get_running_loop().call_later(wait, self._check)
+
+    def close(self) -> None:
+        """Cancel the timer."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
 class ProgressWatch:
     """Watches one operation of a peer after the other, and notices when one makes no progress.
 
     Args:
+        timer: checks the operation that is running.
         progress: returns a value that changes as long as bytes move; None: that cannot be measured.
         on_stall: called when it has not changed for :data:`LATE_AFTER` seconds.
     """
 
-    def __init__(self, progress: Callable[[], Hashable] | None, on_stall: Callable[[], None]) -> None:
+    def __init__(
+        self, timer: StallTimer, progress: Callable[[], Hashable] | None, on_stall: Callable[[], None]
+    ) -> None:
+        self._timer = timer
         self._progress = progress
         self._on_stall = on_stall
-        self._loop = asyncio.get_running_loop()
-        self._running = False
-        # (progress, when it last changed)
+        # (progress, when it last changed). Until the first check the progress counts as changing.
         self._moved: tuple[Hashable, float] = (None, 0.0)
-        self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """An operation has begun."""
-        self._running = True
-        self._moved = self._progress() if self._progress else None, self._loop.time()
-        if self._timer is None:
-            # One timer serves many operations: making one costs as much as a tenth of a small send.
-            self._timer = self._loop.call_later(min(_SAMPLE, LATE_AFTER), self._check)
+        self._moved = None, time.monotonic()
+        self._timer.add(self)
 
     def stop(self) -> None:
         """The operation has ended."""
-        self._running = False
+        self._timer.remove(self)
 
     def idle_seconds(self) -> float:
         """Seconds without progress, as far as was checked."""
-        moved, now = self._progress() if self._progress else None, self._loop.time()
+        moved, now = self._progress() if self._progress else None, time.monotonic()
         if moved != self._moved[0]:
             self._moved = moved, now
         return now - self._moved[1]
 
-    def _check(self) -> None:
-        self._timer = None
-        if not self._running:
-            return
+    def check(self) -> float:
+        """Return how many seconds without progress are left; if none, report the stall."""
         left = LATE_AFTER - self.idle_seconds()
-        if left > 0:
-            self._timer = self._loop.call_later(min(_SAMPLE, left), self._check)
-        else:
+        if left <= 0:
             self._on_stall()
-
-    def close(self) -> None:
-        """Stop watching."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        return left
 
 
 class FairLock:

@@ -17,6 +17,7 @@ CASES = (
     "collectors",
     "blocking",
     "acting",
+    "fanout",
 )
 _MODULES = {
     "torn": "send",

@@ -69,7 +69,7 @@ class StreamDecoder:
         self.framed = 0  # total size in bytes of the frames decoded so far
         self.sink: BodySink | None = None  # receives the bodies; None: no update may come
         self.bare = False  # whether updates have no bodies
-        self._scratch = bytearray(framing.HEADER_SIZE + f.MAX_GREETING)
+        self._scratch = memoryview(bytearray(framing.HEADER_SIZE + f.MAX_GREETING))
         # The received bytes in ``_scratch`` that have not been decoded.
         self._start = self._end = 0
         # The memory for the raw bytes of ``_chunk``, and how many have arrived.
@@ -88,7 +88,7 @@ class StreamDecoder:
         """Return where to receive the next bytes, in this order. No buffer is empty."""
         if self._start == self._end:
             self._start = self._end = 0
-        spare = memoryview(self._scratch)[self._end :]
+        spare = self._scratch[self._end :]
         if self._target is not None:
             return [self._target[self._filled :], spare]
         # Few bytes between two chunks: a few bytes may announce a shared block, which is read from the
@@ -147,7 +147,7 @@ class StreamDecoder:
         end = self._start + framing.HEADER_SIZE + header.length
         if self._end < end:
             return False
-        body = bytes(memoryview(self._scratch)[self._start + framing.HEADER_SIZE : end])
+        body = bytes(self._scratch[self._start + framing.HEADER_SIZE : end])
         self._start = end
         self.framed += framing.HEADER_SIZE + header.length
         self._handle(framing.decode(header, body, self.inbound), out)
@@ -159,8 +159,7 @@ class StreamDecoder:
         assert target is not None and chunk is not None and sink is not None
         step = min(len(target) - self._filled, self._end - self._start)
         if step:
-            source = memoryview(self._scratch)[self._start : self._start + step]
-            target[self._filled : self._filled + step] = source
+            target[self._filled : self._filled + step] = self._scratch[self._start : self._start + step]
             self._filled += step
             self._start += step
         if self._filled < len(target):
@@ -217,6 +216,6 @@ class StreamDecoder:
         wanted = max(2 * have, _SCRATCH if self.inbound is not f.GREETING else len(self._scratch))
         if self._end < len(self._scratch) and len(self._scratch) <= wanted:
             return
-        scratch = bytearray(wanted)
-        scratch[:have] = memoryview(self._scratch)[self._start : self._end]
+        scratch = memoryview(bytearray(wanted))
+        scratch[:have] = self._scratch[self._start : self._end]
         self._scratch, self._start, self._end = scratch, 0, have

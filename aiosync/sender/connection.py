@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from aiosync._deadline import ProgressWatch
@@ -66,7 +67,7 @@ class WorkerConnection:
         outbound = self.outbound
         moved = (lambda: outbound.moved) if outbound.carries else None
         # Finds out whether the worker hangs while a version is in flight.
-        self._progress = ProgressWatch(moved, self.mark_unresponsive)
+        self._progress = ProgressWatch(self._registry.stalls, moved, self.mark_unresponsive)
         self._watch = ProcessWatch(self.pid, self._process_ended)
         outbound.attach(self)
 
@@ -210,9 +211,9 @@ class WorkerConnection:
         if joint is not None and joint.is_cancelled_for(self.worker):
             self.session.abort(joint.mark.id)  # the worker refuses the part as soon as it arrives
         self.session.offer(self._start(published, joint))
-        self.transport.flush(self.session)
+        self.transport.flush(self.session, more=self.outbound.sends_update)
         if self.outbound.carries:
-            self.outbound.start(published, lambda: self._sent(published))
+            self.outbound.start(published, partial(self._sent, published))
 
     def _start(self, published: SlotVersion, joint: JointParts | None) -> Update:
         pool, outbound = self.group.pool, self.outbound
@@ -229,18 +230,17 @@ class WorkerConnection:
             if base is not None:
                 self._reading.append(pool.lease(base, LeaseKind.READING, self))
         self._progress.start()
-        have = self.session.acked_version
-        update = Update(
-            round=published.round,
-            version=published.version,
-            base=have,
-            names=self.group.changes.since(have),
-            joint=joint.mark if joint else None,
-            payload=payload,
-        )
-        if update != published.offered:
-            published.offered = update
-        return published.offered  # the same object for most workers, so that it is encoded once
+        have, mark, offered = self.session.acked_version, joint.mark if joint else None, published.offered
+        if offered is None or (offered.base, offered.joint, offered.payload) != (have, mark, payload):
+            offered = published.offered = Update(
+                round=published.round,
+                version=published.version,
+                base=have,
+                names=self.group.changes.since(have),
+                joint=mark,
+                payload=payload,
+            )
+        return offered  # the same object for most workers, so that it is encoded once
 
     # -- from the worker ---------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class WorkerConnection:
         """
         self._detached = True
         self._watch.close()
-        self._progress.close()
+        self._progress.stop()
         viewed = [] if self._current_lease is None else [self._current_lease]
         leases = self._reading + viewed
         self._reading, self._current_lease = [], None

@@ -10,7 +10,7 @@ from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from aiosync._deadline import DeadlineTimer
+from aiosync._deadline import DeadlineTimer, StallTimer
 from aiosync.errors import UnknownWorkerError, WorkerLostError
 from aiosync.events import EventKind, EventSource, logger
 from aiosync.protocol.frames import Hello, Joint, Nack
@@ -48,6 +48,8 @@ class WorkerRegistry:
     records: WorkerRecords = field(default_factory=WorkerRecords, init=False)
     # What ends calls at their deadlines.
     timer: DeadlineTimer = field(default_factory=DeadlineTimer, init=False)
+    # What finds workers that do not answer.
+    stalls: StallTimer = field(default_factory=StallTimer, init=False)
     # Of a relay: the workers whose connection broke and that may still act on an older version.
     away: AwayWorkers | None = field(default=None, init=False)
     _instance: str = field(default_factory=partial(secrets.token_hex, 8), init=False)
@@ -87,6 +89,7 @@ class WorkerRegistry:
         self._lost_workers.close()
         self.admission.close()
         self.timer.close()
+        self.stalls.close()
 
     # -- asked by the sender ------------------------------------------------------------------------
 

@@ -354,7 +354,9 @@ class WorkerGroup:
 
     def slot_of(self, version: int) -> Slot | None:
         """The slot that still holds this version, whole."""
-        return next((slot for slot in self.pool.slots if slot.version == version >= 0), None)
+        if version < 0:
+            return None
+        return next((slot for slot in self.pool.slots if slot.version == version), None)
 
     def offerable(self, published: SlotVersion | None) -> bool:
         """Whether the slot still holds this version: not if it is being overwritten."""

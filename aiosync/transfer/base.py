@@ -117,7 +117,7 @@ class OutboundTransfer(ABC):
             substitute(version)         → the version to send; an older one if that is ready sooner
             payload(version, fetch)  → what the Update frame says of this transfer
             base_slot()              → a second slot that is read while the version is sent, or None
-            start(version, on_sent)  the Update frame has been written: move the bytes
+            start(version, on_sent)  the Update frame has been written, or is kept for this: move the bytes
             cancel()                 only if the slot is needed for another version: stop
             answered()               the worker acknowledged or refused the version, or gave it back
         detach()                     the worker is gone
@@ -130,6 +130,8 @@ class OutboundTransfer(ABC):
     # Whether there is more to do for an update than to send its frame. If not, only attach, can_start,
     # payload, cancel and detach are called.
     carries = True
+    # Whether start() sends the Update frame too, together with the version's bytes.
+    sends_update = False
 
     @abstractmethod
     def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:

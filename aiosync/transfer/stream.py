@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import torch
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
 
 _NOTHING = memoryview(b"")
+
+_SMALL = 1 << 18
+"""Bytes of a version of which all workers get the same bytes object, and not its chunks out of the slot."""
 
 
 class StreamPayload(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -81,8 +84,7 @@ class StreamTransfer(Transfer):
 # -- the sender's side -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Encoding:
+class Encoding(NamedTuple):
     """How a version's blocks are encoded."""
 
     codec: Codec
@@ -94,11 +96,20 @@ class EncodedVersion:
     """A version as a :class:`Body`, in one encoding. The first worker that needs a chunk makes it.
 
     Called in the connections' thread or, if there is little to send, on the event loop. ``base`` is the slot
-    of the version that the blocks are encoded against.
+    of the version that the blocks are encoded against, ``payload`` what the Update frame says.
     """
 
-    def __init__(self, published: SlotVersion, layout: Layout, encoding: Encoding, base: Slot | None) -> None:
-        self.nbytes = layout.nbytes
+    def __init__(
+        self,
+        published: SlotVersion,
+        layout: Layout,
+        encoding: Encoding,
+        base: Slot | None,
+        payload: StreamPayload,
+    ) -> None:
+        self.base = base
+        self._nbytes = layout.nbytes
+        self.payload = framing.encode_payload(payload)
         self._copying = published.copying
         self._memory = _memory_of(published.slot, layout.nbytes)
         self._base = _memory_of(base, layout.nbytes) if base is not None else None
@@ -108,6 +119,8 @@ class EncodedVersion:
         # The checksums of the blocks that have been encoded.
         self._sums: list[int] = []
         self._lock = threading.Lock()
+        # All of a small version's body, once a worker needed it.
+        self._whole: bytes | None = None
 
     def chunk(self, index: int) -> tuple[bytes, memoryview] | None:
         with self._lock:
@@ -136,6 +149,18 @@ class EncodedVersion:
     def end(self) -> bytes:
         return framing.encode(End(digest=digest_of(self._sums)))
 
+    def whole(self) -> bytes | None:
+        """Return the body of a small version, encoded once for all workers; None: send it in chunks.
+
+        It is a copy, so that a worker that reads slowly keeps no slot.
+        """
+        if self._whole is None and self._nbytes <= _SMALL and self._copying is None:
+            pieces: list[bytes | memoryview] = []
+            while (chunk := self.chunk(len(pieces) // 2)) is not None:
+                pieces += chunk
+            self._whole = b"".join([*pieces, self.end()])
+        return self._whole
+
 
 EncodedVersions = dict[tuple[int, Encoding], EncodedVersion]
 """(round, encoding) -> the version in that encoding."""
@@ -160,11 +185,14 @@ def _widths(layout: Layout) -> list[int]:
 class StreamOutbound(OutboundTransfer):
     """The sender's side."""
 
+    sends_update = True
     transport: TCPConnection
     group: WorkerGroup
     codec: Codec  # "full" if the worker cannot decode the scheme's codec
     encoded: EncodedVersions  # of the group's newest version; shared by all workers of the group
-    _encoding: Encoding = field(default=Encoding("full", -1), init=False)
+    # CHECKED if the worker reads blocks in the slot, else PRIVATE.
+    access: MemoryAccess = field(default=MemoryAccess.PRIVATE, init=False)
+    _version: EncodedVersion | None = field(default=None, init=False)  # in flight
 
     def accept_codecs(self, codecs: Sequence[str]) -> None:
         if self.codec not in codecs:
@@ -179,26 +207,32 @@ class StreamOutbound(OutboundTransfer):
         handle = published.slot.segment.handle
         if fetched.maps and self.codec == "full" and handle is not None and handle["kind"] == "memfd":
             memory = handle["fd"], handle["inode"]
-        self._encoding = Encoding(self.codec, base, shared=memory is not None)
-        return framing.encode_payload(StreamPayload(base, memory))
-
-    def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
-        key = (published.round, self._encoding)
-        version = self.encoded.get(key)
+        self.access = MemoryAccess.CHECKED if memory is not None else MemoryAccess.PRIVATE
+        encoding = Encoding(self.codec, base, shared=memory is not None)
+        version = self.encoded.get((published.round, encoding))
         if version is None:
-            version = EncodedVersion(published, self.group.pool.layout, self._encoding, self.base_slot())
+            slot, layout = self.group.slot_of(base), self.group.pool.layout
+            version = EncodedVersion(published, layout, encoding, slot, StreamPayload(base, memory))
             for older in [k for k in self.encoded if k[0] != published.round]:
                 del self.encoded[older]
-            self.encoded[key] = version
-        self.transport.stream(version, on_sent)
+            self.encoded[published.round, encoding] = version
+        self._version = version
+        return version.payload
 
-    @property
-    def access(self) -> MemoryAccess:  # type: ignore[override]
-        """CHECKED if the worker reads blocks in the slot, else PRIVATE."""
-        return MemoryAccess.CHECKED if self._encoding.shared else MemoryAccess.PRIVATE
+    def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
+        assert self._version is not None
+        whole = self._version.whole()
+        if whole is None:
+            self.transport.stream(self._version, on_sent)
+        else:
+            self.transport.send_whole(whole)
+            on_sent()
 
     def base_slot(self) -> Slot | None:
-        return self.group.slot_of(self._encoding.base)
+        return self._version.base if self._version is not None else None
+
+    def answered(self) -> None:
+        self._version = None
 
     def cancel(self) -> bool:
         return self.transport.cut()

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -23,6 +24,8 @@ from aiosync.weights.copying import Lane, Pairs, copy_lanes
 T = TypeVar("T")
 
 _LAST_WAIT = 2.0  # seconds that the interpreter's exit waits for detached threads, all together
+_SENT_AT_ONCE = 4  # sends of one turn that do not wait for the turn's end
+_CALLS_AT_ONCE = 64  # calls for other threads between which the loop does nothing else
 _LANES = 8  # most threads of one offloader. More threads copy no faster: memory bandwidth is the limit
 
 
@@ -149,6 +152,57 @@ def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args
         return
 
 
+class Mailbox:
+    """Calls functions on the running loop for ``thread``, in order. One wake-up serves many calls.
+
+    The thread wakes the loop when its own turn has ended. If it woke the loop for the first of many calls,
+    the loop would take the interpreter from the thread at once, for one call.
+    """
+
+    def __init__(self, thread: LoopThread) -> None:
+        self._thread = thread
+        self.loop = asyncio.get_running_loop()
+        self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
+        # Whether the loop is about to run the calls.
+        self._woken = False
+
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Call ``function(*args)`` on the loop, from any thread; does nothing if the loop is closed."""
+        self._calls.append((function, args))
+        # The loop resets this before it looks for calls, so the call above is never left behind.
+        if self._woken:
+            return
+        self._woken = True
+        if self._thread.is_current:
+            self._thread.loop.call_soon(self._wake)
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self.loop.call_soon_threadsafe(self._run)
+        except RuntimeError:
+            self._woken = False
+            self._calls.clear()
+
+    def _run(self) -> None:
+        self._woken = False
+        calls = self._calls
+        for _ in range(min(len(calls), _CALLS_AT_ONCE)):
+            function, args = calls.popleft()
+            try:
+                function(*args)
+            except BaseException:
+                self._continue()
+                raise
+        self._continue()
+
+    def _continue(self) -> None:
+        if self._calls and not self._woken:
+            self._woken = True
+            self.loop.call_soon(self._run)
+
+
 async def abandonable(work: Callable[[], T], name: str) -> T:
     """Run ``work()`` in a new daemon thread and return its result. A cancelled caller does not wait for it.
 
@@ -165,6 +219,41 @@ def call_when_done(future: Future[T], callback: Callable[[Future[T]], None]) -> 
     future.add_done_callback(partial(post, asyncio.get_running_loop(), callback))
 
 
+class TurnOfSends:
+    """What one turn of the running loop sends over the connections of ``thread``.
+
+    The caller does the first few sends at once, which is fastest for few workers. The thread does the others
+    in a row when the turn has ended. So the loop is not kept from its other work, and the two threads do not
+    pass the interpreter to and fro for each send.
+    """
+
+    def __init__(self, thread: LoopThread) -> None:
+        self._thread = thread
+        self.loop = asyncio.get_running_loop()
+        self._count = 0
+        self._later: list[Callable[[], None]] = []
+
+    def add(self, send: Callable[[], None]) -> None:
+        """Call ``send()`` now, or soon in the thread. Call this on the loop."""
+        if self._count == 0:
+            self.loop.call_soon(self._end)
+        self._count += 1
+        if self._count <= _SENT_AT_ONCE:
+            send()
+        else:
+            self._later.append(send)
+
+    def _end(self) -> None:
+        later, self._later, self._count = self._later, [], 0
+        if later:
+            self._thread.call(_call_all, later)
+
+
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+
+
 class LoopThread:
     """An event loop in its own thread. Its connections move bytes while the caller's loop is busy.
 
@@ -175,6 +264,18 @@ class LoopThread:
         self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()
         self._thread = start_thread(self._run, name)
         self._closed = False
+        self._shared: tuple[Mailbox, TurnOfSends] | None = None
+
+    def shared(self) -> tuple[Mailbox, TurnOfSends]:
+        """Return what all connections of the running loop share, towards that loop and towards the thread."""
+        if self._shared is None or self._shared[0].loop is not asyncio.get_running_loop():
+            self._shared = Mailbox(self), TurnOfSends(self)
+        return self._shared
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs in this thread."""
+        return threading.get_ident() == self._thread.ident
 
     def _run(self) -> None:
         shorten_time_slices()

@@ -307,8 +307,8 @@ class FramedTransport(Transport):
                 if isinstance(event, Bye):
                     raise WorkerLostError((), f"it ended the handshake: {event.reason}")
 
-    def flush(self, session: SenderSession | ReceiverSession) -> None:
-        """Send the session's outgoing frames."""
+    def flush(self, session: SenderSession | ReceiverSession, *, more: bool = False) -> None:
+        """Send the session's outgoing frames. ``more``: :meth:`TCPConnection.stream` follows at once."""
         if session.outgoing:
             frames = tuple(session.outgoing)
             session.outgoing.clear()

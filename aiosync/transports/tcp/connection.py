@@ -14,6 +14,9 @@ from typing import Any
 from aiosync._deadline import Deadline, pauses
 from aiosync.errors import HandshakeError, ProtocolError, WorkerLostError
 from aiosync.protocol.frames import Frame, Inbound
+from aiosync.protocol.framing import encode
+from aiosync.protocol.receiver_session import ReceiverSession
+from aiosync.protocol.sender_session import SenderSession
 from aiosync.protocol.stream import BodySink
 from aiosync.transports._offload import LoopThread, abandonable
 from aiosync.transports.base import FramedTransport
@@ -38,8 +41,10 @@ class TCPConnection(FramedTransport):
 
     def __init__(self) -> None:
         super().__init__()
+        self.silent = True  # whether no frame has arrived yet
         self._socket: SocketThread | None = None  # None before the socket is connected
         self._peer_pid = 0
+        self._ahead = b""  # an update, which is sent together with its body
 
     @property
     def peer_pid(self) -> int:
@@ -72,9 +77,25 @@ class TCPConnection(FramedTransport):
         if self._socket is not None:
             self._socket.decoder.sink = sink
 
-    def stream(self, body: Body, on_sent: Callable[[], None]) -> None:
-        """Send a body after its update. ``on_sent`` is called when the body's memory is no longer read."""
+    def flush(self, session: SenderSession | ReceiverSession, *, more: bool = False) -> None:
+        if more:
+            self._ahead = b"".join(map(encode, session.outgoing))
+            session.outgoing.clear()
+        else:
+            super().flush(session)
+
+    def send_whole(self, body: bytes) -> None:
+        """Send the update that was flushed last, and its body."""
         if self._socket is not None and self.check_connection():
+            self._socket.writer.write_together((self._ahead, body))
+
+    def stream(self, body: Body, on_sent: Callable[[], None]) -> None:
+        """Send the update that was flushed last, and its body.
+
+        ``on_sent`` is called on this loop when the body's memory is no longer read.
+        """
+        if self._socket is not None and self.check_connection():
+            self._socket.writer.write(self._ahead)
             self._socket.writer.stream(body, on_sent)
 
     def cut(self) -> bool:
@@ -116,9 +137,10 @@ class TCPConnection(FramedTransport):
         """Called when frames can be sent."""
 
     def _arrived(self, frames: list[Frame]) -> None:
+        self.silent = False
         try:
             for frame in frames:
-                if not self.check_connection():
+                if self._closed or self._end is not None:
                     return
                 self._deliver(frame)
         except ProtocolError as exc:

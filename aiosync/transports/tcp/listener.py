@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError, ProtocolError
-from aiosync.protocol.frames import Frame, Inbound, Refused
+from aiosync.protocol.frames import Inbound, Refused
 from aiosync.transports._offload import LoopThread
 from aiosync.transports.base import Listener, OnConnection, OnLost
 from aiosync.transports.log_limit import LogLimit
@@ -41,17 +41,12 @@ class AcceptedTransport(TCPConnection):
         super().__init__()
         # The peer's machine: limits of unauthenticated connections are per machine.
         self.peer_name, self.origin = peer_of(sock)
-        self.silent = True  # whether no frame has arrived yet
         self.greeting = Deadline.after(listener.patience)
         self._listener = listener
         self._run(thread, sock, tls, listener.patience)
 
     async def open(self, deadline: Deadline) -> None:
         """Return at once: the worker opens the connection."""
-
-    def _arrived(self, frames: list[Frame]) -> None:
-        self.silent = False
-        super()._arrived(frames)
 
     def expel(self) -> None:
         """End this unauthenticated connection in favour of another one. The worker may retry."""

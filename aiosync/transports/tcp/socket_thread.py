@@ -24,13 +24,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
-from functools import partial
 
 from aiosync.errors import HandshakeError, ProtocolError
 from aiosync.protocol.frames import Bye, Frame, Refused
 from aiosync.protocol.framing import encode, is_frame
 from aiosync.protocol.stream import StreamDecoder
-from aiosync.transports._offload import LoopThread, post
+from aiosync.transports._offload import LoopThread
 from aiosync.transports.sockets import close_in_children
 from aiosync.transports.tcp.socket_writer import TURN, SocketWriter
 from aiosync.transports.tcp.tls import TLSLayer, error_of_plain_answer, reason_of
@@ -70,7 +69,8 @@ class SocketThread:
         close_in_children(self.sock)
         self.decoder = StreamDecoder()
         self._fd = self.sock.fileno()
-        self._post = partial(post, asyncio.get_running_loop())
+        mailbox, turn = self.thread.shared()
+        self._post = mailbox.post
         self._raw = memoryview(bytearray(_RECORD if self.tls is not None else 0))  # gets encrypted bytes
         self._state = _State.NEW
         self._lock = threading.RLock()
@@ -80,12 +80,16 @@ class SocketThread:
             self._lock,
             self.tls,
             post=self._post,
+            turn=turn,
             on_error=self._break,
             on_end=self._end,
         )
         self._silent = True  # with TLS: whether the peer has sent nothing yet
-        self._unread = 0  # cost of the frames that wait for the owner's loop, see _MAX_UNREAD
+        # Cost of the frames that this thread has decoded, and that the owner's loop has handled; see
+        # _MAX_UNREAD. Each is changed by one thread.
+        self._decoded = self._handled = 0
         self._framed = 0  # value of ``decoder.framed`` at the last delivery
+        self._drained = False  # whether the last call has read all that the socket had
         self._paused = False  # whether reading is suspended until the owner's loop has caught up
         self._closed = asyncio.Event()  # set at the end
         self._timer: asyncio.TimerHandle | None = None  # limits the handshake, then the half-closed state
@@ -159,6 +163,8 @@ class SocketThread:
                 return
             if count == 0:
                 self._fail("its connection closed")
+            if self._drained:
+                return
             budget -= count
 
     def _receive(self) -> int:
@@ -168,10 +174,12 @@ class SocketThread:
         if self.tls is not None:
             return self._receive_sealed(self.tls)
         buffers = self.decoder.buffers()
+        self._drained = False
         if self.decoder.missing > _WORTH_WAITING:
             count = self.sock.recv_into(buffers[0], 0, socket.MSG_WAITALL)
         else:
             count = self.sock.recvmsg_into(buffers, 0, socket.MSG_DONTWAIT)[0]
+            self._drained = 0 < count < sum(map(len, buffers))
         if count:
             self._decode(count)
         return count
@@ -229,14 +237,21 @@ class SocketThread:
         if frames:
             cost = self.decoder.framed - self._framed + _FRAME_COST * len(frames)
             self._framed = self.decoder.framed
-            with self._lock:
-                self._unread += cost
-                if self._unread > _MAX_UNREAD:
-                    self._paused = True
-                    self.thread.loop.remove_reader(self._fd)
+            self._decoded += cost
             self._post(self._deliver, frames, cost)
+            if self._decoded - self._handled > _MAX_UNREAD:
+                self._paused = True
+                self.thread.loop.remove_reader(self._fd)
+                # If the owner's loop has counted meanwhile, it did not see that reading is paused.
+                self._resume_if_handled()
+
+    def _resume_if_handled(self) -> None:
+        if self._paused and self._decoded - self._handled <= _MAX_UNREAD // 2:
+            self.thread.call(self._resume)
 
     def _resume(self) -> None:
+        if not self._paused:
+            return
         self._paused = False
         if self._state in (_State.OPEN, _State.CLOSING):
             self.thread.loop.add_reader(self._fd, self._readable)
@@ -304,8 +319,5 @@ class SocketThread:
 
     def _deliver(self, frames: list[Frame], cost: int) -> None:
         self.on_frames(frames)
-        with self._lock:
-            self._unread -= cost
-            resume = self._paused and self._unread <= _MAX_UNREAD // 2
-        if resume:
-            self.thread.call(self._resume)
+        self._handled += cost
+        self._resume_if_handled()

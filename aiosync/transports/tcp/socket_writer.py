@@ -7,14 +7,14 @@ import socket
 import termios
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from aiosync.protocol.frames import Cut
 from aiosync.protocol.framing import encode
-from aiosync.transports._offload import LoopThread
+from aiosync.transports._offload import LoopThread, TurnOfSends
 from aiosync.transports.sockets import ioctl_int
 from aiosync.transports.tcp.tls import TLSLayer
 
@@ -22,9 +22,6 @@ from aiosync.transports.tcp.tls import TLSLayer
 TURN = 1 << 20
 # Bytes that one system call counts for at least. Copying the next block may precede even a short call.
 _STEP = 1 << 18
-# Largest body in bytes that the calling thread sends itself: faster than waking the socket's thread.
-_SMALL = 1 << 18
-
 # Most frames that may wait for a peer that does not read. The protocol never has as many in flight.
 _MAX_UNSENT = 16
 
@@ -35,10 +32,6 @@ class NotYet(Exception):
 
 class Body(Protocol):
     """The bytes of one update, in chunks. The thread that sends calls the methods."""
-
-    @property
-    def nbytes(self) -> int:
-        """About how many bytes the body has."""
 
     def chunk(self, index: int) -> tuple[bytes, memoryview] | None:
         """Return a chunk's frame and its raw bytes, which may be empty. None: there are no more chunks.
@@ -75,6 +68,7 @@ class SocketWriter:
     tls: TLSLayer | None  # encrypts what is sent. None: nothing is encrypted
     _: KW_ONLY
     post: Callable[..., None]  # calls a function on the owner's event loop
+    turn: TurnOfSends  # sends what is written together
     on_error: Callable[[Exception], None]  # called in the thread if writing fails while the peer is there
     on_end: Callable[[str], None]  # called in the thread with the reason if the connection has to end
 
@@ -83,8 +77,9 @@ class SocketWriter:
 
     def __post_init__(self) -> None:
         self._fd = self.sock.fileno()
-        self._queue: deque[memoryview | _QueuedBody] = deque()
-        self._pieces: deque[memoryview] = deque()  # the buffers that are sent next, in front of the queue
+        self._queue: deque[bytes | memoryview | _QueuedBody] = deque()
+        # The buffers that are sent next, in front of the queue.
+        self._pieces: deque[bytes | memoryview] = deque()
         self._starved = False  # whether the first body in the queue has no next chunk yet
         self._sealed = memoryview(b"")  # encrypted bytes that the kernel has not taken yet
         # Whether frames may be sent: without TLS at once, with TLS after the handshake.
@@ -104,11 +99,22 @@ class SocketWriter:
         with self.lock:
             if self.muted:
                 return
-            self._queue.append(memoryview(data))
+            self._queue.append(data)
             self._send_or_arm()
             if len(self._queue) > _MAX_UNSENT:
                 self.mute()
                 self.thread.call(self.on_end, f"it does not read: {_MAX_UNSENT} frames wait for it")
+
+    def write_together(self, data: Sequence[bytes]) -> None:
+        """Send encoded frames, together with those for other connections. Called on the owner's loop."""
+        with self.lock:
+            if not self.muted:
+                self._queue += data
+                self.turn.add(self._send_queued)
+
+    def _send_queued(self) -> None:
+        with self.lock:
+            self._send_or_arm()
 
     def stream(self, body: Body, on_sent: Callable[[], None]) -> None:
         """Send a body. ``on_sent`` is called on the owner's loop when the body's memory is no longer read."""
@@ -116,20 +122,17 @@ class SocketWriter:
             if self.muted:
                 return
             self._queue.append(_QueuedBody(body, on_sent))
-            if body.nbytes <= _SMALL:
-                self._send_or_arm()
-            else:
-                self._arm_soon()
+            self._arm_soon()
 
     def cut(self) -> bool:
         """Replace queued bodies by a Cut; whether there was one. Their memory is not read any more."""
         with self.lock:
             found = any(isinstance(item, _QueuedBody) for item in self._queue)
             if found:
-                cut = memoryview(encode(Cut()))
+                cut = encode(Cut())
                 self._queue = deque(cut if isinstance(item, _QueuedBody) else item for item in self._queue)
                 # The peer expects all bytes of a chunk that has begun. They are sent from a copy.
-                self._pieces = deque(memoryview(bytes(piece)) for piece in self._pieces)
+                self._pieces = deque(bytes(piece) for piece in self._pieces)
             self._starved = False
             self.wake()
             return found
@@ -148,7 +151,7 @@ class SocketWriter:
         with self.lock:
             self._queue.clear()
             self._pieces.clear()
-            self._queue.append(memoryview(data))
+            self._queue.append(data)
             self.send_pending()
 
     def mute(self) -> None:
@@ -261,14 +264,16 @@ class SocketWriter:
         self._sealed = self._sealed[sent:]
         return sent
 
-    def _next_pieces(self) -> list[memoryview]:
+    def _next_pieces(self) -> list[bytes | memoryview]:
         """Return the buffers to send next, in order; empty if nothing can be sent now."""
-        while not self._pieces and self._queue:
+        while self._queue:
             item = self._queue[0]
             if not isinstance(item, _QueuedBody):
                 self._pieces.append(item)
                 self._queue.popleft()
                 continue
+            if self._pieces:
+                break
             try:
                 chunk = item.body.chunk(item.next_chunk)
             except NotYet:
@@ -277,9 +282,9 @@ class SocketWriter:
                 break
             if chunk is not None:
                 item.next_chunk += 1
-                self._pieces += [memoryview(piece) for piece in chunk if piece]
+                self._pieces += [piece for piece in chunk if piece]
             else:
-                self._queue[0] = memoryview(item.body.end())
+                self._queue[0] = item.body.end()
                 self.post(item.on_sent)
         return list(self._pieces)
 
@@ -288,7 +293,7 @@ class SocketWriter:
         pieces = self._pieces
         while nbytes:
             if len(pieces[0]) > nbytes:
-                pieces[0] = pieces[0][nbytes:]
+                pieces[0] = memoryview(pieces[0])[nbytes:]
                 break
             nbytes -= len(pieces.popleft())
 

@@ -109,7 +109,7 @@ class TLSLayer:
             return False
         return True
 
-    def encrypt(self, data: memoryview) -> None:
+    def encrypt(self, data: bytes | memoryview) -> None:
         """Encrypt ``data`` into ``outgoing``."""
         while data:
             data = data[self._tls.write(data) :]
