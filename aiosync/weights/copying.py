@@ -1,9 +1,9 @@
 """Copy many tensors at once, in pieces, so that a copy can be cancelled between two pieces.
 
-torch divides each tensor's copy among its threads, and wakes them for each tensor. This module divides the
-bytes of all tensors once, into one lane per thread. A lane is a list of ``memmove`` calls if source and
-destination are plain CPU memory of the same dtype. torch copies everything else: other dtypes, strides and
-devices.
+torch divides each tensor's copy among its threads, and waits for all of them at its end. Here a copy has a
+few lanes, one per thread, which take piece after piece of all tensors' bytes. So a lane that gets less of a
+processor copies less. A piece is one ``memmove`` if source and destination are plain CPU memory of the same
+dtype. torch copies everything else: other dtypes, strides and devices.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ INLINE_LIMIT = 256 * 1024
 _PIECE = 32 * 1024 * 1024
 """Bytes that torch copies between two checks for cancellation."""
 
-_STRETCH = 512 * 1024 * 1024
-"""Bytes that ``memmove`` copies between two such checks. Only calls that move more than the caches hold
-bypass the caches, which is faster."""
+_MOVED = 16 * 1024 * 1024
+"""Most bytes that a lane takes at a time."""
 
 _TURN = 0.001
 """Most seconds that an event loop runs after the processor was yielded to it."""
@@ -116,18 +115,19 @@ class ProcessorYielder:
 
 
 def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:
-    """Divide a copy into at most ``count`` lanes, which may run in any order or at the same time.
+    """Make at most ``count`` lanes of a copy, which may run in any order or at the same time.
 
-    torch's part is one more lane. The lanes keep the memory that they copy from and to.
+    The lanes share the pieces. Torch's part is one more lane. The lanes keep the memory that they copy from
+    and to.
 
     Raises:
         As :func:`copy_pairs`.
     """
     plain, rest = split_plain(pairs)
-    ranges = [(d.data_ptr(), s.data_ptr(), d.nbytes) for d, s in plain]
-    share = -(-sum(nbytes for _, _, nbytes in ranges) // count)
     lanes: list[Lane] = [partial(copy_with_torch, rest)] if rest else []
-    return lanes + [partial(_copy_ranges, plain, shared) for shared in _divide(ranges, share)]
+    pieces = _divide([(d.data_ptr(), s.data_ptr(), d.nbytes) for d, s in plain])
+    left = iter(pieces)  # a list's iterator gives each piece to one thread
+    return lanes + [partial(_copy_ranges, plain, left)] * min(count, len(pieces))
 
 
 def split_plain(pairs: Pairs) -> tuple[Pairs, Pairs]:
@@ -185,35 +185,23 @@ def _is_memory_alike(destination: Tensor, source: Tensor) -> bool:
     )
 
 
-def _divide(ranges: Sequence[Range], share: int) -> list[list[Range]]:
-    """Divide ``ranges`` into lists of ``share`` bytes each, in pieces."""
-    shares: list[list[Range]] = []
-    room = 0
-    for start, source, nbytes in ranges:
-        done = 0
-        while done < nbytes:
-            if room == 0:
-                shares.append([])
-                room = share
-            piece = min(nbytes - done, room, _STRETCH)
-            shares[-1].append((start + done, source + done, piece))
-            done += piece
-            room -= piece
-    return shares
+def _divide(ranges: Sequence[Range]) -> list[Range]:
+    """Divide ``ranges`` into pieces."""
+    return [
+        (destination + done, source + done, min(_MOVED, nbytes - done))
+        for destination, source, nbytes in ranges
+        for done in range(0, nbytes, _MOVED)
+    ]
 
 
-def _copy_ranges(alive: Pairs, ranges: Sequence[Range], cancelled: Callable[[], bool]) -> bool:
-    """Copy the ranges. ``alive`` keeps the tensors that the addresses belong to."""
-    since = _STRETCH
+def _copy_ranges(alive: Pairs, left: Iterator[Range], cancelled: Callable[[], bool]) -> bool:
+    """Copy the ranges that are left. ``alive`` keeps the tensors that the addresses belong to."""
     give_way = ProcessorYielder()
-    for destination, source, nbytes in ranges:
-        if since >= _STRETCH:
-            if cancelled():
-                return False
-            since = 0
+    for destination, source, nbytes in left:
+        if cancelled():
+            return False
         ctypes.memmove(destination, source, nbytes)  # releases the GIL
         give_way()
-        since += nbytes
     return True
 
 
