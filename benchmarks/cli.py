@@ -18,6 +18,7 @@ CASES = (
     "blocking",
     "acting",
     "fanout",
+    "start",
 )
 _MODULES = {
     "torn": "send",

@@ -28,6 +28,9 @@ START = time.monotonic()
 Row: TypeAlias = Mapping[str, Any]
 """Figures by the names of their columns, units included."""
 
+_printed: list[dict[str, Any]] = []
+"""The tables that this process has printed. The JSON of a case has them too."""
+
 
 def say(what: str) -> None:
     """Print a line, with the seconds since the start, on standard error."""
@@ -48,6 +51,8 @@ def report(title: str, name: str, path: Path | None, figures: Any = None) -> Ite
 
 def print_rows(title: str, rows: Iterable[Row]) -> None:
     """Print rows of the same columns."""
+    rows = list(rows)
+    _printed.append({"title": title, "rows": rows})
     table = Table(title=Text(f"\n{title}"), title_justify="left", title_style="bold")
     for row in rows:
         # As Text, a bracket is a bracket and not a style.
@@ -69,8 +74,9 @@ def shown(value: Any) -> str:
 
 
 def write(path: Path | None, found: Row) -> None:
-    """Write figures, dataclasses among them, as JSON, if a path is given."""
+    """Write figures, dataclasses among them, and the tables as JSON, if a path is given."""
     if path is not None:
+        found = {**found, "tables": _printed}
         path.write_text(jsons.dumps(found, indent=1, default=asdict) + "\n", encoding="utf-8")
 
 
