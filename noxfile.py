@@ -111,6 +111,6 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The benchmarks: `-- CASE [options]`, `--` alone lists the cases."""
+    """All benchmarks, and docs/benchmarks.md of them: two hours. `-- CASE [options]` for one."""
     install(session, "bench")
-    python(session, "-m", "aiosync.cli", "bench", *session.posargs)
+    python(session, "-m", "aiosync.cli", "bench", *(session.posargs or ["page"]))

@@ -177,6 +177,8 @@ class StallTimer:
         self._handle = None
         wait = _SAMPLE
         for watch in list(self._running):
+            if watch not in self._running:
+                continue  # an earlier one's stall has ended it
             left = watch.check()
             if left > 0:
                 wait = min(wait, left)

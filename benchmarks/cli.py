@@ -19,6 +19,7 @@ CASES = (
     "acting",
     "fanout",
     "start",
+    "page",
 )
 _MODULES = {
     "torn": "send",

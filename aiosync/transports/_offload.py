@@ -174,11 +174,12 @@ class Mailbox:
             return
         self._woken = True
         if self._thread.is_current:
-            self._thread.loop.call_soon(self._wake)
+            self._thread.loop.call_soon(self.wake)
         else:
-            self._wake()
+            self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have the loop run the calls now."""
         try:
             self.loop.call_soon_threadsafe(self._run)
         except RuntimeError:
@@ -280,6 +281,8 @@ class LoopThread:
     def _run(self) -> None:
         shorten_time_slices()
         self.loop.run_forever()
+        if self._shared is not None:
+            self._shared[0].wake()  # the last turn may have posted calls
 
     def call(self, function: Callable[..., object], *args: object) -> bool:
         """Call ``function(*args)`` in the thread, after earlier calls; returns false if it has ended."""

@@ -114,6 +114,15 @@ async def test_a_mailbox_keeps_the_order_and_survives_an_error() -> None:
         thread.close()
 
 
+async def test_the_last_calls_of_a_thread_arrive() -> None:
+    for _ in range(20):
+        thread, seen = LoopThread("test-mailbox"), list[int]()
+        mailbox, _ = thread.shared()
+        thread.call(mailbox.post, seen.append, 1)
+        await asyncio.to_thread(thread.close)
+        await eventually(lambda seen=seen: seen == [1], "the thread's last call has run")  # type: ignore[misc]
+
+
 def test_a_mailbox_whose_loop_is_closed_keeps_nothing() -> None:
     async def make() -> tuple[LoopThread, Mailbox]:
         thread = LoopThread("test-mailbox")

@@ -1,0 +1,204 @@
+"""The sections of docs/benchmarks.md: the commands, and what each compares. The figures are not here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Bars of a chart: a row of a section's tables is one bar."""
+
+    section: str
+    label: str  # with the row's columns in braces
+    column: str  # has the bar's length
+    where: Mapping[str, Any] = field(default_factory=dict)  # column -> the value of the rows that count
+    divisor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Horizontal bars. A line marks 1."""
+
+    name: str  # of its file
+    title: str
+    about: str  # what it shows, for readers who do not see it
+    bars: Sequence[Bars]
+    logarithmic: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """A run of one case."""
+
+    name: str  # of the file of its figures
+    heading: str
+    command: str  # what follows ``aiosync bench``
+    about: str
+    after: str = ""  # what keeps the figures from the limit
+    left_out: Sequence[str] = ()  # columns
+
+
+SECTIONS = (
+    Section(
+        "send",
+        "Sends within one machine",
+        "send --workers 1,4 --contenders aiosync,torchrl",
+        "aiosync's schemes, torchrl's of the same name, and one warm memcpy of the same bytes (the limit). "
+        "`tiny` has 20 k parameters, `medium` 25 M (100 MB), `large` 256 M (1 GiB). A turn is one training "
+        "step, which changes every weight in place and is not timed, and one `send`; with the tiny model ten "
+        "of these. In mode `fresh` each send brings new tensors. A send ends with the last worker's "
+        "acknowledgement. *vs aiosync* is how many times aiosync's median the row's is.",
+        "A send of 100 MB is a copy in two threads and a round trip between two processes. After a training "
+        "step torch's idle threads spin for some milliseconds, and the copy shares a core with them. The "
+        "tiny model's time is mostly the wake-up of the other process.",
+        ("first of its turn", "1 worker in turn"),
+    ),
+    Section(
+        "acting",
+        "Sends to workers that act",
+        "acting --rounds 5",
+        "The blocking twins and torchrl's schemes. Workers compute forward passes of four layers of 256 (1 "
+        "MB) as fast as they can, while a thread of the library receives. The trainer sends, and then sleeps "
+        "for 10 ms. `default` is torch's own number of threads. torchrl's workers have copies of their own "
+        "(`device_map_fn`); otherwise its trainer and workers share one memory, and nothing is sent.",
+        "With one thread a send waits for workers that were preempted in the middle of a forward pass. The "
+        "kernel changes between two busy processes every few milliseconds. torchrl writes into its workers' "
+        "memory at any time, also in the middle of a forward pass, and waits as long for their answers.",
+    ),
+    Section(
+        "fanout",
+        "Many receivers over TCP",
+        "fanout --rounds 5",
+        "A model of 50 KB. The limit is one `sendmsg` of the same bytes to each receiver's socket, and one "
+        "read of its answer, in one thread. The receivers live in four processes, on the same cores as the "
+        "sender. aiosync's time includes everything in the sender's process: the copy of the weights, the "
+        "event loop, the session of each worker and its answer.",
+    ),
+    Section(
+        "network",
+        "Over sockets",
+        "network --workers 1,4 --rounds 7",
+        "Beside one blocking socket: `sendall` out of a ready buffer, `recv_into` a warm one. It copies "
+        "nothing out of a trainer and checks nothing. *ratio* is that of bytes per second to all workers. "
+        "Over a Unix socket only the frames go through the socket: workers read the blocks from the sender's "
+        "memory.",
+        "Over TCP and TLS the trainer's copy, the checksums and the encryption need processor time beside "
+        "the kernel's copies. With several TLS workers one thread of the sender encrypts for all.",
+    ),
+    Section(
+        "distributed-apart",
+        "Between machines: torch.distributed and torch RPC",
+        "distributed --apart --models medium,large --workers 1,2",
+        "All weights go through process groups, as between machines, here over loopback. Bare gloo is one "
+        "send and one receive of one tensor of the model's size, out of a ready buffer into a warm one, and "
+        "a byte back, to one receiver.",
+        "gloo alone keeps two cores busy over loopback. The copy out of the trainer's weights, which makes "
+        "an update a snapshot, needs a part of the same cores.",
+    ),
+    Section(
+        "distributed",
+        "torch.distributed and torch RPC on one machine",
+        "distributed --workers 1,2",
+        "Workers on the sender's machine view its slots, which takes one copy for all of them. torchrl sends "
+        "tensor by tensor through gloo.",
+    ),
+    Section(
+        "ray",
+        "Ray, on one node",
+        "ray --models medium --workers 1,4",
+        "Actors on the driver's node view its memory. torchrl sends tensor by tensor through gloo.",
+        left_out=("store before, MiB", "at most, MiB", "after, MiB"),
+    ),
+    Section(
+        "ray-apart",
+        "Ray, through the object store",
+        "ray --apart --models medium --workers 1,4",
+        "As to actors on other nodes: an update is put into the object store once. The use of the store "
+        "comes from Ray: before, some time after 100 sends without a pause, and after the scheme was closed.",
+    ),
+    Section(
+        "collectors-plain",
+        "Collectors beside a plain loop",
+        "collectors --against plain --rounds 5",
+        "The loop that a user would write without collectors, in one process: Gymnasium's `SyncVectorEnv`, a "
+        "policy of two hidden layers of 64 called without gradients, and NumPy buffers. The collectors have "
+        "the same environments and policy in each of their processes, batches of 1024 frames, and an update "
+        "after each batch. `single` runs in the trainer's process, the others have two workers.",
+        "Two plain loops at a time on two cores make a little less than twice the frames of one. The "
+        "trainer's process needs a part of the cores too.",
+    ),
+    Section(
+        "collectors",
+        "Collectors beside torchrl's",
+        "collectors --rounds 5 --total 20000",
+        "`MultiCollector` and torchrl's `MultiSyncCollector` and `MultiAsyncCollector` on the same Gymnasium "
+        "environments with the same policy: two workers, 200 frames in a batch, an update after each. "
+        "`pixels` observes 84 by 84 by 4 new bytes at each step. Each frame records which weights acted, and "
+        "is checked against its version. Memory is that of all processes, shared pages counted once.",
+    ),
+    Section(
+        "start",
+        "The first batch",
+        "start --rounds 5",
+        "A program that makes one collector after the other, of two workers with 8 CartPoles each. The limit "
+        "of the first one is a process that imports torch, tensordict and Gymnasium.",
+    ),
+    Section(
+        "blocking",
+        "What a blocking call costs",
+        "blocking",
+        "The blocking twin's call beside the coroutine that it runs, in one process.",
+    ),
+    Section(
+        "relay",
+        "A tree of relays",
+        "relay",
+        "A trainer, two relays and eight workers, beside eight workers at the trainer itself. Each link has "
+        "1 Gbit/s.",
+    ),
+    Section(
+        "delta",
+        "Bytes per update",
+        "delta",
+        "A transformer of 3.4 million parameters that learns with AdamW. After each step the weights go to a "
+        "worker over TCP and are compared bit by bit.",
+    ),
+)
+
+CHARTS = (
+    Chart(
+        "benchmarks-torchrl",
+        "Times faster than torchrl",
+        "Horizontal bars: how many times faster than torchrl's scheme of the same name a send is.",
+        (
+            Bars("send", "{model}, {scheme} {mode}, {workers} w.", "vs aiosync", {"contender": "torchrl"}),
+            Bars("distributed", "{model}, {scheme}, {workers} w.", "times"),
+            Bars("distributed-apart", "{model}, {scheme} apart, {workers} w.", "times"),
+            Bars("ray", "{model}, Ray {actors of}, {count} w.", "times"),
+            Bars("collectors", "{environment}, {collector}, frames", "times better", {"figure": "frames/s"}),
+        ),
+        logarithmic=True,
+    ),
+    Chart(
+        "benchmarks-limit",
+        "Share of the limit",
+        "Horizontal bars: the limit's time divided by aiosync's, or aiosync's frames by the loops'.",
+        (
+            Bars("send", "{model}, shared, {workers} w. / memcpy", "vs aiosync",
+                 {"contender": "memcpy", "scheme": "shared", "model": "medium"}),
+            Bars("send", "{model}, shared, {workers} w. / memcpy", "vs aiosync",
+                 {"contender": "memcpy", "scheme": "shared", "model": "large"}),
+            Bars("network", "{MiB} MiB, {link}, {workers} w. / blocking socket", "ratio"),
+            Bars("distributed-apart", "{model}, {scheme} apart / gloo", "of gloo", {"workers": 1}),
+            Bars("collectors-plain", "{environment}, single / plain loop", "times the plain loop",
+                 {"collector": "single"}),
+            Bars("collectors-plain", "{environment}, sync / two plain loops", "times the plain loop",
+                 {"collector": "sync"}, 2.0),
+            Bars("collectors-plain", "{environment}, async / two plain loops", "times the plain loop",
+                 {"collector": "async"}, 2.0),
+        ),
+    ),
+)  # fmt: skip
