@@ -41,6 +41,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from aiosync._listing import listed
+
 if TYPE_CHECKING:
     from aiosync.reports import SendReport
 
@@ -149,7 +151,7 @@ class UnknownWorkerError(InvalidArgumentError):
     def __init__(self, worker: object, known: Iterable[object]) -> None:
         self.worker = worker
         self.known = tuple(sorted(known, key=lambda w: (w, "") if isinstance(w, int) else (-1, str(w))))
-        super().__init__(f"unknown worker {worker!r}: this scheme serves workers {list(self.known)}")
+        super().__init__(f"unknown worker {worker!r}: this scheme serves workers [{listed(self.known)}]")
 
 
 class InsecureTransportError(InvalidArgumentError):
@@ -395,5 +397,4 @@ class RelayRingError(HandshakeError):
 
 
 def _named(workers: Sequence[int]) -> str:
-    listed = ", ".join(str(w) for w in workers)
-    return f"worker {listed}" if len(workers) == 1 else f"workers {listed}"
+    return f"worker {listed(workers)}" if len(workers) == 1 else f"workers {listed(workers)}"
