@@ -33,9 +33,9 @@ _FEWEST_CHARACTERS = 8
 class TCPWeightSyncScheme(WeightSyncScheme):
     """Sends weights to workers on this or other machines, which connect to the sender's address.
 
-    A thread beside the event loop sends the weights to all workers at once, in blocks with checksums. Nothing
-    on the wire is pickled. On a Unix socket without TLS (on Linux) the worker gets the blocks' positions and
-    copies them from the sender's slot.
+    A thread beside the event loop sends the weights to all workers at once, in blocks with checksums. With
+    TLS up to four threads encrypt, each for other workers. Nothing on the wire is pickled. On a Unix socket
+    without TLS (on Linux) the worker gets the blocks' positions and copies them from the sender's slot.
 
     A worker on another machine creates the same scheme from address and token; a pickled scheme also has the
     real port. Without ``num_workers=`` the sender accepts workers at any time: ``connect(min_workers=2)``

@@ -9,10 +9,11 @@ import logging
 import os
 import socket
 import stat
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
 
 from aiosync._deadline import Deadline
+from aiosync._processors import processors
 from aiosync.errors import InvalidArgumentError, ProtocolError
 from aiosync.protocol.frames import Inbound, Refused
 from aiosync.transports._offload import LoopThread
@@ -29,6 +30,7 @@ _BACKLOG = 1024
 # Most connections that have not authenticated. One more replaces one of them, see ``_expel_one``.
 _MAX_STRANGERS = 256
 _AT_ONCE = 16  # most connections that one callback accepts. Their frames are handled between two callbacks
+_MOST_ENCRYPTING = 4  # most threads of a listener: with TLS the encryption is most of the work
 _ACCEPT_PAUSE = 1.0  # seconds without accepting after an accept that failed
 
 
@@ -87,7 +89,8 @@ class TCPListener(Listener):
         close_in_children(self._socket)
         # The Unix socket's inode: another sender may have put its own socket at the path since.
         self._inode = inode(address.path) if address.path else None
-        self._thread: LoopThread | None = None
+        # The connections' threads. The next connection gets the first one.
+        self._threads: deque[LoopThread] = deque()
         self._starved = False  # whether accepting is paused until a connection ends and frees its descriptor
         self._log = LogLimit(logger)
         self._alive: set[AcceptedTransport] = set()
@@ -106,7 +109,8 @@ class TCPListener(Listener):
         """Start to accept connections. ``on_lost`` is not called: each connection reports its own end."""
         self._home = asyncio.get_running_loop()
         self._on_connection = on_connection
-        self._thread = LoopThread("aiosync-tcp")
+        count = 1 if self._context is None else min(processors(), _MOST_ENCRYPTING)
+        self._threads.extend(LoopThread("aiosync-tcp") for _ in range(count))
         self._resume()
 
     def _accept(self) -> None:
@@ -154,12 +158,12 @@ class TCPListener(Listener):
             self._home.add_reader(self._socket.fileno(), self._accept)
 
     def _adopt(self, sock: socket.socket) -> None:
-        assert self._thread is not None
         try:
             sock.setblocking(False)
             tune(sock)
             tls = TLSLayer(self._context) if self._context is not None else None
-            transport = AcceptedTransport(self, self._thread, sock, tls)
+            transport = AcceptedTransport(self, self._threads[0], sock, tls)
+            self._threads.rotate(-1)
         except (OSError, MemoryError) as exc:  # the peer has closed, or memory is short
             sock.close()
             self._log.warning("a connection could not be accepted: %s", exc)
@@ -209,12 +213,11 @@ class TCPListener(Listener):
 
     def close(self) -> None:
         self.stop()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            for transport in self._alive:
-                transport.abort()
-            self._alive.clear()
-            thread.close()
+        for transport in self._alive:
+            transport.abort()
+        self._alive.clear()
+        while self._threads:
+            self._threads.pop().close()
 
 
 class _PathLock:
