@@ -202,6 +202,22 @@ def test_sends_to_acting_workers_are_timed(tmp_path: Path) -> None:
         assert turn["forwards"] > 0 and turn["behind"] == 0
 
 
+def test_receivers_of_a_small_model_are_timed(tmp_path: Path) -> None:
+    path = tmp_path / "fanout.json"
+    _run(f"fanout --receivers=2 --rounds=1 --sends=5 --json={path}")
+    for found in json.loads(path.read_text(encoding="utf-8"))["fanout"]:
+        (turn,) = found["turns"]
+        assert len(turn["cpu"]) == len(turn["seconds"]) == 5 and min(turn["cpu"]) > 0
+
+
+def test_first_batches_are_timed(tmp_path: Path) -> None:
+    path = tmp_path / "start.json"
+    _run(f"start --rounds=1 --json={path}")
+    (found,) = json.loads(path.read_text(encoding="utf-8"))["start"]
+    (turn,) = found["turns"]
+    assert found["imports"][0] > 0 and turn["seconds"][0] > max(turn["seconds"][1:]) > 0
+
+
 def _wheel(folder: Path) -> Path:
     """What a wheel has of the benchmarks, where it has it."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -73,7 +73,8 @@ class _Meter:
 
 def _shares(receivers: int) -> list[range]:
     """The indices of the receivers of each process."""
-    bounds = [receivers * part // _PROCESSES for part in range(_PROCESSES + 1)]
+    count = min(_PROCESSES, receivers)
+    bounds = [receivers * part // count for part in range(count + 1)]
     return [range(*pair) for pair in pairwise(bounds)]
 
 

@@ -140,6 +140,16 @@ SECTIONS = (
         "is checked against its version. Memory is that of all processes, shared pages counted once.",
     ),
     Section(
+        "inside-torchrl",
+        "Inside torchrl's collectors",
+        "collectors --inside-torchrl --parameters 1000 --rounds 2",
+        "torchrl's collectors on CartPole with two workers, with aiosync's schemes and with torchrl's of the "
+        "same name, and an update after each batch of 200 frames. A `Collector` and an `InferenceServer` act "
+        "in a separate process and get weights from a scheme. An `Evaluator` updates its process before each "
+        "evaluation. Each frame is checked against its version. torchrl has no TCP: its queues stand beside.",
+        left_out=("environment", "parameters", "wanted", "ok"),
+    ),
+    Section(
         "start",
         "The first batch",
         "start --rounds 5",
