@@ -177,6 +177,9 @@ class SocketThread:
         self._drained = False
         if self.decoder.missing > _WORTH_WAITING:
             count = self.sock.recv_into(buffers[0], 0, socket.MSG_WAITALL)
+        elif len(buffers) == 1:  # always on a sender
+            count = self.sock.recv_into(buffers[0], 0, socket.MSG_DONTWAIT)
+            self._drained = 0 < count < len(buffers[0])
         else:
             count = self.sock.recvmsg_into(buffers, 0, socket.MSG_DONTWAIT)[0]
             self._drained = 0 < count < sum(map(len, buffers))
