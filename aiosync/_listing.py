@@ -13,7 +13,7 @@ def listed(workers: Iterable[object]) -> str:
             runs[-1].append(worker)
         else:
             runs.append([worker])
-    parts = []
+    parts: list[str] = []
     for run in runs:
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
     return ", ".join(parts)

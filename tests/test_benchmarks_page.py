@@ -56,10 +56,14 @@ def test_a_table_has_the_cells_of_the_terminal() -> None:
 
 
 def test_a_bar_is_a_row_that_counts() -> None:
-    rows = [{"a": "x", "n": asdict(SPREAD)}, {"a": "y", "n": 8.0}, {"a": "x", "n": None}]
+    rows: list[dict[str, Any]] = [
+        {"a": "x", "n": asdict(SPREAD)},
+        {"a": "y", "n": 8.0},
+        {"a": "x", "n": None},
+    ]
     found = NONE | {"ray": _figures(*rows)}
     assert [*lengths(Bars("ray", "{a}!", "n", {"a": "x"}), found)] == [("x!", 2.0)]
-    assert [*lengths(Bars("ray", "{a}", "n", divisor=2.0), found)] == [("x", 1.0), ("y", 4.0)]
+    assert [*lengths(Bars("ray", "{a}", "n"), found)] == [("x", 2.0), ("y", 8.0)]
     assert [*lengths(Bars("delta", "{a}", "n"), found)] == []
 
 

@@ -7,6 +7,7 @@ A turn is a process of its own, with processes of workers; turns of the two libr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from enum import StrEnum
 from itertools import product
@@ -48,6 +49,7 @@ class Against(StrEnum):
     PLAIN = "plain"
 
 
+TWO_LOOPS = "two plain loops"
 PLAIN_FRAMES = 1024  # in a batch
 PLAIN_WANTED = {"single": 0.8, "sync": 1.4, "async": 1.7}
 """How many times the frames/s of the plain loop, which is one process, the collectors have to reach."""
@@ -110,8 +112,11 @@ def _against_plain(
             wanted = PLAIN_WANTED if width else {"single": 0.6}
             say(f"--- {name}, {width or 1} environments in a process")
             task = PlainTask("plain", PLAIN_ENVS[name], width, PLAIN_FRAMES, batches, warm_up=10)
-            taken: dict[str, list[PlainTurn]] = {contender: [] for contender in ("plain", *wanted)}
+            taken: dict[str, list[PlainTurn]] = {contender: [] for contender in ("plain", TWO_LOOPS, *wanted)}
             for _, contender in product(range(rounds), taken):
+                if contender == TWO_LOOPS:
+                    taken[contender].append(_two_loops(task))
+                    continue
                 found = take(replace(task, contender=contender), "plain_loop")
                 taken[contender].append(PlainTurn(**found))
             rows += _rows_against_plain(name, width, taken, wanted)
@@ -119,10 +124,17 @@ def _against_plain(
         raise typer.Exit(1)
 
 
+def _two_loops(task: PlainTask) -> PlainTurn:
+    """Two plain loops at a time: what the processors give to two workers that need nobody."""
+    with ThreadPoolExecutor(2) as threads:
+        turns = [PlainTurn(**found) for found in threads.map(take, [task] * 2, ["plain_loop"] * 2)]
+    return PlainTurn(sum(turn.frames for turn in turns), sum(turn.switches for turn in turns) / 2)
+
+
 def _rows_against_plain(
     name: str, width: int, taken: Mapping[str, Sequence[PlainTurn]], wanted: Mapping[str, float]
 ) -> Iterator[Row]:
-    plain = summary([turn.frames for turn in taken["plain"]], 1)
+    plain, two = (summary([turn.frames for turn in taken[loops]], 1) for loops in ("plain", TWO_LOOPS))
     for contender, least in wanted.items():
         ours = summary([turn.frames for turn in taken[contender]], 1)
         ratios = [a.frames / b.frames for a, b in zip(taken[contender], taken["plain"], strict=True)]
@@ -131,8 +143,10 @@ def _rows_against_plain(
             "environment": f"{name}, {width or 1} per process",
             "collector": contender,
             "plain loop": plain,
+            "two at a time": two,
             "aiosync": ours,
             "times the plain loop": ratio,
+            "of two at a time": None if contender == "single" else ours.median / two.median,
             "wanted": least,
             "ok": ratio.median >= least,
             "switches per batch": summary([turn.switches for turn in taken[contender]], 1),

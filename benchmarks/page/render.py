@@ -122,7 +122,7 @@ def lengths(bars: Bars, found: dict[str, dict[str, Any] | None]) -> Iterator[tup
             value = restored(row.get(bars.column))
             value = value.median if isinstance(value, Spread) else value
             if value is not None and all(row.get(name) == wanted for name, wanted in bars.where.items()):
-                yield bars.label.format(**row), value / bars.divisor
+                yield bars.label.format(**row), value
 
 
 def draw(chart: Chart, found: dict[str, dict[str, Any] | None], path: Path) -> None:
@@ -138,6 +138,8 @@ def draw(chart: Chart, found: dict[str, dict[str, Any] | None], path: Path) -> N
         ax.axvline(1, color=_GREY, linewidth=0.8)
         ax.set_yticks(places, labels)
         ax.set(xscale="log" if chart.logarithmic else "linear")
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter("")
         ax.set_title(chart.title, loc="left", color=_GREY)
         ax.tick_params(colors=_GREY)
         ax.margins(x=0.12, y=0.01)
