@@ -8,13 +8,11 @@ the update, only the connection's thread uses the back slot. It writes each bloc
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -24,10 +22,18 @@ from aiosync.protocol.frames import Chunk, End, Fetch, Update
 from aiosync.protocol.stream import BLOCK, block_count
 from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Transfer
 from aiosync.transfer.double_buffer import DoubleBuffer
+from aiosync.transfer.encoded_version import (
+    NOTHING,
+    EncodedVersion,
+    EncodedVersions,
+    Encoding,
+    StreamPayload,
+    block_of,
+    memory_of,
+)
 from aiosync.transfer.slots import SlotVersion
 from aiosync.transports.base import FramedTransport
 from aiosync.transports.tcp.connection import TCPConnection
-from aiosync.transports.tcp.socket_writer import NotYet
 from aiosync.weights import codec as block_codec
 from aiosync.weights.arena import Slot
 from aiosync.weights.codec import Codec, checksum_of, digest_of
@@ -37,20 +43,6 @@ from aiosync.weights.segment import Segment
 
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
-
-_NOTHING = memoryview(b"")
-
-_SMALL = 1 << 18
-"""Bytes of a version of which all workers get the same bytes object, and not its chunks out of the slot."""
-
-
-class StreamPayload(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an Update frame says of a version that follows in blocks."""
-
-    # The version that blocks are encoded against; -1: none.
-    base: int
-    # The descriptor and the inode of the sender's memory, if the worker is to read blocks there.
-    memory: tuple[int, int] | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -82,103 +74,6 @@ class StreamTransfer(Transfer):
 
 
 # -- the sender's side -------------------------------------------------------------------------------
-
-
-class Encoding(NamedTuple):
-    """How a version's blocks are encoded."""
-
-    codec: Codec
-    base: int  # the version that they are encoded against; -1: none
-    shared: bool = False  # the worker reads raw blocks in the slot instead of getting them
-
-
-class EncodedVersion:
-    """A version as a :class:`Body`, in one encoding. The first worker that needs a chunk makes it.
-
-    Called in the connections' thread or, if there is little to send, on the event loop. ``base`` is the slot
-    of the version that the blocks are encoded against, ``payload`` what the Update frame says.
-    """
-
-    def __init__(
-        self,
-        published: SlotVersion,
-        layout: Layout,
-        encoding: Encoding,
-        base: Slot | None,
-        payload: StreamPayload,
-    ) -> None:
-        self.base = base
-        self._nbytes = layout.nbytes
-        self.payload = framing.encode_payload(payload)
-        self._copying = published.copying
-        self._memory = _memory_of(published.slot, layout.nbytes)
-        self._base = _memory_of(base, layout.nbytes) if base is not None else None
-        self._encoding = encoding
-        self._widths = _widths(layout)
-        self._chunks: list[tuple[bytes, memoryview]] = []
-        # The checksums of the blocks that have been encoded.
-        self._sums: list[int] = []
-        self._lock = threading.Lock()
-        # All of a small version's body, once a worker needed it.
-        self._whole: bytes | None = None
-
-    def chunk(self, index: int) -> tuple[bytes, memoryview] | None:
-        with self._lock:
-            while index == len(self._chunks) and len(self._sums) < len(self._widths):
-                self._encode_next()
-        return self._chunks[index] if index < len(self._chunks) else None
-
-    def _encode_next(self) -> None:
-        block = len(self._sums)
-        copying, data = self._copying, _block_of(self._memory, block)
-        if copying is not None and not copying.ready(block):
-            raise NotYet
-        checksum = checksum_of(data) if copying is None else copying.checksum(block)
-        base = _block_of(self._base, block) if self._base is not None else None
-        encoded = block_codec.encode(self._encoding.codec, data, base, self._widths[block])
-        self._sums.append(checksum)
-        if encoded is not None:
-            name, raw = ("shared", _NOTHING) if self._encoding.shared else encoded
-            head = Chunk(block=block, size=len(raw), checksum=checksum, encoding=name)
-            self._chunks.append((framing.encode(head), raw))
-
-    def on_more(self, callback: Callable[[], None]) -> None:
-        assert self._copying is not None
-        self._copying.on_more(callback)
-
-    def end(self) -> bytes:
-        return framing.encode(End(digest=digest_of(self._sums)))
-
-    def whole(self) -> bytes | None:
-        """Return the body of a small version, encoded once for all workers; None: send it in chunks.
-
-        It is a copy, so that a worker that reads slowly keeps no slot.
-        """
-        if self._whole is None and self._nbytes <= _SMALL and self._copying is None:
-            pieces: list[bytes | memoryview] = []
-            while (chunk := self.chunk(len(pieces) // 2)) is not None:
-                pieces += chunk
-            self._whole = b"".join([*pieces, self.end()])
-        return self._whole
-
-
-EncodedVersions = dict[tuple[int, Encoding], EncodedVersion]
-"""(round, encoding) -> the version in that encoding."""
-
-
-def _widths(layout: Layout) -> list[int]:
-    """For each block: the bytes of an element of the entry in which the block begins."""
-    widths = []
-    entries = iter(layout.entries)
-    width, until = 1, 0
-    for start in range(0, layout.nbytes, BLOCK):
-        while until <= start:
-            entry = next(entries, None)
-            if entry is None:
-                break
-            width, until = min(entry.dtype.itemsize, 8), entry.offset + max(entry.nbytes, 1)
-        widths.append(width)
-    return widths
 
 
 @dataclass(eq=False, repr=False)
@@ -266,10 +161,10 @@ class StreamInbound(DoubleBuffer):
         self._shared = False
         self._yield_processor = ProcessorYielder()
         # The back slot, and the slot whose blocks the update leaves out.
-        self._memory = _NOTHING
+        self._memory = NOTHING
         self._base: memoryview | None = None
         # The bytes of a chunk that has to be decoded.
-        self._encoded = _NOTHING
+        self._encoded = NOTHING
         # Block -> the checksum of what is in the back slot.
         self._sums: dict[int, int] = {}
         # All blocks before this one are in the back slot.
@@ -306,9 +201,9 @@ class StreamInbound(DoubleBuffer):
             raise ProtocolError("an update arrived that was not requested")
         payload = framing.decode_payload(update, StreamPayload)
         based = payload.base != -1
-        self._base = _memory_of(front, self._layout.nbytes) if front is not None and based else None
+        self._base = memory_of(front, self._layout.nbytes) if front is not None and based else None
         self._slot = slot
-        self._memory = _memory_of(slot, self._layout.nbytes)
+        self._memory = memory_of(slot, self._layout.nbytes)
         self._sums = {}
         self._filled = 0
         self._damage = None
@@ -330,11 +225,11 @@ class StreamInbound(DoubleBuffer):
         """The buffer that a chunk's bytes are read into."""
         if not 0 <= chunk.block < self._blocks or chunk.block in self._sums:
             raise ProtocolError(f"block {chunk.block} arrived twice, or is not one of {self._blocks}")
-        place = _block_of(self._memory, chunk.block)
+        place = block_of(self._memory, chunk.block)
         if chunk.encoding == "raw":
             return place
         if chunk.encoding == "shared" and self._shared:
-            return _NOTHING
+            return NOTHING
         if not 0 < chunk.size < len(place):
             raise ProtocolError(f"an encoded block of {chunk.size} bytes, expected less than {len(place)}")
         self._encoded = memoryview(bytearray(chunk.size))
@@ -342,13 +237,13 @@ class StreamInbound(DoubleBuffer):
 
     def placed(self, chunk: Chunk) -> None:
         """The chunk's bytes have been read: decode the block and verify its checksum."""
-        place = _block_of(self._memory, chunk.block)
+        place = block_of(self._memory, chunk.block)
         if chunk.encoding == "shared":
             if self._source >= 0:
                 read_at(self._source, place, chunk.block * BLOCK)  # a short read fails the checksum
                 self._yield_processor()
         elif chunk.encoding != "raw":
-            base = None if self._base is None else _block_of(self._base, chunk.block)
+            base = None if self._base is None else block_of(self._base, chunk.block)
             try:
                 block_codec.decode(chunk.encoding, self._encoded, place, base)
             except ProtocolError as exc:
@@ -372,8 +267,8 @@ class StreamInbound(DoubleBuffer):
             if block not in self._sums:
                 if self._base is None:
                     raise ProtocolError(f"block {block} of {self._blocks} did not arrive")
-                place = _block_of(self._memory, block)
-                place[:] = _block_of(self._base, block)
+                place = block_of(self._memory, block)
+                place[:] = block_of(self._base, block)
                 # Compute it again: the model may have written into the version in service.
                 self._sums[block] = checksum_of(place)
         self._filled = max(self._filled, end)
@@ -395,12 +290,3 @@ class StreamInbound(DoubleBuffer):
         source, self._source = self._source, -1
         if source >= 0:
             os.close(source)
-
-
-def _memory_of(slot: Slot, nbytes: int) -> memoryview:
-    """A slot's first ``nbytes`` bytes."""
-    return slot.segment.buffer.numpy().data[:nbytes]
-
-
-def _block_of(memory: memoryview, block: int) -> memoryview:
-    return memory[block * BLOCK : (block + 1) * BLOCK]

@@ -230,14 +230,14 @@ class TurnOfSends:
 
     def __init__(self, thread: LoopThread) -> None:
         self._thread = thread
-        self.loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._count = 0
         self._later: list[Callable[[], None]] = []
 
     def add(self, send: Callable[[], None]) -> None:
         """Call ``send()`` now, or soon in the thread. Call this on the loop."""
         if self._count == 0:
-            self.loop.call_soon(self._end)
+            self._loop.call_soon(self._end)
         self._count += 1
         if self._count <= _SENT_AT_ONCE:
             send()

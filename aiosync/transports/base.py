@@ -308,7 +308,10 @@ class FramedTransport(Transport):
                     raise WorkerLostError((), f"it ended the handshake: {event.reason}")
 
     def flush(self, session: SenderSession | ReceiverSession, *, more: bool = False) -> None:
-        """Send the session's outgoing frames. ``more``: :meth:`TCPConnection.stream` follows at once."""
+        """Send the session's outgoing frames. ``more``: the body of an update follows at once.
+
+        A connection that carries bodies then keeps the frames, and sends them together with the body.
+        """
         if session.outgoing:
             frames = tuple(session.outgoing)
             session.outgoing.clear()

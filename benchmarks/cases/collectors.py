@@ -125,7 +125,7 @@ def _against_plain(
 
 
 def _two_loops(task: PlainTask) -> PlainTurn:
-    """Two plain loops at a time: what the processors give to two workers that need nobody."""
+    """Two plain loops at a time: what the processors give to two workers that wait for nothing."""
     with ThreadPoolExecutor(2) as threads:
         turns = [PlainTurn(**found) for found in threads.map(take, [task] * 2, ["plain_loop"] * 2)]
     return PlainTurn(sum(turn.frames for turn in turns), sum(turn.switches for turn in turns) / 2)

@@ -46,7 +46,7 @@ def fanout(
         for count in counts:
             ours, bare = (taken[count, contender] for contender in CONTENDERS)
             cpu = _cpu(ours)
-            wanted = WANTED.get(count, GROWTH * fewest)
+            wanted = WANTED.get(count, GROWTH * fewest if count > min(counts) else None)
             rows.append(
                 {
                     "receivers": count,
@@ -55,14 +55,14 @@ def fanout(
                     "send, ms": summary([statistics.median(turn.seconds) for turn in ours], 1e3),
                     "bare, ms": summary([statistics.median(turn.seconds) for turn in bare], 1e3),
                     "wanted": wanted,
-                    "ok": cpu.median <= wanted,
+                    "ok": None if wanted is None else cpu.median <= wanted,
                 }
             )
             found += [
                 {"receivers": count, "contender": contender, "turns": [asdict(turn) for turn in turns]}
                 for contender, turns in zip(CONTENDERS, (ours, bare), strict=True)
             ]
-    if check and not all(row["ok"] for row in rows):
+    if check and any(row["ok"] is False for row in rows):
         raise typer.Exit(1)
 
 

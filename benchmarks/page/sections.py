@@ -127,7 +127,7 @@ SECTIONS = (
         "the same environments and policy in each of their processes, batches of 1024 frames, and an update "
         "after each batch. `single` runs in the trainer's process, the others have two workers.",
         "*two at a time* are two plain loops in two processes: what the machine gives to two workers that "
-        "need nobody. The trainer's process needs a part of the processors too.",
+        "wait for nothing. The trainer's process needs a part of the processors too.",
     ),
     Section(
         "collectors",

@@ -13,10 +13,10 @@ from aiosync.errors import ProtocolError
 from aiosync.protocol.frames import Update
 from aiosync.protocol.framing import decode_either, decode_payload, encode_payload
 from aiosync.transfer.broadcast import ProcessGroupPayload
+from aiosync.transfer.encoded_version import StreamPayload
 from aiosync.transfer.mapped import MappedPayload
 from aiosync.transfer.object_store import ObjectPayload
 from aiosync.transfer.process_group import InlinePayload
-from aiosync.transfer.stream import StreamPayload
 
 PAYLOADS: list[msgspec.Struct] = [
     MappedPayload(3),

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import socket
+from contextlib import suppress
 
 import pytest
 
@@ -14,6 +15,7 @@ from aiosync.protocol.frames import Bye, Frame
 from aiosync.protocol.framing import encode
 from aiosync.transports._offload import LoopThread
 from aiosync.transports.tcp.socket_thread import SocketThread
+from aiosync.transports.tcp.socket_writer import _MAX_UNSENT
 from tests.kit.clock import eventually, within
 
 
@@ -93,3 +95,56 @@ async def test_two_tasks_close_one_connection() -> None:
         await within(asyncio.gather(connection.aclose(), connection.aclose()))
     finally:
         thread.close()
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_frames_for_a_peer_that_does_not_read_end_its_connection(together: bool) -> None:
+    ours, theirs = socket.socketpair()
+    thread, owner = LoopThread("test-socket"), Owner()
+    connection = SocketThread(
+        thread, ours, on_open=owner.on_open, on_frames=owner.on_frames, on_end=owner.on_end
+    )
+    connection.start(None)
+    await eventually(lambda: owner.open, "it is open")
+    frame, written, writer = bytes(100_000), 0, connection.writer
+    try:
+        while not writer.muted and written < 100:
+            if together:
+                writer.write_together([frame])
+            else:
+                writer.write(frame)
+            written += 1
+        # With many in one turn, the thread writes those after the first few when the turn has ended.
+        assert together or written - writer.progress // len(frame) <= _MAX_UNSENT + 2
+        await eventually(lambda: owner.ended is not None, "the end is reported")
+        assert owner.ended == f"it does not read: {_MAX_UNSENT} frames wait for it"
+    finally:
+        await connection.aclose()
+        thread.close()
+        theirs.close()
+
+
+async def test_a_peer_that_reads_too_slowly_counts_as_one_that_does_not_read() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    thread, owner = LoopThread("test-socket"), Owner()
+    connection = SocketThread(
+        thread, ours, on_open=owner.on_open, on_frames=owner.on_frames, on_end=owner.on_end
+    )
+    connection.start(None)
+    await eventually(lambda: owner.open, "it is open")
+    frame, rounds = bytes(50_000), 0
+    try:
+        while not connection.writer.muted and rounds < 200:  # three frames are written while one is read
+            for _ in range(3):
+                connection.writer.write(frame)
+            with suppress(BlockingIOError):
+                theirs.recv(len(frame))
+            await asyncio.sleep(0.001)
+            rounds += 1
+        assert rounds < 100
+        await eventually(lambda: owner.ended is not None, "the end is reported")
+    finally:
+        await connection.aclose()
+        thread.close()
+        theirs.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from aiosync.errors import InvalidArgumentError
 from aiosync.weights.block_copy import BlockCopy
-from aiosync.weights.copying import INLINE_LIMIT, Pairs, copy_few, copy_pairs
+from aiosync.weights.copying import INLINE_LIMIT, Pairs, copy_few, copy_lanes, copy_pairs
 
 
 class _Wrapper(Tensor):
@@ -111,3 +112,37 @@ def test_tensors_without_memory(size: int, copy: object) -> None:
 
 def test_nothing_to_copy() -> None:
     copy_few([])
+
+
+def _large(count: int) -> tuple[Pairs, list[Tensor]]:
+    sources = [torch.full((INLINE_LIMIT,), float(number)) for number in range(count)]
+    sources.append(torch.arange(6 << 20, dtype=torch.float32))  # more than one piece
+    destinations = [torch.full_like(source, -1.0) for source in sources]
+    return list(zip(destinations, sources, strict=True)), destinations
+
+
+def test_lanes_share_the_pieces_and_copy_all_of_them() -> None:
+    pairs, destinations = _large(40)
+    lanes = copy_lanes(pairs, 3)
+    assert len(lanes) == 3
+    with ThreadPoolExecutor(3) as threads:
+        assert all(threads.map(lambda lane: lane(lambda: False), lanes))
+    for destination, (_, source) in zip(destinations, pairs, strict=True):
+        assert torch.equal(destination, source)
+
+
+def test_one_lane_copies_what_a_late_one_does_not() -> None:
+    pairs, destinations = _large(4)
+    early, late = copy_lanes(pairs, 2)
+    assert early(lambda: False)
+    assert all(torch.equal(d, s) for d, (_, s) in zip(destinations, pairs, strict=True))
+    assert late(lambda: False)  # nothing is left
+
+
+def test_a_cancelled_lane_says_that_the_copy_is_not_whole() -> None:
+    pairs, destinations = _large(4)
+    early, late = copy_lanes(pairs, 2)
+    asked = iter([False, True])
+    assert not early(lambda: next(asked))
+    late(lambda: False)
+    assert sum(bool((d == -1).any()) for d in destinations) == 1  # the piece that was taken and not copied

@@ -140,7 +140,7 @@ class TCPConnection(FramedTransport):
         self.silent = False
         try:
             for frame in frames:
-                if self._closed or self._end is not None:
+                if not self.check_connection():
                     return
                 self._deliver(frame)
         except ProtocolError as exc:

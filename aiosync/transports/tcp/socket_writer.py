@@ -100,10 +100,7 @@ class SocketWriter:
             if self.muted:
                 return
             self._queue.append(data)
-            self._send_or_arm()
-            if len(self._queue) > _MAX_UNSENT:
-                self.mute()
-                self.thread.call(self.on_end, f"it does not read: {_MAX_UNSENT} frames wait for it")
+            self._send_queued()
 
     def write_together(self, data: Sequence[bytes]) -> None:
         """Send encoded frames, together with those for other connections. Called on the owner's loop."""
@@ -115,6 +112,9 @@ class SocketWriter:
     def _send_queued(self) -> None:
         with self.lock:
             self._send_or_arm()
+            if len(self._queue) + len(self._pieces) > _MAX_UNSENT:
+                self.mute()
+                self.thread.call(self.on_end, f"it does not read: {_MAX_UNSENT} frames wait for it")
 
     def stream(self, body: Body, on_sent: Callable[[], None]) -> None:
         """Send a body. ``on_sent`` is called on the owner's loop when the body's memory is no longer read."""
