@@ -29,6 +29,7 @@ from aiosync.transfer.stream import StreamInbound
 from aiosync.transports._offload import Offloader
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.transports.base import FramedTransport
+from aiosync.transports.tcp.connection import TCPConnection
 from aiosync.weights.arena import Slot
 from aiosync.weights.binding import Staged
 from aiosync.weights.block_copy import Filling
@@ -85,6 +86,11 @@ class _RelayLanding(StreamInbound):
         self.next: Slot | None = None
         self.front: Slot | None = None
 
+    def attach(self, transport: FramedTransport) -> None:
+        assert isinstance(transport, TCPConnection)
+        self._post = transport.post
+        super().attach(transport)
+
     def prepare(self) -> None:
         return  # the downstream side allocates the slots
 
@@ -97,7 +103,7 @@ class _RelayLanding(StreamInbound):
         super().begin(update)
         self.next = None
         self._arriving = _Arriving(self._sums)
-        self._owner.post(self._owner.started, update, self._arriving)
+        self._post(self._owner.started, update, self._arriving)
 
     def placed(self, chunk: Chunk) -> None:
         self._fill_up_to(chunk.block)
@@ -111,11 +117,11 @@ class _RelayLanding(StreamInbound):
         if self._damage is None:
             self._arriving.advance(self._blocks, over=True)
         else:
-            self._owner.post(self._owner.aborted)
+            self._post(self._owner.aborted)
 
     def abandon(self) -> None:
         super().abandon()
-        self._owner.post(self._owner.aborted)
+        self._post(self._owner.aborted)
 
     def make_room(self, names: Collection[str]) -> Collection[str]:
         return ()  # the downstream side has reserved a slot
@@ -189,13 +195,6 @@ class RelayForwarder(Applier):
         assert self._group is not None
         await self._host.start()
         await self.registry.open(self._host, [self._group])
-
-    def post(self, callback: Callable[..., None], *args: object) -> None:
-        """Call ``callback`` on the event loop, from another thread."""
-        try:
-            self._home.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            return  # the event loop is closed
 
     # -- room -----------------------------------------------------------------------------------------
 

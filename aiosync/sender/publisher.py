@@ -292,7 +292,7 @@ async def publish_together(publications: Sequence[Publication], *, fallback: boo
     """
     for publication in publications:
         for write in publication.writes:
-            if not write.group.writes_inline:
+            if not write.is_quick:
                 await _publish_from_threads(publications, fallback)
                 return
     # Small models: nothing is awaited in here, so nothing can be cancelled. A thread would take longer.

@@ -12,7 +12,7 @@ from aiosync.protocol.stream import BLOCK
 from aiosync.transfer.slots import Lease, SlotVersion
 from aiosync.weights.arena import Slot
 from aiosync.weights.block_copy import BlockCopy, Filling
-from aiosync.weights.copying import copy_few
+from aiosync.weights.copying import INLINE_LIMIT, copy_few
 
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
@@ -49,10 +49,17 @@ class SlotWrite(msgspec.Struct, eq=False):
     # This version replaced an overflow version.
     replaced_overflow: bool = False
 
+    @property
+    def is_quick(self) -> bool:
+        """Whether the copy takes so little time that no thread is needed for it."""
+        small = self.group.pool.layout.nbytes <= INLINE_LIMIT
+        # A larger copy from a device would block the event loop until all that was queued there is done.
+        return self.group.writes_inline and (small or all(source.is_cpu for _, source in self.pairs))
+
     async def copy(self, cancelled: Callable[[], bool]) -> bool:
         """Copy. Return whether all was copied: False if ``cancelled()`` became true."""
         self.begun = True
-        if self.group.writes_inline:
+        if self.is_quick:
             copy_few(self.pairs)
             return True
         return await self.group.offloader.copy(self.pairs, cancelled)

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from aiosync.sender.connection import WorkerConnection
 
 _INLINE_WRITE = 2 * 1024 * 1024
-"""Largest version in bytes that is written without a thread. The copy takes a fraction of a millisecond.
-Where workers compute on every processor, each way to a thread and back may take several."""
+"""Largest version in bytes that is copied from this process's memory without a thread. The copy takes a
+fraction of a millisecond. Where workers compute on every processor, each way to a thread and back may take
+several."""
 
 
 @dataclass(eq=False, repr=False)
@@ -67,7 +68,7 @@ class WorkerGroup:
     stopped: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        # Whether a version is so small that no thread is needed to write it.
+        # Whether a version is so small that no thread is needed to write it from this process's memory.
         self.writes_inline = self.device.type == "cpu" and self.pool.layout.nbytes <= _INLINE_WRITE
 
     async def reserve(self, count: int) -> None:
@@ -259,6 +260,8 @@ class WorkerGroup:
             if member is not None:
                 member.notify(newest)
         self.reconcile()
+        for member in self.connections.values():
+            member.transport.hand_over()
 
     def _replace_newest(self, write: SlotWrite, newest: SlotVersion, *, fallback: bool) -> None:
         write.superseded, lease = self.newest, self._newest_lease

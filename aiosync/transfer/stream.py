@@ -87,7 +87,7 @@ class StreamOutbound(OutboundTransfer):
     encoded: EncodedVersions  # of the group's newest version; shared by all workers of the group
     # CHECKED if the worker reads blocks in the slot, else PRIVATE.
     access: MemoryAccess = field(default=MemoryAccess.PRIVATE, init=False)
-    _version: EncodedVersion | None = field(default=None, init=False)  # in flight
+    _version: EncodedVersion | None = field(default=None, init=False)  # to be sent next
 
     def accept_codecs(self, codecs: Sequence[str]) -> None:
         if self.codec not in codecs:
@@ -115,10 +115,16 @@ class StreamOutbound(OutboundTransfer):
         return version.payload
 
     def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
-        assert self._version is not None
-        whole = self._version.whole()
+        # From here on only the connection refers to it: a worker may take long to answer.
+        version, self._version = self._version, None
+        assert version is not None
+        try:
+            whole = version.whole()
+        except Exception as exc:  # noqa: BLE001 - ends this connection, and no other one
+            self.transport.give_up(f"this side of its connection failed: {exc!r}")
+            return
         if whole is None:
-            self.transport.stream(self._version, on_sent)
+            self.transport.stream(version, on_sent)
         else:
             self.transport.send_whole(whole)
             on_sent()

@@ -187,21 +187,16 @@ class Mailbox:
             self._calls.clear()
 
     def _run(self) -> None:
-        self._woken = False
-        calls = self._calls
-        for _ in range(min(len(calls), _CALLS_AT_ONCE)):
-            function, args = calls.popleft()
-            try:
+        try:
+            self._woken, calls = False, self._calls
+            for _ in range(min(len(calls), _CALLS_AT_ONCE)):
+                function, args = calls.popleft()
                 function(*args)
-            except BaseException:
-                self._continue()
-                raise
-        self._continue()
-
-    def _continue(self) -> None:
-        if self._calls and not self._woken:
-            self._woken = True
-            self.loop.call_soon(self._run)
+        finally:
+            # Also after an error of a call, and after Ctrl-C: the loop may be run again.
+            if self._calls:
+                self._woken = True
+                self.loop.call_soon(self._run)
 
 
 async def abandonable(work: Callable[[], T], name: str) -> T:
@@ -244,10 +239,16 @@ class TurnOfSends:
         else:
             self._later.append(send)
 
-    def _end(self) -> None:
-        later, self._later, self._count = self._later, [], 0
-        if later:
+    def hand_over(self) -> None:
+        """Have the thread make the calls so far, although the turn goes on. It may last long: a trainer may
+        compute on its loop after a send that does not wait."""
+        if self._later:
+            later, self._later = self._later, []
             self._thread.call(_call_all, later)
+
+    def _end(self) -> None:
+        self._count = 0
+        self.hand_over()
 
 
 def _call_all(functions: Sequence[Callable[[], None]]) -> None:

@@ -317,6 +317,9 @@ class FramedTransport(Transport):
             session.outgoing.clear()
             self.write(*frames)
 
+    def hand_over(self) -> None:
+        """Do not wait for the end of the loop's turn with what was flushed and is sent by a thread."""
+
     # -- for subclasses ---------------------------------------------------------------------------
 
     def _feed(self, data: bytes) -> None:

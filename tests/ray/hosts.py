@@ -111,11 +111,14 @@ _kept: defaultdict[type[Any], list[Any]] = defaultdict(list)
 
 
 def start(kind: type[Any], count: int, size: int, max_restarts: int = 0) -> list[Any]:
-    """New actors of this class."""
+    """New actors of this class, which have started: beside busy processes that takes longer than a test's
+    calls may."""
     import ray
 
     made = ray.remote(num_cpus=0, max_restarts=max_restarts)(kind)
-    return [made.remote(size) for _ in range(count)]
+    actors = [made.remote(size) for _ in range(count)]
+    ray.get([actor.__ray_ready__.remote() for actor in actors], timeout=3 * PATIENCE)
+    return actors
 
 
 def start_or_reuse(kind: type[Any], count: int, size: int) -> list[Any]:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 import threading
+import time
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+import torch
 
+from aiosync.errors import WorkerLostError
+from aiosync.transfer.encoded_version import EncodedVersion
 from aiosync.transports import _offload
 from aiosync.transports._offload import LoopThread, Mailbox, TurnOfSends
 from aiosync.transports.tcp.socket_writer import SocketWriter
-from tests.kit.clock import eventually, within
+from aiosync.weights import codec
+from tests.kit.clock import PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.tcp import join, make_worker, sender_of
 
@@ -65,6 +73,96 @@ async def test_a_small_update_keeps_no_slot_until_it_is_answered() -> None:
         assert [group.pool.readers() for group in groups] == [set()]
 
 
+async def test_updates_leave_while_the_trainer_computes_on_its_loop() -> None:
+    model, loop = Uniform(0.0), asyncio.new_event_loop()
+    others = threading.Thread(target=loop.run_forever)
+    others.start()
+
+    async def there(work: Coroutine[Any, Any, Any]) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+
+    async def make() -> Any:
+        worker = make_worker(scheme.address)
+        await worker.connect()
+        await worker.serve()
+        return worker
+
+    try:
+        async with sender_of(model) as scheme:
+            connecting = asyncio.gather(*(there(make()) for _ in range(MANY)))
+            await within(scheme.connect(min_workers=MANY))
+            workers = await within(connecting)
+            for _ in range(2):
+                await within(scheme.send())
+            await asyncio.sleep(0.1)  # each worker has asked for the next version
+            fill(model, 5.0)
+            version = (await scheme.send(wait=False)).version
+            until = time.monotonic() + PATIENCE
+            while any(worker.scheme.version < version for worker in workers):
+                assert time.monotonic() < until, "some workers wait for the trainer's loop"
+                time.sleep(0.001)  # noqa: ASYNC251 - the loop is blocked on purpose
+            for worker in workers:
+                await there(worker.close())
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        await asyncio.to_thread(others.join)
+        loop.close()
+
+
+async def test_a_version_that_was_sent_is_not_kept_for_workers_that_do_not_answer() -> None:
+    def kept() -> int:
+        gc.collect()
+        return sum(isinstance(each, EncodedVersion) for each in gc.get_objects())
+
+    model = torch.nn.Linear(1000, 1000)
+    async with sender_of(model, codec="zstd") as scheme, AsyncExitStack() as stack:
+        workers = [
+            make_worker(scheme.address, torch.nn.Linear(1000, 1000), codec="zstd") for _ in range(MANY)
+        ]
+        for worker in workers:
+            stack.push_async_callback(worker.close)
+        await within(join(scheme, *workers))
+        await within(scheme.send())
+        connections = scheme.get_sender().registry.connections
+        for worker in workers:
+            await stack.enter_async_context(worker.scheme.pinned())
+            number = worker.scheme.worker_idx
+            assert number is not None
+            connection = connections[number]
+            await within(scheme.send(worker_ids=[number], wait=False))
+            await eventually(lambda connection=connection: connection.staged, "the worker has it")  # type: ignore[misc]
+        assert kept() <= 1
+
+
+async def test_an_error_while_a_version_is_encoded_costs_one_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, encode, failed = Uniform(0.0), codec.encode, list[bool]()
+
+    def encode_badly(*args: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise MemoryError("none left")
+        return encode(*args)
+
+    async with sender_of(model, codec="zstd", on_failure="drop") as scheme, AsyncExitStack() as stack:
+        workers = [make_worker(scheme.address, codec="zstd", reconnect_for=PATIENCE) for _ in range(MANY)]
+        for worker in workers:
+            stack.push_async_callback(worker.close)
+        await within(join(scheme, *workers))
+        await within(scheme.send())
+        monkeypatch.setattr(codec, "encode", encode_badly)
+        fill(model, 1.0)
+        report = await within(scheme.send())
+        lost = [each for each in report.workers.values() if isinstance(each.error, WorkerLostError)]
+        assert len(lost) == 1 and "MemoryError('none left')" in str(lost[0].error)
+        fill(model, 2.0)
+        await eventually(lambda: len(scheme.workers) == MANY, "the worker is back")
+        await within(scheme.send())
+        assert [value_of(worker.model) for worker in workers] == [2.0] * MANY
+        assert not scheme.get_sender().registry.awaited.tracked
+
+
 async def test_workers_that_leave_in_the_middle_of_sends() -> None:
     model = Uniform(0.0)
     async with sender_of(model, on_failure="drop") as scheme, AsyncExitStack() as stack:
@@ -112,6 +210,41 @@ async def test_a_mailbox_keeps_the_order_and_survives_an_error() -> None:
     finally:
         loop.set_exception_handler(None)
         thread.close()
+
+
+@pytest.mark.parametrize("line", range(2, 8))
+def test_a_mailbox_is_emptied_after_ctrl_c(line: int) -> None:
+    """The loop is run again, as notebooks do. At most the call that is interrupted is lost."""
+    loop, thread, seen = asyncio.new_event_loop(), LoopThread("test-mailbox"), list[int]()
+    code, lines = Mailbox._run.__code__, list[int]()
+
+    def interrupt(frame: Any, event: str, _: object) -> Any:
+        if frame.f_code is code and event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == line:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return interrupt
+
+    async def make() -> Mailbox:
+        return Mailbox(thread)
+
+    async def post() -> None:
+        for number in range(3):
+            mailbox.post(seen.append, number)
+        sys.settrace(interrupt)
+        await asyncio.sleep(0.1)
+
+    try:
+        mailbox = loop.run_until_complete(make())
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(post())
+        loop.run_until_complete(eventually(lambda: not mailbox._calls, "the calls have run"))
+        assert len(seen) >= 2
+    finally:
+        sys.settrace(None)
+        thread.close()
+        loop.close()
 
 
 async def test_the_last_calls_of_a_thread_arrive() -> None:

@@ -6,16 +6,22 @@ import asyncio
 import errno
 import os
 import socket
+import threading
 from contextlib import suppress
+from functools import partial
 
+import msgspec
 import pytest
 
+from aiosync import TLSConfig
 from aiosync.errors import ProtocolError
-from aiosync.protocol.frames import Bye, Frame
+from aiosync.protocol.frames import MAX_FRAME, Bye, Chunk, End, Frame, Inbound, Update
 from aiosync.protocol.framing import encode
 from aiosync.transports._offload import LoopThread
 from aiosync.transports.tcp.socket_thread import SocketThread
 from aiosync.transports.tcp.socket_writer import _MAX_UNSENT
+from aiosync.transports.tcp.tls import TLSLayer
+from tests.kit.certificates import certificates
 from tests.kit.clock import eventually, within
 
 
@@ -148,3 +154,92 @@ async def test_a_peer_that_reads_too_slowly_counts_as_one_that_does_not_read() -
         await connection.aclose()
         thread.close()
         theirs.close()
+
+
+class Landing:
+    """Takes chunks of any size."""
+
+    def begin(self, update: Update) -> None: ...
+
+    def place(self, chunk: Chunk) -> memoryview:
+        return memoryview(bytearray(chunk.size))
+
+    def placed(self, chunk: Chunk) -> None: ...
+
+    def finish(self, end: End) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+async def test_closing_does_not_wait_for_a_peer_that_sends_slowly() -> None:
+    """Of a chunk, a few bytes arrive whenever the thread has waited for a while."""
+    ours, theirs = socket.socketpair()
+    thread, owner, stop = LoopThread("test-socket"), Owner(), threading.Event()
+    connection = SocketThread(
+        thread, ours, on_open=owner.on_open, on_frames=owner.on_frames, on_end=owner.on_end
+    )
+    connection.decoder.sink = Landing()
+    connection.decoder.inbound = Inbound(MAX_FRAME, msgspec.msgpack.Decoder(Frame))
+    connection.start(None)
+    await eventually(lambda: owner.open, "it is open")
+    update, chunk = Update(round=0, version=0, payload={}), Chunk(block=0, size=1 << 20, checksum=0)
+    theirs.sendall(encode(update) + encode(chunk))
+
+    def drip() -> None:
+        with suppress(OSError):
+            while not stop.wait(0.03):
+                theirs.send(b"abc")
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    try:
+        await asyncio.sleep(0.3)  # the thread waits for the rest of the chunk
+        await within(connection.aclose(), 5.0)
+    finally:
+        stop.set()
+        dripping.join()
+        thread.close()
+        theirs.close()
+
+
+async def test_what_waits_encrypted_for_a_peer_is_limited_too() -> None:
+    config = certificates().config
+    config = TLSConfig(config.certfile, config.keyfile, config.cafile)
+    ours, theirs = socket.socketpair()
+    thread, owner = LoopThread("test-socket"), Owner()
+    connection = SocketThread(
+        thread,
+        ours,
+        TLSLayer(config.for_sender()),
+        on_open=owner.on_open,
+        on_frames=owner.on_frames,
+        on_end=owner.on_end,
+    )
+    connection.start(None)
+    wrap = partial(config.for_worker().wrap_socket, theirs, server_hostname="localhost")
+    peer = await asyncio.to_thread(wrap)
+    await eventually(lambda: owner.open, "it is open")
+    peer.settimeout(0.05)
+    writer, frame = connection.writer, bytes(100_000)
+    assert writer.tls is not None
+
+    def waiting() -> float:
+        with writer.lock:
+            encrypted = len(writer._sealed) + (writer.tls.outgoing.pending if writer.tls else 0)
+            return (encrypted + sum(map(len, (*writer._pieces, *writer._queue)))) / len(frame)  # type: ignore[arg-type]
+
+    try:
+        for _ in range(20):
+            while waiting() < _MAX_UNSENT - 2 and not writer.muted:
+                writer.write(frame)
+            with suppress(TimeoutError):  # it reads now and then
+                await asyncio.to_thread(peer.recv, 1 << 16)
+            assert writer.muted or waiting() < _MAX_UNSENT + 5
+        while not writer.muted:
+            writer.write(frame)
+            assert writer.muted or waiting() < _MAX_UNSENT + 5
+        await eventually(lambda: owner.ended is not None, "the end is reported")
+    finally:
+        await connection.aclose()
+        thread.close()
+        peer.close()

@@ -77,6 +77,12 @@ class TCPConnection(FramedTransport):
         if self._socket is not None:
             self._socket.decoder.sink = sink
 
+    def post(self, function: Callable[..., object], *args: object) -> None:
+        """Call ``function(*args)`` on this loop, after the frames that arrived before. For a sink, which is
+        called in the connection's thread."""
+        if self._socket is not None:
+            self._socket.post(function, *args)
+
     def flush(self, session: SenderSession | ReceiverSession, *, more: bool = False) -> None:
         if more:
             self._ahead = b"".join(map(encode, session.outgoing))
@@ -88,6 +94,10 @@ class TCPConnection(FramedTransport):
         """Send the update that was flushed last, and its body."""
         if self._socket is not None and self.check_connection():
             self._socket.writer.write_together((self._ahead, body))
+
+    def hand_over(self) -> None:
+        if self._socket is not None:
+            self._socket.writer.turn.hand_over()
 
     def stream(self, body: Body, on_sent: Callable[[], None]) -> None:
         """Send the update that was flushed last, and its body.

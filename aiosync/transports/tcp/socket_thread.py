@@ -31,7 +31,7 @@ from aiosync.protocol.framing import encode, is_frame
 from aiosync.protocol.stream import StreamDecoder
 from aiosync.transports._offload import LoopThread
 from aiosync.transports.sockets import close_in_children
-from aiosync.transports.tcp.socket_writer import TURN, SocketWriter
+from aiosync.transports.tcp.socket_writer import STEP, TURN, SocketWriter
 from aiosync.transports.tcp.tls import TLSLayer, error_of_plain_answer, reason_of
 
 logger = logging.getLogger("aiosync")
@@ -70,7 +70,8 @@ class SocketThread:
         self.decoder = StreamDecoder()
         self._fd = self.sock.fileno()
         mailbox, turn = self.thread.shared()
-        self._post = mailbox.post
+        # Calls a function on the owner's loop, after the frames that were delivered before.
+        self.post = mailbox.post  # calls a function on the owner's loop, after frames delivered before
         self._raw = memoryview(bytearray(_RECORD if self.tls is not None else 0))  # gets encrypted bytes
         self._state = _State.NEW
         self._lock = threading.RLock()
@@ -79,7 +80,7 @@ class SocketThread:
             self.sock,
             self._lock,
             self.tls,
-            post=self._post,
+            post=self.post,
             turn=turn,
             on_error=self._break,
             on_end=self._end,
@@ -142,7 +143,7 @@ class SocketThread:
                 self._state = _State.OPEN
                 self.writer.open()
                 self._stop_timer()
-                self._post(self.on_open)
+                self.post(self.on_open)
             self.writer.wake()
 
     def _readable(self) -> None:
@@ -165,7 +166,7 @@ class SocketThread:
                 self._fail("its connection closed")
             if self._drained:
                 return
-            budget -= count
+            budget -= max(count, STEP)  # a read may block: see _LONGEST_READ
 
     def _receive(self) -> int:
         """Read from the socket and decode; returns the bytes read, 0 at the end of the stream."""
@@ -241,7 +242,7 @@ class SocketThread:
             cost = self.decoder.framed - self._framed + _FRAME_COST * len(frames)
             self._framed = self.decoder.framed
             self._decoded += cost
-            self._post(self._deliver, frames, cost)
+            self.post(self._deliver, frames, cost)
             if self._decoded - self._handled > _MAX_UNREAD:
                 self._paused = True
                 self.thread.loop.remove_reader(self._fd)
@@ -310,8 +311,8 @@ class SocketThread:
         self.decoder.close()
         self.thread.loop.remove_reader(self._fd)
         self.sock.close()
-        self._post(self.on_end, reason, error)
-        self._post(self._closed.set)
+        self.post(self.on_end, reason, error)
+        self.post(self._closed.set)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

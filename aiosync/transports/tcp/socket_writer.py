@@ -21,7 +21,7 @@ from aiosync.transports.tcp.tls import TLSLayer
 # Most bytes that one connection sends or reads before other connections of the thread have their turn.
 TURN = 1 << 20
 # Bytes that one system call counts for at least. Copying the next block may precede even a short call.
-_STEP = 1 << 18
+STEP = 1 << 18
 # Most frames that may wait for a peer that does not read. The protocol never has as many in flight.
 _MAX_UNSENT = 16
 
@@ -175,7 +175,7 @@ class SocketWriter:
                 sent = self._send() if self.tls is None else self._send_sealed(self.tls)
                 if not sent:
                     return
-                budget -= max(sent, _STEP)
+                budget -= max(sent, STEP)
                 self.progress += sent
         except (BlockingIOError, InterruptedError):
             return
@@ -257,6 +257,8 @@ class SocketWriter:
                 for piece in self._next_pieces():
                     tls.encrypt(piece)
                     self._remove(len(piece))
+                    if tls.outgoing.pending >= STEP:  # what waits in the clear is limited; see _MAX_UNSENT
+                        break
             self._sealed = memoryview(tls.outgoing.read())
             if not self._sealed:
                 return 0

@@ -204,12 +204,13 @@ class StoreLookup:
     def run(self) -> tuple[bytes, Any] | None:
         """Wait for the sender's answer. Returns the answer and the store, or None after :meth:`cancel`."""
         store = self._store_address.connect()
-        store.set_timeout(_FOR_EVER)
         mine, key = _of_model(store, self._model_id), f"met/{self._name}"
         try:
+            # Before set_timeout: a clone looks for its server as long as the store's timeout says.
             self._other = _of_model(store.clone(), self._model_id)
             if self._cancelled:
                 return None
+            store.set_timeout(_FOR_EVER)
             mine.queue_push("arrivals", self._name)
             answer = mine.get(key)
             mine.delete_key(key)
