@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence, Set
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
@@ -54,9 +53,6 @@ class Actor(ABC):
         return {key: as_array(value) for key, value in self({"observation": observation}).items()}
 
 
-Acting: TypeAlias = Callable[[], AbstractContextManager[None]]
-"""Returns a context to call policies in; see :func:`acting`."""
-
 _NOT_OBSERVED = {"done", "terminated", "truncated", "step_count"}
 
 
@@ -81,11 +77,22 @@ def adapt_policy(
     return _OnDevice(actor, device, sync and device.type == "cuda")
 
 
-@contextmanager
-def acting(exploration: InteractionType) -> Iterator[None]:
-    """Policies are called without gradients, and with this interaction type."""
-    with torch.no_grad(), set_interaction_type(exploration):
-        yield
+class Acting:
+    """The context to call a policy in: without gradients, and with this interaction type. It can be entered
+    again once it was left."""
+
+    def __init__(self, exploration: InteractionType) -> None:
+        self._exploring = set_interaction_type(exploration)
+        self._had_gradients = True
+
+    def __enter__(self) -> None:
+        self._had_gradients = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)  # a rollout enters it often: a third of the time of torch.no_grad()
+        self._exploring.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._exploring.__exit__(None, None, None)
+        torch.set_grad_enabled(self._had_gradients)
 
 
 def to_device(policy: nn.Module, device: torch.device) -> None:

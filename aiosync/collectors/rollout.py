@@ -6,7 +6,7 @@ import asyncio
 import copy
 import time
 from collections.abc import Callable, Iterable, Set
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,7 +109,7 @@ class Rollout:
     number: int  # among the rollouts of its worker
     env: Env
     policy: Actor | None  # None: random actions
-    acting: Acting  # entered around calls of the policy
+    acting: Acting  # the context of calls of the policy
     config: BatchConfig
     next_id: int  # the number of the next trajectory; the one after it has this number + stride
     stride: int
@@ -197,10 +197,7 @@ class Rollout:
                 if self.config.reset_at_each_iter:
                     self._current, self._found = {}, None
             # Grad mode belongs to the thread: it may not be changed where other tasks can run.
-            acting: Any = nullcontext()
-            each: Acting = self.acting
-            if not self.env.suspends:
-                acting, each = self.acting(), nullcontext
+            acting, each = (nullcontext(), self.acting) if self.env.suspends else (self.acting, nullcontext())
             with acting:
                 if not (self._current or self._found):
                     await self._reset()
@@ -215,14 +212,14 @@ class Rollout:
                     if time.perf_counter() >= until:
                         return
 
-    async def _collect_frame(self, batch: PartialBatch, acting: Acting) -> Values:
+    async def _collect_frame(self, batch: PartialBatch, acting: AbstractContextManager[None]) -> Values:
         """Collect one frame. Returns what the environment returned."""
         place = batch.claim(self.number)
         current = self._observed()
         # Each part is written before the next call that may write over its memory.
         step = current | self._tags(current)
         batch.memory.write(place, step)
-        with acting():
+        with acting:
             action = self._act(batch.request.at_random)
         batch.memory.write(place, action)
         self._keys = step.keys() | action.keys(), action.keys()

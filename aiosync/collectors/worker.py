@@ -14,7 +14,6 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -38,7 +37,7 @@ from aiosync.collectors.command_pipe import (
     Ready,
 )
 from aiosync.collectors.env import Env
-from aiosync.collectors.policy import acting, adapt_policy, to_device
+from aiosync.collectors.policy import Acting, adapt_policy, to_device
 from aiosync.collectors.profiling import BatchProfiler, ProfileConfig
 from aiosync.collectors.rollout import PartialBatch, Rollout
 from aiosync.collectors.tensordict_env import load_env_state
@@ -184,7 +183,7 @@ class Worker:
         first, stride = self._spec.first_id, self._spec.stride
         limited = config.batch.step_limit or config.batch.compact_obs
         direct = len(self._envs) == 1 and not limited
-        exploring = partial(acting, config.policy.exploration_type)
+        exploring = Acting(config.policy.exploration_type)
         self._rollouts = [
             Rollout(number, env, policy, exploring, config.batch, first + number, stride, version, direct)
             for number, env in enumerate(self._envs)
@@ -195,7 +194,7 @@ class Worker:
         return self.policy if model_id == POLICY else resolve_model(self, model_id)
 
     def _version(self) -> int:
-        return self._extra_updates + max((scheme.version for scheme in self._policy_schemes), default=0)
+        return self._extra_updates + max([scheme.version for scheme in self._policy_schemes], default=0)
 
     async def _receive_commands(self) -> None:
         while True:
