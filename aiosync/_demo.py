@@ -23,6 +23,7 @@ from tensordict import TensorDictBase
 from torch.distributed import rpc
 
 from aiosync import RayWeightSyncScheme, RPCWeightSyncScheme, WeightSyncScheme
+from aiosync._extras import how_to_install
 from aiosync.errors import AiosyncError, NotInitializedError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def ray_cluster(store: int = 256 << 20) -> Iterator[None]:
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError:
-        raise NotInitializedError("Ray is not installed: pip install 'aiosync[ray]'") from None
+        raise NotInitializedError(f"Ray is not installed: {how_to_install('ray')}") from None
     ray.init(
         include_dashboard=False,
         log_to_driver=False,

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import importlib.util
+import json
 import multiprocessing
 import os
 import platform
 import shutil
+import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,6 +24,7 @@ from rich.table import Table
 from torch import nn
 
 import aiosync
+from aiosync._extras import how_to_install, packages_of_extras
 
 SELF_CHECK_SECONDS = 60.0
 _PACKAGES = ("torch", "tensordict", "anyio", "msgspec", "uvloop", "torchrl", "gymnasium")
@@ -26,27 +32,35 @@ _LOW_FILE_LIMIT = 1024
 _GIB = 2**30
 
 
-def examine(console: Console | None = None) -> bool:
+def examine(console: Console | None = None, *, as_json: bool = False) -> bool:
     """Print the findings, and run the self-check; returns whether the self-check succeeded."""
     console = console or Console()
-    table = Table(title="aiosync doctor", show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, finding in (*_software(), *_processes(), *_memory(), *_cuda()):
-        table.add_row(name, finding)
-    console.print(table)
-    console.print(f"Self-check: 1 MB over shared memory to a spawned worker, in {SELF_CHECK_SECONDS:g} s …")
+    found = dict((*_software(), *_extras(), *_processes(), *_network(), *_memory(), *_cuda()))
+    if not as_json:
+        table = Table(title="aiosync doctor", show_header=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, finding in found.items():
+            table.add_row(name, finding)
+        console.print(table)
+        console.print(
+            f"Self-check: 1 MB over shared memory to a spawned worker, in {SELF_CHECK_SECONDS:g} s …"
+        )
     started = time.monotonic()
     try:
         seconds = asyncio.run(self_check())
     except (aiosync.AiosyncError, OSError) as error:
-        console.print(f"FAILED after {time.monotonic() - started:.1f} s: {error}", style="bold red")
-        return False
-    console.print(
-        f"OK: connected after {seconds['connect']:.1f} s, sent and applied in {seconds['send'] * 1e3:.2f} ms",
-        style="bold green",
-    )
-    return True
+        check: dict[str, Any] = {"ok": False, "error": str(error)}
+        shown = f"FAILED after {time.monotonic() - started:.1f} s: {error}"
+    else:
+        check = {"ok": True, "connect_seconds": seconds["connect"], "send_seconds": seconds["send"]}
+        connected, sent = f"{seconds['connect']:.1f} s", f"{seconds['send'] * 1e3:.2f} ms"
+        shown = f"OK: connected after {connected}, sent and applied in {sent}"
+    if as_json:
+        print(json.dumps({"findings": found, "self_check": check}, indent=2))  # noqa: T201 - the output
+    else:
+        console.print(shown, style="bold green" if check["ok"] else "bold red")
+    return bool(check["ok"])
 
 
 def _version(package: str) -> str:
@@ -64,6 +78,13 @@ def _software() -> Iterator[tuple[str, str]]:
         yield package, _version(package)
 
 
+def _extras() -> Iterator[tuple[str, str]]:
+    for extra, modules in packages_of_extras().items():
+        missing = [module for module in modules if importlib.util.find_spec(module) is None]
+        finding = f"{', '.join(missing)} not installed: {how_to_install(extra)}" if missing else "installed"
+        yield f"extra {extra}", finding
+
+
 def _processes() -> Iterator[tuple[str, str]]:
     methods = multiprocessing.get_all_start_methods()
     yield "start methods", f"{', '.join(methods)} (default: {multiprocessing.get_start_method()})"
@@ -73,6 +94,21 @@ def _processes() -> Iterator[tuple[str, str]]:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         note = "  low: raise it with `ulimit -n`" if soft < _LOW_FILE_LIMIT else ""
         yield "open files", f"{soft} (may be raised to {hard}){note}"
+
+
+def _network() -> Iterator[tuple[str, str]]:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            with socket.create_connection(server.getsockname(), timeout=5.0):
+                yield "loopback", f"a connection to port {server.getsockname()[1]} works"
+    except OSError as error:
+        yield "loopback", f"FAILED: {error}: workers on this machine cannot be reached over TCP"
+    yield "TLS", f"{ssl.OPENSSL_VERSION}, {'TLS 1.2 and 1.3' if ssl.HAS_TLSv1_3 else 'TLS 1.2'}"
+    try:
+        port_range = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except OSError:
+        return
+    yield "free ports", f"chosen from {'-'.join(port_range)}"
 
 
 def _memory() -> Iterator[tuple[str, str]]:

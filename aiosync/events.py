@@ -16,6 +16,9 @@ EventKind: TypeAlias = Literal[
 ]
 
 
+Role: TypeAlias = Literal["sender", "receiver"]
+
+
 @dataclass(frozen=True, slots=True)
 class SyncEvent:
     """An event at an endpoint.
@@ -32,6 +35,7 @@ class SyncEvent:
         message: an error's text; empty: none.
         previous: for ``followed`` (a receiver follows another sender from now on), the version of the
             previous sender, while ``version`` is the new sender's newest; else -1.
+        role: what the endpoint is: ``sender`` or ``receiver``.
     """
 
     kind: EventKind
@@ -42,6 +46,7 @@ class SyncEvent:
     seconds: Mapping[str, float] = field(default_factory=dict)
     message: str = ""
     previous: int = -1
+    role: Role = "sender"
 
 
 EventHook: TypeAlias = Callable[[SyncEvent], None]
@@ -77,11 +82,12 @@ class EventSource:
         seconds: Mapping[str, float] | None = None,
         message: str = "",
         previous: int = -1,
+        role: Role = "sender",
     ) -> None:
         """Call the hooks with a :class:`SyncEvent` of these values. Without hooks no event is made."""
         if not self.hooks:
             return
-        event = SyncEvent(kind, model_id, version, worker, nbytes, seconds or {}, message, previous)
+        event = SyncEvent(kind, model_id, version, worker, nbytes, seconds or {}, message, previous, role)
         for hook in list(self.hooks):
             try:
                 hook(event)

@@ -7,24 +7,27 @@ Both functions convert the events of :meth:`~aiosync.WeightSyncScheme.on_event`,
     stop = metrics.to_prometheus(scheme)      # into the default registry
     stop = metrics.to_opentelemetry(scheme)   # into the global meter provider
 
-===========================  =========  ============================================================
-metric                       kind       meaning
-===========================  =========  ============================================================
-``aiosync_events``           counter    events by ``kind`` (sent, applied, failed, lost, ...)
-``aiosync_bytes``            counter    bytes of weights copied by the sender
-``aiosync_version``          gauge      the version last sent, applied or committed
-``aiosync_phase_seconds``    histogram  seconds by ``phase`` (extract, stage, ack, commit, ...)
-===========================  =========  ============================================================
+=========================  =========  ========  ==============================================================
+metric                     kind       unit      meaning
+=========================  =========  ========  ==============================================================
+``aiosync_events``         counter    events    events by ``kind`` (sent, applied, failed, lost, ...)
+``aiosync_bytes``          counter    bytes     weights that the sender copied
+``aiosync_version``        gauge      versions  the version last sent, applied or committed
+``aiosync_phase_seconds``  histogram  seconds   durations by ``phase`` (extract, stage, ack, commit, ...)
+=========================  =========  ========  ==============================================================
 
-Each has the labels ``model`` and ``worker``, which is empty for events that are not about one worker.
+Each has the labels ``role`` (``sender`` or ``receiver``: whose event it is), ``model``, and ``worker``, which
+is empty for events that are not about one worker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING
 
+from aiosync._extras import how_to_install
 from aiosync.events import SyncEvent
 from aiosync.schemes.base import WeightSyncScheme
 
@@ -37,9 +40,23 @@ __all__ = ["to_opentelemetry", "to_prometheus"]
 SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
+@contextmanager
+def _naming_the_extra() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        problem = f"{missing.name} is not installed: {how_to_install('metrics')}"
+        raise ModuleNotFoundError(problem, name=missing.name) from None
+
+
 def _labels(event: SyncEvent) -> dict[str, str]:
     worker = "" if event.worker is None else str(event.worker)
-    return {"model": event.model_id or "", "worker": worker}
+    return {"role": event.role, "model": event.model_id or "", "worker": worker}
+
+
+def _has_version(event: SyncEvent) -> bool:
+    """Whether the endpoint or the worker has the event's version: one that was refused is not meant."""
+    return event.version >= 0 and event.kind != "failed"
 
 
 def to_prometheus(scheme: WeightSyncScheme, registry: CollectorRegistry | None = None) -> Callable[[], None]:
@@ -55,7 +72,8 @@ def to_prometheus(scheme: WeightSyncScheme, registry: CollectorRegistry | None =
     Raises:
         ModuleNotFoundError: ``prometheus_client`` is not installed.
     """
-    from prometheus_client import REGISTRY
+    with _naming_the_extra():
+        from prometheus_client import REGISTRY
 
     events, nbytes, version, spent = _prometheus_metrics(REGISTRY if registry is None else registry)
 
@@ -64,7 +82,7 @@ def to_prometheus(scheme: WeightSyncScheme, registry: CollectorRegistry | None =
         events.labels(kind=event.kind, **labels).inc()
         if event.nbytes:
             nbytes.labels(**labels).inc(event.nbytes)
-        if event.version >= 0:
+        if _has_version(event):
             version.labels(**labels).set(event.version)
         for phase, seconds in event.seconds.items():
             spent.labels(phase=phase, **labels).observe(seconds)
@@ -76,7 +94,7 @@ def to_prometheus(scheme: WeightSyncScheme, registry: CollectorRegistry | None =
 def _prometheus_metrics(registry: CollectorRegistry) -> tuple[Counter, Counter, Gauge, Histogram]:
     from prometheus_client import Counter, Gauge, Histogram
 
-    labels = ["model", "worker"]
+    labels = ["role", "model", "worker"]
     return (
         Counter("aiosync_events", "Events of weight synchronisation", ["kind", *labels], registry=registry),
         Counter("aiosync_bytes", "Bytes of weights copied", labels, registry=registry),
@@ -101,7 +119,8 @@ def to_opentelemetry(scheme: WeightSyncScheme, meter: Meter | None = None) -> Ca
     Raises:
         ModuleNotFoundError: ``opentelemetry`` is not installed.
     """
-    from opentelemetry.metrics import get_meter
+    with _naming_the_extra():
+        from opentelemetry.metrics import get_meter
 
     source = get_meter("aiosync") if meter is None else meter
     events = source.create_counter("aiosync_events", description="Events of weight synchronisation")
@@ -114,7 +133,7 @@ def to_opentelemetry(scheme: WeightSyncScheme, meter: Meter | None = None) -> Ca
         events.add(1, {"kind": event.kind, **labels})
         if event.nbytes:
             nbytes.add(event.nbytes, labels)
-        if event.version >= 0:
+        if _has_version(event):
             version.set(event.version, labels)
         for phase, seconds in event.seconds.items():
             spent.record(seconds, {"phase": phase, **labels})

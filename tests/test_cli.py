@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib.metadata
+import inspect
+import json
 import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Any, get_args
 
 import psutil
 import pytest
 from typer.testing import CliRunner
 
-from aiosync import _doctor, cli
+import aiosync
+from aiosync import TCPWeightSyncScheme, _doctor, cli
 from aiosync._demo import LoopTicker
+from aiosync._extras import how_to_install
 from aiosync.errors import SyncTimeoutError
-from tests.kit.clock import PROGRAM
+from tests.kit.clock import PATIENCE, PROGRAM, within
+from tests.kit.models import Uniform
+from tests.kit.tcp import make_worker
 
 DEMO = [sys.executable, "-m", "aiosync.cli", "demo"]
 
@@ -31,10 +40,10 @@ def test_help_lists_the_commands() -> None:
     assert all(command in result.output for command in ("demo", "bench", "doctor"))
 
 
-def test_help_of_the_demo_is_the_examples_own() -> None:
+def test_help_of_the_demo() -> None:
     result = runner.invoke(cli.app, ["demo", "--help"])
     assert result.exit_code == 0
-    assert "aiosync demo" in result.output
+    assert "demo [OPTIONS]" in result.output
     assert all(option in result.output for option in ("--scheme", "--seed", "--updates", "--out"))
 
 
@@ -44,34 +53,98 @@ def test_a_wrong_scheme_is_named_with_the_right_ones() -> None:
     assert all(word in result.output for word in ("pigeon", "shared", "process"))
 
 
+def test_the_options_of_the_demo_are_those_of_the_example() -> None:
+    example = cli._load(cli._bundled("examples"), "async_cartpole")
+
+    def options(function: Any) -> list[Any]:
+        found = inspect.signature(function, eval_str=True).parameters.values()
+        return [
+            (p.name, p.default, get_args(p.annotation)[0], vars(p.annotation.__metadata__[0])) for p in found
+        ]
+
+    assert options(cli.demo) == options(example.main)
+
+
 @pytest.mark.parametrize(
     ("command", "module", "extra"),
     [
         ("demo", "gymnasium", "rl"),
         ("demo", "matplotlib.figure", "cli"),
-        ("doctor", "rich.console", "cli"),
+        (
+            "relay --upstream tcp://127.0.0.1:9 --listen tcp://127.0.0.1:0 --metrics-port 0 --insecure",
+            "prometheus_client",
+            "metrics",
+        ),
     ],
 )
 def test_a_missing_extra_is_one_line_with_the_command(
     command: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    for loaded in ("async_cartpole", "aiosync._doctor"):
-        monkeypatch.delitem(sys.modules, loaded, raising=False)
+    monkeypatch.delitem(sys.modules, "async_cartpole", raising=False)
     with pytest.raises(SystemExit) as caught:
-        cli.app([command], standalone_mode=False)
+        cli.app(command.split(), standalone_mode=False)
     message = str(caught.value.code)
-    assert f"aiosync {command} needs {module}" in message
-    assert f"pip install 'aiosync[{extra}]'" in message
+    assert f"aiosync {command.split()[0]} needs {module}" in message
+    assert how_to_install(extra) in message
     assert "\n" not in message
 
 
-def test_without_typer_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "typer", None)
-    spec = importlib.util.spec_from_file_location("cli_without_typer", str(cli.__file__))
-    assert spec is not None and spec.loader is not None
-    with pytest.raises(SystemExit, match=r"pip install 'aiosync\[cli\]'"):
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (None, "'aiosync[ray]'"),
+        ({"url": "file:///home/me/my%20code/aiosync", "dir_info": {}}, "'/home/me/my code/aiosync[ray]'"),
+        ({"url": "file:///code", "dir_info": {"editable": True}}, "-e '/code[ray]'"),
+        ({"url": "https://host/aiosync.whl"}, "'aiosync[ray] @ https://host/aiosync.whl'"),
+    ],
+)
+def test_an_extra_is_installed_from_where_aiosync_came(
+    record: dict[str, object] | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Distribution:
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return None if record is None else json.dumps(record)
+
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Distribution())
+    assert how_to_install("ray") == f"python -m pip install {expected}"
+
+
+WRONG = (
+    "--versin",
+    "relya",
+    "relay --upstrem x",
+    "demo --updatez 3",
+    "demo --workers 0",
+    "bench sned",
+    "doctor --jsn",
+    "relay --upstream x",
+)
+
+
+@pytest.mark.parametrize("arguments", ["--version", "--help", "demo --help", "bench --help", *WRONG])
+def test_the_command_line_answers_before_torch_is_imported(arguments: str) -> None:
+    code = (
+        "import sys\nfrom aiosync.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n"
+        "    code = end.code\nassert 'torch' not in sys.modules\nsys.exit(code)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *arguments.split()],
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM,
+        check=False,
+    )
+    assert ended.returncode == (2 if arguments in WRONG else 0), ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_the_package_is_a_program_with_a_version() -> None:
+    command = [sys.executable, "-m", "aiosync", "--version"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM, check=True)
+    assert ended.stdout == f"aiosync {aiosync.__version__}\n"
+    assert aiosync.__version__ == importlib.metadata.version("aiosync")
 
 
 def test_doctor_sends_a_real_update() -> None:
@@ -82,6 +155,15 @@ def test_doctor_sends_a_real_update() -> None:
     assert "OK: connected" in result.output
 
 
+def test_doctor_prints_json() -> None:
+    result = runner.invoke(cli.app, ["doctor", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert found["self_check"]["ok"] and found["self_check"]["send_seconds"] > 0
+    assert found["findings"]["extra rl"] == "installed"
+    assert {"torch", "open files", "loopback", "TLS", "/dev/shm"} <= found["findings"].keys()
+
+
 def test_doctor_fails_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async def too_late() -> dict[str, float]:
         raise SyncTimeoutError("connect", seconds=60, workers=[0])
@@ -90,6 +172,10 @@ def test_doctor_fails_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     result = runner.invoke(cli.app, ["doctor"])
     assert result.exit_code == 1
     assert "connect not finished by worker 0" in result.output
+    result = runner.invoke(cli.app, ["doctor", "--json"])
+    assert result.exit_code == 1
+    check = json.loads(result.output)["self_check"]
+    assert not check["ok"] and "connect not finished by worker 0" in check["error"]
 
 
 @pytest.mark.parametrize("scheme", ["shared", "process", "distributed", "rpc", "ray"])
@@ -142,6 +228,52 @@ def test_ctrl_c_ends_the_demo_cleanly(tmp_path: Path) -> None:
     assert "Traceback" not in after
     _, alive = psutil.wait_procs(workers, timeout=PROGRAM)
     assert not alive
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM handlers")
+async def test_a_relay_serves_metrics_and_ends_cleanly_at_sigterm(tmp_path: Path) -> None:
+    token, here = "a token of the tests", f"unix://{tmp_path}/relay.sock"
+    trainer = TCPWeightSyncScheme("tcp://127.0.0.1:0", token=token, timeout=PATIENCE)
+    model = Uniform(1.0)
+    trainer.init_on_sender(model_id="policy", model=model)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(trainer.aclose)
+        connecting = asyncio.create_task(trainer.connect(min_workers=1))
+        await asyncio.sleep(0)
+        command = ["relay", "--upstream", trainer.address, "--listen", here, "--model-id", "policy"]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "aiosync", *command, "--metrics-port", "0",
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "AIOSYNC_TOKEN": token, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+
+        def kill() -> None:
+            with suppress(ProcessLookupError):
+                process.kill()
+
+        stack.callback(kill)
+        assert process.stdout is not None
+        seen = ""
+        while "workers may connect to" not in seen:
+            line = await within(process.stdout.readline(), PROGRAM)
+            assert line, seen
+            seen += line.decode()
+        await within(connecting)
+        worker = make_worker(here)
+        stack.push_async_callback(worker.close)
+        await within(worker.connect())
+        await worker.serve()
+        await within(trainer.send())
+        address = next(line for line in seen.splitlines() if line.startswith("metrics: ")).split()[1]
+        served = await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=PATIENCE).read())
+        for role in (b"receiver", b"sender"):
+            assert b'aiosync_version{model="policy",role="%b",worker="0"} 1.0' % role in served
+        process.send_signal(signal.SIGTERM)
+        after = (await within(process.stdout.read(), PROGRAM)).decode()
+        assert await process.wait() == 0, seen + after
+        assert "the end, at version 1: SIGTERM" in after
+        assert not (tmp_path / "relay.sock").exists()
 
 
 async def test_the_ticker_sees_a_stalled_loop() -> None:

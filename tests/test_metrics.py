@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import sys
+from typing import Any
 
 import pytest
 import torch
 
 from aiosync import MemoryWeightSyncScheme, metrics
+from aiosync._extras import how_to_install
 
 
-async def one_send(scheme: MemoryWeightSyncScheme) -> None:
-    """Connect one worker, send once, close."""
+async def one_send(scheme: MemoryWeightSyncScheme, registry: Any = None) -> None:
+    """Connect one worker, whose events are counted in ``registry``; send once, close."""
     scheme.init_on_sender(model_id="policy", model=torch.nn.Linear(3, 2), num_workers=1)
     worker = copy.copy(scheme)
+    if registry is not None:
+        metrics.to_prometheus(worker, registry)
     worker.init_on_receiver(model_id="policy", model=torch.nn.Linear(3, 2), worker_idx=0)
     await asyncio.gather(scheme.connect(), worker.connect())
     async with worker.receiving():
@@ -28,17 +33,33 @@ async def test_prometheus_counts_what_happened() -> None:
     registry = client.CollectorRegistry()
     scheme = MemoryWeightSyncScheme(timeout=20)
     stop = metrics.to_prometheus(scheme, registry)
-    await one_send(scheme)
-    whole = {"model": "policy", "worker": ""}
+    await one_send(scheme, registry)
+    whole = {"role": "sender", "model": "policy", "worker": ""}
     assert registry.get_sample_value("aiosync_events_total", {"kind": "sent", **whole}) == 1
     assert registry.get_sample_value("aiosync_bytes_total", whole) == 32
     assert registry.get_sample_value("aiosync_version", whole) == 1
     assert registry.get_sample_value("aiosync_phase_seconds_count", {"phase": "stage", **whole}) == 1
+    worker = {"role": "receiver", "model": "policy", "worker": "0"}
+    assert registry.get_sample_value("aiosync_version", worker) == 1
+    assert registry.get_sample_value("aiosync_events_total", {"kind": "committed", **worker}) == 2
     stop()
     again = MemoryWeightSyncScheme(timeout=20)
     metrics.to_prometheus(again, registry)
     await one_send(again)
     assert registry.get_sample_value("aiosync_events_total", {"kind": "sent", **whole}) == 2
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [("prometheus_client", metrics.to_prometheus), ("opentelemetry.metrics", metrics.to_opentelemetry)],
+)
+def test_without_the_extra_the_error_says_how_to_install_it(
+    module: str, function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        function(MemoryWeightSyncScheme())
+    assert str(caught.value) == f"{module} is not installed: {how_to_install('metrics')}"
 
 
 async def test_opentelemetry_counts_what_happened() -> None:

@@ -82,7 +82,9 @@ class ReceiverReporter:
     def emit(self, kind: EventKind, *, seconds: Mapping[str, float] | None = None, message: str = "") -> None:
         """Emit an event."""
         worker, version = self.connection.worker, self.applier.version
-        self.events.emit(kind, self.model_id, version, worker, seconds=seconds, message=message)
+        self.events.emit(
+            kind, self.model_id, version, worker, seconds=seconds, message=message, role="receiver"
+        )
 
     def disconnected(self, reason: str) -> None:
         """The connection was lost, and this worker tries to find the sender again."""
@@ -100,4 +102,6 @@ class ReceiverReporter:
         worker = self.connection.worker
         words = f"followed another sender: {before} → {version}"
         logger.warning("worker %d %s", worker, words)
-        self.events.emit("followed", self.model_id, version, worker, message=words, previous=before)
+        self.events.emit(
+            "followed", self.model_id, version, worker, message=words, previous=before, role="receiver"
+        )

@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from aiosync._extras import how_to_install
 from aiosync.errors import InvalidArgumentError, ProtocolError
 
 try:
@@ -54,7 +55,7 @@ def check_codec(codec: str) -> None:
         raise InvalidArgumentError(f"codec={codec!r}: expected one of 'full', 'zstd', 'delta'")
     if codec != "full" and not known_encodings():
         raise InvalidArgumentError(
-            f"codec={codec!r} needs zstandard, which is not installed: python -m pip install 'aiosync[delta]'"
+            f"codec={codec!r} needs zstandard, which is not installed: {how_to_install('delta')}"
         )
 
 
@@ -157,7 +158,7 @@ def check_xxhash(what: str = "weights over sockets") -> None:
     """Raise InvalidArgumentError, which names ``what``, if xxhash is not installed."""
     if xxhash is None:
         raise InvalidArgumentError(
-            f"{what}: this needs xxhash, which is not installed: python -m pip install 'aiosync[tcp]'"
+            f"{what}: this needs xxhash, which is not installed: {how_to_install('tcp')}"
         )
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from typing import Any
 
+from aiosync._extras import how_to_install
 from aiosync.errors import NotInitializedError
 
 __all__ = ["ray_here"]
@@ -16,6 +17,6 @@ def ray_here() -> Any:
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         installed = importlib.util.find_spec("ray") is not None
-        how = "call ray.init() first" if installed else "pip install 'aiosync[ray]', and call ray.init()"
+        how = "call ray.init() first" if installed else f"{how_to_install('ray')}, and call ray.init()"
         raise NotInitializedError(f"this process is not connected to a Ray cluster: {how}")
     return ray
