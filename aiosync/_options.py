@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 import torch
 
@@ -17,6 +17,44 @@ from aiosync.weights.strategy import get_strategy
 OnFailure = Literal["raise", "drop"]
 OnSenderClose = Literal["stop", "wait"]
 StrategyName = Literal["tensordict", "state_dict"]
+
+
+class RareOptions(TypedDict, total=False):
+    """Keywords of :class:`~aiosync.WeightSyncScheme` that no other scheme's signature repeats."""
+
+    cast: torch.dtype | None
+    commit: CommitMode
+    on_failure: OnFailure
+    max_slots: int
+    first_version: int
+    min_workers: int | None
+    peft: PeftMode
+
+
+class TimedOptions(RareOptions, total=False):
+    """The same, and the deadline."""
+
+    timeout: float | None
+
+
+class CopyOptions(TimedOptions, total=False):
+    """The same, and whether each worker has a separate copy."""
+
+    per_worker_weights: bool
+
+
+class CommonOptions(CopyOptions, total=False):
+    """All keywords of :class:`~aiosync.WeightSyncScheme`."""
+
+    strategy: StrategyName
+    sync: bool
+
+
+class RankOptions(RareOptions, total=False):
+    """Those that :class:`~aiosync.DistributedWeightSyncScheme` does not repeat."""
+
+    strategy: StrategyName
+    per_worker_weights: bool
 
 
 @dataclass(frozen=True)

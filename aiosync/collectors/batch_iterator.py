@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Self
+from typing import Self, cast
 
 from tensordict import TensorDictBase
 
@@ -61,8 +61,8 @@ class BatchIterator(WorkerAccess):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Any:
-        """Return the next batch, a TensorDict; None if the batch went to a replay buffer.
+    async def __anext__(self) -> TensorDictBase:
+        """Return the next batch. With a replay buffer, which has got the batch, it is None instead.
 
         Raises:
             StopAsyncIteration: ``total_frames`` have been returned.
@@ -81,7 +81,8 @@ class BatchIterator(WorkerAccess):
                 raise StopAsyncIteration
             await self._wait_while_paused()
             try:
-                return await self._next_batch(pool)
+                # None only goes to callers who have given a replay buffer: the type is that for all others.
+                return cast(TensorDictBase, await self._next_batch(pool))
             except EndOfBatches:
                 raise StopAsyncIteration from None
             except (
@@ -306,11 +307,11 @@ class BatchIterator(WorkerAccess):
         idle = self._collecting is None or self._collecting.done() or self._parked
         return idle or not any(worker.batches for worker in pool.workers)
 
-    async def next(self) -> Any:
+    async def next(self) -> TensorDictBase | None:
         """Return the next batch; None after the last one. Raises as the iterator."""
         return await anext(self, None)
 
-    def iterator(self) -> AsyncIterator[Any]:
+    def iterator(self) -> AsyncIterator[TensorDictBase]:
         """Return this collector, which is its own iterator."""
         return self
 

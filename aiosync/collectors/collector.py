@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from tensordict import TensorDictBase
@@ -17,6 +17,7 @@ from aiosync.collectors.adapters import env_factory
 from aiosync.collectors.batch_config import per_worker
 from aiosync.collectors.config import CollectorConfig
 from aiosync.collectors.host import MakeHost, ProcessHost, RayHost, context_of
+from aiosync.collectors.options import CollectorOptions
 from aiosync.collectors.pickling import PolicySkeleton, check_picklable
 from aiosync.collectors.pool import Pool
 from aiosync.collectors.saved_state import RestorableIterator
@@ -113,7 +114,7 @@ class MultiCollector(RestorableIterator, AsyncResource):
         policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         config: CollectorConfig | None = None,
-        **options: Any,
+        **options: Unpack[CollectorOptions],
     ) -> None:
         if self._sync is not None and sync not in (None, self._sync):
             raise InvalidArgumentError(f"sync={sync!r}: a {type(self).__name__} has sync={self._sync}")

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from tensordict import TensorDictBase
@@ -17,6 +17,7 @@ from aiosync.collectors.collector import CALLED_IN_WORKERS, MultiCollector
 from aiosync.collectors.config import CollectorConfig, ReplayConfig, WeightConfig
 from aiosync.collectors.env import Nested
 from aiosync.collectors.host import LocalHost, MakeHost
+from aiosync.collectors.options import CollectorOptions
 from aiosync.collectors.pickling import copy_env
 from aiosync.collectors.worker_spec import WorkerSpec
 from aiosync.errors import InvalidArgumentError
@@ -55,7 +56,7 @@ class Collector(MultiCollector):
         policy_factory: Callable[[], Any] | None = None,
         create_env_kwargs: Mapping[str, Any] | None = None,
         config: CollectorConfig | None = None,
-        **options: Any,
+        **options: Unpack[CollectorOptions],
     ) -> None:
         config = (config or CollectorConfig()).of(**options)
         processes = config.processes

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from aiosync._deadline import Deadline, seconds_of
@@ -46,7 +47,7 @@ class ReceivingEndpoint(Endpoint):
     async def receive_until(self, deadline: Deadline) -> Mapping[str, Tensor] | None:
         """Wait for an update. Return the current weights by name, or None if no update came in time."""
 
-    async def receive(self, timeout: float | None = None) -> Any:
+    async def receive(self, timeout: float | None = None) -> TensorDictBase | dict[str, Tensor] | None:
         """Wait for the next update and return its weights: see :meth:`aiosync.WeightSyncScheme.receive`."""
         views = await self.receive_until(Deadline.after(seconds_of(timeout, self.timeout)))
         return None if views is None else in_format(self.model_applier.strategy, views)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tensordict import TensorDictBase
 from torch import Tensor
 
 from aiosync.events import EventKind, EventSource, logger
@@ -17,7 +18,7 @@ from aiosync.weights.flatten import named_tensors
 from aiosync.weights.strategy import WeightStrategy, to_tensordict
 
 
-def in_format(strategy: WeightStrategy, views: Mapping[str, Tensor]) -> Any:
+def in_format(strategy: WeightStrategy, views: Mapping[str, Tensor]) -> TensorDictBase | dict[str, Tensor]:
     """The weights in the form that ``strategy`` extracts: a TensorDict or a flat dict. The tensors are new
     ones over the same memory, so that the caller may re-point or reshape them in place."""
     new = over_same_memory(views)

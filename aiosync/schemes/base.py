@@ -7,6 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self
 
+from tensordict import TensorDictBase
+from torch import Tensor
+
 from aiosync._deadline import Deadline, seconds_of
 from aiosync._endpoint import AsyncResource, Endpoint
 from aiosync._options import check_count
@@ -271,7 +274,7 @@ class WeightSyncScheme(SchemeRecipe, AsyncResource):
         """
         return self._receiving().receiving()
 
-    async def receive(self, timeout: float | None = None) -> Any:
+    async def receive(self, timeout: float | None = None) -> TensorDictBase | dict[str, Tensor] | None:
         """Wait for the next update and return its weights once they are applied; None if none came in time.
 
         No update is returned twice. If :meth:`receiving` has applied several, this returns the newest. The

@@ -5,9 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from multiprocessing.context import BaseContext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
-from aiosync._options import OnSenderClose, check_bool, check_choice, check_reconnecting, check_seconds
+from aiosync._options import (
+    CommonOptions,
+    OnSenderClose,
+    RankOptions,
+    check_bool,
+    check_choice,
+    check_reconnecting,
+    check_seconds,
+)
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.sender.endpoint import WeightSender
@@ -28,7 +36,12 @@ class ProcessGroupScheme(WeightSyncScheme):
     _inline: ClassVar[int] = INLINE_LIMIT
 
     def __init__(
-        self, backend: str, collective: Collective, share_memory: bool, reconnect_for: float, **options: Any
+        self,
+        backend: str,
+        collective: Collective,
+        share_memory: bool,
+        reconnect_for: float,
+        **options: Unpack[CommonOptions],
     ) -> None:
         super().__init__(**options)
         check_choice("backend", backend, ("gloo", "nccl"))
@@ -126,10 +139,11 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
         share_memory: bool = True,
         reconnect_for: float = 60.0,
         on_sender_close: OnSenderClose = "stop",
-        **options: Any,
+        **options: Unpack[RankOptions],
     ) -> None:
-        options |= {"sync": sync, "timeout": timeout}
-        super().__init__(backend, collective, share_memory, reconnect_for, **options)
+        super().__init__(
+            backend, collective, share_memory, reconnect_for, sync=sync, timeout=timeout, **options
+        )
         check_reconnecting(reconnect_for, on_sender_close)
         self._on_sender_close = on_sender_close
         self._meeting = self._given = StoreAddress.at(store, init_method)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Unpack
 
+from aiosync._options import CommonOptions
 from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.recipe import UNKNOWN_SENDER
@@ -30,7 +31,7 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
     _fields = ("address", "faults")
     _address: str | None = None
 
-    def __init__(self, *, faults: Sequence[Fault] = (), **options: Any) -> None:
+    def __init__(self, *, faults: Sequence[Fault] = (), **options: Unpack[CommonOptions]) -> None:
         super().__init__(**options)
         self._faults = tuple(faults)
 

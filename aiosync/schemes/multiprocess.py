@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, Unpack
 
+from aiosync._options import CopyOptions, StrategyName
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.contexts import adapter_for
@@ -51,12 +52,14 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     def __init__(
         self,
-        *args: Any,
+        strategy: StrategyName = "tensordict",
+        sync: bool = True,
+        *,
         pipes: Sequence[Connection[Any, Any]] | None = None,
         on_other_message: Callable[[int, Any], None] | None = None,
-        **options: Any,
+        **options: Unpack[CopyOptions],
     ) -> None:
-        super().__init__(*args, **options)
+        super().__init__(strategy, sync, **options)
         self._pipes = pipes
         self.on_other_message = on_other_message
         self._pipe: Connection[Any, Any] | None = None

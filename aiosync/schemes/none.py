@@ -9,6 +9,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from tensordict import TensorDictBase
+from torch import Tensor
+
 from aiosync._deadline import Deadline
 from aiosync._endpoint import Endpoint, SendingEndpoint, WorkerIds
 from aiosync._options import SchemeOptions
@@ -46,7 +49,7 @@ class NullEndpoint(SendingEndpoint):
     async def receive_until(self, deadline: Deadline) -> None:
         """Return None at once: no update ever comes."""
 
-    async def receive(self, timeout: float | None = None) -> Any:
+    async def receive(self, timeout: float | None = None) -> TensorDictBase | dict[str, Tensor] | None:
         """Return None at once: no update ever comes."""
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:

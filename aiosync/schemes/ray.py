@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Sequence
 from multiprocessing.context import BaseContext
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, Unpack, get_args
 
 from aiosync._deadline import Deadline
-from aiosync._options import StrategyName, check_choice, check_count
+from aiosync._options import CopyOptions, StrategyName, check_choice, check_count
 from aiosync.errors import InvalidArgumentError, NotInitializedError
 from aiosync.events import logger
 from aiosync.schemes.attach import all_joined, enlist
@@ -24,6 +24,17 @@ from aiosync.transports.ray.transport import ActorCall, handle_of, in_actor
 
 DataPlane: TypeAlias = Literal["object_store", "tcp", "distributed"]
 TensorTransport: TypeAlias = Literal["object_store", "nixl"]
+
+
+class RayOptions(CopyOptions, total=False):
+    """Keywords of :class:`RayWeightSyncScheme`, but for ``strategy`` and ``backend``."""
+
+    sync: bool
+    tensor_transport: TensorTransport
+    data_plane: DataPlane | None
+    collective: Collective
+    share_memory: bool
+    reconnect_for: float
 
 
 class RayWeightSyncScheme(ProcessGroupScheme):
@@ -78,13 +89,14 @@ class RayWeightSyncScheme(ProcessGroupScheme):
         collective: Collective = "p2p",
         share_memory: bool = True,
         reconnect_for: float = 60.0,
-        **options: Any,
+        **options: Unpack[CopyOptions],
     ) -> None:
         if data_plane is None:
             data_plane = "object_store" if backend == "gloo" else "distributed"
         _check_planes(tensor_transport, data_plane, backend)
-        options |= {"strategy": strategy, "sync": sync}
-        super().__init__(backend, collective, share_memory, reconnect_for, **options)
+        super().__init__(
+            backend, collective, share_memory, reconnect_for, strategy=strategy, sync=sync, **options
+        )
         self._tensor_transport: TensorTransport = tensor_transport
         self._data_plane: DataPlane = data_plane
 

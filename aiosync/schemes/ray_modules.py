@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Unpack, get_args
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from aiosync._deadline import Deadline
 from aiosync._options import check_choice
 from aiosync.errors import InvalidArgumentError
 from aiosync.receiver.endpoint import WeightReceiver
-from aiosync.schemes.ray import RayWeightSyncScheme, actors_of
+from aiosync.schemes.ray import RayOptions, RayWeightSyncScheme, actors_of
 from aiosync.sender.endpoint import WeightSender
 from aiosync.sender.worker_plan import model_of
 from aiosync.transports.ray.object_store import as_tensor, packed
@@ -99,7 +99,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         backend: str = "gloo",
         *,
         update_method: UpdateMethod | None = None,
-        **options: Any,
+        **options: Unpack[RayOptions],
     ) -> None:
         update_method = strategy if update_method is None else update_method
         check_choice("update_method", update_method, get_args(UpdateMethod))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, Unpack
 
 from aiosync._deadline import Deadline
-from aiosync._options import StrategyName
+from aiosync._options import CopyOptions, StrategyName
 from aiosync.errors import InvalidArgumentError
 from aiosync.schemes.attach import all_joined, enlist
 from aiosync.schemes.contexts import adapter_for
@@ -62,10 +62,11 @@ class RPCWeightSyncScheme(ProcessGroupScheme):
         collective: Collective = "p2p",
         share_memory: bool = True,
         reconnect_for: float = 60.0,
-        **options: Any,
+        **options: Unpack[CopyOptions],
     ) -> None:
-        options |= {"strategy": strategy, "sync": sync}
-        super().__init__(backend, collective, share_memory, reconnect_for, **options)
+        super().__init__(
+            backend, collective, share_memory, reconnect_for, strategy=strategy, sync=sync, **options
+        )
         self._sender_name = sender
 
     def _forget_runtime(self) -> None:

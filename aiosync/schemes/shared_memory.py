@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Unpack
 
-from aiosync._options import StrategyName
+from aiosync._options import StrategyName, TimedOptions
 from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.recipe import UNKNOWN_SENDER
@@ -51,7 +51,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         strategy: StrategyName = "tensordict",
         sync: bool = True,
         per_worker_weights: bool = False,
-        **options: Any,
+        **options: Unpack[TimedOptions],
     ) -> None:
         super().__init__(strategy, sync, per_worker_weights=per_worker_weights, **options)
 

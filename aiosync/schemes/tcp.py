@@ -7,9 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Unpack
 
-from aiosync._options import OnSenderClose, SchemeOptions, check_bool, check_count, check_reconnecting
+from aiosync._options import (
+    CommonOptions,
+    OnSenderClose,
+    SchemeOptions,
+    check_bool,
+    check_count,
+    check_reconnecting,
+)
 from aiosync.errors import InsecureTransportError, InvalidArgumentError
 from aiosync.events import EventSource
 from aiosync.receiver.endpoint import WeightReceiver
@@ -98,7 +105,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         on_sender_close: OnSenderClose = "stop",
         insecure: bool = False,
         max_connections: int = 1024,
-        **options: Any,
+        **options: Unpack[CommonOptions],
     ) -> None:
         super().__init__(**options)
         self._address = Address.parse(address)

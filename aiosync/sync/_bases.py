@@ -7,6 +7,8 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from tensordict import TensorDictBase
+
 from aiosync import collectors
 from aiosync.collectors.collector import ThreadLimit
 from aiosync.errors import BlockingCallError
@@ -46,10 +48,10 @@ class BlockingCollector:
         """The trainer's policy; None if there is none."""
         return self._async.policy
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[TensorDictBase]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> TensorDictBase:
         """The next batch; see the asyncio class's ``__anext__``."""
         try:
             return portal().call(self._started.__anext__)

@@ -6,12 +6,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 from tensordict import TensorDictBase
 
 from aiosync import collectors
 from aiosync.collectors.config import CollectorConfig
+from aiosync.collectors.options import CollectorOptions
 from aiosync.collectors.profiling import ProfileConfig
 from aiosync.collectors.weight_sources import WorkersOrDevices
 from aiosync.collectors.worker_spec import POLICY
@@ -38,7 +39,7 @@ class MultiCollector(BlockingCollector):
         policy_factory: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
         create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         config: CollectorConfig | None = None,
-        **options: Any,
+        **options: Unpack[CollectorOptions],
     ) -> None:
         self._async = self._async_class(
             create_env_fn,
@@ -477,7 +478,7 @@ class MultiCollector(BlockingCollector):
         """
         return self._blocking_pause(timeout)
 
-    def next(self) -> Any:
+    def next(self) -> TensorDictBase | None:
         """Return the next batch; None after the last one. Raises as the iterator."""
         return portal().call(self._started.next)
 
@@ -567,7 +568,7 @@ class Collector(MultiCollector):
         policy_factory: Callable[[], Any] | None = None,
         create_env_kwargs: Mapping[str, Any] | None = None,
         config: CollectorConfig | None = None,
-        **options: Any,
+        **options: Unpack[CollectorOptions],
     ) -> None:
         self._async = self._async_class(
             create_env_fn,

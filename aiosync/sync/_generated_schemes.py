@@ -6,17 +6,27 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
+from tensordict import TensorDictBase
+from torch import Tensor
 
 import aiosync
-from aiosync._options import OnFailure, OnSenderClose, StrategyName
+from aiosync._options import (
+    CommonOptions,
+    CopyOptions,
+    OnFailure,
+    OnSenderClose,
+    RankOptions,
+    StrategyName,
+    TimedOptions,
+)
 from aiosync.events import EventHook
 from aiosync.reports import SendReport, WorkerState
 from aiosync.schemes import distributed
 from aiosync.schemes.none import NullTransport
-from aiosync.schemes.ray import DataPlane, TensorTransport
+from aiosync.schemes.ray import DataPlane, RayOptions, TensorTransport
 from aiosync.stats import SchemeStats
 from aiosync.sync._portal import portal
 from aiosync.sync._twin import BlockingTwin
@@ -415,7 +425,7 @@ class WeightSyncScheme(BlockingTwin):
         """
         return self._blocking_receiving()
 
-    def receive(self, timeout: float | None = None) -> Any:
+    def receive(self, timeout: float | None = None) -> TensorDictBase | dict[str, Tensor] | None:
         """Wait for the next update and return its weights once they are applied; None if none came in time.
 
         No update is returned twice. If :meth:`receiving` has applied several, this returns the newest. The
@@ -483,7 +493,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         strategy: StrategyName = "tensordict",
         sync: bool = True,
         per_worker_weights: bool = False,
-        **options: Any,
+        **options: Unpack[TimedOptions],
     ) -> None:
         self._async = self._async_class(strategy, sync, per_worker_weights, **options)
 
@@ -502,12 +512,16 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
     def __init__(
         self,
-        *args: Any,
+        strategy: StrategyName = "tensordict",
+        sync: bool = True,
+        *,
         pipes: Sequence[Connection[Any, Any]] | None = None,
         on_other_message: Callable[[int, Any], None] | None = None,
-        **options: Any,
+        **options: Unpack[CopyOptions],
     ) -> None:
-        self._async = self._async_class(*args, pipes=pipes, on_other_message=on_other_message, **options)
+        self._async = self._async_class(
+            strategy, sync, pipes=pipes, on_other_message=on_other_message, **options
+        )
 
     def init_on_sender(
         self, *, pipes: Sequence[Connection[Any, Any]] | None = None, **arguments: Any
@@ -544,7 +558,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         on_sender_close: OnSenderClose = "stop",
         insecure: bool = False,
         max_connections: int = 1024,
-        **options: Any,
+        **options: Unpack[CommonOptions],
     ) -> None:
         self._async = self._async_class(
             address,
@@ -614,7 +628,7 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
         share_memory: bool = True,
         reconnect_for: float = 60.0,
         on_sender_close: OnSenderClose = "stop",
-        **options: Any,
+        **options: Unpack[RankOptions],
     ) -> None:
         self._async = self._async_class(
             backend,
@@ -653,7 +667,7 @@ class RPCWeightSyncScheme(ProcessGroupScheme):
         collective: Collective = "p2p",
         share_memory: bool = True,
         reconnect_for: float = 60.0,
-        **options: Any,
+        **options: Unpack[CopyOptions],
     ) -> None:
         self._async = self._async_class(
             strategy,
@@ -699,7 +713,7 @@ class RayWeightSyncScheme(ProcessGroupScheme):
         collective: Collective = "p2p",
         share_memory: bool = True,
         reconnect_for: float = 60.0,
-        **options: Any,
+        **options: Unpack[CopyOptions],
     ) -> None:
         self._async = self._async_class(
             strategy,
@@ -788,7 +802,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         backend: str = "gloo",
         *,
         update_method: UpdateMethod | None = None,
-        **options: Any,
+        **options: Unpack[RayOptions],
     ) -> None:
         self._async = self._async_class(strategy, backend, update_method=update_method, **options)
 
@@ -928,7 +942,7 @@ class MemoryWeightSyncScheme(WeightSyncScheme):
     _async_class: ClassVar[type[aiosync.MemoryWeightSyncScheme]] = aiosync.MemoryWeightSyncScheme
     _async: aiosync.MemoryWeightSyncScheme
 
-    def __init__(self, *, faults: Sequence[Fault] = (), **options: Any) -> None:
+    def __init__(self, *, faults: Sequence[Fault] = (), **options: Unpack[CommonOptions]) -> None:
         self._async = self._async_class(faults=faults, **options)
 
     def create_transport(self, *, worker_idx: int) -> MemoryTransport:

@@ -311,7 +311,8 @@ def test_what_cannot_be(options: dict[str, Any], message: str) -> None:
 
 def test_torchrls_defaults_of_options_that_it_alone_has() -> None:
     names = ("trajs_per_batch", "trajs_per_write", "traj_format", "auto_register_policy_transforms")
-    MultiCollector(ENVS, compact_obs=False, collector_class=None, **dict.fromkeys(names))
+    options: dict[str, Any] = {"collector_class": None, **dict.fromkeys(names)}
+    MultiCollector(ENVS, compact_obs=False, **options)
 
 
 @BOTH

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,7 @@ async def test_a_worker_that_does_not_receive_jumps_to_the_newest(case: SchemeCa
         for version in range(1, SENDS + 1):
             fill(cluster.model, version)
             await cluster.scheme.send()
-        weights = await worker.scheme.receive()
+        weights: Any = await worker.scheme.receive()
         while worker.scheme.version < SENDS:
             weights = await worker.scheme.receive()
         assert value_of(weights.values(True, True)) == SENDS

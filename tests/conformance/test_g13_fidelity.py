@@ -417,7 +417,7 @@ async def test_tensors_cost_their_own_size(case: SchemeCase, commit: str) -> Non
         await cluster.scheme.send()
         await worker.rest()
         await cluster.scheme.send(wait=False)
-        received = await worker.scheme.receive()
+        received: Any = await worker.scheme.receive()
         for weights in (received, worker.scheme.weights, cluster.scheme.weights):
             assert_own_size(dict(weights.flatten_keys(".").items()))
         assert_own_size(worker.model.state_dict())

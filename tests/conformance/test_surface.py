@@ -109,7 +109,7 @@ async def test_receive_gives_the_strategys_form(case: SchemeCase, strategy: str)
         assert worker.scheme.strategy_str == strategy
         fill(cluster.model, 1)
         await cluster.scheme.send(wait=False)
-        weights = await worker.scheme.receive()
+        weights: Any = await worker.scheme.receive()
         assert isinstance(weights, TensorDict if strategy == "tensordict" else dict)
         flat: Any = weights
         assert value_of((flat.flatten_keys(".") if strategy == "tensordict" else flat).values()) == 1
@@ -123,7 +123,7 @@ async def test_receive_beside_receiving(case: SchemeCase) -> None:
             await steps(5)
             fill(cluster.model, version)
             await cluster.scheme.send()
-            weights = await within(waiting)
+            weights: Any = await within(waiting)
             assert value_of(weights.values(True, True)) == version
 
 

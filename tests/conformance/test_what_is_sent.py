@@ -106,7 +106,7 @@ async def test_a_worker_without_a_model_gets_the_weights(case: SchemeCase) -> No
     async with cluster:
         fill(cluster.model, 1)
         await cluster.scheme.send(wait=False)
-        weights = await cluster.workers[0].scheme.receive()
+        weights: Any = await cluster.workers[0].scheme.receive()
         assert value_of(weights.values(True, True)) == 1
 
 

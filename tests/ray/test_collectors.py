@@ -101,4 +101,4 @@ async def test_outside_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         async with MultiCollector([Counting], **OPTIONS):
             pass
     with pytest.raises(InvalidArgumentError, match="launcher"):
-        MultiCollector([Counting], launcher="Ray")
+        MultiCollector([Counting], launcher="Ray")  # type: ignore[arg-type]

@@ -194,6 +194,6 @@ async def test_receive_gives_what_has_come_before_it_was_called(case: SchemeCase
             fill(cluster.model, version)
             await cluster.scheme.send()
         worker = cluster.workers[0]
-        found = await worker.scheme.receive(timeout=0)
+        found: Any = await worker.scheme.receive(timeout=0)
         assert found is not None and float(found.flatten_keys(".")["values.0"][0]) == 2
         assert await worker.scheme.receive(timeout=0) is None

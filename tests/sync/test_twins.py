@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,8 @@ def test_send_and_receive(kind: type[sync.WeightSyncScheme]) -> None:
         assert (pair.mirror.bias == 1).all()
         with pair.receiver.pinned() as version, pair.receiver.pinned() as again:
             assert version == again == 2
-        assert (pair.receiver.receive(timeout=0)["bias"] == 1).all()
+        weights: Any = pair.receiver.receive(timeout=0)
+        assert (weights["bias"] == 1).all()
         assert pair.receiver.receive(timeout=0) is None
         with pair.receiver.receiving():
             assert pair.receiver.version == 2

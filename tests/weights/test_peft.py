@@ -263,15 +263,18 @@ def work(schemes: dict[str, WeightSyncScheme], pipe: Connection) -> None:
 
 async def test_generate_in_a_worker_process_equals_the_trainers() -> None:
     ctx = multiprocessing.get_context("forkserver")
-    options: dict[str, Any] = {"timeout": PATIENCE}
     schemes: dict[str, WeightSyncScheme] = {}
     for kind, peft in itertools.product(KINDS, MODES):
-        schemes[f"{kind}-{peft}-shared"] = SharedMemWeightSyncScheme(peft=peft, **options)
-        schemes[f"{kind}-{peft}-tcp"] = TCPWeightSyncScheme(peft=peft, **options)
+        options: dict[str, Any] = {"timeout": PATIENCE, "peft": peft}
+        schemes[f"{kind}-{peft}-shared"] = SharedMemWeightSyncScheme(**options)
+        schemes[f"{kind}-{peft}-tcp"] = TCPWeightSyncScheme(**options)
     for peft in MODES:
-        schemes[f"gpt2-{peft}-copy"] = SharedMemWeightSyncScheme("state_dict", commit="copy", **options)
+        options = {"timeout": PATIENCE, "peft": peft}
+        schemes[f"gpt2-{peft}-copy"] = SharedMemWeightSyncScheme(
+            "state_dict", commit="copy", timeout=PATIENCE
+        )
         schemes[f"gpt2-{peft}-copy"].strategy = WeightStrategy("state_dict", peft=peft)  # type: ignore[arg-type]
-        schemes[f"qwen2-{peft}-process"] = MultiProcessWeightSyncScheme(peft=peft, **options)
+        schemes[f"qwen2-{peft}-process"] = MultiProcessWeightSyncScheme(**options)
     trainers = {kind: with_adapters(kind) for kind in KINDS}
     for name, scheme in schemes.items():
         where: dict[str, Any] = {"ctx": ctx} if name.endswith("process") else {}
