@@ -363,7 +363,8 @@ class SchemeRecipe(SchemeState, ABC):
         Args:
             weights: as for :meth:`send`.
             model_id: the model to use if no weights are given.
-            strategy, context: in place of the scheme's.
+            strategy: in place of the scheme's.
+            context: in place of the scheme's.
 
         Raises:
             InvalidArgumentError: there is nothing to send.

@@ -352,7 +352,8 @@ class WeightSyncScheme(BlockingTwin):
         Args:
             weights: as for :meth:`send`.
             model_id: the model to use if no weights are given.
-            strategy, context: in place of the scheme's.
+            strategy: in place of the scheme's.
+            context: in place of the scheme's.
 
         Raises:
             InvalidArgumentError: there is nothing to send.

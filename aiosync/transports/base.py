@@ -132,7 +132,7 @@ class FramedTransport(Transport):
         """Open this connection, or a faster one to the same peer; returns the open one.
 
         Raises:
-            As :meth:`open`.
+            Exception: as :meth:`open`.
         """
         await self.open(deadline)
         self.reached = True

@@ -105,7 +105,7 @@ class RemoteObject(ABC):
             timeout: seconds.
 
         Raises:
-            As :meth:`call`.
+            Exception: as :meth:`call`.
         """
         earlier = await self._send(weights, Deadline.after(timeout))
         await self.wait_ack()
@@ -123,7 +123,7 @@ class RemoteObject(ABC):
             timeout: seconds.
 
         Raises:
-            As :meth:`call`.
+            Exception: as :meth:`call`.
         """
         earlier = await self._send(weights, Deadline.after(timeout))
         if earlier is not None:
@@ -133,7 +133,7 @@ class RemoteObject(ABC):
         """Wait for the answer to the last :meth:`send_weights_async`.
 
         Raises:
-            As :meth:`call`.
+            Exception: as :meth:`call`.
         """
         error = await self._acknowledged(None)
         if error is not None:

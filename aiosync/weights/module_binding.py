@@ -70,7 +70,7 @@ class ModuleBinding(Binding):
     """Commits updates to an ``nn.Module``. The first commit materialises its tensors on ``meta``.
 
     Raises:
-        As :meth:`refresh`.
+        Exception: as :meth:`refresh`.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, mode: CommitMode) -> None:

@@ -71,7 +71,8 @@ class WeightStrategy:
             A TensorDict of batch size ``[]``, or a flat dict, according to ``extract_as``.
 
         Raises:
-            As :func:`~aiosync.weights.flatten.named_tensors`.
+            UnsupportedTensorError: an entry cannot be sent.
+            InvalidArgumentError: the source has another type, or its keys give no names.
         """
         named = named_tensors(source, peft=self.peft)
         return nested_tensordict(named) if self.extract_as == "tensordict" else named

@@ -93,7 +93,7 @@ class StandaloneTransport(Transport):
             timeout: seconds; None: the transport's.
 
         Raises:
-            As :meth:`send_weights`.
+            Exception: as :meth:`send_weights`.
         """
         if weights is not None:
             await self.send_weights(weights, timeout=timeout)
@@ -132,7 +132,7 @@ class StandaloneTransport(Transport):
             timeout: seconds; None: the transport's.
 
         Raises:
-            As :meth:`send_weights`.
+            Exception: as :meth:`send_weights`.
         """
         if self._may_send:
             await self._sender().send(weights, None, wait=False, deadline=self._deadline(timeout))
@@ -145,7 +145,7 @@ class StandaloneTransport(Transport):
 
         Raises:
             NotConnectedError: :meth:`send_weights_async` was not called since the last call.
-            As :meth:`send_weights`.
+            Exception: as :meth:`send_weights`.
         """
         side = self._here._side
         if not isinstance(side, SenderSide):
@@ -160,7 +160,7 @@ class StandaloneTransport(Transport):
 
         Raises:
             InvalidArgumentError: another message.
-            As :meth:`wait_ack`.
+            Exception: as :meth:`wait_ack`.
         """
         _check_message(message)
         await self.wait_ack()
@@ -187,7 +187,7 @@ class StandaloneTransport(Transport):
 
         Raises:
             SyncTimeoutError: no weights came in time.
-            As :meth:`receive_weights`.
+            Exception: as :meth:`receive_weights`.
         """
         deadline = self._deadline(timeout)
         found = await self.receive_weights(

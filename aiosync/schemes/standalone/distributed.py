@@ -67,7 +67,7 @@ class DistributedTransport(StandaloneTransport):
 
         Raises:
             NotInitializedError: there is neither a store nor a default group.
-            As :meth:`send_weights`.
+            Exception: as :meth:`send_weights`.
         """
         if self.rank is not None:
             await self._sender().send(weights, None, wait=True, deadline=self._deadline(timeout))
@@ -81,7 +81,7 @@ class DistributedTransport(StandaloneTransport):
         Raises:
             NotInitializedError: there is neither a store nor a default group.
             SyncTimeoutError: no weights came in time.
-            As :meth:`receive_weights`.
+            Exception: as :meth:`receive_weights`.
         """
         deadline = self._deadline(timeout)
         found = await self._receiver().receive(deadline, self.weights_buffer, None, None)

@@ -105,7 +105,7 @@ class RayTransport(RemoteTransport):
 
         Raises:
             SyncTimeoutError: no weights came in time.
-            As :meth:`receive_weights`.
+            Exception: as :meth:`receive_weights`.
         """
         if worker_idx is not None:
             check_count("worker_idx", worker_idx)

@@ -133,7 +133,7 @@ class SharedMemTransport(StandaloneTransport):
             timeout: seconds; None: the transport's.
 
         Raises:
-            As :meth:`send_weights`.
+            Exception: as :meth:`send_weights`.
         """
         await self._publish(weights, worker_ids, wait=False, timeout=timeout)
 
@@ -180,7 +180,7 @@ class SharedMemTransport(StandaloneTransport):
         Raises:
             NotInitializedError: :meth:`register_weights` was not called, or this worker has no queue.
             SyncTimeoutError: no weights came in time.
-            As :meth:`receive_weights`.
+            Exception: as :meth:`receive_weights`.
         """
         queues = self._registered()
         index = next(iter(queues)) if worker_idx is None and len(queues) == 1 else worker_idx

@@ -164,7 +164,7 @@ class RPCObject(RemoteObject):
             timeout: seconds.
 
         Raises:
-            As :meth:`call`.
+            Exception: as :meth:`call`.
         """
         return await self._apply(function, args, kwargs, Deadline.after(timeout)).answer()
 
