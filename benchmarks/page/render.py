@@ -64,7 +64,7 @@ def _figures(section: Section) -> dict[str, Any] | None:
 def page(found: dict[str, dict[str, Any] | None]) -> str:
     """The page's Markdown."""
     parts = [_INTRODUCTION]
-    parts += [f"![{chart.about}]({chart.name}.svg)\n" for chart in CHARTS]
+    parts += [f"![{chart.about}]({chart.name}.svg)\n" for chart in CHARTS if chart.on_page]
     for section in SECTIONS:
         figures = found[section.name]
         if figures is not None:

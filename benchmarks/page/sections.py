@@ -26,6 +26,7 @@ class Chart:
     about: str  # what it shows, for readers who do not see it
     bars: Sequence[Bars]
     logarithmic: bool = False
+    on_page: bool = True  # whether docs/benchmarks.md shows it
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,22 @@ SECTIONS = (
 )
 
 CHARTS = (
+    Chart(
+        "benchmarks-front",
+        "Times faster than torchrl, on two cores",
+        "Horizontal bars: how many times faster than torchrl aiosync is.",
+        (
+            Bars("send", "100 MB to {workers} processes, {scheme}", "vs aiosync",
+                 {"contender": "torchrl", "model": "medium", "mode": "plain", "workers": 4}),
+            Bars("send", "80 KB to {workers} processes, {scheme}", "vs aiosync",
+                 {"contender": "torchrl", "model": "tiny", "mode": "plain", "workers": 4}),
+            Bars("distributed-apart", "{model}, {workers} ranks over gloo, {scheme}", "times",
+                 {"workers": 2}),
+            Bars("collectors", "{environment}, {collector}, frames/s", "times better", {"figure": "frames/s"}),
+        ),
+        logarithmic=True,
+        on_page=False,
+    ),
     Chart(
         "benchmarks-torchrl",
         "Times faster than torchrl",
