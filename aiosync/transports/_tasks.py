@@ -6,23 +6,24 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import anyio
-from anyio.abc import TaskGroup
-
 from aiosync.transports._offload import uninterrupted
 
 
 class BackgroundTasks:
     """Owns the background tasks of one endpoint.
 
-    The task that enters an anyio task group has to exit it, but different tasks may call ``connect`` and
-    ``aclose``. So ``connect`` starts a task that enters the group, and ``aclose`` ends that task.
+    The task that enters a task group has to exit it, but different tasks may call ``connect`` and ``aclose``.
+    So ``connect`` starts a task that enters the group, and ``aclose`` ends that task.
+
+    The group is asyncio's own. Callbacks of the event loop spawn tasks too, and where sniffio is installed
+    anyio finds no event loop in a callback.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._task: asyncio.Task[None] | None = None
-        self._group: TaskGroup | None = None
+        self._group: asyncio.TaskGroup | None = None
+        self._running: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
 
     async def start(self) -> None:
@@ -38,7 +39,9 @@ class BackgroundTasks:
     def spawn(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         """Run ``function(*args)`` as a task. It must not raise: an error would cancel the other tasks."""
         if self._group is not None and not self._stop.is_set():
-            self._group.start_soon(function, *args)
+            task = self._group.create_task(function(*args))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
 
     async def aclose(self) -> None:
         """Cancel all tasks and wait until they have ended; idempotent."""
@@ -52,8 +55,8 @@ class BackgroundTasks:
         task.result()
 
     async def _main(self, ready: asyncio.Event) -> None:
-        async with anyio.create_task_group() as group:
-            self._group = group
+        async with asyncio.TaskGroup() as self._group:
             ready.set()
             await self._stop.wait()
-            group.cancel_scope.cancel()
+            for task in self._running:
+                task.cancel()
