@@ -7,7 +7,9 @@ of making one. Each session installs the extras that it needs into it and reuses
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import nox
@@ -110,6 +112,25 @@ def docs(session: nox.Session) -> None:
     install(session, "docs")
     python(session, "-m", "mkdocs", "build", "--strict")
     python(session, "tools/check_reference.py", "site")
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build an sdist and a wheel, check them, and run the wheel in an empty environment."""
+    install(session, "package")
+    out = Path(session.create_tmp()).resolve() / "dist"
+    shutil.rmtree(out, ignore_errors=True)
+    python(session, "-m", "build", "--outdir", str(out))
+    built = sorted(map(str, out.iterdir()))
+    python(session, "-m", "twine", "check", "--strict", *built)
+    empty = out.parent / "empty"
+    python(session, "-m", "venv", "--clear", str(empty))
+    (wheel,) = (path for path in built if path.endswith(".whl"))
+    run = partial(session.run, str(empty / "bin" / "python"), "-m", external=True)
+    with session.chdir(out.parent):  # where no checkout is on the path
+        run("pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), wheel)
+        run("aiosync", "--version")
+        run("aiosync", "doctor")
 
 
 @nox.session

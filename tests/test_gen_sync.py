@@ -62,6 +62,6 @@ def test_imports_are_those_of_the_names_that_are_written() -> None:
 def test_a_name_is_imported_as_its_module_imports_it() -> None:
     known = gen_sync.imports_of("aiosync.schemes.tcp")
     assert known["TCPWeightSyncScheme"] == "from aiosync.schemes.tcp import TCPWeightSyncScheme"
-    assert known["Any"] == "from typing import Any"
+    assert known["Unpack"] == "from typing import Unpack"
     with pytest.raises(AssertionError, match="Annotated is imported in several ways, or in none"):
         gen_sync.import_block(SIGNATURES, [])

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "aiosync"
 
 # A module may import from its own layer and from the layers before it, wherever in its code it does so.
 LAYERS = (
-    {"_deadline", "_listing", "_processors", "errors", "events", "reports", "stats"},
+    {"_deadline", "_extras", "_listing", "_processors", "errors", "events", "reports", "stats"},
     {"weights"},
     {"_options", "protocol"},
     {"transports"},
@@ -28,7 +28,7 @@ LAYERS = (
     {"relay"},
     {"collectors", "updaters"},
     {"sync"},
-    {"_demo", "_doctor", "cli", "compat", "metrics", "ray"},
+    {"__main__", "_demo", "_doctor", "cli", "compat", "integrations", "metrics", "ray", "timeline"},
 )
 APART = {"receiver": "sender", "sender": "receiver"}  # of one layer, and neither imports the other
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

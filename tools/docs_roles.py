@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,7 @@ class Roles(griffe.Extension):
         for owner in self._walk(pkg):
             if owner.docstring is not None and id(owner) not in done:
                 done.add(id(owner))
-                owner.docstring.value = _ROLE.sub(
-                    lambda found, o=owner: self._link(o, found), owner.docstring.value
-                )
+                owner.docstring.value = _ROLE.sub(partial(self._link, owner), owner.docstring.value)
         for path, cls in classes:
             self._list_inherited(path, cls)
 

@@ -334,13 +334,13 @@ class WeightApplier(Applier):
         staged = pending.staged
         assert staged is not None
         started = time.perf_counter()
-        before = self.version, self.weights, self._viewing
+        before = self.version, self.in_service, self.weights, self._viewing
         try:
             with self.binding.committing(staged, pending.names, reversible=True):
                 self._record(pending, staged, started)
                 yield
         except BaseException:
-            self.version, self.weights, self._viewing = before
+            self.version, self.in_service, self.weights, self._viewing = before
             pending.committed = False
             raise
 
@@ -354,7 +354,7 @@ class WeightApplier(Applier):
             before |= {name: before[name].clone() for name in kept if name in staged.leaving}
             self.weights = {**staged.views, **before}
         views_sender = pending.back_buffers is not None and pending.back_buffers.views_sender
-        self.version = pending.update.version
+        self.version = self.in_service = pending.update.version
         self._leftover |= views_sender and not self._viewing
         self._viewing = views_sender
         pending.committed = True

@@ -26,7 +26,7 @@ class ReceivingEndpoint(Endpoint):
 
     @property
     def version(self) -> int:
-        return self.applier.version
+        return self.applier.in_service
 
     @property
     def weights_in_use(self) -> Mapping[str, Tensor] | None:

@@ -137,7 +137,7 @@ class CommitGate:
         await self.enter(ticket, reader, deadline)
         reset = _reader.set(reader)
         try:
-            yield applier.version
+            yield applier.in_service
         finally:
             self.leave(ticket)
             with suppress(ValueError):  # an abandoned generator is closed in another context than its own

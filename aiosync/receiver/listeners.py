@@ -82,7 +82,7 @@ class ReceiverReporter:
 
     def emit(self, kind: EventKind, *, seconds: Mapping[str, float] | None = None, message: str = "") -> None:
         """Emit an event."""
-        worker, version = self.connection.worker, self.applier.version
+        worker, version = self.connection.worker, self.applier.in_service
         self.events.emit(
             kind, self.model_id, version, worker, seconds=seconds, message=message, role="receiver"
         )
@@ -90,13 +90,13 @@ class ReceiverReporter:
     def disconnected(self, reason: str) -> None:
         """The connection was lost, and this worker tries to find the sender again."""
         words = "worker %d has lost the sender (%s); version %d stays in service; it tries to connect again"
-        logger.warning(words, self.connection.worker, reason, self.applier.version)
+        logger.warning(words, self.connection.worker, reason, self.applier.in_service)
         self.emit("lost", message=reason)
 
     def sender_closed(self, reason: str, *, level: int) -> None:
         """The sender has closed in order, which is logged at this level."""
         words = "the sender of worker %d has closed (%s): version %d stays in service"
-        logger.log(level, words, self.connection.worker, reason, self.applier.version)
+        logger.log(level, words, self.connection.worker, reason, self.applier.in_service)
 
     def followed(self, before: int, version: int) -> None:
         """This worker follows another sender, whose versions begin anew."""

@@ -67,7 +67,9 @@ class Applier(ABC):
     Attributes:
         model: the model that updates are applied to; None: there is none.
         worker: this worker's index; -1: the sender has not assigned one yet.
-        version: the version in service, -1 before the first.
+        version: the version in service, as the sender counts; -1 before its first.
+        in_service: the same; but the number that the sender before had given to it, as long as there is none
+            of this sender. It is what users see.
         weights: the tensors in service, name -> tensor.
         layout: the sender's layout; None before :meth:`open`.
         inbound: the transfer by which updates arrive; None before :meth:`prepare`.
@@ -79,7 +81,7 @@ class Applier(ABC):
 
     def __init__(self, worker: int) -> None:
         self.worker = worker
-        self.version = -1
+        self.version = self.in_service = -1
         self.weights: Mapping[str, Tensor] = {}
         self.layout: Layout | None = None
         self.inbound: InboundTransfer | None = None
@@ -96,7 +98,7 @@ class Applier(ABC):
 
     def follow_another(self) -> None:
         """Follow another sender. The version in service counts as older than all of its versions."""
-        self.version = -1
+        self.version = -1  # and not in_service: those weights still act
 
     def open(self, welcome: Welcome) -> None:
         """Get ready for updates of the sender's layout; after a reconnection, check that it is the same.

@@ -265,7 +265,7 @@ class RelayForwarder(Applier):
         publication = self._publication
         if publication is None or publication.acks is None or self._landing is None:
             raise NotConnectedError("this relay was closed, or lost the update, before its workers had it")
-        self.version = pending.update.version
+        self.version = self.in_service = pending.update.version
         self._landing.committed(None)
         acks, deadline = publication.acks, publication.deadline
         self._acks = acks

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from aiosync._endpoint import Endpoint
 from aiosync._options import OnFailure, SchemeOptions, StrategyName, check_count
-from aiosync.errors import AlreadyConnectedError, NotInitializedError
+from aiosync.errors import AlreadyConnectedError, InvalidArgumentError, NotInitializedError
 from aiosync.events import EventHook, EventSource
 from aiosync.receiver.endpoint import WeightReceiver
 from aiosync.receiver.listeners import UpdateListener, in_format, weakly
@@ -80,6 +81,7 @@ class SchemeState:
         self._token = Secret(token)
         self._strategy = strategy
         self._events = EventSource()
+        self._epoch = 0  # see state_dict()
         self._forget_runtime()
 
     def _forget_runtime(self) -> None:
@@ -227,6 +229,30 @@ class SchemeState:
     def version(self) -> int:
         """The version last published (sender) or current (receiver), also if closed; -1 before the first."""
         return self._last_version if type(self._endpoint) is Endpoint else self._endpoint.version
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what a trainer's checkpoint has to keep: ``version``, the last version that was sent, and
+        ``epoch``, how many trainers have gone on from an earlier one's checkpoint."""
+        version = self.version if self.version >= 0 else self._spec.first_version - 1
+        return {"version": version, "epoch": self._epoch}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Go on from a checkpoint: the first version that this sender publishes has the number after the
+        saved one, in place of ``first_version``. Call it before :meth:`connect`.
+
+        Raises:
+            AlreadyConnectedError: the scheme is connected.
+            InvalidArgumentError: ``state_dict`` is not what :meth:`state_dict` has returned.
+        """
+        if self._synchronized:
+            raise AlreadyConnectedError("load_state_dict() sets the first version: call it before connect()")
+        version, epoch = (state_dict.get(name) for name in ("version", "epoch"))
+        if not isinstance(version, int) or not isinstance(epoch, int) or version < -1 or epoch < 0:
+            raise InvalidArgumentError(
+                f"load_state_dict(): expected a state_dict() with version and epoch, got {dict(state_dict)!r}"
+            )
+        self._spec = replace(self._spec, first_version=version + 1)
+        self._epoch = epoch + 1
 
     @property
     def workers(self) -> dict[int, WorkerState]:

@@ -212,6 +212,22 @@ class WeightSyncScheme(BlockingTwin):
         """The version last published (sender) or current (receiver), also if closed; -1 before the first."""
         return self._async.version
 
+    def state_dict(self) -> dict[str, int]:
+        """Return what a trainer's checkpoint has to keep: ``version``, the last version that was sent, and
+        ``epoch``, how many trainers have gone on from an earlier one's checkpoint.
+        """
+        return self._async.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Go on from a checkpoint: the first version that this sender publishes has the number after the
+        saved one, in place of ``first_version``. Call it before :meth:`connect`.
+
+        Raises:
+            AlreadyConnectedError: the scheme is connected.
+            InvalidArgumentError: ``state_dict`` is not what :meth:`state_dict` has returned.
+        """
+        self._async.load_state_dict(state_dict)
+
     @property
     def workers(self) -> dict[int, WorkerState]:
         """On the sender: worker -> whether it is connected, its version and its lag. Else empty."""

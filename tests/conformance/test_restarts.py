@@ -101,6 +101,36 @@ async def test_one_trainer_after_another(
         await worker.close()
 
 
+@pytest.mark.parametrize("first", [0, 5])
+async def test_what_acts_keeps_its_version_until_the_next_trainers_is_applied(
+    first: int, tmp_path: Path
+) -> None:
+    def trainer_of(value: float, first: int) -> TCPWeightSyncScheme:
+        scheme = TCPWeightSyncScheme(address, token=TOKEN, timeout=PATIENCE, first_version=first)
+        scheme.init_on_sender(model_id="policy", model=Uniform(value), num_workers=1)
+        return scheme
+
+    address = _address("unix", tmp_path)
+    worker, one = Follower(address, 0), trainer_of(1.0, 3)
+    connecting = asyncio.create_task(one.connect())
+    await worker.connect()
+    await worker.serve()
+    await within(connecting)
+    async with worker.scheme.pinned() as version:
+        assert version == 3
+        await within(one.aclose())
+        other = trainer_of(2.0, first)
+        connecting = asyncio.create_task(other.connect())
+        await eventually(lambda: any(e.kind == "followed" for e in worker.events), "it follows the other")
+        async with worker.scheme.pinned() as again:
+            assert again == worker.scheme.version == 3 and value_of(worker.model) == 1.0
+    await within(connecting)
+    assert worker.scheme.version == first and value_of(worker.model) == 2.0
+    worker.check()
+    await worker.close()
+    await within(other.aclose())
+
+
 async def test_a_trainer_closes_and_comes_back_at_once(tmp_path: Path) -> None:
     """In one process, without a pause: fifty times."""
     address, version = _address("unix", tmp_path), -1

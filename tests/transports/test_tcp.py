@@ -451,5 +451,5 @@ async def test_a_worker_without_zstandard(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_without_xxhash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiosync.weights.codec.xxhash", None)
-    with pytest.raises(InvalidArgumentError, match=r"aiosync\[tcp\]"):
+    with pytest.raises(InvalidArgumentError, match=r"pip install .*\[tcp\]"):
         TCPWeightSyncScheme()

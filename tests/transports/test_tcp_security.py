@@ -7,14 +7,16 @@ import logging
 import os
 import pickle
 import random
+import secrets
 import socket
 import stat
 import tracemalloc
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from aiosync import (
     HandshakeError,
@@ -251,6 +253,59 @@ async def test_certificates_that_do_not_do(ours: str, theirs: str, caplog: pytes
     else:
         connecting.cancel()
     await scheme.aclose()
+
+
+async def test_renewed_certificates_are_used_for_new_connections(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [tmp_path / name for name in ("cert.pem", "key.pem", "ca.pem")]
+    for path in paths:
+        path.touch()
+    files = TLSConfig(*map(str, paths))
+
+    def renew(*, key: bool = True) -> TLSConfig:
+        """Put the certificates of a new authority in their place; return what a worker of it needs."""
+        authority = trustme.CA()
+        issued = authority.issue_cert("localhost", "127.0.0.1")
+        issued.cert_chain_pems[0].write_to_path(files.certfile or "")
+        if key:
+            issued.private_key_pem.write_to_path(files.keyfile or "")
+        authority.cert_pem.write_to_path(files.cafile or "")
+        folder = tmp_path / secrets.token_hex(4)
+        folder.mkdir()
+        own, trusted = str(folder / "own.pem"), str(folder / "ca.pem")
+        issued.private_key_and_cert_chain_pem.write_to_path(own)
+        authority.cert_pem.write_to_path(trusted)
+        return TLSConfig(own, cafile=trusted)
+
+    first = renew()
+    model = Uniform()
+    scheme = TCPWeightSyncScheme(tls=files, timeout=PATIENCE)
+    scheme.init_on_sender(model_id="policy", model=model)
+    workers = []
+
+    async def connects(config: TLSConfig) -> None:
+        worker = TCPWeightSyncScheme(scheme.address, tls=config, timeout=PATIENCE)
+        worker.init_on_receiver(model_id="policy", model=Uniform(9.0))
+        await within(worker.connect())
+        workers.append(worker)
+
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(scheme.aclose)
+        connecting = asyncio.create_task(scheme.connect(min_workers=1))
+        await asyncio.sleep(0)
+        await connects(first)
+        await within(connecting)
+        renew(key=False)
+        await connects(first)  # half a renewal cannot be used: the old certificate stays
+        assert "cannot be used" in caplog.text
+        third = renew()
+        await connects(third)
+        assert len(scheme.workers) == 3  # the connections that were open stay
+        with pytest.raises((HandshakeError, WorkerLostError)):
+            await connects(first)
+        for worker in workers:
+            stack.push_async_callback(worker.aclose)
 
 
 async def test_plain_words_to_a_tls_port(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import socket
+import ssl
 import stat
 from collections import Counter, deque
 from contextlib import suppress
@@ -77,7 +78,9 @@ class TCPListener(Listener):
     def __init__(
         self, address: Address, tls: TLSConfig | None = None, *, max_connections: int = 1024
     ) -> None:
+        self._tls = tls
         self._context = tls.for_sender() if tls is not None else None
+        self._stamp = tls.stamp() if tls is not None else ()  # of the files that the context was read from
         self._owner = os.getpid()  # only this process may unlink the Unix socket
         self._lock = _lock(address)
         try:
@@ -161,7 +164,7 @@ class TCPListener(Listener):
         try:
             sock.setblocking(False)
             tune(sock)
-            tls = TLSLayer(self._context) if self._context is not None else None
+            tls = TLSLayer(self._renewed(self._tls)) if self._tls is not None else None
             transport = AcceptedTransport(self, self._threads[0], sock, tls)
             self._threads.rotate(-1)
         except (OSError, MemoryError) as exc:  # the peer has closed, or memory is short
@@ -171,6 +174,19 @@ class TCPListener(Listener):
         self._alive.add(transport)
         self._strangers[transport] = None
         self._shaking.add(transport)
+
+    def _renewed(self, tls: TLSConfig) -> ssl.SSLContext:
+        """Return the context for a new connection: of the files as they are now, if these can be used."""
+        assert self._context is not None
+        try:
+            stamp = tls.stamp()
+            if stamp != self._stamp:
+                self._stamp = stamp  # files that do not fit together are tried again once one of them changes
+                self._context = tls.for_sender()
+                logger.info("the TLS certificates have changed: new connections use them")
+        except (InvalidArgumentError, OSError) as exc:
+            self._log.warning("the TLS certificates have changed, and cannot be used: %s", exc)
+        return self._context
 
     def opened(self, transport: AcceptedTransport) -> None:
         self._shaking.discard(transport)

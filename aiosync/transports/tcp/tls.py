@@ -18,6 +18,8 @@ _QUOTED = 200  # characters of a peer's answer that an error quotes
 class TLSConfig:
     """The certificate files of a TLS endpoint. Picklable: each process reads the files itself.
 
+    The files are read for each connection, if they have changed: a renewed certificate is used from then on.
+
     The sender needs ``certfile`` and ``keyfile``. With ``cafile`` it accepts only workers with a certificate
     signed by one of those authorities (mutual TLS). A worker needs ``cafile`` to verify the sender's
     certificate, and its own certificate if the sender requires one. Both sides may use the same config.
@@ -47,6 +49,12 @@ class TLSConfig:
     def mutual(self) -> bool:
         """Whether a sender with this config authenticates its workers."""
         return self.cafile is not None
+
+    def stamp(self) -> tuple[tuple[int, int], ...]:
+        """Return what differs once one of the files has been replaced or written."""
+        paths = (path for path in (self.certfile, self.keyfile, self.cafile) if path is not None)
+        found = (os.stat(path) for path in paths)
+        return tuple((status.st_mtime_ns, status.st_ino) for status in found)
 
     def for_sender(self) -> ssl.SSLContext:
         """Make the listening side's context. Raises InvalidArgumentError for a missing or unreadable file."""

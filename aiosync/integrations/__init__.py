@@ -1,0 +1,1 @@
+"""Adapters to programs that serve a policy."""
