@@ -21,6 +21,7 @@ CASES = (
     "acting",
     "fanout",
     "start",
+    "serving",
     "page",
 )
 _MODULES = {

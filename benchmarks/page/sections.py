@@ -86,7 +86,7 @@ SECTIONS = (
         "Over a Unix socket only the frames go through the socket: workers read the blocks from the sender's "
         "memory.",
         "Over TCP and TLS the trainer's copy, the checksums and the encryption need processor time beside "
-        "the kernel's copies. With several TLS workers one thread of the sender encrypts for all.",
+        "the kernel's copies. With several TLS workers up to four threads of the sender encrypt.",
     ),
     Section(
         "distributed-apart",
@@ -155,6 +155,15 @@ SECTIONS = (
         "start --rounds 5",
         "A program that makes one collector after the other, of two workers with 8 CartPoles each. The limit "
         "of the first one is a process that imports torch, tensordict and Gymnasium.",
+    ),
+    Section(
+        "serving",
+        "Requests beside updates",
+        "serving --rounds 5",
+        "A web server (uvicorn) with a policy of 50 MB, a trainer that sends it without a pause, and eight clients, "
+        "each a process on the same two cores. The other way is the usual one: the trainer posts what `torch.save` "
+        "writes, and the server loads it under a lock.",
+        "A request waits for the processors: at full speed four threads want two of them.",
     ),
     Section(
         "blocking",
