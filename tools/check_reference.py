@@ -1,7 +1,7 @@
 """Compare the built documentation with the package: ``python tools/check_reference.py SITE``.
 
-Every name in ``__all__`` of the public modules has an entry. So has every public member of every public class:
-its own, or one of the class that it comes from.
+Every name in ``__all__`` of the public modules has an entry. So has every public member of every public
+class: its own, or one of the class that it comes from.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ MODULES = (
     "aiosync",
     "aiosync.collectors",
     "aiosync.errors",
+    "aiosync.integrations.asgi",
     "aiosync.metrics",
     "aiosync.timeline",
     "aiosync.updaters",

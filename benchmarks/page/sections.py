@@ -160,9 +160,9 @@ SECTIONS = (
         "serving",
         "Requests beside updates",
         "serving --rounds 5",
-        "A web server (uvicorn) with a policy of 50 MB, a trainer that sends it without a pause, and a process "
-        "with eight clients, on the same two cores. The other way is the usual one: the trainer posts what "
-        "`torch.save` writes, and the server loads it under a lock.",
+        "A web server (uvicorn) with a policy of 50 MB, a trainer that sends it without a pause, and a "
+        "process with eight clients, on the same two cores. Otherwise, as usual, the trainer posts "
+        "what `torch.save` writes, and the server loads it under a lock.",
         "A request waits for the processors: at full speed four threads want two of them.",
     ),
     Section(
