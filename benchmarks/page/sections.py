@@ -134,8 +134,8 @@ SECTIONS = (
         "environments' answer 4 (3), copying and checking the action 2, the loop 2 (1). A millisecond of "
         "steps is followed by a turn of the event loop, 25 µs. Each batch costs about 2 ms more: it is "
         "delivered (0.4), the next one is requested (0.3), its first frame goes the long way (0.3), an "
-        "update takes 0.5. An update takes 0.1 if others run right before it: after 10 ms of steps its code is "
-        "no longer in the processor's caches.",
+        "update takes 0.5. An update takes 0.1 if others run right before it: after 10 ms of steps its code "
+        "is no longer in the processor's caches.",
     ),
     Section(
         "collectors",
