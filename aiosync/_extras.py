@@ -16,7 +16,6 @@ _EXTRA_OF = {
     "prometheus_client": "metrics",
     "psutil": "bench",
     "ray": "ray",
-    "starlette": "asgi",
     "torchrl": "torchrl",
     "trustme": "bench",
     "xxhash": "tcp",

@@ -233,7 +233,7 @@ def timeline(
     ] = None,
     last: Annotated[int, typer.Option(min=1, help="Of that many sends.")] = 20,
 ) -> None:
-    """What each send spent on copying, on the wire, on waiting and on committing, per worker."""
+    """What each of the last sends spent on copying, on the wire, on waiting and on committing, per worker."""
     with _naming_extras("aiosync timeline"), _interruptible():
         from rich.console import Console
         from rich.table import Table
@@ -249,6 +249,8 @@ def timeline(
                 trace.write_bytes(lines.to_chrome_trace(spans))
         except (AiosyncError, OSError) as exc:
             raise SystemExit(f"aiosync timeline: {exc}") from None
+        if not spans:
+            raise SystemExit(f"aiosync timeline: {file} has no sends: record a trainer's scheme")
         sends = len({(span.model, span.version) for span in spans})
         table = Table("model", "", *lines.PHASES, title=f"{sends} sends: median (longest) in ms")
         for (model, worker), phases in lines.medians(spans).items():

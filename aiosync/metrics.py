@@ -23,7 +23,7 @@ is empty for events that are not about one worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,10 @@ def _naming_the_extra() -> Iterator[None]:
     except ModuleNotFoundError as missing:
         problem = f"{missing.name} is not installed: {how_to_install('metrics')}"
         raise ModuleNotFoundError(problem, name=missing.name) from None
+
+
+_GONE = {"lost", "dropped"}
+"""Kinds of events after which a worker has no version, for the sender."""
 
 
 def _labels(event: SyncEvent) -> dict[str, str]:
@@ -82,7 +86,13 @@ def to_prometheus(scheme: WeightSyncScheme, registry: CollectorRegistry | None =
         events.labels(kind=event.kind, **labels).inc()
         if event.nbytes:
             nbytes.labels(**labels).inc(event.nbytes)
-        if _has_version(event):
+        if event.kind == "joined":  # a counter that begins at 1 has not increased, for an alert
+            for kind in _GONE | {"failed"}:
+                events.labels(kind=kind, **labels)
+        if event.role == "sender" and event.kind in _GONE:
+            with suppress(KeyError):  # it had no version yet
+                version.remove(*labels.values())
+        elif _has_version(event):
             version.labels(**labels).set(event.version)
         for phase, seconds in event.seconds.items():
             spent.labels(phase=phase, **labels).observe(seconds)

@@ -12,19 +12,23 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from aiosync.errors import InvalidArgumentError
-from aiosync.events import SyncEvent
+from aiosync.events import SyncEvent, logger
 from aiosync.schemes.base import WeightSyncScheme
 
-__all__ = ["PHASES", "Span", "read", "record", "spans_of", "to_chrome_trace", "to_png"]
+__all__ = ["PHASES", "Recorded", "Span", "read", "record", "spans_of", "to_chrome_trace", "to_png"]
 
 PHASES = ("extract", "copy", "wire", "stage", "wait", "commit")
 """The phases of a send. The trainer reads the weights (``extract``) and copies them (``copy``). Then for each
@@ -35,10 +39,17 @@ _COLOURS = dict(zip(PHASES, ("#7f7f7f", "#1f77b4", "#17becf", "#2ca02c", "#ff7f0
 _ANSWERS = ("applied", "joined")
 
 
-class _Line(msgspec.Struct):
-    """One line of the file."""
+class Recorded(msgspec.Struct, frozen=True):
+    """An event in a file: one line of it.
 
-    time: float  # seconds since the epoch
+    Attributes:
+        time: in seconds since the epoch.
+        run: the same for all events of one call of :func:`record`.
+        event: the event.
+    """
+
+    time: float
+    run: str
     event: SyncEvent
 
 
@@ -63,94 +74,132 @@ class Span:
     seconds: float
 
 
-def record(scheme: WeightSyncScheme, path: str | Path) -> Callable[[], None]:
+def record(scheme: WeightSyncScheme, path: str | Path, *, max_bytes: int = 32 << 20) -> Callable[[], None]:
     """Append a sender's events to a file, one JSON object per line.
 
+    If the file cannot be written any more (the disk is full, say), the recording ends with an error in the
+    log. No update fails for that.
+
     Args:
-        scheme: the trainer's scheme. Several schemes may use one file.
-        path: the file. It grows by about 200 bytes per worker and send.
+        scheme: the trainer's scheme. Several schemes, and one run after another, may use one file.
+        path: the file. A line has about 230 bytes; each send adds one, and one per worker.
+        max_bytes: when the file is this large, it gets the suffix ``.1`` in place of an older one, and a new
+            file is begun.
 
     Returns:
         A function that ends the recording and closes the file.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be opened.
     """
-    file = Path(path).open("ab")
-    encode = msgspec.json.Encoder().encode
-
-    def write(event: SyncEvent) -> None:
-        file.write(encode(_Line(time.time(), event)) + b"\n")
-        if event.kind not in _ANSWERS:  # answers follow each other closely, and a ``sent`` follows them
-            file.flush()
-
-    remove = scheme.on_event(write)
+    recorder = _Recorder(Path(path), max_bytes)
+    remove = scheme.on_event(recorder.write)
 
     def stop() -> None:
         remove()
-        file.close()
+        recorder.close()
 
     return stop
 
 
-def read(path: str | Path) -> list[tuple[float, SyncEvent]]:
-    """Return the events of a file of :func:`record`, each with its time in seconds since the epoch.
+class _Recorder:
+    """Writes events to a file, without a buffer: a forked child is not to write them again."""
 
-    The last line may be incomplete: the trainer may still run, or have been killed.
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path, self._max_bytes = path, max_bytes
+        self._run = secrets.token_hex(8)
+        self._encode = msgspec.json.Encoder().encode
+        self._file: BinaryIO | None = self._open()
+
+    def _open(self) -> BinaryIO:
+        file = self._path.open("ab", buffering=0)
+        if file.tell():
+            with self._path.open("rb") as before:
+                before.seek(-1, os.SEEK_END)
+                if before.read() != b"\n":  # a process was killed while it wrote
+                    file.write(b"\n")
+        return file
+
+    def write(self, event: SyncEvent) -> None:
+        """Append an event of a sender."""
+        if self._file is None or event.role != "sender":
+            return
+        try:
+            self._file.write(self._encode(Recorded(time.time(), self._run, event)) + b"\n")
+            if self._file.tell() >= self._max_bytes:
+                self._file.close()
+                os.replace(self._path, f"{self._path}.1")
+                self._file = self._open()
+        except OSError as exc:
+            logger.error("events are no longer recorded in %s: %s", self._path, exc)
+            self.close()
+
+    def close(self) -> None:
+        """Write nothing more."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+
+
+def read(path: str | Path) -> list[Recorded]:
+    """Return the events of a file of :func:`record`. Lines that cannot be read are left out: the trainer may
+    have been killed while it wrote one, or know events that this release does not.
 
     Raises:
         OSError: the file cannot be read.
         InvalidArgumentError: it is no such file.
     """
-    lines = Path(path).read_bytes().splitlines()
-    decode = msgspec.json.Decoder(_Line).decode
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = decode(line)
-        except msgspec.DecodeError as exc:
-            if number == len(lines) > 1:
-                break
-            raise InvalidArgumentError(
-                f"{path}, line {number}: expected an event that aiosync.timeline.record() has written: {exc}"
-            ) from None
-        found.append((entry.time, entry.event))
+    decode = msgspec.json.Decoder(Recorded).decode
+    found, first = [], ""
+    with Path(path).open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                found.append(decode(line))
+            except msgspec.DecodeError as exc:
+                first = first or f"line {number}: {exc}"
+    if first and not found:
+        raise InvalidArgumentError(
+            f"{path}, {first}: expected events that aiosync.timeline.record() has written"
+        )
     return found
 
 
-def spans_of(events: Iterable[tuple[float, SyncEvent]], *, last: int | None = None) -> list[Span]:
+def spans_of(events: Iterable[Recorded], *, last: int | None = None) -> list[Span]:
     """Return the phases of the sends, in order of time. ``last``: of that many sends only."""
-    sent: list[tuple[float, SyncEvent]] = []
-    answers: dict[tuple[str | None, int], list[tuple[float, SyncEvent]]] = {}
-    for at, event in events:
+    sent: list[Recorded] = []
+    answers: dict[tuple[str, str | None, int], list[Recorded]] = {}
+    for entry in events:
+        event = entry.event
         if event.kind == "sent":
-            sent.append((at, event))
+            sent.append(entry)
         elif event.kind in _ANSWERS and event.worker is not None:
-            answers.setdefault((event.model_id, event.version), []).append((at, event))
+            answers.setdefault((entry.run, event.model_id, event.version), []).append(entry)
     chosen = sent if last is None else sent[max(0, len(sent) - last) :]
     spans = [
         span
-        for at, event in chosen
-        for span in _spans_of_send(at, event, answers.get((event.model_id, event.version), ()))
+        for entry in chosen
+        for span in _spans_of_send(
+            entry, answers.get((entry.run, entry.event.model_id, entry.event.version), ())
+        )
     ]
     return sorted(spans, key=lambda span: span.begin)
 
 
-def _spans_of_send(
-    ended: float, sent: SyncEvent, answers: Sequence[tuple[float, SyncEvent]]
-) -> Iterator[Span]:
-    model, version, seconds = sent.model_id or "", sent.version, sent.seconds
-    at = ended - seconds.get("total", 0.0)
+def _spans_of_send(sent: Recorded, answers: Sequence[Recorded]) -> Iterator[Span]:
+    model, version, seconds = sent.event.model_id or "", sent.event.version, sent.event.seconds
+    at = sent.time - seconds.get("total", 0.0)
     for phase, name in (("extract", "extract"), ("copy", "stage")):
         yield Span(model, version, None, phase, at, seconds.get(name, 0.0))
         at += seconds.get(name, 0.0)
-    for answered, event in answers:
-        theirs = {phase: event.seconds.get(phase, 0.0) for phase in ("stage", "wait", "commit")}
-        begun = answered - sum(theirs.values())
+    for answer in answers:
+        worker = answer.event.worker
+        theirs = {phase: answer.event.seconds.get(phase, 0.0) for phase in ("stage", "wait", "commit")}
+        begun = answer.time - sum(theirs.values())
         if begun > at:  # else the copy and the sending overlap
-            yield Span(model, version, event.worker, "wire", at, begun - at)
+            yield Span(model, version, worker, "wire", at, begun - at)
         for phase, spent in theirs.items():
-            yield Span(model, version, event.worker, phase, begun, spent)
+            yield Span(model, version, worker, phase, begun, spent)
             begun += spent
 
 

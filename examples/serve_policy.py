@@ -30,8 +30,8 @@ def make_policy(width: int = 64) -> nn.Sequential:
 def make_app(trainer: str, token: str, width: int = 64) -> FastAPI:
     """Return the web application. ``trainer``: its address, such as ``tcp://trainer:5555``."""
     policy = make_policy(width)
-    scheme = TCPWeightSyncScheme(trainer, token=token, on_sender_close="wait", reconnect_for=3600.0)
-    served = ServedPolicy(scheme, policy, max_age=600.0, lost_for=60.0, drain=1.0)
+    scheme = TCPWeightSyncScheme(trainer, token=token, on_sender_close="wait", reconnect_for=86400.0)
+    served = ServedPolicy(scheme, policy, max_age=600.0, lost_for=60.0, drain=3.0)
     app = FastAPI(lifespan=served.lifespan)
     app.add_middleware(served.middleware)
 

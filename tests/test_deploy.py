@@ -110,7 +110,7 @@ def test_the_kubernetes_manifest_probes_the_health_check() -> None:
     deployment, service = yaml.safe_load_all(text)
     pod = deployment["spec"]["template"]
     (container,) = pod["spec"]["containers"]
-    health = inspect.signature(ServedPolicy).parameters["health"].default
+    health = inspect.signature(ServedPolicy).parameters["ready"].default
     for probe in ("startupProbe", "readinessProbe"):
         assert container[probe]["httpGet"] == {"path": health, "port": "http"}
     assert (ROOT / container["command"][1]).is_file()

@@ -12,6 +12,9 @@ import torch
 
 from aiosync import MemoryWeightSyncScheme, metrics
 from aiosync._extras import how_to_install
+from tests.kit.clock import eventually, within
+from tests.kit.models import Uniform
+from tests.kit.tcp import join, make_worker, sender_of
 
 
 async def one_send(scheme: MemoryWeightSyncScheme, registry: Any = None) -> None:
@@ -47,6 +50,24 @@ async def test_prometheus_counts_what_happened() -> None:
     metrics.to_prometheus(again, registry)
     await one_send(again)
     assert registry.get_sample_value("aiosync_events_total", {"kind": "sent", **whole}) == 2
+
+
+async def test_a_worker_that_is_gone_has_no_version_and_its_loss_is_an_increase() -> None:
+    client = pytest.importorskip("prometheus_client")
+    registry, theirs = client.CollectorRegistry(), {"role": "sender", "model": "policy", "worker": "0"}
+    value = registry.get_sample_value
+    async with sender_of(Uniform(), on_failure="drop") as scheme:
+        metrics.to_prometheus(scheme, registry)
+        worker = make_worker(scheme.address)
+        await within(join(scheme, worker))
+        await within(scheme.send())
+        assert value("aiosync_version", theirs) == 1
+        assert value("aiosync_events_total", {"kind": "lost", **theirs}) == 0
+        await worker.close()
+        await eventually(
+            lambda: value("aiosync_events_total", {"kind": "lost", **theirs}) == 1, "the loss is counted"
+        )
+        assert value("aiosync_version", theirs) is None
 
 
 @pytest.mark.parametrize(

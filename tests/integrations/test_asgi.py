@@ -101,7 +101,7 @@ def litestar(served: ServedPolicy, policy: Uniform) -> Any:
         time.sleep(0.001)
         return [before, value_of(policy)]
 
-    return Litestar([act, act_in_thread], middleware=[served.middleware], lifespan=[served.lifespan])
+    return served.middleware(Litestar([act, act_in_thread], lifespan=[served.lifespan]))
 
 
 @asynccontextmanager
@@ -174,8 +174,11 @@ async def test_each_answer_has_one_version_and_says_which(make: Callable[..., An
         assert all(seen == [version, version] for version, seen in answers)
 
 
-async def test_health() -> None:
-    async with World(max_age=10 * PATIENCE, lost_for=0.0) as world:
+@pytest.mark.parametrize("make", [starlette, fastapi, litestar])
+async def test_health(make: Callable[..., Any]) -> None:
+    async with World(make, max_age=10 * PATIENCE, lost_for=0.0) as world:
+        assert (await world.client.head("/healthz")).status_code == 200
+        assert (await world.client.post("/healthz")).status_code == 404
         answer = await world.client.get("/healthz")
         assert answer.status_code == 200
         assert answer.json()["status"] == "ok" and answer.json()["version"] == 0
@@ -185,6 +188,8 @@ async def test_health() -> None:
         world.served._max_age = 0.0
         stale = await world.client.get("/healthz")
         assert stale.status_code == 503 and "no update for" in stale.json()["reason"]
+        assert stale.headers["cache-control"] == "no-store"
+        assert (await world.client.get("/readyz")).status_code == 200  # it can answer all the same
         world.served._max_age = None
         break_off(world.trainer)
         await eventually(lambda: world.served.trouble is not None, "the loss is noticed")
@@ -247,6 +252,81 @@ async def test_an_answer_that_takes_too_long_loses_its_lease(caplog: pytest.LogC
             await world.send(1.0)  # does not wait for the answer's end
             assert [line async for line in lines][-1] == "1.0"
     assert "the answer to /stream takes more than 0.1 s" in caplog.text
+
+
+async def test_a_large_upload_that_stalls_holds_no_lease() -> None:
+    async with World() as world:
+        release = asyncio.Event()
+
+        async def upload() -> AsyncIterator[bytes]:
+            yield bytes(3 << 20)
+            await release.wait()
+            yield b"end"
+
+        uploading = asyncio.create_task(world.client.post("/echo", content=upload()))
+        await asyncio.sleep(0.1)
+        await within(world.send(1.0), 1.0)
+        release.set()
+        answer = await within(uploading)
+        assert len(answer.content) == (3 << 20) + 3 and answer.headers["x-policy-version"] == "1"
+
+
+async def test_an_application_of_its_own_lifespan_and_root_path() -> None:
+    """The scheme was initialized before; the lifespan runs twice; the server has a root_path."""
+    trained, policy = Uniform(0.0), Uniform(-1.0)
+    async with sender_of(trained) as trainer:
+        await within(trainer.connect(min_workers=0))
+        scheme = TCPWeightSyncScheme(trainer.address, token=TOKEN, timeout=PATIENCE)
+        scheme.init_on_receiver(model_id="policy", model=policy)
+        served = ServedPolicy(scheme)
+        for version in range(1, 3):
+            async with served.lifespan():
+                fill(trained, float(version))
+                await within(trainer.send())
+                assert served.version == version and value_of(policy) == float(version)
+                sent: list[Any] = []
+
+                async def send(message: Any, sent: list[Any] = sent) -> None:
+                    sent.append(message)
+
+                async def nothing(*_: object) -> None:
+                    raise AssertionError("the application is not called")
+
+                scope = {
+                    "type": "http",
+                    "method": "GET",
+                    "path": "/api/readyz",
+                    "root_path": "/api",
+                    "headers": [],
+                }
+                await served.middleware(nothing)(scope, nothing, send)
+                assert sent[0]["status"] == 200
+
+
+async def test_a_task_that_has_failed_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with World() as world:
+        world.served._failure = None
+
+        def fails(*_: object, **__: object) -> Any:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(world.served._scheme, "receiving", fails)
+        await within(world.served._receive())
+        answer = await world.client.get("/healthz")
+        assert answer.status_code == 503 and "a bug" in answer.json()["reason"]
+        assert "receiving has failed" in caplog.text
+        assert (await world.client.get("/act")).status_code == 200
+
+
+async def test_outside_of_the_lifespan_requests_have_no_lease() -> None:
+    served = ServedPolicy(TCPWeightSyncScheme(token=TOKEN), Uniform(3.0))
+    app = served.middleware(starlette(served, Uniform(3.0)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        answer = await client.get("/act")
+        assert answer.json() == [3.0, 3.0] and answer.headers.get_list("x-policy-version") == ["-1"]
+        assert (await client.get("/readyz")).status_code == 503
 
 
 async def test_without_a_trainer_the_server_does_not_start() -> None:
