@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import numpy as np
 
-from aiosync.collectors.batch_buffers import BatchBuffer, write_fields
+from aiosync.collectors.batch_buffers import BatchBuffer, Column, write_fields
 from aiosync.collectors.env import (
     ENDS,
     MASK,
@@ -52,7 +52,7 @@ class DirectFrames(ABC):
         self._others = buffer.columns.keys() - chosen  # of each frame, with those below "next"
         following: dict[Key, Any] = {key: column.array for key, column in buffer.next_columns.items()}
         columns: dict[Key, Any] = {key: column.array for key, column in buffer.columns.items()}
-        self.write: Callable[[int, Values], None] = functools.partial(write_fields, buffer.columns)
+        self.write: Callable[[int, Values], None] = _writer_of(buffer.columns, chosen)
         self._following = following
         self._carried = [(columns[key], following[key]) for key in carried]
         self._mask, self._begins_done = columns.get(MASK), columns["done"]
@@ -103,6 +103,27 @@ class DirectFrames(ABC):
             self._mask[first:end] = ~self._begins_done[first:end, ..., 0]
         for column in self._versions:
             column[first:end] = self._version
+
+
+def _writer_of(columns: Mapping[Key, Column], chosen: Set[Key]) -> Callable[[int, Values], None]:
+    """Return what writes the policy's fields of a frame; see :func:`write_fields`."""
+    if len(chosen) != 1:
+        return functools.partial(write_fields, columns)
+    (key,) = chosen
+    column = columns[key]
+    array, shape = column.array, column.shape
+    assert array is not None
+    dtype = array.dtype
+
+    def write_one(place: int, fields: Values) -> None:  # a third of the time: most policies return an action
+        found = fields[key]
+        same = type(found) is np.ndarray and found.dtype == dtype and found.shape == shape
+        if same and len(fields) == 1:
+            array[place] = found
+        else:
+            write_fields(columns, place, fields)
+
+    return write_one
 
 
 class GymnasiumFrames(DirectFrames):
