@@ -43,10 +43,10 @@ def serving(
             rows.append(
                 {
                     "way": way,
-                    "p50, ms": summary([turn.p50 for turn in calm], 1e-3),
-                    "p99, ms": summary([turn.p99 for turn in calm], 1e-3),
-                    "p50 with updates, ms": summary([turn.p50 for turn in busy], 1e-3),
-                    "p99 with updates, ms": summary([turn.p99 for turn in busy], 1e-3),
+                    "p50, ms": summary([turn.p50 for turn in calm], 1e3),
+                    "p99, ms": summary([turn.p99 for turn in calm], 1e3),
+                    "p50 with updates, ms": summary([turn.p50 for turn in busy], 1e3),
+                    "p99 with updates, ms": summary([turn.p99 for turn in busy], 1e3),
                     "times p99": ratio,
                     "updates/s": summary([turn.updates for turn in busy], 1),
                     "wanted": MORE if way == WAYS[0] else None,
