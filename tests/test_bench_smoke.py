@@ -218,6 +218,21 @@ def test_first_batches_are_timed(tmp_path: Path) -> None:
     assert found["imports"][0] > 0 and turn["seconds"][0] > max(turn["seconds"][1:]) > 0
 
 
+def test_requests_beside_updates_are_timed(tmp_path: Path) -> None:
+    path = tmp_path / "serving.json"
+    _run(f"serving --rounds=1 --seconds=1 --mebibytes=1 --clients=2 --json={path}")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    turns = {(each["way"], each["updated"]): each["turns"][0] for each in found["serving"]}
+    assert len(turns) == 4
+    for (_, updated), turn in turns.items():
+        assert 0 < turn["p50"] <= turn["p99"] and turn["requests"] > 0
+        assert (turn["updates"] > 0) == updated
+    (table,) = found["tables"]
+    for row in table["rows"]:  # which is in milliseconds
+        calm = turns[row["way"], False]
+        assert row["p99, ms"]["median"] == pytest.approx(1e3 * calm["p99"])
+
+
 def _wheel(folder: Path) -> Path:
     """What a wheel has of the benchmarks, where it has it."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
