@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +32,9 @@ from aiosync.transports.tcp.connection import DialledTransport, TCPConnection
 from aiosync.transports.tcp.listener import TCPListener
 from aiosync.transports.tcp.tls import TLSConfig
 from aiosync.weights.codec import Codec, check_codec, check_xxhash
+
+_SLOWEST = 1 << 16
+"""Bytes per second. Slower workers could not keep up with what tells them that the sender is alive."""
 
 _SHORTEST_TOKEN = 16
 _FEWEST_CHARACTERS = 8
@@ -72,6 +76,9 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         on_sender_close: what a worker does when the sender closes in order. ``"stop"``: it stops receiving
             and keeps its version. ``"wait"``: it looks for a sender for ``reconnect_for`` seconds, as after a
             lost connection, and so finds a restarted trainer.
+        max_receive_rate: bytes per second that a worker reads at most, so that updates leave processor time
+            to what the worker does otherwise, for example to a server's requests. Such a worker does not
+            read the sender's memory through a Unix socket.
         insecure: listen to other machines with neither a token nor mutual TLS.
         max_connections: the most workers that a sender serves at a time. Further ones retry until their
             timeout.
@@ -90,6 +97,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         "codec",
         "reconnect_for",
         "on_sender_close",
+        "max_receive_rate",
         "insecure",
         "max_connections",
     )
@@ -103,6 +111,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         codec: Codec = "full",
         reconnect_for: float = 60.0,
         on_sender_close: OnSenderClose = "stop",
+        max_receive_rate: float | None = None,
         insecure: bool = False,
         max_connections: int = 1024,
         **options: Unpack[CommonOptions],
@@ -119,6 +128,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
         check_bool("insecure", insecure)
         self._reconnect_for = reconnect_for
         self._on_sender_close: OnSenderClose = on_sender_close
+        self._max_receive_rate = None if max_receive_rate is None else _rate_of(max_receive_rate)
         self._insecure = insecure
         self._max_connections = max_connections
         check_xxhash()
@@ -148,7 +158,7 @@ class TCPWeightSyncScheme(WeightSyncScheme):
                 f"{self._address} has no port yet: give the worker the sender's scheme.address"
             )
         known = self._secured or self._tls is not None
-        return DialledTransport(self._address, self._tls, any_user=known)
+        return DialledTransport(self._address, self._tls, any_user=known, rate=self._max_receive_rate)
 
     def _make_transfer(self) -> Transfer:
         # Workers on a Unix socket are on this machine and can read the slots directly.
@@ -181,6 +191,15 @@ def relay_parts(scheme: TCPWeightSyncScheme, model_id: str | None) -> RelayParts
 def upstream_receiver(scheme: TCPWeightSyncScheme, applier: Applier, model_id: str | None) -> WeightReceiver:
     """Create the upstream side of a relay: a receiver, not connected yet."""
     return scheme._make_receiver(applier, model_id)
+
+
+def _rate_of(value: object) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not _SLOWEST <= value < math.inf:  # type: ignore[operator]
+        raise InvalidArgumentError(
+            f"max_receive_rate: expected bytes per second >= {_SLOWEST}, got {value!r}"
+        )
+    return float(value)  # type: ignore[arg-type]
 
 
 def _key_of(token: str | bytes | None) -> bytes:

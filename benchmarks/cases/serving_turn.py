@@ -28,6 +28,7 @@ class ServingTask:
     """What a turn does."""
 
     own: bool  # aiosync; else the trainer posts its weights, and the server loads them under a lock
+    rate: float | None  # bytes per second that the server reads of updates at most
     updated: bool  # whether updates follow each other without a pause; else there is one
     seconds: float  # of requests that count
     mebibytes: int  # size of the policy
@@ -120,7 +121,7 @@ def _serve(task: ServingTask, address: str, conn: Connection[Any, Any]) -> None:
     from aiosync import TCPWeightSyncScheme
     from aiosync.integrations.asgi import ServedPolicy
 
-    served = ServedPolicy(TCPWeightSyncScheme(address, token=TOKEN), policy)
+    served = ServedPolicy(TCPWeightSyncScheme(address, token=TOKEN, max_receive_rate=task.rate), policy)
     inner = served.middleware(_application(policy, None))
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

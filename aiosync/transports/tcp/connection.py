@@ -22,6 +22,7 @@ from aiosync.transports._offload import LoopThread, abandonable
 from aiosync.transports.base import FramedTransport
 from aiosync.transports.sockets import credentials, tune
 from aiosync.transports.tcp.address import Address
+from aiosync.transports.tcp.pace import Pace
 from aiosync.transports.tcp.socket_thread import SocketThread
 from aiosync.transports.tcp.socket_writer import Body
 from aiosync.transports.tcp.tls import TLSConfig, TLSLayer
@@ -44,6 +45,7 @@ class TCPConnection(FramedTransport):
         self.silent = True  # whether no frame has arrived yet
         self._socket: SocketThread | None = None  # None before the socket is connected
         self._peer_pid = 0
+        self._rate: float | None = None  # bytes per second that this side reads at most
         self._ahead = b""  # an update, which is sent together with its body
 
     @property
@@ -122,7 +124,13 @@ class TCPConnection(FramedTransport):
         """Let ``thread`` read and write a connected socket. ``patience``: as in ``SocketThread.start``."""
         self._peer_pid, _ = credentials(sock)
         self._socket = SocketThread(
-            thread, sock, tls, on_open=self._opened, on_frames=self._arrived, on_end=self._ended
+            thread,
+            sock,
+            tls,
+            on_open=self._opened,
+            on_frames=self._arrived,
+            on_end=self._ended,
+            pace=Pace(self._rate) if self._rate is not None else None,
         )
         self._socket.start(patience)
 
@@ -163,8 +171,16 @@ class TCPConnection(FramedTransport):
 class DialledTransport(TCPConnection):
     """The worker's end of a connection, which dials the sender. It has its own thread."""
 
-    def __init__(self, address: Address, tls: TLSConfig | None = None, *, any_user: bool = False) -> None:
+    def __init__(
+        self,
+        address: Address,
+        tls: TLSConfig | None = None,
+        *,
+        any_user: bool = False,
+        rate: float | None = None,
+    ) -> None:
         super().__init__()
+        self._rate = rate
         # Whether the process that listens at a Unix socket may be another user's. A token or a certificate
         # has to authenticate the sender then.
         self._any_user = any_user
@@ -207,7 +223,12 @@ class DialledTransport(TCPConnection):
     @property
     def shares_with(self) -> int:
         # A process that may list another's open files may most likely open them too.
-        may = self._tls is None and os.access(f"/proc/{self.peer_pid}/fd", os.R_OK | os.X_OK)
+        # Memory that is read directly would not be subject to the limit.
+        may = (
+            self._tls is None
+            and self._rate is None
+            and os.access(f"/proc/{self.peer_pid}/fd", os.R_OK | os.X_OK)
+        )
         return self.peer_pid if may else 0
 
     def _check_user(self, sock: socket.socket) -> None:

@@ -31,6 +31,7 @@ from aiosync.protocol.framing import encode, is_frame
 from aiosync.protocol.stream import StreamDecoder
 from aiosync.transports._offload import LoopThread
 from aiosync.transports.sockets import close_in_children
+from aiosync.transports.tcp.pace import Pace
 from aiosync.transports.tcp.socket_writer import STEP, TURN, SocketWriter
 from aiosync.transports.tcp.tls import TLSLayer, error_of_plain_answer, reason_of
 
@@ -64,6 +65,7 @@ class SocketThread:
     # Called once with the reason when the connection has ended, and with the error if the peer broke the
     # protocol.
     on_end: Callable[[str, ProtocolError | None], None]
+    pace: Pace | None = None  # limits how fast the thread reads
 
     def __post_init__(self) -> None:
         close_in_children(self.sock)
@@ -92,6 +94,7 @@ class SocketThread:
         self._framed = 0  # value of ``decoder.framed`` at the last delivery
         self._drained = False  # whether the last call has read all that the socket had
         self._paused = False  # whether reading is suspended until the owner's loop has caught up
+        self._resting: asyncio.TimerHandle | None = None  # ends a rest between two reads; see ``pace``
         self._closed = asyncio.Event()  # set at the end
         self._timer: asyncio.TimerHandle | None = None  # limits the handshake, then the half-closed state
 
@@ -164,6 +167,10 @@ class SocketThread:
                 return
             if count == 0:
                 self._fail("its connection closed")
+            elif self.pace is not None and self._state is _State.OPEN:
+                if rest := self.pace.rest_after(count):
+                    self._rest(rest)
+                    return
             if self._drained:
                 return
             budget -= max(count, STEP)  # a read may block: see _LONGEST_READ
@@ -177,7 +184,8 @@ class SocketThread:
         buffers = self.decoder.buffers()
         self._drained = False
         if self.decoder.missing > _WORTH_WAITING:
-            count = self.sock.recv_into(buffers[0], 0, socket.MSG_WAITALL)
+            most = buffers[0] if self.pace is None else buffers[0][: self.pace.most]
+            count = self.sock.recv_into(most, 0, socket.MSG_WAITALL)
         elif len(buffers) == 1:  # always on a sender
             count = self.sock.recv_into(buffers[0], 0, socket.MSG_DONTWAIT)
             self._drained = 0 < count < len(buffers[0])
@@ -254,10 +262,21 @@ class SocketThread:
             self.thread.call(self._resume)
 
     def _resume(self) -> None:
-        if not self._paused:
-            return
-        self._paused = False
-        if self._state in (_State.OPEN, _State.CLOSING):
+        if self._paused:
+            self._paused = False
+            self._read_on()
+
+    def _rest(self, seconds: float) -> None:
+        self.thread.loop.remove_reader(self._fd)
+        self._resting = self.thread.loop.call_later(seconds, self._rested)
+
+    def _rested(self) -> None:
+        self._resting = None
+        self._read_on()
+
+    def _read_on(self) -> None:
+        waits = self._paused or self._resting is not None
+        if self._state in (_State.OPEN, _State.CLOSING) and not waits:
             self.thread.loop.add_reader(self._fd, self._readable)
             try:
                 if self.tls is not None:
@@ -276,8 +295,9 @@ class SocketThread:
             self.decoder.close()
             self._stop_timer()
             self._timer = self.thread.loop.call_later(_GRACE, self._end, "")
-            if self._paused:
-                self._resume()
+            self._stop_resting()
+            self._paused = False
+            self._read_on()
             if self._state is _State.CLOSING:
                 self.writer.half_close()
 
@@ -308,6 +328,7 @@ class SocketThread:
             self._state = _State.ENDED
             self.writer.end()
         self._stop_timer()
+        self._stop_resting()
         self.decoder.close()
         self.thread.loop.remove_reader(self._fd)
         self.sock.close()
@@ -318,6 +339,11 @@ class SocketThread:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _stop_resting(self) -> None:
+        if self._resting is not None:
+            self._resting.cancel()
+            self._resting = None
 
     # -- on the owner's loop ---------------------------------------------------------------------------
 
