@@ -13,7 +13,7 @@ from benchmarks.harness.meters import summary
 from benchmarks.harness.results import Row, report, say
 from benchmarks.harness.turns import take
 
-RATE = 100e6
+RATE = 50e6
 LIMITED = f"aiosync, max_receive_rate={RATE:g}"
 WAYS = ("aiosync", LIMITED, "load_state_dict under a lock")
 MORE = 1.2

@@ -77,13 +77,13 @@ def _application(policy: Policy, lock: asyncio.Lock | None) -> Any:
     """A plain ASGI application: ``/act``, and ``/weights`` if it has a lock."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        body = b""
+        parts: list[bytes] = []
         while (message := await receive())["type"] == "http.request":
-            body += message.get("body", b"")
+            parts.append(message.get("body", b""))
             if not message.get("more_body"):
                 break
         if scope["path"] == "/weights" and lock is not None:
-            state = torch.load(io.BytesIO(body), weights_only=True)
+            state = torch.load(io.BytesIO(b"".join(parts)), weights_only=True)
             async with lock:
                 policy.load_state_dict(state)
             answer = b"{}"

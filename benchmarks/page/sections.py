@@ -167,10 +167,12 @@ SECTIONS = (
         "serving",
         "Requests beside updates",
         "serving --rounds 5",
-        "A web server (uvicorn) with a policy of 50 MB, a trainer that sends it without a pause, and a "
+        "A web server (uvicorn) with a policy of 50 MiB, a trainer that sends it without a pause, and a "
         "process with eight clients, on the same two cores. Otherwise, as usual, the trainer posts "
         "what `torch.save` writes, and the server loads it under a lock.",
-        "A request waits for the processors: at full speed four threads want two of them.",
+        "A request waits for the processors: at full speed four threads want two of them. With "
+        "`max_receive_rate` the server reads 50 MB per second of the trainer's updates at most. The trainer "
+        "still sends one after the other.",
     ),
     Section(
         "blocking",
