@@ -166,7 +166,7 @@ SECTIONS = (
     Section(
         "serving",
         "Requests beside updates",
-        "serving --rounds 5",
+        "serving --rounds 5 --seconds 8",
         "A web server (uvicorn) with a policy of 50 MiB, a trainer that sends it without a pause, and a "
         "process with eight clients, on the same two cores. Otherwise, as usual, the trainer posts "
         "what `torch.save` writes, and the server loads it under a lock.",
