@@ -223,7 +223,7 @@ def test_requests_beside_updates_are_timed(tmp_path: Path) -> None:
     _run(f"serving --rounds=1 --seconds=1 --mebibytes=1 --clients=2 --json={path}")
     found = json.loads(path.read_text(encoding="utf-8"))
     turns = {(each["way"], each["updated"]): each["turns"][0] for each in found["serving"]}
-    assert len(turns) == 4
+    assert len(turns) == 6
     for (_, updated), turn in turns.items():
         assert 0 < turn["p50"] <= turn["p99"] and turn["requests"] > 0
         assert (turn["updates"] > 0) == updated
