@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -38,29 +40,71 @@ def _module(name: str) -> str:
     return f"benchmarks.cases.{_MODULES.get(name, name)}"
 
 
-def _about(name: str) -> str:
-    """Return what a case is, from its source: to import it takes seconds."""
+def _source(name: str) -> ast.Module | None:
+    """Return the source of a case's module: to import it takes seconds. None: it is not installed."""
     spec = importlib.util.find_spec(_module(name))
     if spec is None or spec.origin is None:
+        return None
+    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+
+
+def _about(name: str) -> str:
+    source = _source(name)
+    if source is None:
         return "(in aiosync's repository only)"
-    source = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    functions = [node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == name]
-    return ast.get_docstring(functions[0]) or ""
+    return ast.get_docstring(_function(source, name)) or ""
+
+
+def _function(source: ast.Module, name: str) -> ast.FunctionDef:
+    return next(node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == name)
+
+
+def _with_late_import(source: ast.Module, name: str) -> Callable[..., None]:
+    """Return a function with the case's options that imports the case when it is called.
+
+    So a wrong option is refused before torch is imported. Of the module only the imports and constants that
+    the options need are run.
+    """
+    function = _function(source, name)
+    about = ast.Expr(ast.Constant(ast.get_docstring(function)))
+    function.body = [about, *ast.parse(f"_case_of({name!r})(**locals())").body]
+    kept: list[ast.stmt] = [function]
+    wanted = {node.id for node in ast.walk(function.args) if isinstance(node, ast.Name)}
+    for node in reversed(source.body):
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                names = {alias.asname or alias.name for alias in node.names}
+            case ast.Assign(targets=[ast.Name(found)]):
+                names = {found}
+            case ast.AnnAssign(target=ast.Name(found)):
+                names = {found}
+            case _:
+                continue
+        if names & wanted or (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
+            kept.insert(0, node)
+            wanted |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    namespace: dict[str, Any] = {"_case_of": _case_of, "__name__": __name__}
+    module = ast.fix_missing_locations(ast.Module(kept, []))
+    exec(compile(module, _module(name), "exec"), namespace)
+    made: Callable[..., None] = namespace[name]
+    return made
+
+
+def _case_of(name: str) -> Callable[..., None]:
+    case: Callable[..., None] = getattr(importlib.import_module(_module(name)), name)
+    return case
 
 
 def _add(name: str) -> None:
     """Make a command of the case."""
 
     def run(context: typer.Context) -> None:
-        try:
-            case = importlib.import_module(_module(name))
-        except ModuleNotFoundError as missing:
-            if missing.name != _module(name):
-                raise
+        source = _source(name)
+        if source is None:
             why = "compares with other software: it is in aiosync's repository, and not in the installed"
-            raise SystemExit(f"aiosync bench {name} {why} package") from None
+            raise SystemExit(f"aiosync bench {name} {why} package")
         program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        program.command()(getattr(case, name))
+        program.command()(_with_late_import(source, name))
         program(context.args, prog_name=f"aiosync bench {name}")
 
     passed = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -25,6 +25,7 @@ from aiosync import TCPWeightSyncScheme, _doctor, cli
 from aiosync._demo import LoopTicker
 from aiosync._extras import how_to_install
 from aiosync.errors import SyncTimeoutError
+from benchmarks.cli import CASES
 from tests.kit.clock import PATIENCE, PROGRAM, within
 from tests.kit.models import Uniform
 from tests.kit.tcp import make_worker
@@ -111,6 +112,7 @@ def test_an_extra_is_installed_from_where_aiosync_came(
     assert how_to_install("ray") == f"python -m pip install {expected}"
 
 
+HELP = [f"bench {case} --help" for case in CASES]
 WRONG = (
     "--versin",
     "relya",
@@ -118,12 +120,14 @@ WRONG = (
     "demo --updatez 3",
     "demo --workers 0",
     "bench sned",
+    *(f"bench {case} --modle tiny" for case in CASES),
+    "bench send --models tinny",
     "doctor --jsn",
     "relay --upstream x",
 )
 
 
-@pytest.mark.parametrize("arguments", ["--version", "--help", "demo --help", "bench --help", *WRONG])
+@pytest.mark.parametrize("arguments", ["--version", "--help", "demo --help", "bench --help", *HELP, *WRONG])
 def test_the_command_line_answers_before_torch_is_imported(arguments: str) -> None:
     code = (
         "import sys\nfrom aiosync.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n"

@@ -31,7 +31,8 @@ from benchmarks.contenders import MODEL_ID, Setup
 from benchmarks.harness import options
 from benchmarks.harness.comparison import compare, measure, take_turns
 from benchmarks.harness.meters import spread, summary, ticking, times
-from benchmarks.harness.models import MODELS, ModelSpec, build_model, fill, sizes
+from benchmarks.harness.model_specs import MODELS, ModelSpec
+from benchmarks.harness.models import build_model, fill, sizes
 from benchmarks.harness.results import Row, Stall, report, say
 
 SIZES = options.Numbers((256, 1024))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from enum import StrEnum
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -40,15 +39,6 @@ MEASURES = (
 )
 """The name of each figure, its field of a turn, the factor to the unit of the name, and how many times better
 aiosync's own collectors have to be. Of frames more is better, of the others less."""
-
-
-class Against(StrEnum):
-    """What aiosync's collectors are measured against."""
-
-    TORCHRL = "torchrl"
-    PLAIN = "plain"
-
-
 TWO_LOOPS = "two plain loops"
 PLAIN_FRAMES = 1024  # in a batch
 PLAIN_WANTED = {"single": 0.8, "sync": 1.4, "async": 1.7}
@@ -58,8 +48,8 @@ PLAIN_WANTED = {"single": 0.8, "sync": 1.4, "async": 1.7}
 def collectors(
     inside_torchrl: Annotated[bool, typer.Option("--inside-torchrl", help="torchrl's collectors.")] = False,
     against: Annotated[
-        Against, typer.Option(help="torchrl's collectors, or a plain loop.")
-    ] = Against.TORCHRL,
+        options.Against, typer.Option(help="torchrl's collectors, or a plain loop.")
+    ] = options.Against.TORCHRL,
     models: Annotated[options.Names | None, options.names_of((*ENVS, "acrobot"))] = None,
     schemes: Annotated[options.Names | None, options.names_of(HOSTS)] = None,
     parameters: Annotated[options.Numbers | None, options.numbers("Added to a small policy.")] = None,
@@ -70,7 +60,7 @@ def collectors(
     check: options.Check = False,
 ) -> None:
     """aiosync's collectors beside torchrl's or a plain loop; or, inside torchrl's, the schemes of both."""
-    if against is Against.PLAIN:
+    if against is options.Against.PLAIN:
         return _against_plain(models, rounds, total, json, check)
     own = not inside_torchrl
     if not set(models or ()) <= set(ENVS):

@@ -18,7 +18,8 @@ from benchmarks.contenders import ABOUT, LIMIT, Mode, Setup
 from benchmarks.harness import options
 from benchmarks.harness.comparison import compare, measure, take_turns
 from benchmarks.harness.meters import Memcpy, Spread, in_bytes, proc, spread
-from benchmarks.harness.models import MODELS, TORN_MODELS, sizes
+from benchmarks.harness.model_specs import MODELS, TORN_MODELS
+from benchmarks.harness.models import sizes
 from benchmarks.harness.results import Case, Key, ReadCounts, Results, Row, Stall, print_rows, say
 
 SCHEMES = options.Names(("shared", "process"))

@@ -28,7 +28,7 @@ from benchmarks.contenders.aiosync import limit_rate
 from benchmarks.harness import options
 from benchmarks.harness.comparison import compare, measure, take_turns
 from benchmarks.harness.meters import summary, times
-from benchmarks.harness.models import ModelSpec
+from benchmarks.harness.model_specs import ModelSpec
 from benchmarks.harness.results import Case, Row, report
 
 WORDS, WIDTH, LAYERS, LENGTH, BATCH = 512, 256, 4, 32, 16

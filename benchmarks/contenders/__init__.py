@@ -10,12 +10,11 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from torch import nn
-
-from benchmarks.harness.models import ModelSpec
+from benchmarks.harness.model_specs import ModelSpec
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
+    from torch import nn
 
 MODEL_ID = "policy"
 LIMIT = "memcpy"  # not a library: one warm copy of the same bytes, which the driver takes itself

@@ -17,7 +17,8 @@ from torch.distributed import rpc
 from torchrl import weight_update
 
 from benchmarks.contenders import MODEL_ID, SenderEnd, Sent, Setup, Weights, WorkerEnd
-from benchmarks.harness.models import ModelSpec, build_model
+from benchmarks.harness.model_specs import ModelSpec
+from benchmarks.harness.models import build_model
 from benchmarks.harness.trainer import SPAWN
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Collection, Iterable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks.contenders import installed
-from benchmarks.harness.models import MODELS
+from benchmarks.harness.model_specs import MODELS
 
 _CONTENDERS = ("aiosync", "torchrl", "torchrl-alias")
 
@@ -22,6 +23,13 @@ class Names(tuple[str, ...]):
 
 class Numbers(tuple[int, ...]):
     """Numbers, on the command line with commas."""
+
+
+class Against(StrEnum):
+    """What aiosync's collectors are measured against."""
+
+    TORCHRL = "torchrl"
+    PLAIN = "plain"
 
 
 def _listed(make: Any, valid: Callable[[str], bool], expected: str, **given: Any) -> Any:
