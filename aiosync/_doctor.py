@@ -34,7 +34,7 @@ _GIB = 2**30
 
 def examine(console: Console | None = None, *, as_json: bool = False) -> bool:
     """Print the findings, and run the self-check; returns whether the self-check succeeded."""
-    console = console or Console()
+    console = console or Console(markup=False)  # brackets are the names of extras
     found = dict((*_software(), *_extras(), *_processes(), *_network(), *_memory(), *_cuda()))
     if not as_json:
         table = Table(title="aiosync doctor", show_header=False)

@@ -257,7 +257,7 @@ def timeline(
             found = (phases.get(phase) for phase in lines.PHASES)
             cells = ("" if f is None else f"{f[0] * 1e3:.2f} ({f[1] * 1e3:.2f})" for f in found)
             table.add_row(model, "trainer" if worker is None else f"worker {worker}", *cells)
-        Console().print(table)
+        Console(markup=False).print(table)
 
 
 @app.command()

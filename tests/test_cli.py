@@ -159,6 +159,18 @@ def test_doctor_sends_a_real_update() -> None:
     assert "OK: connected" in result.output
 
 
+def test_doctor_names_the_extras_that_are_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def check() -> dict[str, float]:
+        return {"connect": 0.1, "send": 0.1}
+
+    monkeypatch.setattr(_doctor, "self_check", check)
+    monkeypatch.setattr(_doctor, "_extras", lambda: [("extra ray", how_to_install("ray"))])
+    assert _doctor.examine()
+    assert "[ray]" in capsys.readouterr().out
+
+
 def test_doctor_prints_json() -> None:
     result = runner.invoke(cli.app, ["doctor", "--json"])
     assert result.exit_code == 0, result.output
