@@ -6,6 +6,7 @@ they become links, if the reference has an entry of that name.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+
+_logger = logging.getLogger("mkdocs.plugins.docs_roles")  # a strict build fails on its warnings
 
 API = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 
@@ -49,7 +52,7 @@ class Roles(griffe.Extension):
                 if member.is_class:
                     for name, each in public_members(member).items():
                         self._known.setdefault(each.canonical_path, f"{inner}.{name}")
-        classes = [
+        self._classes = [
             (inner, member)
             for path, entry in listed
             for inner, member in (self._exported(entry) if entry.is_module else {path: entry}).items()
@@ -60,7 +63,7 @@ class Roles(griffe.Extension):
             if owner.docstring is not None and id(owner) not in done:
                 done.add(id(owner))
                 owner.docstring.value = _ROLE.sub(partial(self._link, owner), owner.docstring.value)
-        for path, cls in classes:
+        for path, cls in self._classes:
             self._list_inherited(path, cls)
 
     def _get(self, path: str) -> Any:
@@ -83,19 +86,26 @@ class Roles(griffe.Extension):
         role, short, target = found.groups()
         name = target.rpartition(".")[2] if short or target.startswith("aiosync.") else target
         text = f"`{name}()`" if role in ("meth", "func") else f"`{name}`"
-        path = self._find(owner, target)
+        try:
+            path = self._find(owner, target)
+        except KeyError:
+            path = self._find_in_heirs(owner, target)
+            if path is None and owner.canonical_path in self._known:
+                _logger.warning("%s: its docstring names %s, which is not there", owner.path, found.group())
         return text if path is None else f"[{text}][{path}]"
 
     def _find(self, owner: Any, target: str) -> str | None:
+        """Return the entry of an object; None: it has none, or is another package's.
+
+        Raises:
+            KeyError: there is no such object.
+        """
         if target.startswith("aiosync."):
             try:
                 return self._entry(self._get(target))
             except KeyError:
                 head, _, member = target.rpartition(".")
-                try:
-                    return self._entry(self._get(head).all_members[member])
-                except KeyError:
-                    return None
+                return self._entry(self._get(head).all_members[member])
         first, *rest = target.split(".")
         scope = owner
         while scope is not None:
@@ -106,9 +116,18 @@ class Roles(griffe.Extension):
                     for part in rest:
                         found = (found.final_target if found.is_alias else found).all_members[part]
                     return self._entry(found)
-                except (KeyError, griffe.AliasResolutionError):
+                except griffe.AliasResolutionError:
                     return None
             scope = scope.parent
+        raise KeyError(target)
+
+    def _find_in_heirs(self, owner: Any, target: str) -> str | None:
+        """Find a member that the class of a docstring gets from its public subclasses."""
+        for _, heir in self._classes:
+            if owner.parent is not None and owner.parent.path in {base.path for base in heir.mro()}:
+                member = heir.all_members.get(target)
+                if member is not None and (entry := self._entry(member)) is not None:
+                    return entry
         return None
 
     def _entry(self, found: Any) -> str | None:

@@ -7,9 +7,9 @@ One batch goes through the files in this order:
 2. :mod:`batch_iterator` requests a batch; :mod:`proxy`, which stands for one worker, sends the request
    through the :mod:`command_pipe`.
 3. :mod:`worker` receives the request. :mod:`rollout` steps the environment (:mod:`env`) with the policy
-   (:mod:`policy`) and writes the frames into shared memory (:mod:`batches`).
-4. :mod:`proxy` receives the message that the batch is complete; :mod:`batches` joins the parts of several
-   workers; :mod:`batch_iterator` returns the batch.
+   (:mod:`policy`) and writes the frames into shared memory (:mod:`batch_buffers`).
+4. :mod:`proxy` receives the message that the batch is complete; :mod:`batch_buffers` joins the parts of
+   several workers; :mod:`batch_iterator` returns the batch.
 
 :mod:`controls` has the calls that send weights, with the :mod:`versions` of the policy. :mod:`access` has the
 calls that read from the workers, and :mod:`saved_state` the state that can be saved.

@@ -343,12 +343,12 @@ class WeightReceiver(ReceivingEndpoint):
     # -- close --------------------------------------------------------------------------------------
 
     def pinned(self, deadline: Deadline) -> AbstractAsyncContextManager[int]:
-        """Block commits for the length of the body. Raises as :meth:`CommitGate.pinned`."""
+        """Block commits for the length of the body. Raises as ``CommitGate.pinned``."""
         self.check_open()
         return self.model_applier.gate.pinned(deadline, self.applier)
 
     async def rebind(self, model: WeightTarget | None, listener: UpdateListener, *, may_view: bool) -> None:
-        """See :meth:`WeightApplier.rebind`."""
+        """See ``WeightApplier.rebind``."""
         self.check_open()
         await self.model_applier.rebind(model, listener, may_view=may_view)
 

@@ -61,8 +61,8 @@ class Layout:
         entries: one per piece of memory, in buffer order.
         aliases: a tied tensor's other names: alias -> name of the entry that holds the bytes.
         nbytes: size of the buffer in bytes; a multiple of :data:`ALIGNMENT`, and never 0.
-        optional: names that the other side may include or omit (see :func:`.flatten.optional_names`). The
-            signature and equality ignore them.
+        optional: names that the other side may include or omit (see
+            :func:`~aiosync.weights.flatten.optional_names`). The signature and equality ignore them.
         base: what updates presume of the receiver's model, name -> text (see :mod:`aiosync.weights.peft`).
             These names are not sent. The signature ignores them.
     """
