@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from aiosync._short_waits import ShortWaits
 from aiosync.errors import InvalidArgumentError, Phase, SyncTimeoutError
 
 _FIRST_PAUSE = 0.05
@@ -110,11 +109,9 @@ class DeadlineTimer:
         self._handle: asyncio.TimerHandle | None = None
         # When the timer fires.
         self._at = math.inf
-        self._short_waits = ShortWaits()
 
     async def wait(self, waiter: asyncio.Future[None], deadline: Deadline) -> None:
         """Wait for ``waiter``. At the deadline the timer resolves it."""
-        self._short_waits.begin(waiter)
         self._waiters[waiter] = deadline.at
         try:
             if deadline.at < self._at:

@@ -17,17 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "aiosync"
 
 # A module may import from its own layer and from the layers before it, wherever in its code it does so.
 LAYERS = (
-    {
-        "_deadline",
-        "_extras",
-        "_listing",
-        "_processors",
-        "_short_waits",
-        "errors",
-        "events",
-        "reports",
-        "stats",
-    },
+    {"_deadline", "_extras", "_listing", "_processors", "errors", "events", "reports", "stats"},
     {"weights"},
     {"_options", "protocol"},
     {"transports"},
