@@ -10,6 +10,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import torch
 import uvloop
 from hypothesis import settings
 from torch._C._distributed_c10d import TCPStore
@@ -67,6 +68,10 @@ def _warm_up_once(config: pytest.Config) -> None:
         uvloop.run(_nothing())
         TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the first keeps a pipe
         World().close()  # torch RPC keeps what it talks to itself by
+        if torch.cuda.is_available():
+            torch.zeros(
+                1, device="cuda"
+            ).untyped_storage()._share_cuda_()  # CUDA keeps what it opens for that
         # Collecting is quick from here on: what was imported is not looked through each time.
         gc.collect()
         gc.freeze()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,12 @@ from aiosync.receiver.joint_commit import JointPart, drop_out, join, leave
 from aiosync.receiver.listeners import UpdateListener, in_format
 from aiosync.receiver.staging import StagingBuffers, own_copies
 from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate
-from aiosync.transfer.base import Transfer
+from aiosync.transfer.base import InboundTransfer, Transfer
 from aiosync.transports._offload import Offloader
 from aiosync.transports.base import FramedTransport
 from aiosync.weights.binding import Binding, Staged
 from aiosync.weights.copying import copy_few
+from aiosync.weights.devices import cuda_devices, wait_for_devices
 from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.target import WeightTarget, receiver_tensors
@@ -133,8 +135,22 @@ class WeightApplier(Applier):
         assert self.inbound is not None
         self.binding.detach(self.inbound.is_lent)
         self.binding.forget_replaced()
+        devices = self._devices()
         self.weights = {name: t.clone() for name, t in self.weights.items()} if keep else {}
+        # The copies, and forward passes that are queued, still read the sender's memory.
+        wait_for_devices(devices)
         self._viewing = False
+
+    def _leave(self, inbound: InboundTransfer) -> None:
+        """Copy what the model views in the memory of updates into its own. Blocking."""
+        self.binding.detach(inbound.is_lent)
+        wait_for_devices(self._devices())
+
+    def _devices(self) -> Collection[torch.device]:
+        """The CUDA devices of the model and of the weights in service."""
+        binding = self.binding
+        known = self.weights.values(), binding.targets().values(), binding.written_in_place()
+        return cuda_devices(chain.from_iterable(known))
 
     # -- other threads, other models -------------------------------------------------------------
 
@@ -187,7 +203,7 @@ class WeightApplier(Applier):
             with LOCK:
                 another.commit(Staged(own, frozenset(own), frozenset(own)))
             if model is not former:  # from now on the sender may write over what it views
-                await self._offloader.run(lambda _: self.binding.detach(inbound.is_lent))
+                await self._offloader.run(lambda _: self._leave(inbound))
             # Nothing is awaited from here on: a cancelled call has switched all or nothing.
             self.binding, self.model, self._may_view, self.weights = another, model, may_view, own
             self._viewing, self._leftover = False, True
@@ -322,26 +338,33 @@ class WeightApplier(Applier):
 
     def _put_in_service(self, pending: PendingUpdate) -> None:
         """Commit a staged update. Runs in any thread, while no reader uses the model."""
-        staged, names = pending.staged, pending.names
-        assert staged is not None
-        started = time.perf_counter()
-        self.binding.commit(staged, names)
+        staged, names, back_buffers = pending.staged, pending.names, pending.back_buffers
+        assert staged is not None and back_buffers is not None
+        started, devices = time.perf_counter(), back_buffers.written_devices
+        wait_for_devices(devices)  # forward passes that are queued read the version before
+        try:
+            self.binding.commit(staged, names)
+        finally:
+            wait_for_devices(devices)
         self._record(pending, staged, started)
 
     @contextmanager
     def _in_service(self, pending: PendingUpdate) -> Iterator[None]:
         """As :meth:`_put_in_service`, for a part of a joint update. Undo the commit if the body raises."""
-        staged = pending.staged
-        assert staged is not None
-        started = time.perf_counter()
+        staged, back_buffers = pending.staged, pending.back_buffers
+        assert staged is not None and back_buffers is not None
+        started, devices = time.perf_counter(), back_buffers.written_devices
         before = self.version, self.in_service, self.weights, self._viewing
         try:
+            wait_for_devices(devices)
             with self.binding.committing(staged, pending.names, reversible=True):
+                wait_for_devices(devices)
                 self._record(pending, staged, started)
                 yield
         except BaseException:
             self.version, self.in_service, self.weights, self._viewing = before
             pending.committed = False
+            wait_for_devices(devices)
             raise
 
     def _record(self, pending: PendingUpdate, staged: Staged, started: float) -> None:
@@ -361,6 +384,10 @@ class WeightApplier(Applier):
         if self._notify_commit is not None:
             self._notify_commit(self.version)
         pending.seconds["commit"] = time.perf_counter() - started
+
+    async def settle(self) -> None:
+        if self._back_buffers is not None:
+            await self._offloader.settle(self._back_buffers.devices)
 
     def overtake(self) -> None:
         if isinstance(self._waiting, CommitJob):

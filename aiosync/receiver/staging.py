@@ -11,6 +11,7 @@ from aiosync.protocol.frames import Update
 from aiosync.transfer.base import InboundTransfer, MemoryAccess
 from aiosync.weights.binding import Binding, Staged
 from aiosync.weights.copying import INLINE_LIMIT, Pairs
+from aiosync.weights.devices import cuda_devices, pin_memory_of, wait_for_devices
 from aiosync.weights.layout import Layout
 from aiosync.weights.module_binding import LentViews
 from aiosync.weights.segment import Segment
@@ -50,6 +51,13 @@ class StagingBuffers:
         staged = frozenset(name for buffer in self._buffers for name in buffer.names)
         self._own = everything if private else staged
         self._lasting = staged if inbound.access.lent else everything
+        # The CUDA devices of the model, of updates and of these buffers; and those that a commit writes to.
+        places = {device, *(buffer.device for buffer in self._buffers)}
+        targets = cuda_devices(binding.targets().values())
+        self.written_devices = cuda_devices(binding.written_in_place()) | (
+            targets if _differing(binding) else frozenset()  # these are converted by the commit
+        )
+        self.devices = self.written_devices | targets | {each for each in places if each.type == "cuda"}
         # Whether committed() has anything to do.
         self.hears_commits = bool(self._buffers) or not inbound.access.lent or inbound.written is not None
 
@@ -66,6 +74,8 @@ class StagingBuffers:
 
     def is_quick(self, update: Update) -> bool:
         """Whether staging moves so few bytes that a thread would take longer."""
+        if self.devices:
+            return False  # a device first does what was queued there
         if self._layout.nbytes <= INLINE_LIMIT:
             return True
         return not self._buffers and self._inbound.is_quick(update)
@@ -91,6 +101,8 @@ class StagingBuffers:
             ArenaAllocationError: there is no memory for what is staged in this process.
         """
         arrived, source = self._inbound.find(update)
+        if self.devices:
+            pin_memory_of(arrived)
         leaving = () if names is None else self._inbound.make_room(names)
         views, pairs = source, list[tuple[Tensor, Tensor]]()
         if self._buffers:
@@ -136,7 +148,7 @@ class _BackBuffers:
         # Whether entries have other dtypes here than where they arrive.
         self.converts = any(entry.dtype is not arriving[entry.name].dtype for entry in layout)
         self._layout = layout
-        self._device = device
+        self.device = device
         # Whether both layouts are the same, so that an update can be copied in one piece.
         self._whole = layout.entries == arriving.entries
         self._sides: list[tuple[Segment, LentViews]] = []
@@ -154,7 +166,7 @@ class _BackBuffers:
 
     def reserve(self) -> None:
         while len(self._sides) < 2:
-            segment = Segment.private(self._layout.nbytes, self._device)
+            segment = Segment.private(self._layout.nbytes, self.device)
             self._sides.append((segment, LentViews(self._layout, segment.buffer)))
 
     def stage(self, arrived: Tensor, source: Mapping[str, Tensor], names: Collection[str] | None) -> Pairs:
@@ -227,7 +239,9 @@ def own_copies(views: Mapping[str, Tensor], model: WeightTarget | None) -> dict[
     """Copies of weights, each on the device and of the dtype of the model's tensor. Blocking."""
     targets = receiver_tensors(model) if model is not None else {}
     like = {name: target for name, target in targets.items() if not target.is_meta}
-    return {
+    own = {
         name: view.to(like[name].device, like[name].dtype, copy=True) if name in like else view.clone()
         for name, view in views.items()
     }
+    wait_for_devices(cuda_devices([*views.values(), *own.values()]))
+    return own

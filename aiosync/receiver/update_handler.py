@@ -5,6 +5,7 @@ cancellation leaves behind:
 
 1. while it is staged: the thread ends first. The update stays pending, and the next call stages it again.
 2. while it is committed: the commit was withdrawn, or has happened. The next call continues from there.
+3. while devices finish what was queued before the commit: it is committed. The next call waits again.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class UpdateHandler:
             self.pending = None
             return None
         if pending.update.version <= applier.version:
+            await applier.settle()  # it may have been committed by a call that was cancelled then
             applier.forget()
             self.answer(pending)
             return None
@@ -95,6 +97,7 @@ class UpdateHandler:
                     self.pending = None
                     return None
             await applier.commit(pending, self._held_up)
+            await applier.settle()
         except Exception as exc:  # noqa: BLE001 - sent to the sender as a refusal
             return self._not_applied(pending, exc)
         self.answer(pending)

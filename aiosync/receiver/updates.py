@@ -16,9 +16,10 @@ from aiosync.transfer.base import InboundTransfer
 from aiosync.transports._offload import Offloader
 from aiosync.transports.base import FramedTransport
 from aiosync.weights.binding import Staged
+from aiosync.weights.devices import cuda_devices
 from aiosync.weights.layout import Layout
 from aiosync.weights.peft import check_presumed, differences
-from aiosync.weights.target import WeightTarget
+from aiosync.weights.target import WeightTarget, receiver_tensors
 
 if TYPE_CHECKING:
     from aiosync.receiver.staging import StagingBuffers
@@ -59,6 +60,7 @@ class Applier(ABC):
             take_at_once(pending)    → whether it was applied synchronously; if not
             stage(pending)
             commit(pending, on_wait)
+            settle()
             forget()                 instead, if the update will not be committed
         reserve()                    once, after the first update
         disconnected(), detach()     the connection is lost; the methods above are called again for another
@@ -137,6 +139,7 @@ class Applier(ABC):
             return
         with closing(Offloader("aiosync-digest")) as offloader:
             base, names = layout.base, frozenset(layout.names)
+            await offloader.settle(cuda_devices(receiver_tensors(model).values()))
             await offloader.run(lambda cancelled: check_presumed(base, model, names, cancelled))
 
     @abstractmethod
@@ -200,6 +203,13 @@ class Applier(ABC):
             Overtaken: :meth:`overtake` or :meth:`close` was called before.
             CancelledError: the commit was withdrawn, unless ``pending.committed`` says otherwise.
         """
+
+    async def settle(self) -> None:
+        """Wait until no forward pass that is queued on a device reads the version before the one in service.
+
+        Called after each commit, before it is acknowledged: then the sender may write over that version.
+        """
+        return
 
     def forget(self) -> None:
         """The update that arrived last will not be committed."""

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, ExitStack, suppress
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from aiosync._deadline import Deadline
@@ -35,7 +36,9 @@ from aiosync.transfer.slots import SlotPool
 from aiosync.transports._offload import Offloader, uninterrupted
 from aiosync.transports._tasks import BackgroundTasks
 from aiosync.transports.base import FramedTransport, Listener
+from aiosync.weights.devices import cuda_devices, pin_memory_of
 from aiosync.weights.layout import Layout
+from aiosync.weights.segment import Segment
 
 
 class WeightSender(SendingEndpoint):
@@ -220,7 +223,8 @@ class WeightSender(SendingEndpoint):
                 # A user's strategy may extract entries that would be left out otherwise.
                 base = {name: text for name, text in base.items() if name not in tensors}
                 layout = Layout.of(tensors, cast=self.spec.cast, optional=optional, base=base)
-                allocate = partial(self.transfer.allocate, device=plan.device)
+                on_device = bool(cuda_devices(tensors.values()))
+                allocate = partial(self._allocate, device=plan.device, pinned=on_device)
                 pool = SlotPool(layout, allocate, self.spec.max_slots)
                 workers, streams = set(plan.workers), self.transfer.streams
                 group = WorkerGroup(workers, plan.device, pool, self._offloader, streams)
@@ -241,6 +245,13 @@ class WeightSender(SendingEndpoint):
         self._live = True
         if gathering is not None:
             gathering.published(self.version)
+
+    def _allocate(self, nbytes: int, *, device: torch.device, pinned: bool) -> Segment:
+        """Allocate a slot's memory. ``pinned``: the weights come from a CUDA device."""
+        segment = self.transfer.allocate(nbytes, device)
+        if pinned:
+            pin_memory_of(segment.buffer)
+        return segment
 
     async def _abandon(self) -> None:
         await self._host.aclose()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from aiosync._deadline import Deadline
 from aiosync.errors import InvalidArgumentError
 from aiosync.sender.worker_plan import GroupPlan, SenderPlan
 from aiosync.transports._offload import Offloader
+from aiosync.weights.devices import cuda_devices
 from aiosync.weights.flatten import check_sendable, named_tensors, optional_names, transient_tensors
 from aiosync.weights.layout import Layout
 from aiosync.weights.peft import PeftMode, base_parameters, has_adapters, presumed
@@ -128,7 +130,7 @@ class WeightSource:
                     if id(source) not in known:
                         work = partial(presumed, source, peft, cast)
                         reads = peft == "adapter"
-                        known[id(source)] = await _offloaded(work) if reads else work(lambda: False)
+                        known[id(source)] = await _offloaded(work, source) if reads else work(lambda: False)
                     found[number] = known[id(source)]
         except TimeoutError as exc:
             hint = "the digest of the base weights was not finished"
@@ -179,7 +181,7 @@ async def _extract(source: Any, strategy: WeightStrategy | None, peft: PeftMode)
     if not merges:
         return named_tensors(source, strategy=strategy, peft=peft)
     # Adapters are merged on a copy of the whole model.
-    return await _offloaded(lambda _: named_tensors(source, strategy=strategy, peft=peft))
+    return await _offloaded(lambda _: named_tensors(source, strategy=strategy, peft=peft), source)
 
 
 def _with_transient(source: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -188,8 +190,10 @@ def _with_transient(source: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, 
     return {**tensors, **more} if more else tensors
 
 
-async def _offloaded(work: Callable[[Callable[[], bool]], T]) -> T:
+async def _offloaded(work: Callable[[Callable[[], bool]], T], model: nn.Module) -> T:
+    """Run ``work(cancelled)``, which reads the model, in a thread."""
     with closing(Offloader("aiosync-peft")) as offloader:
+        await offloader.settle(cuda_devices(chain(model.parameters(), model.buffers())))
         return await offloader.run(work)
 
 

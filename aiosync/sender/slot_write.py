@@ -12,7 +12,8 @@ from aiosync.protocol.stream import BLOCK
 from aiosync.transfer.slots import Lease, SlotVersion
 from aiosync.weights.arena import Slot
 from aiosync.weights.block_copy import BlockCopy, Filling
-from aiosync.weights.copying import INLINE_LIMIT, copy_few
+from aiosync.weights.copying import copy_few
+from aiosync.weights.devices import cuda_devices
 
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
@@ -52,9 +53,8 @@ class SlotWrite(msgspec.Struct, eq=False):
     @property
     def is_quick(self) -> bool:
         """Whether the copy takes so little time that no thread is needed for it."""
-        small = self.group.pool.layout.nbytes <= INLINE_LIMIT
-        # A larger copy from a device would block the event loop until all that was queued there is done.
-        return self.group.writes_inline and (small or all(source.is_cpu for _, source in self.pairs))
+        # A copy from a device would block the event loop until all that was queued there is done.
+        return self.group.writes_inline and all(source.is_cpu for _, source in self.pairs)
 
     async def copy(self, cancelled: Callable[[], bool]) -> bool:
         """Copy. Return whether all was copied: False if ``cancelled()`` became true."""
@@ -77,6 +77,7 @@ class SlotWrite(msgspec.Struct, eq=False):
         self.begun = True
         buffer, nbytes = self.slot.segment.buffer, self.group.pool.layout.nbytes
         checked = self.group.streams == "checked"
+        await self.group.offloader.settle(cuda_devices(source for _, source in self.pairs))
         self.copying = await self.group.offloader.run(
             lambda _: BlockCopy(buffer, nbytes, self.pairs, BLOCK, checked=checked)
         )

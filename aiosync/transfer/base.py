@@ -95,6 +95,7 @@ class TransferConnection(Protocol):
     """A worker's connection, as far as a transfer uses it."""
 
     worker: int
+    pid: int  # its process; 0 if unknown
     notified: SlotVersion | None  # the version that the worker was notified of and has not fetched
 
     @property

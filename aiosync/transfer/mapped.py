@@ -14,7 +14,13 @@ from torch import Tensor
 from aiosync.errors import ProtocolError
 from aiosync.protocol.frames import Fetch, Update
 from aiosync.protocol.framing import decode_payload, encode_payload
-from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Transfer
+from aiosync.transfer.base import (
+    InboundTransfer,
+    MemoryAccess,
+    OutboundTransfer,
+    Transfer,
+    TransferConnection,
+)
 from aiosync.transfer.slots import SlotVersion
 from aiosync.transports.base import FramedTransport
 from aiosync.weights.layout import Layout
@@ -86,7 +92,13 @@ class MappedOutbound(OutboundTransfer):
     _announced: list[int] = field(default_factory=list, init=False)
     _revision: int = field(default=-1, init=False)
 
+    # The worker's process; 0: unknown.
+    _pid: int = field(default=0, init=False)
+
     carries = False
+
+    def attach(self, connection: TransferConnection) -> None:
+        self._pid = connection.pid
 
     def can_start(self, published: SlotVersion) -> bool:
         """Whether the version is whole."""
@@ -98,7 +110,7 @@ class MappedOutbound(OutboundTransfer):
             return {"slot": published.slot.index}  # what encode_payload() makes of it, in a fifth of the time
         self._revision, slots = pool.revision, list(pool.slots)
         now = self._announced = [slot.index for slot in slots]
-        new = [(slot.index, slot.segment.handle or {}) for slot in slots if slot.index not in before]
+        new = [(slot.index, slot.segment.handle_for(self._pid)) for slot in slots if slot.index not in before]
         gone = [index for index in before if index not in now]
         return encode_payload(MappedPayload(published.slot.index, new, gone))
 

@@ -187,6 +187,7 @@ class _MappedBesideBroadcast(MappedOutbound):
         self._broadcast = broadcast
 
     def attach(self, connection: TransferConnection) -> None:
+        super().attach(connection)
         self._broadcast.exclude(connection.worker)
 
 

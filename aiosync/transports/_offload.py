@@ -8,10 +8,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import cache, partial
+from itertools import chain
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ import torch
 
 from aiosync._processors import shorten_time_slices
 from aiosync.weights.copying import Lane, Pairs, copy_lanes
+from aiosync.weights.devices import cuda_devices, wait_for_devices
 
 T = TypeVar("T")
 
@@ -53,8 +55,18 @@ class Offloader:
         def run(lane: Lane, gone: Callable[[], bool]) -> bool:
             return lane(lambda: gone() or cancelled())
 
+        await self.settle(cuda_devices(chain.from_iterable(pairs)))
         lanes = copy_lanes(pairs, self._lanes)
         return all(await self._run_all([partial(run, lane) for lane in lanes]))
+
+    async def settle(self, devices: Collection[torch.device]) -> None:
+        """Wait until these CUDA devices have done all work queued so far, in every stream.
+
+        That may take long, or for ever: a kernel may wait for another machine. So a cancelled caller does not
+        wait for the thread.
+        """
+        if devices:
+            await abandonable(lambda: wait_for_devices(devices), "aiosync-device")
 
     async def _run_all(self, works: Sequence[Callable[[Callable[[], bool]], T]]) -> list[T]:
         if not works:

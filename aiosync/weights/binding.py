@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -77,6 +77,10 @@ class Binding:
     def targets(self) -> Mapping[str, Tensor]:
         """Return name -> tensor that a commit changes: of :meth:`needs`, and those that it copies into."""
         return self.needs()
+
+    def written_in_place(self) -> Iterable[Tensor]:
+        """Return the tensors into whose memory a commit may write."""
+        return receiver_tensors(self.model).values() if self.model is not None else ()
 
     def needs_own(self) -> Collection[str]:
         """Return the names of :meth:`needs` that must not view memory of other processes."""
@@ -183,6 +187,9 @@ class MethodBinding(Binding):
         """Return the parameters if the method may replace them; else nothing."""
         found = {n: t for n, t in self._targets.items() if isinstance(t, nn.Parameter)}
         return {name: found[name] for name in self.layout.names if name in found} if self._nested else {}
+
+    def written_in_place(self) -> Iterable[Tensor]:
+        return ()  # the method decides where it writes
 
     def refresh(self) -> bool:
         if self._module is None:

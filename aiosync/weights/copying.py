@@ -13,12 +13,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
 from aiosync.errors import InvalidArgumentError
+from aiosync.weights.devices import copying_on, cuda_devices
 
 INLINE_LIMIT = 256 * 1024
 """Largest copy in bytes that takes less time here than a round trip to a thread."""
@@ -209,14 +211,11 @@ def copy_with_torch(pairs: Pairs, cancelled: Callable[[], bool]) -> bool:
     """Copy with torch's kernels; returns false if ``cancelled()`` ended the copy early."""
     for _, source in pairs:
         _check_memory(source)
-    with torch.no_grad():
+    with torch.no_grad(), copying_on(cuda_devices(chain.from_iterable(pairs))):
         for batch in _batches(pairs):
             if cancelled():
                 return False
             torch._foreach_copy_([d for d, _ in batch], [s for _, s in batch])
-    for device in {t.device for pair in pairs for t in pair if t.is_cuda}:
-        # The copy on a device is only queued. A worker that is notified next reads in another stream.
-        torch.cuda.current_stream(device).synchronize()
     return True
 
 

@@ -14,7 +14,7 @@ differs. If the model no longer fits the layout, the update is refused and the m
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -182,6 +182,9 @@ class ModuleBinding(Binding):
 
     def targets(self) -> Mapping[str, Tensor]:
         return {**self._flips, **self._copies}
+
+    def written_in_place(self) -> Iterable[Tensor]:
+        return self._copies.values()
 
     def needs_own(self) -> Collection[str]:
         # A worker may write its buffers.

@@ -3,7 +3,8 @@
 Shared CPU memory is an anonymous file (``memfd`` on Linux). It has no name in ``/dev/shm``, is not limited by
 that mount's size, and is freed when the last process that maps it ends, for any reason. Another process opens
 it through ``/proc/<pid>/fd``. Systems without ``memfd`` use a file in the temporary directory, which is
-deleted when its owner closes the segment. CUDA memory is shared by CUDA IPC.
+deleted when its owner closes the segment. CUDA memory is shared by CUDA IPC: torch keeps it, after its owner
+has dropped it, for the processes that map it.
 
 No segment is unmapped explicitly: tensors may view it, and their references keep it mapped. After
 :meth:`Segment.close` other processes can no longer open it.
@@ -31,6 +32,8 @@ from torch import Tensor
 
 from aiosync.errors import ArenaAllocationError, ProtocolError
 from aiosync.weights.copying import read_at
+from aiosync.weights.cuda_ipc import CudaExports, import_cuda
+from aiosync.weights.devices import as_tensor, cuda_devices, wait_for_devices
 
 CAN_ATTACH_PRIVATELY = sys.platform == "linux"
 """Whether private mappings on this system show the owner's writes, and copied pages can be discarded."""
@@ -63,6 +66,7 @@ class Segment:
         self.handle = handle  # argument of attach() in another process; None: the memory is private
         self._release = release
         self._private = private  # None: writes of this process are visible to the others
+        self._exports: CudaExports | None = None
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +88,9 @@ class Segment:
             if nbytes >= _WORTH_HUGE_PAGES and (device is None or device.type == "cpu"):
                 return cls(_huge(nbytes).zero_())
             where = "cpu" if device is None else device  # not torch's default device
-            return cls(torch.empty(nbytes, dtype=torch.uint8, device=where).zero_())
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=where).zero_()
+            wait_for_devices(cuda_devices([buffer]))  # the zeros must not be written over an update
+            return cls(buffer)
         except (RuntimeError, OSError) as exc:  # torch and mmap raise these when they are out of memory
             raise ArenaAllocationError(nbytes, str(exc).splitlines()[0]) from exc
 
@@ -96,8 +102,8 @@ class Segment:
             ArenaAllocationError: there is not enough memory, or a limit is reached.
         """
         if device is not None and device.type == "cuda":
-            segment = cls.private(nbytes, device)
-            segment.handle = _export_cuda(segment.buffer)
+            segment = cls.local(nbytes, device)
+            segment._exports = CudaExports(segment.buffer)
             return segment
         return _share_file(cls, nbytes)
 
@@ -112,6 +118,13 @@ class Segment:
         _local[key] = buffer
         handle = {"kind": "local", "key": key, "nbytes": nbytes}
         return cls(buffer, handle, partial(_local.pop, key, None))
+
+    def handle_for(self, pid: int) -> dict[str, Any]:
+        """Return the handle by which one other process may attach, once. ``pid``: 0 if that is unknown."""
+        handle = dict(self.handle or {})
+        if self._exports is not None and pid != os.getpid():
+            handle |= {"kind": "cuda", "ipc": self._exports.add(pid)}
+        return handle
 
     @classmethod
     def attach(cls, handle: dict[str, Any], *, private: bool = False) -> Segment:
@@ -132,8 +145,10 @@ class Segment:
                     return _map_existing(cls, path, n, inode, handle, private=private)
                 case {"kind": "local", "key": str(key), "nbytes": int()} if key in _local:
                     return cls(_local[key], handle)
+                case {"kind": "cuda", "key": str(key)} if key in _local:
+                    return cls(_local[key], handle)  # CUDA does not map a process's memory into itself
                 case {"kind": "cuda", "nbytes": int(n), "ipc": list(parts)}:
-                    return cls(_import_cuda(parts, n), handle)
+                    return cls(import_cuda(parts)[:n], handle)
         except OSError as exc:
             raise ProtocolError(f"the sender's memory cannot be mapped: {exc}") from exc
         raise ProtocolError(f"expected a handle of shared memory, got {handle!r}")
@@ -200,6 +215,8 @@ class Segment:
         release, self._release = self._release, None
         if release is not None:
             release()
+        if self._exports is not None:
+            self._exports.close()
 
 
 def _share_file(cls: type[Segment], nbytes: int) -> Segment:
@@ -211,7 +228,7 @@ def _share_file(cls: type[Segment], nbytes: int) -> Segment:
         # Allocates the pages now. Otherwise, on a machine without free memory, the first write into the
         # mapping would raise SIGBUS instead of an exception.
         os.posix_fallocate(fd, 0, nbytes)
-        buffer = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+        buffer = as_tensor(mmap.mmap(fd, nbytes))
         buffer.zero_()  # the kernel clears a page at its first use: do that here, once
         inode = os.fstat(fd).st_ino
     except OSError as exc:
@@ -253,7 +270,7 @@ def _map_existing(
         memory = mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
     finally:
         os.close(fd)  # the mapping stays
-    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    buffer = torch.frombuffer(memory, dtype=torch.uint8) if private else as_tensor(memory)
     # Reads one byte of each page, with the GIL released. So the page tables are filled in this thread, and
     # not by the first forward pass.
     buffer[::_PAGE].sum()
@@ -291,21 +308,10 @@ def _own_pages(buffer: Tensor) -> Tensor | None:
     return ((found >> 62) != 0) & ((found >> 61 & 1) == 0)
 
 
-def _export_cuda(buffer: Tensor) -> dict[str, Any]:
-    parts = list(buffer.untyped_storage()._share_cuda_())
-    return {"kind": "cuda", "nbytes": buffer.numel(), "ipc": parts}
-
-
-def _import_cuda(parts: list[Any], nbytes: int) -> Tensor:
-    torch.cuda._lazy_init()
-    storage = torch.UntypedStorage._new_shared_cuda(*parts)
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[:nbytes]
-
-
 def _huge(nbytes: int) -> Tensor:
     """Allocate private memory, if possible in huge pages: fewer page lookups make copies faster."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if "MADV_HUGEPAGE" in dir(mmap):
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return as_tensor(memory)

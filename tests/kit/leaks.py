@@ -73,7 +73,8 @@ def _descriptors() -> list[str]:
         except OSError:
             continue  # the one that listed the folder
         # Two pipes differ in their inode; whose they are does not matter here, only how many.
-        found[target.split(":")[0] if ":[" in target else target] += 1
+        if not target.startswith("/dev/nvidia"):  # CUDA opens more of these as it pleases
+            found[target.split(":")[0] if ":[" in target else target] += 1
     return [f"{target} #{n}" for target, count in found.items() for n in range(count)]
 
 

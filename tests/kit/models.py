@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Norm", "Other", "Uniform", "fill", "value_of"]
+__all__ = ["Norm", "Other", "Uniform", "fill", "occupy", "value_of"]
 
 
 class Uniform(nn.Module):
@@ -49,6 +49,12 @@ def fill(model: nn.Module, value: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)
+
+
+def occupy(device: torch.device | str, seconds: float) -> None:
+    """Queue about this much work on a CUDA device, in the current stream."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(int(seconds * 1.7e9))  # cycles
 
 
 def value_of(tensors: nn.Module | Iterable[Tensor]) -> float:

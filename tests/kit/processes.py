@@ -243,6 +243,7 @@ class ProcessCluster:
         tensors, size: of the model, see :class:`~tests.kit.models.Uniform`.
         serve: whether the workers' receiver tasks run from the beginning.
         device: where all models are.
+        source: where the sender's model is, if not there.
         options: the scheme's.
     """
 
@@ -255,12 +256,13 @@ class ProcessCluster:
         size: int = 16,
         serve: bool = True,
         device: str = "cpu",
+        source: str = "",
         **options: Any,
     ) -> None:
         self.case = case
         self.recipe: Recipe = case.build(workers, {"timeout": PATIENCE, **options})
         self.scheme = self.recipe.scheme
-        self.model = Uniform(tensors=tensors, size=size).to(device)
+        self.model = Uniform(tensors=tensors, size=size).to(source or device)
         self.workers: dict[int, Worker] = {}
         self._count = workers
         self._shape = {"tensors": tensors, "size": size, "device": device}

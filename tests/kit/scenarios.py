@@ -10,17 +10,18 @@ import threading
 import time
 from typing import Any
 
+import torch
 from torch import nn
 
 from aiosync import WorkerLostError
 from aiosync.transports.unix_socket import UnixConnection
 from tests.kit.child import Child
-from tests.kit.models import Norm, Other, Uniform, fill, value_of
+from tests.kit.models import Norm, Other, Uniform, fill, occupy, value_of
 
 __all__ = [
-    "aclose", "block", "connect", "count_resources", "cut", "dirty_exit", "fork_a_sleeper", "pin", "read",
-    "read_pinned",
-    "report", "serve", "stats", "train", "unserve", "wait_closed",
+    "aclose", "block", "connect", "count_resources", "cut", "dirty_exit", "fork_a_sleeper", "pin",
+    "queue_read", "queued_read", "read", "read_pinned", "report", "serve", "stats", "train", "unserve",
+    "wait_closed",
 ]  # fmt: skip
 
 
@@ -156,6 +157,27 @@ async def read_pinned(child: Child, count: int) -> dict[str, int]:
         if reads == count:
             child.say("done")
     return {"reads": reads, "distinct": len(distinct)}
+
+
+async def queue_read(child: Child, seconds: float, side: bool) -> int:
+    """Queue a read of the parameters on the device behind ``seconds`` of other work; returns the version.
+
+    ``side``: in a stream of its own. :func:`queued_read` returns what was read.
+    """
+    assert child.model is not None
+    device = next(child.model.parameters()).device
+    stream = torch.cuda.Stream(device) if side else torch.cuda.current_stream(device)
+    with torch.no_grad(), torch.cuda.stream(stream):
+        occupy(device, seconds)
+        child.notes["read"] = [torch.stack(torch.aminmax(p.detach())) for p in child.model.parameters()]
+    return child.scheme.version
+
+
+async def queued_read(child: Child) -> list[float]:
+    """All different values that the queued read has seen."""
+    found = child.notes.pop("read")
+    torch.cuda.synchronize()
+    return sorted({value for extremes in found for value in extremes.tolist()})
 
 
 async def cut(child: Child) -> None:

@@ -35,6 +35,7 @@ from torch import Tensor
 from aiosync.errors import GatherError
 from aiosync.transports._offload import DetachedThread
 from aiosync.transports.torch_distributed.store import first_line
+from aiosync.weights.devices import cuda_devices, wait_for_devices
 from aiosync.weights.sharded import Block, block_of, check_blocks, local_part
 from aiosync.weights.tensors import to_bytes
 
@@ -136,6 +137,7 @@ class Shards:
         except Exception as exc:  # noqa: BLE001 - the other ranks are notified of it
             reason = str(exc) or repr(exc)
         self._continue(given_up() or reason, {})
+        wait_for_devices(cuda_devices(local_part(entry.source) for entry in wanted))
         begin()
         for entry, blocks in zip(wanted, parts, strict=True):
             for rank, block in blocks:
@@ -213,6 +215,7 @@ class Shards:
             failed = f"rank {self._rank} does not have what rank 0 sends: {exc!r}"
         self._send(0, {"blocks": blocks, "failed": failed or offer.given_up})
         self._receive_from_leader()
+        wait_for_devices(cuda_devices(local_part(tensor) for tensor in tensors))
         for tensor, block in zip(tensors, blocks, strict=True):
             if block is not None:
                 for piece in to_bytes(local_part(tensor).cpu()).split(_BUCKET):
