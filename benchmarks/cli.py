@@ -24,6 +24,7 @@ CASES = (
     "fanout",
     "start",
     "serving",
+    "cuda",
     "page",
 )
 _MODULES = {

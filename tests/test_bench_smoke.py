@@ -218,6 +218,15 @@ def test_first_batches_are_timed(tmp_path: Path) -> None:
     assert found["imports"][0] > 0 and turn["seconds"][0] > max(turn["seconds"][1:]) > 0
 
 
+def test_cuda(tmp_path: Path) -> None:
+    """On the CPU, so that the case itself is tested without a GPU."""
+    path = tmp_path / "cuda.json"
+    _run(f"cuda --device=cpu --models=tiny --workers=1 --rounds=1 --json={path}")
+    found = json.loads(path.read_text(encoding="utf-8"))["cuda"]
+    assert len(found) == 3
+    assert all(row["send"]["median"] > 0 and row["torn reads"].startswith("0 of ") for row in found)
+
+
 def test_requests_beside_updates_are_timed(tmp_path: Path) -> None:
     path = tmp_path / "serving.json"
     _run(f"serving --rounds=1 --seconds=1 --mebibytes=1 --clients=2 --json={path}")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from aiosync.transports._offload import Offloader
 from aiosync.transports.base import FramedTransport
 from aiosync.weights.binding import Binding, Staged
 from aiosync.weights.copying import copy_few
-from aiosync.weights.devices import cuda_devices, wait_for_devices
+from aiosync.weights.devices import wait_for_devices
 from aiosync.weights.layout import Layout
 from aiosync.weights.strategy import WeightStrategy
 from aiosync.weights.target import WeightTarget, receiver_tensors
@@ -133,24 +132,16 @@ class WeightApplier(Applier):
     def _take_over(self, *, keep: bool) -> None:
         """Copy the version in service into memory of this process. ``keep``: ``weights`` stay readable."""
         assert self.inbound is not None
-        self.binding.detach(self.inbound.is_lent)
+        self.weights = own_copies(self.weights, None) if keep else {}
+        self._leave(self.inbound)
         self.binding.forget_replaced()
-        devices = self._devices()
-        self.weights = {name: t.clone() for name, t in self.weights.items()} if keep else {}
-        # The copies, and forward passes that are queued, still read the sender's memory.
-        wait_for_devices(devices)
         self._viewing = False
 
     def _leave(self, inbound: InboundTransfer) -> None:
         """Copy what the model views in the memory of updates into its own. Blocking."""
         self.binding.detach(inbound.is_lent)
-        wait_for_devices(self._devices())
-
-    def _devices(self) -> Collection[torch.device]:
-        """The CUDA devices of the model and of the weights in service."""
-        binding = self.binding
-        known = self.weights.values(), binding.targets().values(), binding.written_in_place()
-        return cuda_devices(chain.from_iterable(known))
+        # The copies, and forward passes that are queued, still read that memory.
+        wait_for_devices(self.binding.devices)
 
     # -- other threads, other models -------------------------------------------------------------
 
@@ -237,7 +228,9 @@ class WeightApplier(Applier):
                 copy_few(pairs)
             else:
                 staged, pairs = await self._offloader.run(lambda _: back_buffers.stage(update, names))
-                await self._offloader.copy(pairs)
+                if pairs:
+                    await self._offloader.settle(back_buffers.devices)
+                    await self._offloader.copy(pairs)
             if self.binding.ties:
                 self.binding.check(staged.views)
             if self._listener.cascades:

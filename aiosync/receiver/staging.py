@@ -41,7 +41,8 @@ class StagingBuffers:
         self.views_sender = may_view and inbound.access.viewable
         # The binding's when this was made; see Binding.generation.
         self.generation = binding.generation
-        self._staged_for = -1 if _differing(binding) else binding.generation
+        differing = _differing(binding)
+        self._staged_for = -1 if differing else binding.generation
         self._layout = binding.layout
         self._inbound = inbound
         self._buffers = _double_buffers(binding, inbound, device, not private and not self.views_sender)
@@ -53,11 +54,9 @@ class StagingBuffers:
         self._lasting = staged if inbound.access.lent else everything
         # The CUDA devices of the model, of updates and of these buffers; and those that a commit writes to.
         places = {device, *(buffer.device for buffer in self._buffers)}
-        targets = cuda_devices(binding.targets().values())
-        self.written_devices = cuda_devices(binding.written_in_place()) | (
-            targets if _differing(binding) else frozenset()  # these are converted by the commit
-        )
-        self.devices = self.written_devices | targets | {each for each in places if each.type == "cuda"}
+        self.devices = binding.devices | {each for each in places if each.type == "cuda"}
+        # A commit converts entries that differ.
+        self.written_devices = self.devices if differing else cuda_devices(binding.written_in_place())
         # Whether committed() has anything to do.
         self.hears_commits = bool(self._buffers) or not inbound.access.lent or inbound.written is not None
 

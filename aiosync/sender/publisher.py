@@ -311,6 +311,14 @@ async def publish_together(publications: Sequence[Publication], *, fallback: boo
 
 async def _publish_from_threads(publications: Sequence[Publication], fallback: bool) -> None:
     try:
+        for publication in publications:
+            for write in publication.writes:
+                await write.settle()
+            publication.publisher.check_open()
+    except BaseException:
+        _discard(publications)
+        raise
+    try:
         await uninterrupted(lambda gone: _write_and_announce(publications, gone, fallback))
     except asyncio.CancelledError:
         for publication in publications:

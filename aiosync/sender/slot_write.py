@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -56,6 +57,13 @@ class SlotWrite(msgspec.Struct, eq=False):
         # A copy from a device would block the event loop until all that was queued there is done.
         return self.group.writes_inline and all(source.is_cpu for _, source in self.pairs)
 
+    async def settle(self) -> None:
+        """Wait until the weights have the values that were computed when this was called, and may be copied.
+
+        Cancellable: nothing is written yet.
+        """
+        await self.group.offloader.settle(cuda_devices(chain.from_iterable(self.pairs)))
+
     async def copy(self, cancelled: Callable[[], bool]) -> bool:
         """Copy. Return whether all was copied: False if ``cancelled()`` became true."""
         self.begun = True
@@ -77,7 +85,6 @@ class SlotWrite(msgspec.Struct, eq=False):
         self.begun = True
         buffer, nbytes = self.slot.segment.buffer, self.group.pool.layout.nbytes
         checked = self.group.streams == "checked"
-        await self.group.offloader.settle(cuda_devices(source for _, source in self.pairs))
         self.copying = await self.group.offloader.run(
             lambda _: BlockCopy(buffer, nbytes, self.pairs, BLOCK, checked=checked)
         )

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from functools import cache, partial
-from itertools import chain
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ import torch
 
 from aiosync._processors import shorten_time_slices
 from aiosync.weights.copying import Lane, Pairs, copy_lanes
-from aiosync.weights.devices import cuda_devices, wait_for_devices
+from aiosync.weights.devices import wait_for_devices
 
 T = TypeVar("T")
 
@@ -55,7 +54,6 @@ class Offloader:
         def run(lane: Lane, gone: Callable[[], bool]) -> bool:
             return lane(lambda: gone() or cancelled())
 
-        await self.settle(cuda_devices(chain.from_iterable(pairs)))
         lanes = copy_lanes(pairs, self._lanes)
         return all(await self._run_all([partial(run, lane) for lane in lanes]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from aiosync.weights.copying import INLINE_LIMIT
+from aiosync.weights.devices import cuda_devices
 from aiosync.weights.extra_state import applying_extra_state
 from aiosync.weights.flatten import optional_names
 from aiosync.weights.layout import Layout
@@ -81,6 +83,11 @@ class Binding:
     def written_in_place(self) -> Iterable[Tensor]:
         """Return the tensors into whose memory a commit may write."""
         return receiver_tensors(self.model).values() if self.model is not None else ()
+
+    @property
+    def devices(self) -> frozenset[torch.device]:
+        """The CUDA devices of the tensors that a commit changes."""
+        return cuda_devices(chain(self.targets().values(), self.written_in_place()))
 
     def needs_own(self) -> Collection[str]:
         """Return the names of :meth:`needs` that must not view memory of other processes."""

@@ -9,8 +9,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,6 +28,9 @@ START = time.monotonic()
 
 Row: TypeAlias = Mapping[str, Any]
 """Figures by the names of their columns, units included."""
+
+WIDTH = 100
+"""Columns of a table's text where the output is no terminal."""
 
 _printed: list[dict[str, Any]] = []
 """The tables that this process has printed. The JSON of a case has them too."""
@@ -50,18 +54,41 @@ def report(title: str, name: str, path: Path | None, figures: Any = None) -> Ite
 
 
 def print_rows(title: str, rows: Iterable[Row]) -> None:
-    """Print rows of the same columns."""
+    """Print rows of the same columns, as several tables if they are too wide for one."""
     rows = list(rows)
     _printed.append({"title": title, "rows": rows})
-    table = Table(title=Text(f"\n{title}"), title_justify="left", title_style="bold")
-    for row in rows:
+    console = Console(width=None if Console().is_terminal else WIDTH)
+    parts = list(_side_by_side(rows, console.width))
+    for number, columns in enumerate(parts, 1):
         # As Text, a bracket is a bracket and not a style.
-        if not table.columns:
-            for name in row:
-                table.add_column(Text(name), overflow="fold")
-        table.add_row(*(Text(shown(value)) for value in row.values()))
-    # A file or a pipe has no width to keep to.
-    Console(width=None if Console().is_terminal else 220).print(table)
+        heading = f"\n{title}" + (f" ({number} of {len(parts)})" if len(parts) > 1 else "")
+        table = Table(title=Text(heading), title_justify="left", title_style="bold")
+        for name in columns:
+            table.add_column(Text(name), overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(shown(row[name])) for name in columns))
+        console.print(table)
+
+
+def _side_by_side(rows: Sequence[Row], width: int) -> Iterator[list[str]]:
+    """Yield the columns of each table of at most this width. Each begins with those that name the row."""
+    if not rows:
+        yield []
+        return
+    lines = {name: [*name.splitlines(), *(shown(row[name]) for row in rows)] for name in rows[0]}
+    widths = {name: 3 + max(map(len, found)) for name, found in lines.items()}  # with its border
+    keys: list[str] = []
+    if 1 + sum(widths.values()) > width:
+        keys = list(takewhile(lambda name: all(isinstance(row[name], str | int) for row in rows), lines))
+    if sum(widths[name] for name in keys) > width // 2:
+        keys = keys[:1]
+    part: list[str] = []
+    for name in list(lines)[len(keys) :]:
+        if part and 1 + sum(widths[each] for each in (*keys, *part, name)) > width:
+            yield [*keys, *part]
+            part = []
+        part.append(name)
+    yield [*keys, *part]
 
 
 def shown(value: Any) -> str:
