@@ -32,6 +32,7 @@ from aiosync.collectors.env import (
     unflatten,
 )
 from aiosync.errors import InvalidArgumentError
+from aiosync.weights.devices import UNDISTURBED
 
 
 class Actor(ABC):
@@ -108,11 +109,24 @@ def _optimized(policy: Callable[..., Any], config: PolicyConfig) -> Callable[...
     called = policy
     for options, wrap in (
         (config.compile_options, torch.compile),
-        (config.cudagraph_options, CudaGraphModule),
+        (config.cudagraph_options, _Captured),
     ):
         if options is not None:
             called = wrap(called, **options)
     return called
+
+
+class _Captured:
+    """Calls a policy as a CUDA graph. No thread of this package uses the device while it is captured."""
+
+    def __init__(self, policy: Callable[..., Any], **options: Any) -> None:
+        self._module = CudaGraphModule(policy, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._module.counter >= self._module._warmup:
+            return self._module(*args, **kwargs)
+        with UNDISTURBED:
+            return self._module(*args, **kwargs)
 
 
 def _is_trusted(policy: Any, config: PolicyConfig) -> bool:

@@ -264,6 +264,8 @@ class WeightApplier(Applier):
         update = pending.update
         if update.joint is not None or self._listener.cascades or self._leftover or self._staging.locked():
             return False
+        if back_buffers.devices:
+            return False  # settle() awaits
         if back_buffers.converts:
             binding.refresh()  # otherwise the change of a dtype is found when the value that was sent is gone
         rebound = back_buffers.generation != binding.generation
@@ -380,7 +382,7 @@ class WeightApplier(Applier):
 
     async def settle(self) -> None:
         if self._back_buffers is not None:
-            await self._offloader.settle(self._back_buffers.devices)
+            await self._offloader.settle(self._back_buffers.reading_devices)
 
     def overtake(self) -> None:
         if isinstance(self._waiting, CommitJob):

@@ -57,6 +57,9 @@ class StagingBuffers:
         self.devices = binding.devices | {each for each in places if each.type == "cuda"}
         # A commit converts entries that differ.
         self.written_devices = self.devices if differing else cuda_devices(binding.written_in_place())
+        # Those that may read what a commit has replaced. A commit that writes waits for them itself.
+        waits = self.written_devices and not binding.needs()
+        self.reading_devices = frozenset() if waits else self.devices
         # Whether committed() has anything to do.
         self.hears_commits = bool(self._buffers) or not inbound.access.lent or inbound.written is not None
 
@@ -74,7 +77,7 @@ class StagingBuffers:
     def is_quick(self, update: Update) -> bool:
         """Whether staging moves so few bytes that a thread would take longer."""
         if self.devices:
-            return False  # a device first does what was queued there
+            return not self._buffers and self._inbound.is_quick(update)  # nothing is copied
         if self._layout.nbytes <= INLINE_LIMIT:
             return True
         return not self._buffers and self._inbound.is_quick(update)

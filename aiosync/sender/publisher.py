@@ -138,6 +138,8 @@ class Publisher:
                 publication.writes.append(write)
                 publication.nbytes += given.nbytes
                 publication.sharded |= given.sharded
+                if not write.is_quick:
+                    await write.settle(deadline)
         except BaseException:
             self.discard(publication)
             raise
@@ -310,14 +312,6 @@ async def publish_together(publications: Sequence[Publication], *, fallback: boo
 
 
 async def _publish_from_threads(publications: Sequence[Publication], fallback: bool) -> None:
-    try:
-        for publication in publications:
-            for write in publication.writes:
-                await write.settle()
-            publication.publisher.check_open()
-    except BaseException:
-        _discard(publications)
-        raise
     try:
         await uninterrupted(lambda gone: _write_and_announce(publications, gone, fallback))
     except asyncio.CancelledError:

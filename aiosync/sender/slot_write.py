@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from torch import Tensor
 
+from aiosync._deadline import Deadline
 from aiosync.protocol.stream import BLOCK
 from aiosync.transfer.slots import Lease, SlotVersion
 from aiosync.weights.arena import Slot
@@ -57,12 +59,21 @@ class SlotWrite(msgspec.Struct, eq=False):
         # A copy from a device would block the event loop until all that was queued there is done.
         return self.group.writes_inline and all(source.is_cpu for _, source in self.pairs)
 
-    async def settle(self) -> None:
-        """Wait until the weights have the values that were computed when this was called, and may be copied.
+    async def settle(self, deadline: Deadline) -> None:
+        """Wait until devices have computed the weights. Nothing is written yet.
 
-        Cancellable: nothing is written yet.
+        Raises:
+            SyncTimeoutError: the deadline has passed before.
         """
-        await self.group.offloader.settle(cuda_devices(chain.from_iterable(self.pairs)))
+        devices = cuda_devices(chain.from_iterable(self.pairs))
+        if not devices:
+            return
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                await self.group.offloader.settle(devices)
+        except TimeoutError:
+            hint = "the device has not done what was queued there before this call"
+            raise deadline.error("stage", hint=hint) from None
 
     async def copy(self, cancelled: Callable[[], bool]) -> bool:
         """Copy. Return whether all was copied: False if ``cancelled()`` became true."""

@@ -43,6 +43,7 @@ class Offloader:
         # As many as torch uses now. A collector lowers torch's number later, for the trainer's own work.
         self._lanes = min(torch.get_num_threads(), _LANES)
         self._executor: ThreadPoolExecutor | None = None
+        self._device_thread: DetachedThread | None = None
 
     async def run(self, work: Callable[[Callable[[], bool]], T]) -> T:
         """Run ``work(cancelled)`` in a thread. ``cancelled()`` is true once the caller was cancelled."""
@@ -64,7 +65,9 @@ class Offloader:
         wait for the thread.
         """
         if devices:
-            await abandonable(lambda: wait_for_devices(devices), "aiosync-device")
+            if self._device_thread is None:
+                self._device_thread = DetachedThread("aiosync-device")
+            await detached(self._device_thread, lambda: wait_for_devices(devices))
 
     async def _run_all(self, works: Sequence[Callable[[Callable[[], bool]], T]]) -> list[T]:
         if not works:
@@ -84,6 +87,9 @@ class Offloader:
 
     def close(self) -> None:
         """End the threads and wait for them; idempotent. No work may be running."""
+        if self._device_thread is not None:
+            self._device_thread.close()
+            self._device_thread = None
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown(wait=True)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aiosync.weights.devices import UNDISTURBED
+
 _COUNTER = slice(4, 6)
 """The items of an export that name its counter."""
 
@@ -43,8 +45,9 @@ class CudaExports:
 
 def import_cuda(export: list[Any]) -> Tensor:
     """Return the memory of an export, 1-D ``uint8``. Each export may be imported once."""
-    torch.cuda._lazy_init()
-    storage = torch.UntypedStorage._new_shared_cuda(*export)
+    with UNDISTURBED:
+        torch.cuda._lazy_init()
+        storage = torch.UntypedStorage._new_shared_cuda(*export)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

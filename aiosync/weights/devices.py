@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,6 +29,11 @@ _pinnable: WeakValueDictionary[int, memoryview] = WeakValueDictionary()
 """Address -> the mapped memory there, until it is pinned."""
 
 
+UNDISTURBED = threading.RLock()
+"""Held by a thread of this package while it uses a device, and by whoever captures a CUDA graph: calls of
+other threads make a capture fail."""
+
+
 def cuda_devices(tensors: Iterable[Tensor]) -> frozenset[torch.device]:
     """Return the CUDA devices that the tensors are on."""
     return frozenset({tensor.device for tensor in tensors if tensor.is_cuda})
@@ -38,8 +44,10 @@ def wait_for_devices(devices: Collection[torch.device]) -> None:
 
     Blocking. The GIL is released meanwhile.
     """
-    for device in devices:
-        torch.cuda.synchronize(device)
+    if devices:
+        with UNDISTURBED:
+            for device in devices:
+                torch.cuda.synchronize(device)
 
 
 @contextmanager
@@ -52,8 +60,8 @@ def copying_on(devices: Collection[torch.device]) -> Iterator[None]:
     if not devices:
         yield
         return
-    wait_for_devices(devices)
-    with ExitStack() as streams:
+    with UNDISTURBED, ExitStack() as streams:
+        wait_for_devices(devices)
         for device in devices:
             streams.enter_context(torch.cuda.stream(_stream_of(device)))
         try:
@@ -91,7 +99,9 @@ def pin_memory_of(buffer: Tensor) -> None:
     view = _pinnable.pop(address, None)
     if view is None:
         return
-    if _register(address, view.nbytes):
+    with UNDISTURBED:
+        pinned = _register(address, view.nbytes)
+    if pinned:
         # The finalizer keeps the mapping until it has run. Unmapped before that, its pages would be used for
         # the next mapping at this address.
         weakref.finalize(view, _unregister, os.getpid(), address, view.obj).atexit = False

@@ -33,7 +33,7 @@ from torch import Tensor
 from aiosync.errors import ArenaAllocationError, ProtocolError
 from aiosync.weights.copying import read_at
 from aiosync.weights.cuda_ipc import CudaExports, import_cuda
-from aiosync.weights.devices import as_tensor, cuda_devices, wait_for_devices
+from aiosync.weights.devices import UNDISTURBED, as_tensor, cuda_devices, wait_for_devices
 
 CAN_ATTACH_PRIVATELY = sys.platform == "linux"
 """Whether private mappings on this system show the owner's writes, and copied pages can be discarded."""
@@ -88,8 +88,9 @@ class Segment:
             if nbytes >= _WORTH_HUGE_PAGES and (device is None or device.type == "cpu"):
                 return cls(_huge(nbytes).zero_())
             where = "cpu" if device is None else device  # not torch's default device
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=where).zero_()
-            wait_for_devices(cuda_devices([buffer]))  # the zeros must not be written over an update
+            with UNDISTURBED:
+                buffer = torch.empty(nbytes, dtype=torch.uint8, device=where).zero_()
+                wait_for_devices(cuda_devices([buffer]))  # the zeros must not be written over an update
             return cls(buffer)
         except (RuntimeError, OSError) as exc:  # torch and mmap raise these when they are out of memory
             raise ArenaAllocationError(nbytes, str(exc).splitlines()[0]) from exc
