@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from benchmarks.harness import options
@@ -27,7 +28,11 @@ def page(
     """Run the cases one after the other, and make docs/benchmarks.md of their figures."""
     FIGURES.mkdir(exist_ok=True)
     for section in SECTIONS:
-        if not render_only and section.name in (only or _NAMES):
+        if render_only or section.name not in (only or _NAMES):
+            continue
+        if section.needs_gpu and not torch.cuda.is_available():
+            say(f"{section.name}: this machine has no CUDA device, so its figures stay as they are")
+        else:
             say(f"=== aiosync bench {section.command}")
             _run(section)
     render()

@@ -114,6 +114,7 @@ def machine() -> dict[str, object]:
         "cpu": proc("cpuinfo").get("model name", platform.processor()),
         # In a container a process may use fewer cores than the machine has.
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "memory_bytes": in_bytes(proc("meminfo"), "MemTotal") or None,
         "python": platform.python_version(),
         "torch_threads": torch.get_num_threads(),

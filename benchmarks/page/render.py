@@ -84,6 +84,8 @@ def _section(section: Section, figures: dict[str, Any]) -> Iterator[str]:
     names = ("torch", "tensordict", "torchrl", "aiosync")
     versions = ", ".join(f"{name} {machine[name]}" for name in names if machine.get(name))
     made = f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, {versions}"
+    if machine.get("gpu"):
+        made = f"{machine['gpu']}, {made}"
     yield f"<small>{figures['date']}: {made}.</small>\n"
 
 
