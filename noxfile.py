@@ -134,6 +134,13 @@ def package(session: nox.Session) -> None:
 
 
 @nox.session
+def dashboard(session: nox.Session) -> None:
+    """Ask a real Prometheus, `prometheus` in the PATH, what the dashboard and the alerts ask for."""
+    install(session, "test")
+    python(session, "-m", "tools.check_dashboard", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """All benchmarks, and docs/benchmarks.md of them: two hours. `-- CASE [options]` for one."""
     install(session, "bench")
