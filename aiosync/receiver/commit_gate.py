@@ -5,7 +5,8 @@ another thread applies). The reader that brings the number of readers to zero ru
 its own thread: the event loop's thread at the end of a ``pinned()`` block, the worker's thread at the end
 of a forward pass. While a commit waits new readers wait too, so that it cannot starve. A reader that holds
 the commit up itself passes, since it would wait for itself: a forward pass inside a pinned block, or the
-second of two models that commit jointly. A task is one such reader, and so is a thread.
+second of two models that commit jointly. That is a thread, or a ``pinned()`` body inside another one. A task
+that was started in a body is inside that body until the body ends.
 
 One lock serves all gates of the process, because a joint commit needs several gates at once. It is held
 for bookkeeping and for the commit itself, which re-points parameters and takes microseconds; and while
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
@@ -32,9 +33,35 @@ if TYPE_CHECKING:
 # taking it and the body that gives it back.
 LOCK = threading.RLock()
 _changed = threading.Condition(LOCK)
-# The reader of this task and of those that it has started: a body inside a body is the same reader.
-_reader: ContextVar[object] = ContextVar("aiosync_reader")
+# The innermost pinned body that this task is in, or was started in.
+_body: ContextVar[PinnedBody | None] = ContextVar("aiosync_body", default=None)
 os.register_at_fork(before=LOCK.acquire, after_in_parent=LOCK.release, after_in_child=LOCK.release)
+
+
+class PinnedBody:
+    """The body of one ``pinned()``, and the bodies around it that have not ended."""
+
+    def __init__(self, around: PinnedBody | None) -> None:
+        self.ended = False
+        self._around = _not_ended(around)
+        if (
+            self._around is not None
+        ):  # so that a chain of tasks, each started by the last, keeps no old bodies
+            self._around._around = _not_ended(self._around._around)
+
+    def __iter__(self) -> Iterator[PinnedBody]:
+        """Yield the body, and those around it."""
+        body: PinnedBody | None = self
+        while body is not None:
+            yield body
+            body = body._around
+
+
+def _not_ended(body: PinnedBody | None) -> PinnedBody | None:
+    """Return the body, or else the innermost one around it that has not ended."""
+    while body is not None and body.ended:
+        body = body._around
+    return body
 
 
 class CommitJob:
@@ -84,7 +111,7 @@ class CommitGate:
     """Keeps the readers of one model, and the commits that wait for them.
 
     A reader enters with a ticket, any object of its own; leaving with it twice does no harm. A ticket passes
-    a waiting commit if another ticket of the same ``reader`` (a task, a thread) holds that commit up.
+    a waiting commit if the same ``reader`` holds that commit up: the same thread, or a body around this one.
     """
 
     def __init__(self) -> None:
@@ -133,15 +160,16 @@ class CommitGate:
         Raises:
             SyncTimeoutError: a commit waited for other readers until the deadline.
         """
-        reader, ticket = _reader.get(None) or object(), object()
-        await self.enter(ticket, reader, deadline)
-        reset = _reader.set(reader)
+        body = PinnedBody(_body.get())
+        await self.enter(body, body, deadline)
+        reset = _body.set(body)
         try:
             yield applier.in_service
         finally:
-            self.leave(ticket)
+            body.ended = True
+            self.leave(body)
             with suppress(ValueError):  # an abandoned generator is closed in another context than its own
-                _reader.reset(reset)
+                _body.reset(reset)
 
     def enter_blocking(self, ticket: object, reader: object, seconds: float, *, force: bool = False) -> bool:
         """Become a reader in a thread, after ``seconds`` of waiting at most. Return whether it has entered.
@@ -156,9 +184,10 @@ class CommitGate:
             return entered
 
     def _open_to(self, reader: object) -> bool:
-        return not self.waiting or any(
-            reader in gate.inside.values() for job in self.waiting for gate in job.gates
-        )
+        if not self.waiting:
+            return True
+        held = [reader for job in self.waiting for gate in job.gates for reader in gate.inside.values()]
+        return any(each in held for each in (reader if isinstance(reader, PinnedBody) else [reader]))
 
 
 def submit(gates: Sequence[CommitGate], commit: Callable[[], None]) -> CommitJob:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from aiosync import SyncTimeoutError
 from aiosync._deadline import Deadline
+from aiosync.receiver import commit_gate
 from aiosync.receiver.commit_gate import CommitGate, submit
 from tests.kit.clock import BRIEF, PATIENCE, steps, within
 
@@ -137,3 +139,86 @@ async def test_readers_and_commits_take_turns_without_end() -> None:
     committing.cancel()
     await asyncio.wait([committing])
     assert commits > 20
+
+
+MODEL: Any = SimpleNamespace(in_service=0)
+"""What pinned() asks its applier for."""
+
+
+async def test_tasks_that_outlive_the_body_they_were_started_in_do_not_starve_a_commit() -> None:
+    """They take turns without a gap between them, as the requests of a busy server do."""
+    gate, deadline, stop = CommitGate(), Deadline.after(PATIENCE), asyncio.Event()
+
+    async def read(turn: asyncio.Semaphore) -> None:
+        while not stop.is_set():
+            async with gate.pinned(deadline, MODEL):
+                turn.release()  # the next task enters while this one is inside
+                await steps(2)
+            await turn.acquire()
+
+    turn = asyncio.Semaphore(0)
+    async with gate.pinned(deadline, MODEL):
+        tasks = [asyncio.create_task(read(turn)) for _ in range(4)]
+        await steps(5)
+    job = submit([gate], lambda: None)
+    await within(asyncio.wrap_future(job.done))
+    stop.set()
+    turn.release()
+    for _ in tasks:
+        turn.release()
+    await within(asyncio.gather(*tasks))
+
+
+async def test_a_task_started_in_a_body_does_not_wait_for_what_that_body_holds_up() -> None:
+    gate, deadline = CommitGate(), Deadline.after(PATIENCE)
+
+    async def read() -> None:
+        async with gate.pinned(deadline, MODEL), gate.pinned(deadline, MODEL):
+            await steps(1)
+
+    async with gate.pinned(deadline, MODEL):
+        job = submit([gate], lambda: None)
+        await within(asyncio.create_task(read()))
+        assert not job.done.done()
+    assert job.done.done()
+
+
+async def test_a_body_in_a_body_of_a_task_whose_starter_has_left() -> None:
+    gate, deadline, left = CommitGate(), Deadline.after(PATIENCE), asyncio.Event()
+
+    async def read() -> None:
+        async with gate.pinned(deadline, MODEL):
+            await left.wait()
+            async with gate.pinned(deadline, MODEL):
+                await steps(1)
+
+    async with gate.pinned(deadline, MODEL):
+        task = asyncio.create_task(read())
+        await steps(2)
+        job = submit([gate], lambda: None)
+    assert not job.done.done()
+    left.set()
+    await within(task)
+    assert job.done.done()
+
+
+async def test_a_chain_of_tasks_keeps_no_bodies_that_have_ended() -> None:
+    gate, deadline, ended = CommitGate(), Deadline.after(PATIENCE), asyncio.Event()
+    lengths: list[int] = []
+
+    async def read(left: int) -> None:
+        async with gate.pinned(deadline, MODEL):
+            body = commit_gate._body.get()
+            assert body is not None
+            lengths.append(len(list(body)))
+            if left:
+                started.append(asyncio.create_task(read(left - 1)))
+                await steps(2)
+            else:
+                ended.set()
+
+    started = [asyncio.create_task(read(50))]
+    await within(ended.wait())
+    await within(asyncio.gather(*started))
+    assert len(lengths) == 51
+    assert max(lengths) < 5
