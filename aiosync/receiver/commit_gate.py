@@ -43,11 +43,9 @@ class PinnedBody:
 
     def __init__(self, around: PinnedBody | None) -> None:
         self.ended = False
-        self._around = _not_ended(around)
-        if (
-            self._around is not None
-        ):  # so that a chain of tasks, each started by the last, keeps no old bodies
-            self._around._around = _not_ended(self._around._around)
+        self._around = around
+        for body in self:  # a chain of tasks, each started by the one before, keeps none that has ended
+            body._around = _not_ended(body._around)
 
     def __iter__(self) -> Iterator[PinnedBody]:
         """Yield the body, and those around it."""
