@@ -32,7 +32,7 @@ from aiosync.collectors.env import (
     unflatten,
 )
 from aiosync.errors import InvalidArgumentError
-from aiosync.weights.devices import UNDISTURBED
+from aiosync.weights.devices import undisturbed
 
 
 class Actor(ABC):
@@ -125,7 +125,7 @@ class _Captured:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._module.counter >= self._module._warmup:
             return self._module(*args, **kwargs)
-        with UNDISTURBED:
+        with undisturbed():
             return self._module(*args, **kwargs)
 
 

@@ -209,6 +209,9 @@ class WeightApplier(Applier):
 
     async def stage(self, pending: PendingUpdate) -> None:
         started = time.perf_counter()
+        if self._back_buffers is not None and self._back_buffers.waits:
+            # Not in the lock, as close() waits for that: the device may never be done.
+            await self._offloader.settle(self._back_buffers.devices)
         async with self._staging:
             back_buffers, inbound, update = self._back_buffers, self.inbound, pending.update
             if back_buffers is None or inbound is None:
@@ -228,9 +231,7 @@ class WeightApplier(Applier):
                 copy_few(pairs)
             else:
                 staged, pairs = await self._offloader.run(lambda _: back_buffers.stage(update, names))
-                if pairs:
-                    await self._offloader.settle(back_buffers.devices)
-                    await self._offloader.copy(pairs)
+                await self._offloader.copy(pairs)
             if self.binding.ties:
                 self.binding.check(staged.views)
             if self._listener.cascades:
@@ -335,7 +336,7 @@ class WeightApplier(Applier):
         """Commit a staged update. Runs in any thread, while no reader uses the model."""
         staged, names, back_buffers = pending.staged, pending.names, pending.back_buffers
         assert staged is not None and back_buffers is not None
-        started, devices = time.perf_counter(), back_buffers.written_devices
+        started, devices = time.perf_counter(), back_buffers.written_by(names)
         wait_for_devices(devices)  # forward passes that are queued read the version before
         try:
             self.binding.commit(staged, names)
@@ -348,7 +349,7 @@ class WeightApplier(Applier):
         """As :meth:`_put_in_service`, for a part of a joint update. Undo the commit if the body raises."""
         staged, back_buffers = pending.staged, pending.back_buffers
         assert staged is not None and back_buffers is not None
-        started, devices = time.perf_counter(), back_buffers.written_devices
+        started, devices = time.perf_counter(), back_buffers.written_by(pending.names)
         before = self.version, self.in_service, self.weights, self._viewing
         try:
             wait_for_devices(devices)

@@ -53,7 +53,8 @@ class StagingBuffers:
         self._own = everything if private else staged
         self._lasting = staged if inbound.access.lent else everything
         # The CUDA devices of the model, of updates and of these buffers; and those that a commit writes to.
-        places = {device, *(buffer.device for buffer in self._buffers)}
+        # What arrives is in memory of the sender, or in this process's own, which is on another device.
+        places = {inbound.device or device, *(buffer.device for buffer in self._buffers)}
         self.devices = binding.devices | {each for each in places if each.type == "cuda"}
         # A commit converts entries that differ.
         self.written_devices = self.devices if differing else cuda_devices(binding.written_in_place())
@@ -62,6 +63,16 @@ class StagingBuffers:
         self.reading_devices = frozenset() if waits else self.devices
         # Whether committed() has anything to do.
         self.hears_commits = bool(self._buffers) or not inbound.access.lent or inbound.written is not None
+
+    def written_by(self, names: Collection[str] | None) -> Collection[torch.device]:
+        """The devices whose memory a commit of these entries writes; None: of all."""
+        # A partial update moves entries that it is not about.
+        return self.written_devices if names is None else self.devices
+
+    @property
+    def waits(self) -> bool:
+        """Whether staging or the commit writes memory of a device, and waits for it."""
+        return bool(self.written_devices or (self.devices and self._buffers))
 
     @property
     def nbytes(self) -> int:
@@ -103,8 +114,8 @@ class StagingBuffers:
             ArenaAllocationError: there is no memory for what is staged in this process.
         """
         arrived, source = self._inbound.find(update)
-        if self.devices:
-            pin_memory_of(arrived)
+        for device in {buffer.device for buffer in self._buffers if buffer.device.type == "cuda"}:
+            pin_memory_of(arrived, device)
         leaving = () if names is None else self._inbound.make_room(names)
         views, pairs = source, list[tuple[Tensor, Tensor]]()
         if self._buffers:

@@ -97,9 +97,10 @@ class UpdateHandler:
                     self.pending = None
                     return None
             await applier.commit(pending, self._held_up)
-            await applier.settle()
         except Exception as exc:  # noqa: BLE001 - sent to the sender as a refusal
             return self._not_applied(pending, exc)
+        # Not refused if this raises, since the version is in service: a device that fails ends the receiver.
+        await applier.settle()
         self.answer(pending)
         return None
 

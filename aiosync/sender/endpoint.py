@@ -223,8 +223,7 @@ class WeightSender(SendingEndpoint):
                 # A user's strategy may extract entries that would be left out otherwise.
                 base = {name: text for name, text in base.items() if name not in tensors}
                 layout = Layout.of(tensors, cast=self.spec.cast, optional=optional, base=base)
-                on_device = bool(cuda_devices(tensors.values()))
-                allocate = partial(self._allocate, device=plan.device, pinned=on_device)
+                allocate = partial(self._allocate, device=plan.device, sources=cuda_devices(tensors.values()))
                 pool = SlotPool(layout, allocate, self.spec.max_slots)
                 workers, streams = set(plan.workers), self.transfer.streams
                 group = WorkerGroup(workers, plan.device, pool, self._offloader, streams)
@@ -246,11 +245,11 @@ class WeightSender(SendingEndpoint):
         if gathering is not None:
             gathering.published(self.version)
 
-    def _allocate(self, nbytes: int, *, device: torch.device, pinned: bool) -> Segment:
-        """Allocate a slot's memory. ``pinned``: the weights come from a CUDA device."""
+    def _allocate(self, nbytes: int, *, device: torch.device, sources: Collection[torch.device]) -> Segment:
+        """Allocate a slot's memory. ``sources``: the CUDA devices that the weights come from."""
         segment = self.transfer.allocate(nbytes, device)
-        if pinned:
-            pin_memory_of(segment.buffer)
+        for source in sources:
+            pin_memory_of(segment.buffer, source)
         return segment
 
     async def _abandon(self) -> None:

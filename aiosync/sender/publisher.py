@@ -77,6 +77,8 @@ class Publisher:
     stopped: bool = field(default=False, init=False)
     # Resolved by stop(), to interrupt a gathering of shards.
     _stopping: asyncio.Future[None] | None = field(default=None, init=False)
+    # The wait for devices, during prepare().
+    _settling: asyncio.Future[None] | None = field(default=None, init=False)
     # Held by the one ``send`` that may prepare and publish.
     lock: FairLock = field(default_factory=FairLock, init=False)
 
@@ -89,6 +91,8 @@ class Publisher:
         self.stopped = True
         if self._stopping is not None and not self._stopping.done():
             self._stopping.set_result(None)
+        if self._settling is not None:
+            self._settling.cancel()
         for group in self.groups:
             group.stop()
         async with self.lock.hold():
@@ -138,12 +142,27 @@ class Publisher:
                 publication.writes.append(write)
                 publication.nbytes += given.nbytes
                 publication.sharded |= given.sharded
-                if not write.is_quick:
-                    await write.settle(deadline)
+                if not write.is_quick and write.devices:
+                    await self._settle(write, deadline)
         except BaseException:
             self.discard(publication)
             raise
         return publication
+
+    async def _settle(self, write: SlotWrite, deadline: Deadline) -> None:
+        """Wait until devices have computed the weights; stop() ends the wait.
+
+        Raises:
+            SyncTimeoutError: the deadline has passed before.
+            NotConnectedError: the sender is being closed.
+        """
+        self._settling = asyncio.ensure_future(write.settle(deadline))
+        try:
+            await asyncio.wait([self._settling])
+        finally:
+            self._settling.cancel()  # does nothing to one that is done
+        self.check_open()
+        self._settling.result()
 
     async def fill(self, publication: Publication, gathering: ShardGather | None) -> None:
         """Bring entries that are spread over ranks into the slots; if that fails, discard the publication.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 from torch import Tensor
 
 from aiosync._deadline import Deadline
@@ -59,18 +60,20 @@ class SlotWrite(msgspec.Struct, eq=False):
         # A copy from a device would block the event loop until all that was queued there is done.
         return self.group.writes_inline and all(source.is_cpu for _, source in self.pairs)
 
+    @property
+    def devices(self) -> Collection[torch.device]:
+        """The CUDA devices that the copy reads or writes."""
+        return cuda_devices(chain.from_iterable(self.pairs))
+
     async def settle(self, deadline: Deadline) -> None:
         """Wait until devices have computed the weights. Nothing is written yet.
 
         Raises:
             SyncTimeoutError: the deadline has passed before.
         """
-        devices = cuda_devices(chain.from_iterable(self.pairs))
-        if not devices:
-            return
         try:
             async with asyncio.timeout(deadline.remaining()):
-                await self.group.offloader.settle(devices)
+                await self.group.offloader.settle(self.devices)
         except TimeoutError:
             hint = "the device has not done what was queued there before this call"
             raise deadline.error("stage", hint=hint) from None

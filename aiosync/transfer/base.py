@@ -215,6 +215,8 @@ class InboundTransfer(ABC):
 
     # How this worker uses the memory that find() returns.
     access = MemoryAccess.PRIVATE
+    # Where that memory is; None: on the sender's device.
+    device: torch.device | None = None
 
     @property
     def nbytes(self) -> int:

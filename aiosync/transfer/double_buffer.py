@@ -30,6 +30,7 @@ class DoubleBuffer(InboundTransfer):
     """
 
     def __init__(self, layout: Layout, device: torch.device = _CPU) -> None:
+        self.device = device
         self._layout = layout
         self._entries = [entry.name for entry in layout]
         self._arena = Arena(layout, lambda nbytes: Segment.private(nbytes, device), max_slots=2)

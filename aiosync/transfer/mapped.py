@@ -108,10 +108,11 @@ class MappedOutbound(OutboundTransfer):
         pool, before = self._group.pool, self._announced
         if pool.revision == self._revision:
             return {"slot": published.slot.index}  # what encode_payload() makes of it, in a fifth of the time
-        self._revision, slots = pool.revision, list(pool.slots)
-        now = self._announced = [slot.index for slot in slots]
+        slots = list(pool.slots)
+        now = [slot.index for slot in slots]
         new = [(slot.index, slot.segment.handle_for(self._pid)) for slot in slots if slot.index not in before]
         gone = [index for index in before if index not in now]
+        self._revision, self._announced = pool.revision, now
         return encode_payload(MappedPayload(published.slot.index, new, gone))
 
 
@@ -147,7 +148,7 @@ class MappedInbound(InboundTransfer):
             return
         for index in payload.gone:
             self._attached.pop(index, None)
-            self._announced.pop(index, None)
+            Segment.decline(self._announced.pop(index, {}))
         self._announced.update(payload.new)
 
     def is_here(self, update: Update) -> bool:
@@ -201,5 +202,7 @@ class MappedInbound(InboundTransfer):
     def close(self) -> None:
         """Unmap all slots."""
         self._attached.clear()
+        for handle in self._announced.values():
+            Segment.decline(handle)
         self._announced.clear()
         self._expected = self._found = self._current = None

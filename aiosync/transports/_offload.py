@@ -20,7 +20,7 @@ import torch
 
 from aiosync._processors import shorten_time_slices
 from aiosync.weights.copying import Lane, Pairs, copy_lanes
-from aiosync.weights.devices import wait_for_devices
+from aiosync.weights.devices import sharing, wait_for_devices
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Offloader:
         if devices:
             if self._device_thread is None:
                 self._device_thread = DetachedThread("aiosync-device")
-            await detached(self._device_thread, lambda: wait_for_devices(devices))
+            await detached(self._device_thread, partial(_settle, devices))
 
     async def _run_all(self, works: Sequence[Callable[[Callable[[], bool]], T]]) -> list[T]:
         if not works:
@@ -93,6 +93,11 @@ class Offloader:
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown(wait=True)
+
+
+def _settle(devices: Collection[torch.device]) -> None:
+    with sharing():
+        wait_for_devices(devices)
 
 
 def start_thread(work: Callable[[], object], name: str) -> threading.Thread:

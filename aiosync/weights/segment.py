@@ -32,8 +32,8 @@ from torch import Tensor
 
 from aiosync.errors import ArenaAllocationError, ProtocolError
 from aiosync.weights.copying import read_at
-from aiosync.weights.cuda_ipc import CudaExports, import_cuda
-from aiosync.weights.devices import UNDISTURBED, as_tensor, cuda_devices, wait_for_devices
+from aiosync.weights.cuda_ipc import CudaExports, decline, import_cuda
+from aiosync.weights.devices import allocate_on, as_tensor
 
 CAN_ATTACH_PRIVATELY = sys.platform == "linux"
 """Whether private mappings on this system show the owner's writes, and copied pages can be discarded."""
@@ -87,11 +87,10 @@ class Segment:
         try:
             if nbytes >= _WORTH_HUGE_PAGES and (device is None or device.type == "cpu"):
                 return cls(_huge(nbytes).zero_())
+            if device is not None and device.type == "cuda":
+                return cls(allocate_on(device, nbytes))
             where = "cpu" if device is None else device  # not torch's default device
-            with UNDISTURBED:
-                buffer = torch.empty(nbytes, dtype=torch.uint8, device=where).zero_()
-                wait_for_devices(cuda_devices([buffer]))  # the zeros must not be written over an update
-            return cls(buffer)
+            return cls(torch.empty(nbytes, dtype=torch.uint8, device=where).zero_())
         except (RuntimeError, OSError) as exc:  # torch and mmap raise these when they are out of memory
             raise ArenaAllocationError(nbytes, str(exc).splitlines()[0]) from exc
 
@@ -104,7 +103,10 @@ class Segment:
         """
         if device is not None and device.type == "cuda":
             segment = cls.local(nbytes, device)
-            segment._exports = CudaExports(segment.buffer)
+            try:
+                segment._exports = CudaExports(segment.buffer)
+            except RuntimeError as exc:
+                raise ArenaAllocationError(nbytes, f"CUDA IPC: {str(exc).splitlines()[0]}") from exc
             return segment
         return _share_file(cls, nbytes)
 
@@ -126,6 +128,13 @@ class Segment:
         if self._exports is not None and pid != os.getpid():
             handle |= {"kind": "cuda", "ipc": self._exports.add(pid)}
         return handle
+
+    @staticmethod
+    def decline(handle: dict[str, Any]) -> None:
+        """Take note that this process will not attach by a handle of :meth:`handle_for`."""
+        match handle:
+            case {"kind": "cuda", "key": key, "ipc": list(parts)} if key not in _local:
+                decline(parts)
 
     @classmethod
     def attach(cls, handle: dict[str, Any], *, private: bool = False) -> Segment:

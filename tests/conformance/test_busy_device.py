@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiosync import SyncTimeoutError
+from aiosync import NotConnectedError, SyncTimeoutError
 from aiosync.receiver import applier, staging
 from aiosync.sender import slot_write
 from aiosync.transports import _offload
@@ -168,6 +168,17 @@ async def test_a_commit_in_place_waits_for_the_device(workers: Device) -> None:
         await within(cluster.scheme.send())
         assert read == [0]
         assert value_of(worker.model) == 1
+
+
+async def test_closing_ends_a_send_that_waits(trainers: Device) -> None:
+    async with LocalCluster(SHARED) as cluster:
+        trainers.occupy()
+        sending = asyncio.create_task(cluster.scheme.send())
+        await asyncio.sleep(0.05)
+        await within(cluster.scheme.aclose(), PATIENCE / 2)
+        with pytest.raises(NotConnectedError):
+            await within(sending)
+        trainers.finish()
 
 
 async def test_closing_does_not_wait_for_a_send_that_was_given_up(trainers: Device) -> None:

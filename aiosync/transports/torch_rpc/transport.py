@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch.distributed import rpc
 
 from aiosync._deadline import Deadline
 from aiosync.errors import NotInitializedError, RemoteApplyError, WorkerLostError
-from aiosync.transports._offload import offloaded
+from aiosync.transports._offload import Offloader
 from aiosync.transports.remote_calls import PendingCall, RemoteObject
 from aiosync.transports.torch_distributed.store import first_line, without_prefix
+from aiosync.weights.devices import cuda_devices
 from aiosync.weights.strategy import to_tensordict
 
 _api: Any = rpc.api
@@ -174,7 +175,10 @@ class RPCObject(RemoteObject):
         return self._apply(_call_method, (self._class, method, *args), kwargs, deadline)
 
     async def _start_weights(self, weights: Any, deadline: Deadline) -> Call:
-        copied = await offloaded(lambda: to_tensordict(weights).cpu().clone(), "aiosync-rpc")
+        given = to_tensordict(weights)
+        with closing(Offloader("aiosync-rpc")) as offloader:
+            await offloader.settle(cuda_devices(given.values(True, True)))
+            copied = await offloader.run(lambda _: given.cpu().clone())
         return self._start_call("update_policy_weights_", (copied,), {}, deadline)
 
     def _apply(
