@@ -3,8 +3,8 @@
 A call of torch only queues work on a CUDA device, in a stream. When it returns, the device may not have
 begun: an optimizer step has not changed the weights yet, a forward pass has not read them yet. Work in one
 stream does not wait for work in another one, and each thread begins with the default stream. So before this
-package reads or writes a device's memory, or lets another process write it, it waits until the device has done
-all that was queued, in every stream of torch's (:func:`wait_for_devices`).
+package reads or writes a device's memory, or lets another process write it, it waits until the device has
+done all that was queued, in every stream of torch's (:func:`wait_for_devices`).
 
 A stream that captures a CUDA graph is not waited for: it runs nothing, and the wait would end the capture
 with an error. So the device as a whole is never waited for either.
