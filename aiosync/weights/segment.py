@@ -133,7 +133,7 @@ class Segment:
     def decline(handle: dict[str, Any]) -> None:
         """Take note that this process will not attach by a handle of :meth:`handle_for`."""
         match handle:
-            case {"kind": "cuda", "key": key, "ipc": list(parts)} if key not in _local:
+            case {"kind": "cuda", "ipc": list(parts)}:
                 decline(parts)
 
     @classmethod
@@ -155,8 +155,9 @@ class Segment:
                     return _map_existing(cls, path, n, inode, handle, private=private)
                 case {"kind": "local", "key": str(key), "nbytes": int()} if key in _local:
                     return cls(_local[key], handle)
-                case {"kind": "cuda", "key": str(key)} if key in _local:
-                    return cls(_local[key], handle)  # CUDA does not map a process's memory into itself
+                case {"kind": "cuda", "key": str(key), "ipc": list(parts)} if key in _local:
+                    decline(parts)  # CUDA does not map a process's memory into itself
+                    return cls(_local[key], handle)
                 case {"kind": "cuda", "nbytes": int(n), "ipc": list(parts)}:
                     return cls(import_cuda(parts)[:n], handle)
         except OSError as exc:
