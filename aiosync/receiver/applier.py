@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from aiosync.errors import NotConnectedError, ProtocolError
 from aiosync.receiver.commit_gate import LOCK, CommitGate, CommitJob, submit
 from aiosync.receiver.forward_guard import ForwardGuard
-from aiosync.receiver.joint_commit import JointPart, drop_out, join, leave
+from aiosync.receiver.joint_commit import JointPart, drop_out, entries, join, leave
 from aiosync.receiver.listeners import UpdateListener, in_format
 from aiosync.receiver.staging import StagingBuffers, own_copies
 from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate
@@ -70,6 +70,8 @@ class WeightApplier(Applier):
         self._patience: float | None = None
         # The commit that waits for readers, or for the other parts of its joint update.
         self._waiting: CommitJob | JointPart | None = None
+        # How many readers had entered when the first commit after the last one was withdrawn; None: none was.
+        self._entered: int | None = None
         # Held while an update is staged.
         self._staging = asyncio.Lock()
 
@@ -376,6 +378,7 @@ class WeightApplier(Applier):
         self.version = self.in_service = pending.update.version
         self._leftover |= views_sender and not self._viewing
         self._viewing = views_sender
+        self._entered = None
         pending.committed = True
         if self._notify_commit is not None:
             self._notify_commit(self.version)
@@ -386,10 +389,20 @@ class WeightApplier(Applier):
             await self._offloader.settle(self._back_buffers.reading_devices)
 
     def overtake(self) -> None:
-        if isinstance(self._waiting, CommitJob):
-            self._waiting.withdraw()
-        elif self._waiting is not None:
-            drop_out(self._waiting)
+        waiting = self._waiting
+        if waiting is None:
+            return
+        # A withdrawn commit lets readers in that waited behind it. If that was done again and again, updates
+        # that come fast and readers that overlap would keep every commit out. So it is done only as long as
+        # the same readers are inside.
+        entered = self.gate.entered if isinstance(waiting, CommitJob) else entries(waiting)
+        if entered >= 0 and self._entered not in (None, entered):
+            return
+        self._entered = None if entered < 0 else entered
+        if isinstance(waiting, CommitJob):
+            waiting.withdraw()
+        else:
+            drop_out(waiting)
 
     # -- the end ---------------------------------------------------------------------------------
 

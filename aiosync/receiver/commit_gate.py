@@ -117,13 +117,15 @@ class CommitGate:
         # once, in the body of :data:`LOCK`. Only this module changes them.
         self.inside: dict[object, object] = {}
         self.waiting: list[CommitJob] = []
+        # How many readers have entered so far, without those that were inside already.
+        self.entered = 0
 
     def try_enter(self, ticket: object, reader: object) -> bool:
         """Become a reader, unless a commit waits that ``reader`` is not already holding up."""
         with LOCK:
             if not self._open_to(reader):
                 return False
-            self.inside[ticket] = reader
+            self._let_in(ticket, reader)
             return True
 
     def leave(self, ticket: object) -> None:
@@ -178,14 +180,22 @@ class CommitGate:
         with LOCK:
             entered = _changed.wait_for(lambda: self._open_to(reader), timeout=seconds) or force
             if entered:
-                self.inside[ticket] = reader
+                self._let_in(ticket, reader)
             return entered
 
+    def _let_in(self, ticket: object, reader: object) -> None:
+        if not self.inside or not self._holds(reader, [self]):
+            self.entered += 1
+        self.inside[ticket] = reader
+
     def _open_to(self, reader: object) -> bool:
-        if not self.waiting:
-            return True
-        held = [reader for job in self.waiting for gate in job.gates for reader in gate.inside.values()]
-        return any(each in held for each in (reader if isinstance(reader, PinnedBody) else [reader]))
+        return not self.waiting or self._holds(reader, [gate for job in self.waiting for gate in job.gates])
+
+    @staticmethod
+    def _holds(reader: object, gates: Sequence[CommitGate]) -> bool:
+        """Whether a reader, or a body around it, is inside one of the gates."""
+        inside = [each for gate in gates for each in gate.inside.values()]
+        return any(each in inside for each in (reader if isinstance(reader, PinnedBody) else [reader]))
 
 
 def submit(gates: Sequence[CommitGate], commit: Callable[[], None]) -> CommitJob:

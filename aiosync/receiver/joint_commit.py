@@ -98,6 +98,17 @@ def drop_out(part: JointPart) -> None:
             give_up(*part.key, "one of its models has skipped to a newer version")
 
 
+def entries(part: JointPart) -> int:
+    """How many readers have entered the gates that the commit waits for; -1: it waits for other parts."""
+    with LOCK:
+        found = _joints.get(part.key)
+        return (
+            sum(gate.entered for gate in found.job.gates)
+            if found is not None and found.job is not None
+            else -1
+        )
+
+
 def give_up(joint_id: str, worker: int, reason: str) -> None:
     """Fail all parts, also those that are staged later. Nothing happens if all have been committed."""
     key = (joint_id, worker)

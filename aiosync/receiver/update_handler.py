@@ -41,6 +41,8 @@ class UpdateHandler:
     looping: bool = False
     # Whether nothing is answered any more.
     closed: bool = False
+    # Whether the update before the pending one was given back, because there was a newer one.
+    _skipped: bool = field(default=False, init=False)
     # Set when an update was acknowledged or refused.
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     stats: SchemeStats = field(default_factory=SchemeStats)
@@ -87,8 +89,12 @@ class UpdateHandler:
             self.answer(pending)
             return None
         if pending.staged is None and pending.update.joint is None and connection.session.superseded:
-            self._skip()
-            return None
+            if not self._skipped:
+                self._skipped = (
+                    True  # not twice in a row: then none would be applied as long as they come fast
+                )
+                self._skip()
+                return None
         try:
             if not applier.has_staged(pending):
                 pending.staged = None
@@ -152,7 +158,7 @@ class UpdateHandler:
 
     def answer(self, pending: PendingUpdate) -> None:
         """Acknowledge the pending update: it, or a newer version, is in service."""
-        self.pending = None
+        self.pending, self._skipped = None, False
         applier, connection, stats = self.applier, self.connection, self.stats
         if applier.inbound is None or not applier.inbound.access.lent:
             self.refresh_fetch()

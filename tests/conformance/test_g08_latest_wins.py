@@ -9,7 +9,7 @@ import pytest
 
 from tests.kit import scenarios
 from tests.kit.cases import SchemeCase
-from tests.kit.clock import within
+from tests.kit.clock import eventually, within
 from tests.kit.local import LocalCluster
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.processes import ProcessCluster
@@ -119,3 +119,33 @@ async def test_as_many_slots_as_are_asked_for(case: SchemeCase, slots: int) -> N
             await cluster.scheme.send()
             assert cluster.scheme.stats.memory <= slots * one
             assert [value_of(w.model) for w in cluster.workers] == [version, version]
+
+
+async def test_readers_that_overlap_do_not_keep_fast_updates_out(case: SchemeCase) -> None:
+    """An update that waits for readers is replaced by newer ones, but not for ever."""
+    async with LocalCluster(case, workers=1, sync=False) as cluster:
+        (worker,), stop = cluster.workers, asyncio.Event()
+
+        async def read(first: int) -> None:
+            await asyncio.sleep(0.01 * first)
+            while not stop.is_set():
+                async with worker.scheme.pinned() as version:
+                    seen = value_of(worker.model)
+                    await asyncio.sleep(0.08)
+                    assert seen == value_of(worker.model) == version
+
+        async def train() -> None:
+            version = 0
+            while not stop.is_set():
+                version += 1
+                fill(cluster.model, version)
+                await cluster.scheme.send(wait=False)
+                await asyncio.sleep(0.002)
+
+        tasks = [asyncio.create_task(work) for work in (*map(read, range(8)), train())]
+        seen: set[int] = set()
+        while len(seen) < 5:
+            await eventually(lambda: worker.scheme.version not in seen, "another version")
+            seen.add(worker.scheme.version)
+        stop.set()
+        await within(asyncio.gather(*tasks))
