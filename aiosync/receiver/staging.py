@@ -87,11 +87,8 @@ class StagingBuffers:
 
     def is_quick(self, update: Update) -> bool:
         """Whether staging moves so few bytes that a thread would take longer."""
-        if self.devices:
-            return not self._buffers and self._inbound.is_quick(update)  # nothing is copied
-        if self._layout.nbytes <= INLINE_LIMIT:
-            return True
-        return not self._buffers and self._inbound.is_quick(update)
+        small = self._layout.nbytes <= INLINE_LIMIT and not self.devices  # a copy waits for those
+        return small or (not self._buffers and self._inbound.is_quick(update))
 
     def names_of(self, update: Update, version: int) -> Collection[str] | None:
         """The names that an update changes in a model that has this version, aliases included; None: all."""

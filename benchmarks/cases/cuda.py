@@ -38,6 +38,8 @@ def cuda(
     json: options.Json = None,
 ) -> None:
     """Sends of models on a GPU, beside the device's own copies."""
+    if device != "cpu" and device.partition(":")[0] != "cuda":
+        raise typer.BadParameter(f"expected cuda, cuda:N or cpu, got {device!r}", param_hint="--device")
     if device != "cpu" and not torch.cuda.is_available():
         raise typer.BadParameter("this machine has no CUDA device", param_hint="--device")
     title = "Sends from and to a GPU, in milliseconds: median (least - most)"

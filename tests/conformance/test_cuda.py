@@ -45,17 +45,6 @@ async def test_from_a_device_to_the_cpu_and_back(case: SchemeCase) -> None:
             assert [value_of(w.model) for w in cluster.workers] == [version, version]
 
 
-@pytest.mark.parametrize("size", [16, 1 << 22])
-async def test_between_processes(process_case: SchemeCase, size: int) -> None:
-    async with ProcessCluster(process_case, size=size, device=DEVICE) as cluster:
-        for version in range(1, 5):
-            fill(cluster.model, version)
-            await cluster.scheme.send()
-            fill(cluster.model, -1)
-            for worker in cluster.workers.values():
-                assert await worker.run(scenarios.report) == {"version": version, "value": version}
-
-
 @pytest.mark.parametrize("side", [False, True], ids=["default-stream", "side-stream"])
 @pytest.mark.parametrize("commit", ["flip", "copy"])
 async def test_queued_work_reads_one_version(process_case: SchemeCase, commit: str, side: bool) -> None:
@@ -109,8 +98,8 @@ async def test_the_loop_runs_while_the_device_is_busy(
 
 @pytest.mark.parametrize("size", [16, 1 << 22])
 @pytest.mark.parametrize("commit", ["flip", "copy"])
-@pytest.mark.parametrize(("source", "device"), [("cpu", DEVICE), (DEVICE, "cpu")])
-async def test_from_a_device_to_another(
+@pytest.mark.parametrize(("source", "device"), [(DEVICE, DEVICE), ("cpu", DEVICE), (DEVICE, "cpu")])
+async def test_between_processes(
     process_case: SchemeCase, source: str, device: str, commit: str, size: int
 ) -> None:
     async with ProcessCluster(
