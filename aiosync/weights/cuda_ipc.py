@@ -1,11 +1,15 @@
 """CUDA memory that several processes use, by CUDA IPC.
 
-torch counts for each export whether its importer still uses the memory. Memory whose owner has dropped it is
-freed once all importers have. An importer that is killed does not count down, so the owner does it.
+torch counts for each export whether its importer still uses the memory: 1, then 0. Memory whose owner has
+dropped it is freed once all importers have. An importer that is killed does not count down, so the owner does
+it. It must not do so twice: the counter is unsigned, and below 0 the memory would never be freed.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from typing import Any, TypeAlias
 
 import torch
@@ -19,8 +23,14 @@ Export: TypeAlias = list[Any]
 
 _COUNTER = slice(4, 6)
 
+_SHARED_MEMORY = "/dev/shm"
+_HEADER = 64
+"""Bytes before the first counter in a file of torch's."""
+
 _closed: list[tuple[int, Export]] = []
 """(pid, export) of buffers that their owner has dropped, whose importers have not ended."""
+
+_closed_lock = threading.Lock()
 
 
 class CudaExports:
@@ -31,6 +41,7 @@ class CudaExports:
     """
 
     def __init__(self, buffer: Tensor) -> None:
+        self._owner = os.getpid()
         self._buffer: Tensor | None = buffer
         self._exports: list[tuple[int, Export]] = []
         # Made now, so that the caller learns at once if there are none.
@@ -44,18 +55,30 @@ class CudaExports:
         return export
 
     def close(self) -> None:
-        """Drop the buffer; idempotent. It is freed once each importer has dropped it or has ended."""
+        """Drop the buffer; idempotent. It is freed once each importer has dropped it or has ended.
+
+        Does nothing in a forked child, which cannot use CUDA.
+        """
+        if os.getpid() != self._owner:
+            return
         if self._buffer is not None:
             self._buffer = None
             if self._spare is not None:
                 decline(self._spare)
-            _closed.extend(self._exports)
+            with _closed_lock:
+                _closed.extend(self._exports)
             self._exports.clear()
-        # Also those of earlier buffers, whose importers were killed since.
+        free_dropped_memory()
+
+
+def free_dropped_memory() -> None:
+    """Free buffers that this process has dropped and that no importer uses any more."""
+    with _closed_lock:
         for each in [each for each in _closed if _has_ended(each[0])]:
             _closed.remove(each)
-            decline(each[1])
-        torch.cuda.ipc_collect()
+            if _count(each[1]) > 0:
+                decline(each[1])
+    torch.cuda.ipc_collect()
 
 
 def import_cuda(export: Export) -> Tensor:
@@ -69,6 +92,17 @@ def import_cuda(export: Export) -> Tensor:
 def decline(export: Export) -> None:
     """Count down for an importer that will not import an export, or that was killed."""
     torch.UntypedStorage._release_ipc_counter_cuda(*export[_COUNTER])
+
+
+def _count(export: Export) -> int:
+    """The counter of an export; 0 if it cannot be read, since :func:`decline` then does nothing either."""
+    name, index = export[_COUNTER]
+    try:
+        with open(f"{_SHARED_MEMORY}{os.fsdecode(name)}", "rb") as file:
+            file.seek(_HEADER + 8 * index)
+            return int.from_bytes(file.read(8), sys.byteorder, signed=True)
+    except OSError:
+        return 0
 
 
 def _export(buffer: Tensor) -> Export:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from aiosync.errors import ArenaAllocationError, ProtocolError
 from aiosync.weights.copying import read_at
-from aiosync.weights.cuda_ipc import CudaExports, decline, import_cuda
+from aiosync.weights.cuda_ipc import CudaExports, decline, free_dropped_memory, import_cuda
 from aiosync.weights.devices import allocate_on, as_tensor
 
 CAN_ATTACH_PRIVATELY = sys.platform == "linux"
@@ -102,6 +102,7 @@ class Segment:
             ArenaAllocationError: there is not enough memory, or a limit is reached.
         """
         if device is not None and device.type == "cuda":
+            free_dropped_memory()  # of workers that were killed after their sender was closed
             segment = cls.local(nbytes, device)
             try:
                 segment._exports = CudaExports(segment.buffer)
