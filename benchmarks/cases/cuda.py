@@ -101,7 +101,7 @@ async def _measure(spec: ModelSpec, source: str, target: str, count: int, rounds
     sends: list[float] = []
     scheme = aiosync.SharedMemWeightSyncScheme(timeout=TIMEOUT)
     scheme.init_on_sender(model_id=MODEL_ID, model=model, devices=[target] * count, ctx=SPAWN)
-    remotes = [Remote(Worker, scheme, index, spec, target) for index in range(count)]
+    remotes = [Remote(Worker, scheme, index, spec, target, forked=True) for index in range(count)]
     async with AsyncExitStack() as stack:
         for remote in remotes:
             stack.callback(remote.kill)
