@@ -185,10 +185,9 @@ SECTIONS = (
         "workers queue reads of the model in theirs, without waiting for them.",
         "A device does later what a call queues. So the trainer waits until its device has computed the "
         "weights, and a worker answers when nothing that it has queued can read the version before. Threads "
-        "wait, so that the event loop runs on: for a small model that is most of the time. Since these rows "
-        "were measured the threads are kept from send to send. The time on that machine was too short for "
-        "more rows. The copy of 1 GiB from the GPU into a slot took 20 ms there, and 82 ms before slots "
-        "were pinned.",
+        "wait, so that the event loop runs on: for a small model that is most of the time. From the GPU into "
+        "a slot in host memory, 1 GiB took 82 ms before slots were pinned. The time on that machine was too "
+        "short for the large model from the CPU to the GPU.",
         needs_gpu=True,
     ),
     Section(
