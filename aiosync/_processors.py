@@ -9,7 +9,10 @@ import struct
 import sys
 import threading
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from typing import cast
 
 import torch
 
@@ -25,6 +28,14 @@ _GRAIN = 32 * 1024
 """torch divides larger work among its threads: at least so many elements for each."""
 
 _MOST_TEAMS = 4
+
+_SOFT = 1
+"""OpenMP's ``omp_pause_soft``: settings stay as they are."""
+
+_MOST_RELEASED = 16
+"""To end and start more threads than this takes too long."""
+
+_LOADED_IN = os.getpid()
 
 
 def shorten_time_slices() -> None:
@@ -46,6 +57,41 @@ def shorten_time_slices() -> None:
 def processors() -> int:
     """Return how many processors this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def allowed_processors() -> list[int]:
+    """Return the numbers of the processors that this thread may use; nothing if the system does not say."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+
+
+def bind_thread(processor: int) -> None:
+    """Keep the calling thread on one processor, if the system can do this."""
+    with suppress(OSError):
+        os.sched_setaffinity(0, {processor})
+
+
+def release_openmp_threads() -> None:
+    """End the OpenMP threads that wait for the calling thread's next work; that work starts new ones.
+
+    They spin for milliseconds before they sleep. Call this before the calling thread waits that long for
+    threads or processes that need all processors. It takes about 0.1 ms if there are such threads, and does
+    nothing if torch leaves processors free.
+    """
+    threads = torch.get_num_threads()
+    # A forked child has none of these threads, and GNU OpenMP would wait for them for ever.
+    if processors() <= threads <= _MOST_RELEASED and threads > 1 and os.getpid() == _LOADED_IN:
+        pause = _openmp_pause()
+        if pause is not None:
+            pause(_SOFT)
+
+
+@cache
+def _openmp_pause() -> Callable[[int], int] | None:
+    """``omp_pause_resource_all`` of the OpenMP library that torch uses, if that is known."""
+    try:
+        return cast("Callable[[int], int]", ctypes.CDLL(None).omp_pause_resource_all)
+    except (AttributeError, OSError, TypeError):
+        return None
 
 
 def share_processors(workers: int, *, warn: bool) -> None:

@@ -7,9 +7,11 @@ import multiprocessing as mp
 import os
 import platform
 import struct
+import subprocess
 import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ import torch
 from aiosync import _processors
 from aiosync.sync import MultiProcessWeightSyncScheme, SharedMemWeightSyncScheme
 from tests.kit.clock import PATIENCE
+
+ROOT = Path(__file__).resolve().parents[1]
 
 _SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 
@@ -95,6 +99,56 @@ def test_threads_for_whom_there_are_no_processors(
     assert len(warned) == (threads > 1 and threads * workers > there)
     for each in warned:
         assert f"{threads} threads in each of {workers} workers, on {there} processors" in str(each.message)
+
+
+_RELEASE = """
+import torch
+from aiosync import _processors
+from tests.test_processors import native_threads
+count = _processors.processors()
+torch.set_num_threads(count)
+before = native_threads()
+def compute():
+    assert torch.ones(1 << 20).add_(1).sum() == 1 << 21
+    assert native_threads() == before + count - 1
+for _ in range(3):
+    compute()
+    _processors.release_openmp_threads()
+    while native_threads() != before:  # the kernel still has an ended one for a moment
+        pass
+compute()
+torch.set_num_threads(1)
+_processors.release_openmp_threads()  # torch leaves processors free
+assert native_threads() == before + count - 1
+"""
+
+_RELEASE_IN_A_CHILD = """
+import os, torch
+from aiosync import _processors
+torch.set_num_threads(_processors.processors())
+torch.ones(1 << 20).add_(1)
+if (child := os.fork()) == 0:  # it has none of the threads
+    _processors.release_openmp_threads()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+
+
+def native_threads() -> int:
+    """How many threads this process has that are not Python's."""
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+
+needs_openmp = pytest.mark.skipif(
+    sys.platform != "linux" or _processors.processors() < 2 or _processors._openmp_pause() is None,
+    reason="Linux, two processors and GNU OpenMP",
+)
+
+
+@needs_openmp
+@pytest.mark.parametrize("script", [_RELEASE, _RELEASE_IN_A_CHILD], ids=["parent", "child"])
+def test_openmp_threads_are_ended_and_started_again(script: str) -> None:
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE, cwd=ROOT)
 
 
 def _receive(scheme: Any, index: int, threads: int, found: Any) -> None:

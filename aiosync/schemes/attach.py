@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 from aiosync.errors import AiosyncError
 from aiosync.events import logger
 from aiosync.schemes.distributed import ProcessGroupScheme
-from aiosync.transports._offload import LoopThread, start_thread
+from aiosync.transports._loop_thread import LoopThread
+from aiosync.transports._offload import start_thread
 
 _Key: TypeAlias = tuple[bytes, int, int]
 """The sender's token, the worker's index and the sender's port."""

@@ -18,7 +18,7 @@ from contextlib import suppress
 from multiprocessing.util import Finalize
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from aiosync._processors import shorten_time_slices
+from aiosync._processors import release_openmp_threads, shorten_time_slices
 from aiosync.errors import BlockingCallError, NotConnectedError
 from aiosync.events import logger
 
@@ -135,6 +135,7 @@ class Portal:
         call = _Call(self._loop, lambda: function(*args, **kwargs))
         try:
             if self._post(call.begin):
+                release_openmp_threads()  # this thread's, which spin while other threads work for it
                 call.wait()
         except BaseException:
             if self._post(call.cancel):

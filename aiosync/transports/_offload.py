@@ -7,7 +7,6 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -18,15 +17,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from aiosync._processors import shorten_time_slices
-from aiosync.weights.copying import Lane, Pairs, copy_lanes
+from aiosync._processors import allowed_processors, bind_thread, processors, release_openmp_threads
+from aiosync.weights.copying import Lane, Pairs, copy_lanes, copy_with_torch, nbytes_of, split_plain
 from aiosync.weights.devices import sharing, wait_for_devices
 
 T = TypeVar("T")
 
 _LAST_WAIT = 2.0  # seconds that the interpreter's exit waits for detached threads, all together
-_SENT_AT_ONCE = 4  # sends of one turn that do not wait for the turn's end
-_CALLS_AT_ONCE = 64  # calls for other threads between which the loop does nothing else
+_LONG_COPY = 32 * 1024 * 1024
+"""Bytes from which a copy takes so long that it is worth to end OpenMP's threads before it."""
+
 _LANES = 8  # most threads of one offloader. More threads copy no faster: memory bandwidth is the limit
 
 
@@ -43,20 +43,57 @@ class Offloader:
         # As many as torch uses now. A collector lowers torch's number later, for the trainer's own work.
         self._lanes = min(torch.get_num_threads(), _LANES)
         self._executor: ThreadPoolExecutor | None = None
+        # A thread for each processor, in the order of their numbers.
+        self._bound: dict[int, ThreadPoolExecutor] = {}
         self._device_thread: DetachedThread | None = None
 
     async def run(self, work: Callable[[Callable[[], bool]], T]) -> T:
         """Run ``work(cancelled)`` in a thread. ``cancelled()`` is true once the caller was cancelled."""
-        return (await self._run_all([work]))[0]
+        return (await _run_all([(self._threads(), work)]))[0]
 
     async def copy(self, pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> bool:
-        """Copy in several threads; returns false if ``cancelled()`` ended it early."""
+        """Copy in several threads; returns false if ``cancelled()`` ended it early.
+
+        Raises:
+            InvalidArgumentError: the shapes of a pair differ, or a source's memory was freed.
+        """
 
         def run(lane: Lane, gone: Callable[[], bool]) -> bool:
             return lane(lambda: gone() or cancelled())
 
-        lanes = copy_lanes(pairs, self._lanes)
-        return all(await self._run_all([partial(run, lane) for lane in lanes]))
+        plain, rest = split_plain(pairs)
+        if nbytes_of(destination for destination, _ in plain) >= _LONG_COPY:
+            release_openmp_threads()
+        lanes = copy_lanes(plain, min(self._lanes, processors()))
+        works = list(zip(self._threads_of(len(lanes)), [partial(run, lane) for lane in lanes], strict=True))
+        if rest:
+            works.append((self._threads(), partial(run, partial(copy_with_torch, rest))))
+        return all(await _run_all(works))
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(_LANES, thread_name_prefix=self._name)
+        return self._executor
+
+    def _threads_of(self, lanes: int) -> Sequence[ThreadPoolExecutor]:
+        """Return where to run each lane of a copy.
+
+        With as many lanes as processors, each lane has a processor. Linux may leave two threads on one
+        processor, for as long as the copy takes.
+        """
+        allowed = allowed_processors()
+        if lanes < 2 or lanes != len(allowed):
+            return [self._threads()] * lanes
+        if list(self._bound) != allowed:
+            self._end_bound(wait=False)
+            for number in allowed:
+                self._bound[number] = ThreadPoolExecutor(1, self._name, bind_thread, (number,))
+        return list(self._bound.values())
+
+    def _end_bound(self, *, wait: bool) -> None:
+        for thread in self._bound.values():
+            thread.shutdown(wait=wait)
+        self._bound.clear()
 
     async def settle(self, devices: Collection[torch.device]) -> None:
         """Wait until these CUDA devices have done all work queued so far, in every stream.
@@ -69,22 +106,6 @@ class Offloader:
                 self._device_thread = DetachedThread("aiosync-device")
             await detached(self._device_thread, partial(_settle, devices))
 
-    async def _run_all(self, works: Sequence[Callable[[Callable[[], bool]], T]]) -> list[T]:
-        if not works:
-            return []
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(_LANES, thread_name_prefix=self._name)
-        gone = threading.Event()
-        futures = [asyncio.wrap_future(self._executor.submit(work, gone.is_set)) for work in works]
-        try:
-            await asyncio.wait(futures)
-        except asyncio.CancelledError:
-            gone.set()
-            for future in futures:
-                await _outlast(future)
-            raise
-        return [future.result() for future in futures]
-
     def close(self) -> None:
         """End the threads and wait for them; idempotent. No work may be running."""
         if self._device_thread is not None:
@@ -93,6 +114,32 @@ class Offloader:
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown(wait=True)
+        self._end_bound(wait=True)
+
+
+async def _run_all(works: Sequence[tuple[ThreadPoolExecutor, Callable[[Callable[[], bool]], T]]]) -> list[T]:
+    """Run each ``work(cancelled)`` in a thread of its executor."""
+    if not works:
+        return []
+    gone = threading.Event()
+    futures = [asyncio.wrap_future(threads.submit(_run, work, gone)) for threads, work in works]
+    try:
+        await asyncio.wait(futures)
+    except asyncio.CancelledError:
+        gone.set()
+        for future in futures:
+            await _outlast(future)
+        raise
+    return [future.result() for future in futures]
+
+
+def _run(work: Callable[[Callable[[], bool]], T], gone: threading.Event) -> T:
+    try:
+        return work(gone.is_set)
+    finally:
+        # As long as a second thread has OpenMP threads, those of the trainer do not spin: its own work, which
+        # they wait for, would take up to half as long again.
+        release_openmp_threads()
 
 
 def _settle(devices: Collection[torch.device]) -> None:
@@ -173,53 +220,6 @@ def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args
         return
 
 
-class Mailbox:
-    """Calls functions on the running loop for ``thread``, in order. One wake-up serves many calls.
-
-    The thread wakes the loop when its own turn has ended. If it woke the loop for the first of many calls,
-    the loop would take the interpreter from the thread at once, for one call.
-    """
-
-    def __init__(self, thread: LoopThread) -> None:
-        self._thread = thread
-        self.loop = asyncio.get_running_loop()
-        self._calls: deque[tuple[Callable[..., object], tuple[object, ...]]] = deque()
-        # Whether the loop is about to run the calls.
-        self._woken = False
-
-    def post(self, function: Callable[..., object], *args: object) -> None:
-        """Call ``function(*args)`` on the loop, from any thread; does nothing if the loop is closed."""
-        self._calls.append((function, args))
-        # The loop resets this before it looks for calls, so the call above is never left behind.
-        if self._woken:
-            return
-        self._woken = True
-        if self._thread.is_current:
-            self._thread.loop.call_soon(self.wake)
-        else:
-            self.wake()
-
-    def wake(self) -> None:
-        """Have the loop run the calls now."""
-        try:
-            self.loop.call_soon_threadsafe(self._run)
-        except RuntimeError:
-            self._woken = False
-            self._calls.clear()
-
-    def _run(self) -> None:
-        try:
-            self._woken, calls = False, self._calls
-            for _ in range(min(len(calls), _CALLS_AT_ONCE)):
-                function, args = calls.popleft()
-                function(*args)
-        finally:
-            # Also after an error of a call, and after Ctrl-C: the loop may be run again.
-            if self._calls:
-                self._woken = True
-                self.loop.call_soon(self._run)
-
-
 async def abandonable(work: Callable[[], T], name: str) -> T:
     """Run ``work()`` in a new daemon thread and return its result. A cancelled caller does not wait for it.
 
@@ -234,92 +234,6 @@ async def abandonable(work: Callable[[], T], name: str) -> T:
 def call_when_done(future: Future[T], callback: Callable[[Future[T]], None]) -> None:
     """Call ``callback(future)`` on the running loop once ``future`` is done, unless the loop is closed."""
     future.add_done_callback(partial(post, asyncio.get_running_loop(), callback))
-
-
-class TurnOfSends:
-    """What one turn of the running loop sends over the connections of ``thread``.
-
-    The caller does the first few sends at once, which is fastest for few workers. The thread does the others
-    in a row when the turn has ended. So the loop is not kept from its other work, and the two threads do not
-    pass the interpreter to and fro for each send.
-    """
-
-    def __init__(self, thread: LoopThread) -> None:
-        self._thread = thread
-        self._loop = asyncio.get_running_loop()
-        self._count = 0
-        self._later: list[Callable[[], None]] = []
-
-    def add(self, send: Callable[[], None]) -> None:
-        """Call ``send()`` now, or soon in the thread. Call this on the loop."""
-        if self._count == 0:
-            self._loop.call_soon(self._end)
-        self._count += 1
-        if self._count <= _SENT_AT_ONCE:
-            send()
-        else:
-            self._later.append(send)
-
-    def hand_over(self) -> None:
-        """Have the thread make the calls so far, although the turn goes on. It may last long: a trainer may
-        compute on its loop after a send that does not wait."""
-        if self._later:
-            later, self._later = self._later, []
-            self._thread.call(_call_all, later)
-
-    def _end(self) -> None:
-        self._count = 0
-        self.hand_over()
-
-
-def _call_all(functions: Sequence[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
-
-
-class LoopThread:
-    """An event loop in its own thread. Its connections move bytes while the caller's loop is busy.
-
-    The endpoint that owns the thread closes it. ``loop`` may be used only in the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()
-        self._thread = start_thread(self._run, name)
-        self._closed = False
-        self._shared: tuple[Mailbox, TurnOfSends] | None = None
-
-    def shared(self) -> tuple[Mailbox, TurnOfSends]:
-        """Return what all connections of the running loop share, towards that loop and towards the thread."""
-        if self._shared is None or self._shared[0].loop is not asyncio.get_running_loop():
-            self._shared = Mailbox(self), TurnOfSends(self)
-        return self._shared
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the caller runs in this thread."""
-        return threading.get_ident() == self._thread.ident
-
-    def _run(self) -> None:
-        shorten_time_slices()
-        self.loop.run_forever()
-        if self._shared is not None:
-            self._shared[0].wake()  # the last turn may have posted calls
-
-    def call(self, function: Callable[..., object], *args: object) -> bool:
-        """Call ``function(*args)`` in the thread, after earlier calls; returns false if it has ended."""
-        if self._closed:
-            return False
-        self.loop.call_soon_threadsafe(function, *args)
-        return True
-
-    def close(self) -> None:
-        """Run the calls queued so far, which do not block, and wait for the thread's end; idempotent."""
-        if not self._closed:
-            self._closed = True
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
-            self.loop.close()
 
 
 _detached: weakref.WeakSet[DetachedThread] = weakref.WeakSet()

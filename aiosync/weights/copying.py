@@ -28,6 +28,9 @@ INLINE_LIMIT = 256 * 1024
 _PIECE = 32 * 1024 * 1024
 """Bytes that torch copies between two checks for cancellation."""
 
+_GRAIN = 32 * 1024
+"""torch uses OpenMP threads for an operation on this many elements or more."""
+
 _MOVED = 16 * 1024 * 1024
 """Most bytes that a lane takes at a time."""
 
@@ -63,7 +66,9 @@ def copy_pairs(pairs: Pairs) -> None:
     if nbytes_of(destination for destination, _ in pairs) <= INLINE_LIMIT:
         copy_few(pairs)
         return
-    for lane in copy_lanes(pairs, 1):
+    plain, rest = split_plain(pairs)
+    copy_with_torch(rest, lambda: False)
+    for lane in copy_lanes(plain, 1):
         lane(lambda: False)
 
 
@@ -116,20 +121,18 @@ class ProcessorYielder:
                 self._again = back + _MADE_UP * (back - left)
 
 
-def copy_lanes(pairs: Pairs, count: int) -> list[Lane]:
+def copy_lanes(plain: Pairs, count: int) -> list[Lane]:
     """Make at most ``count`` lanes of a copy, which may run in any order or at the same time.
 
-    The lanes share the pieces. Torch's part is one more lane. The lanes keep the memory that they copy from
-    and to.
+    The lanes share the pieces. They keep the memory that they copy from and to.
 
-    Raises:
-        As :func:`copy_pairs`.
+    Args:
+        plain: what ``memmove`` copies, see :func:`split_plain`.
+        count: at least 1.
     """
-    plain, rest = split_plain(pairs)
-    lanes: list[Lane] = [partial(copy_with_torch, rest)] if rest else []
     pieces = _divide([(d.data_ptr(), s.data_ptr(), d.nbytes) for d, s in plain])
     left = iter(pieces)  # a list's iterator gives each piece to one thread
-    return lanes + [partial(_copy_ranges, plain, left)] * min(count, len(pieces))
+    return [partial(_copy_ranges, plain, left)] * min(count, len(pieces))
 
 
 def split_plain(pairs: Pairs) -> tuple[Pairs, Pairs]:
@@ -147,7 +150,8 @@ def split_plain(pairs: Pairs) -> tuple[Pairs, Pairs]:
         destination, source = pair
         if destination.shape != source.shape:
             _refuse_shape(destination, source)
-        large = destination.nbytes > INLINE_LIMIT  # a smaller tensor is not worth dividing
+        # One call of torch copies the smaller ones. It would divide a larger one among OpenMP threads.
+        large = destination.numel() >= _GRAIN
         movable = large and _is_memory_alike(destination, source) and source.data_ptr()
         (plain if movable else rest).append(pair)
     return plain, rest

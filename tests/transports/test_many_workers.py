@@ -16,15 +16,15 @@ import torch
 
 from aiosync.errors import WorkerLostError
 from aiosync.transfer.encoded_version import EncodedVersion
-from aiosync.transports import _offload
-from aiosync.transports._offload import LoopThread, Mailbox, TurnOfSends
+from aiosync.transports import _loop_thread
+from aiosync.transports._loop_thread import LoopThread, Mailbox, TurnOfSends
 from aiosync.transports.tcp.socket_writer import SocketWriter
 from aiosync.weights import codec
 from tests.kit.clock import PATIENCE, eventually, within
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.tcp import join, make_worker, sender_of
 
-MANY = 3 * _offload._SENT_AT_ONCE
+MANY = 3 * _loop_thread._SENT_AT_ONCE
 SENDS = 5
 
 
@@ -188,7 +188,7 @@ async def test_a_mailbox_keeps_the_order_and_survives_an_error() -> None:
     thread, seen, reported = LoopThread("test-mailbox"), list[int](), list[Any]()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: reported.append(context["exception"]))
-    count = 3 * _offload._CALLS_AT_ONCE
+    count = 3 * _loop_thread._CALLS_AT_ONCE
     try:
         mailbox = Mailbox(thread)
 
@@ -279,8 +279,8 @@ async def test_the_first_sends_of_a_turn_are_made_at_once_and_the_others_by_the_
             made.clear()
             for _ in range(MANY):
                 turn.add(lambda: made.append(threading.get_ident() == here))
-            assert made == [True] * _offload._SENT_AT_ONCE
+            assert made == [True] * _loop_thread._SENT_AT_ONCE
             await eventually(lambda: len(made) == MANY, "the thread has made the others")
-            assert not any(made[_offload._SENT_AT_ONCE :])
+            assert not any(made[_loop_thread._SENT_AT_ONCE :])
     finally:
         thread.close()

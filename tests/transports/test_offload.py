@@ -1,15 +1,21 @@
-"""Detached threads do their queued work, also if the process ends first."""
+"""Threads: detached ones do their queued work, also if the process ends first. Copies use all processors."""
 
 import multiprocessing
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from aiosync.transports._offload import DetachedThread
+from aiosync import _processors
+from aiosync.transports import _offload
+from aiosync.transports._offload import DetachedThread, Offloader
+from tests.kit.clock import PATIENCE
+from tests.test_processors import ROOT, needs_openmp
 
 
 def _leave(path: Path) -> None:
@@ -37,6 +43,63 @@ def test_a_script_says_its_last_word(tmp_path: Path) -> None:
         "import pathlib; from tests.transports.test_offload import _leave;"
         f"_leave(pathlib.Path({str(tmp_path / 'word')!r}))"
     )
-    root = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=root)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
     assert (tmp_path / "word").read_text() == "said"
+
+
+def _pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    large = [torch.rand(5 << 20) for _ in range(4)]  # several pieces
+    rest = [torch.rand(3), torch.rand(64, 64).t(), torch.rand(1 << 16, dtype=torch.float64)]
+    return [(torch.zeros(each.shape), each) for each in large + rest]
+
+
+@pytest.mark.skipif(_processors.processors() < 2, reason="two processors")
+async def test_each_lane_of_a_copy_has_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = _processors.allowed_processors()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: len(allowed))
+    seen: dict[int, list[int]] = {}
+
+    def note() -> bool:
+        seen[threading.get_native_id()] = _processors.allowed_processors()
+        return False
+
+    offloader = Offloader("aiosync-test")
+    try:
+        for there in (allowed, allowed, allowed[:1]):  # the last: the program may use one of them only
+            monkeypatch.setattr(_offload, "allowed_processors", lambda there=there: there)
+            pairs = _pairs()
+            seen.clear()
+            assert await offloader.copy(pairs, note)
+            assert all(torch.equal(d, s.to(d.dtype)) for d, s in pairs)
+            bound = [each for each in seen.values() if len(each) == 1]
+            assert sorted(bound) == ([[number] for number in allowed] if there is allowed else [])
+        assert _processors.allowed_processors() == allowed  # of this thread
+    finally:
+        offloader.close()
+
+
+_CONVERT = """
+import asyncio, torch
+from aiosync import _processors
+from aiosync.transports._offload import Offloader
+from tests.test_processors import native_threads
+torch.set_num_threads(_processors.processors())
+torch.ones(1 << 20).add_(1)
+async def only(count):
+    while native_threads() != count:  # the kernel still has an ended one for a moment
+        await asyncio.sleep(0.001)
+async def main():
+    before, offloader = native_threads(), Offloader("aiosync-test")
+    for _ in range(3):
+        await offloader.copy([(torch.zeros(1 << 20), torch.ones(1 << 20, dtype=torch.float64))])
+        await only(before)
+    await offloader.run(lambda _: torch.ones(1 << 20).add_(1))
+    await only(before)
+    offloader.close()
+asyncio.run(main())
+"""
+
+
+@needs_openmp
+def test_threads_of_the_package_keep_no_openmp_threads() -> None:
+    subprocess.run([sys.executable, "-c", _CONVERT], check=True, timeout=PATIENCE, cwd=ROOT)

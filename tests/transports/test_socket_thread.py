@@ -17,7 +17,7 @@ from aiosync import TLSConfig
 from aiosync.errors import ProtocolError
 from aiosync.protocol.frames import MAX_FRAME, Bye, Chunk, End, Frame, Inbound, Update
 from aiosync.protocol.framing import encode
-from aiosync.transports._offload import LoopThread
+from aiosync.transports._loop_thread import LoopThread
 from aiosync.transports.tcp.socket_thread import SocketThread
 from aiosync.transports.tcp.socket_writer import _MAX_UNSENT
 from aiosync.transports.tcp.tls import TLSLayer

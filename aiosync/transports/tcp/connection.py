@@ -18,7 +18,8 @@ from aiosync.protocol.framing import encode
 from aiosync.protocol.receiver_session import ReceiverSession
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.protocol.stream import BodySink
-from aiosync.transports._offload import LoopThread, abandonable
+from aiosync.transports._loop_thread import LoopThread
+from aiosync.transports._offload import abandonable
 from aiosync.transports.base import FramedTransport
 from aiosync.transports.sockets import credentials, tune
 from aiosync.transports.tcp.address import Address

@@ -17,7 +17,7 @@ from aiosync._deadline import Deadline
 from aiosync._processors import processors
 from aiosync.errors import InvalidArgumentError, ProtocolError
 from aiosync.protocol.frames import Inbound, Refused
-from aiosync.transports._offload import LoopThread
+from aiosync.transports._loop_thread import LoopThread
 from aiosync.transports.base import Listener, OnConnection, OnLost
 from aiosync.transports.log_limit import LogLimit
 from aiosync.transports.sockets import close_in_children, inode, listening, peer_of, tune

@@ -29,7 +29,7 @@ from aiosync.errors import HandshakeError, ProtocolError
 from aiosync.protocol.frames import Bye, Frame, Refused
 from aiosync.protocol.framing import encode, is_frame
 from aiosync.protocol.stream import StreamDecoder
-from aiosync.transports._offload import LoopThread
+from aiosync.transports._loop_thread import LoopThread
 from aiosync.transports.sockets import close_in_children
 from aiosync.transports.tcp.pace import Pace
 from aiosync.transports.tcp.socket_writer import STEP, TURN, SocketWriter

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from aiosync.protocol.frames import Cut
 from aiosync.protocol.framing import encode
-from aiosync.transports._offload import LoopThread, TurnOfSends
+from aiosync.transports._loop_thread import LoopThread, TurnOfSends
 from aiosync.transports.sockets import ioctl_int
 from aiosync.transports.tcp.tls import TLSLayer
 
