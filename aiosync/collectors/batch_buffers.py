@@ -138,6 +138,8 @@ class BatchBuffer:
         self.views = {key: view.movedim(batch_dims, 0) for key, view in self._fields.items()}  # steps first
         self._part: Part | None = None
         self._checked: tuple[Set[Key], Set[Key]] = set(), set()  # the fields of a frame that lacks none
+        # What writes frames into this memory (DirectFrames), and for which fields; None: not known.
+        self.direct: tuple[object, object] | None = None
 
     def _views(self, buffer: Tensor) -> Fields:
         views = self._layout.views(buffer)
@@ -323,11 +325,12 @@ class BatchBuffers:
             index = next(self._numbers)
             self._buffers[index] = frames
             return index
-        index = self._reserve(frames.specs_of(place), steps)
+        index = self.reserve(frames.specs_of(place), steps)
         frames.move_to(self._buffers[index])
         return index
 
-    def _reserve(self, specs: Specs, steps: int) -> int:
+    def reserve(self, specs: Specs, steps: int) -> int:
+        """Reserve memory for ``steps`` frames of these specs, and return its number."""
         for index in sorted(self._free):
             if self._buffers[index].fits(specs, steps):
                 self._free.remove(index)

@@ -48,7 +48,6 @@ class DirectFrames(ABC):
 
     def __init__(self, buffer: BatchBuffer, ids: Value, carried: Iterable[Key], chosen: Set[Key]) -> None:
         self.chosen = chosen
-        self._check = buffer.check
         self._others = buffer.columns.keys() - chosen  # of each frame, with those below "next"
         following: dict[Key, Any] = {key: column.array for key, column in buffer.next_columns.items()}
         columns: dict[Key, Any] = {key: column.array for key, column in buffer.columns.items()}
@@ -74,10 +73,10 @@ class DirectFrames(ABC):
             self._first = self._first_ids = self._next = place
             self._version = version
 
-    def completed(self, chosen: Values) -> Values:
+    def completed(self, chosen: Values, check: Callable[[Set[Key], Set[Key]], None]) -> Values:
         """Return the policy's fields of a frame, of which it has returned ``chosen``. InvalidArgumentError:
-        one is missing."""
-        self._check(chosen.keys() | self._others, frozenset())
+        one is missing. ``check``: see :meth:`BatchBuffer.check`."""
+        check(chosen.keys() | self._others, frozenset())
         return chosen
 
     @abstractmethod
@@ -180,9 +179,9 @@ class TensorDictFrames(DirectFrames):
         self._write_next = functools.partial(write_fields, buffer.next_columns)
         self._fields = buffer.next_columns.keys() - {VERSION}
 
-    def completed(self, chosen: Values) -> Values:
+    def completed(self, chosen: Values, check: Callable[[Set[Key], Set[Key]], None]) -> Values:
         kept = {key: value for key, value in self.observation.items() if key in self.chosen}
-        return super().completed(kept | chosen)
+        return super().completed(kept | chosen, check)
 
     def record(self, place: int, found: Any) -> int | None:
         self._next = place + 1
@@ -195,7 +194,7 @@ class TensorDictFrames(DirectFrames):
 
 
 def direct_frames(
-    env: Env, memory: object, ids: Value, *, chosen: Set[Key], after: Set[Key]
+    env: Env, memory: BatchBuffer, ids: Value, *, chosen: Set[Key], after: Set[Key]
 ) -> DirectFrames | None:
     """Return what writes the frames of a batch whose first frame is complete.
 
@@ -209,7 +208,7 @@ def direct_frames(
     Returns:
         None: the frames have other fields than these classes write, or the environment is of another kind.
     """
-    if not isinstance(memory, BatchBuffer) or any(each.array is None for each in memory.columns.values()):
+    if any(each.array is None for each in memory.columns.values()):
         return None
     if memory.next_columns.keys() - {VERSION} != after:
         return None  # the policy adds fields below "next" itself

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from aiosync.collectors.batch_buffers import BatchBuffers
+from aiosync.collectors.batch_buffers import BatchBuffer
 from aiosync.collectors.batch_config import BatchConfig
-from aiosync.collectors.command_pipe import Collect
 from aiosync.collectors.direct_frames import DirectFrames, direct_frames
 from aiosync.collectors.env import (
     ENDS,
@@ -28,74 +27,10 @@ from aiosync.collectors.env import (
     as_tensor,
     as_tensors,
     no_nested_loop,
-    under,
 )
+from aiosync.collectors.partial_batch import PartialBatch
 from aiosync.collectors.pickling import dump_env, load_env
 from aiosync.collectors.policy import Acting, Actor
-
-
-class PartialBatch:
-    """A batch that is being collected, by one rollout or by several concurrently.
-
-    A rollout claims a place first and then collects the frame for it: it writes into ``memory``, then calls
-    :meth:`finish`. So two batches can be in progress: one that waits for its last frames, and the next one.
-    ``width`` is the number of frames per place: the environments that step together.
-    """
-
-    def __init__(self, request: Collect, buffers: BatchBuffers, width: int) -> None:
-        self.request = request
-        self.buffer = -1  # the number of the memory; -1: no frame is complete yet
-        self.memory: Any = buffers.begin()  # a FrameList; a BatchBuffer once a frame has shown the fields
-        self.begun = False  # whether a rollout has begun to collect for it
-        self.steps = 0  # how many places have their frame
-        self.capacity = -(-request.frames // width)  # places of the complete batch; end_early() lowers it
-        self._buffers = buffers
-        self.claimed = 0  # how many places are claimed
-        self.direct: DirectFrames | None = None  # writes frames, if the first one shows that it can
-        self.lengths: dict[int, int] = {}  # see Continued
-        self._places_of: dict[int, list[int]] = {}  # rollout -> its places, in order of time
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a place is left to claim."""
-        return self.claimed < self.capacity
-
-    @property
-    def complete(self) -> bool:
-        """Whether every place has its frame."""
-        return self.steps == self.capacity
-
-    def claim(self, rollout: int, places: int = 1) -> int:
-        """Claim the next places for the rollout of this number, and return the first one. Requires
-        :attr:`has_room`."""
-        first = self.claimed
-        self.claimed = first + places
-        self._places_of.setdefault(rollout, []).extend(range(first, self.claimed))
-        return first
-
-    def finish(self, place: int, step: Set[Key], after: Set[Key]) -> None:
-        """Count a frame whose fields are all written: ``step``, and ``after`` below ``"next"``.
-        InvalidArgumentError: it lacks a field of the batch's first frame."""
-        self.memory.check(step, after)
-        if self.buffer < 0:
-            self.buffer = self._buffers.allocate(self.memory, place, self.capacity)
-            self.memory = self._buffers[self.buffer]
-        self.steps += 1
-
-    def end_early(self) -> None:
-        """Let the batch end with the frames in progress, or with one frame if it has none."""
-        self.capacity = max(self.claimed, 1)
-
-    def close(self, *, truncate: Iterable[Key]) -> list[int]:
-        """Return the places of a complete batch in order of time, one rollout after the other. ``truncate``:
-        the end flags to set in the last frame of each rollout."""
-        if self.direct is not None:
-            self.direct.flush()
-        keys = [under("next", key) for key in truncate]
-        if keys:
-            for places in self._places_of.values():
-                self.memory.set_flags(keys, places[-1])
-        return [place for rollout in sorted(self._places_of) for place in self._places_of[rollout]]
 
 
 @dataclass(eq=False, repr=False)
@@ -192,6 +127,8 @@ class Rollout:
         until = time.perf_counter() + seconds
         async with self._lock:
             if batch is not self._batch:
+                if self.direct and self._batch is not None:
+                    batch.try_layout_of(self._batch)
                 self._batch, self._follows = batch, False
                 batch.lengths |= self._lengths()
                 if self.config.reset_at_each_iter:
@@ -218,10 +155,10 @@ class Rollout:
         current = self._observed()
         # Each part is written before the next call that may write over its memory.
         step = current | self._tags(current)
-        batch.memory.write(place, step)
+        batch.write(place, step)
         with acting:
             action = self._act(batch.request.at_random)
-        batch.memory.write(place, action)
+        batch.write(place, action)
         self._keys = step.keys() | action.keys(), action.keys()
         after = await self.env.step(current | action)
         if self._limited:
@@ -236,12 +173,20 @@ class Rollout:
         if self.version is not None:
             kept = kept | {"policy_version": self._version}
         self._steps += 1
-        batch.memory.write_next(place, kept)
+        batch.write(place, kept, below_next=True)
         batch.finish(place, self._keys[0], kept.keys())
         if self.direct and batch.steps == 1:
-            batch.direct = direct_frames(
-                self.env, batch.memory, self._ids, chosen=self._keys[1], after=after.keys()
-            )
+            batch.direct = self._direct_frames(batch.memory, frozenset(after))
+
+    def _direct_frames(self, memory: Any, after: Set[Key]) -> DirectFrames | None:
+        """Return what writes the frames of a batch after the first one, if something can."""
+        chosen = frozenset(self._keys[1])
+        if not isinstance(memory, BatchBuffer):
+            return None
+        if memory.direct is None or memory.direct[0] != (chosen, after):
+            found = direct_frames(self.env, memory, self._ids, chosen=chosen, after=after)
+            memory.direct = (chosen, after), found
+        return cast("DirectFrames | None", memory.direct[1])
 
     def _chooser(self, batch: PartialBatch) -> Callable[[Any], Any] | None:
         """Return what calls the policy if the next frame can be written directly."""
@@ -271,7 +216,7 @@ class Rollout:
             for place in range(first, batch.capacity):
                 chosen = choose(observation)
                 if chosen.keys() != chosen_keys:
-                    chosen = frames.completed(chosen)
+                    chosen = frames.completed(chosen, batch.memory.check)
                 write(place, chosen)
                 found = act(chosen)
                 ended = record(place, found)

@@ -37,9 +37,10 @@ from aiosync.collectors.command_pipe import (
     Ready,
 )
 from aiosync.collectors.env import Env
+from aiosync.collectors.partial_batch import PartialBatch
 from aiosync.collectors.policy import Acting, adapt_policy, to_device
 from aiosync.collectors.profiling import BatchProfiler, ProfileConfig
-from aiosync.collectors.rollout import PartialBatch, Rollout
+from aiosync.collectors.rollout import Rollout
 from aiosync.collectors.tensordict_env import load_env_state
 from aiosync.collectors.worker_spec import POLICY, Schemes, WorkerSpec
 from aiosync.errors import NotInitializedError

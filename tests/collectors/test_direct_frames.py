@@ -16,7 +16,7 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 
 from aiosync import InvalidArgumentError
-from aiosync.collectors import Collector
+from aiosync.collectors import Collector, MultiCollector
 from aiosync.collectors.direct_frames import GymnasiumFrames, TensorDictFrames
 from tests.collectors.worlds import Counting
 from tests.kit.clock import PATIENCE
@@ -297,3 +297,68 @@ async def test_memory_of_policy_and_environment_is_not_confused(what: str, takes
         assert torch.equal(frame["next", "observation"], there)
         if frame["next", "done"]:
             there = torch.tensor([1.0, -1.0])
+
+
+class Growing(gym.Env[Any, Any]):
+    """Observes one number more in each episode, and later in another dtype."""
+
+    def __init__(self) -> None:
+        self.action_space = gym.spaces.Discrete(2)
+        self._episode = 0
+
+    def _seen(self) -> Any:
+        return np.full(self._episode, self._count, np.float32 if self._episode < 4 else np.int64)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        """Begin an episode."""
+        self._episode += 1
+        self._count = 0
+        return self._seen(), {}
+
+    def step(self, action: Any) -> Any:
+        """Take one more step."""
+        self._count += 1
+        return self._seen(), 1.0, False, False, {}
+
+
+class Changing(nn.Module):
+    """Returns other fields in each batch of 5 frames."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Add the action, and sometimes more."""
+        batch, self.calls = self.calls // 5, self.calls + 1
+        tensordict.set("action", torch.tensor(1, dtype=torch.int32 if batch == 2 else torch.int64))
+        return tensordict.set("extra", torch.tensor([float(self.calls)])) if batch in (1, 2) else tensordict
+
+
+@pytest.mark.parametrize("multi", [False, True], ids=["here", "worker"])
+async def test_batches_whose_fields_differ_from_those_of_the_batch_before(multi: bool) -> None:
+    options: dict[str, Any] = {"frames_per_batch": 5, "total_frames": 30, "timeout": PATIENCE}
+    made: Any = MultiCollector([Growing], Changing(), **options) if multi else None
+    made = made or Collector(Growing, Changing(), **options)
+    kinds, extra = [], list[float]()
+    async with made as collector:
+        async for batch in collector:
+            kinds.append((batch["action"].dtype, "extra" in batch.keys()))
+            extra += batch["extra"].flatten().tolist() if "extra" in batch.keys() else []
+    usual = torch.int64, False
+    assert kinds == [usual, (torch.int64, True), (torch.int32, True), usual, usual, usual]
+    assert extra == [float(call) for call in range(6, 16)]
+
+
+async def test_batches_whose_observations_differ_from_those_of_the_batch_before() -> None:
+    def policy(observation: Tensor) -> Tensor:
+        return torch.tensor(1)
+
+    options: dict[str, Any] = {"frames_per_batch": 5, "total_frames": 30, "reset_at_each_iter": True}
+    async with Collector(Growing, policy, **options) as collector:
+        seen = [batch async for batch in collector]
+    for number, batch in enumerate(seen, 1):
+        expected = torch.arange(6).reshape(6, 1).expand(6, number)
+        assert torch.equal(batch["observation"], expected[:5].to(batch["observation"].dtype))
+        assert torch.equal(batch["next", "observation"], expected[1:].to(batch["observation"].dtype))
+    assert [batch["observation"].dtype for batch in seen] == [torch.float32] * 3 + [torch.int64] * 3
