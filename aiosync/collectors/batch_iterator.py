@@ -99,6 +99,8 @@ class BatchIterator(WorkerAccess):
         return self.frames >= self.config.batch.frames_limit
 
     async def _wait_while_paused(self) -> None:
+        if self._not_paused.is_set():
+            return
         deadline = self._deadline(None)
         try:
             async with asyncio.timeout(deadline.remaining()):

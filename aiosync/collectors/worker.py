@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from aiosync.collectors.adapters import adapt
-from aiosync.collectors.batch_buffers import BatchBuffers
+from aiosync.collectors.batch_buffers import BatchBuffer, BatchBuffers
 from aiosync.collectors.command_pipe import (
     Answer,
     Batch,
@@ -263,10 +263,12 @@ class Worker:
         if self._profiler is not None:
             self._profiler.batch_ended()
         frames, data = self._buffers[buffer], None
-        if self._after_batch is not None or not self._shared:
-            data = frames.read(steps, self._shape, order)
         if self._after_batch is not None:
+            data = frames.read(steps, self._shape, order)
             self._after_batch(data)
+        elif not self._shared:
+            usual = order is None and isinstance(frames, BatchBuffer)
+            data = frames.part(steps, self._shape).data if usual else frames.read(steps, self._shape, order)
         if self._shared:
             if data is not None and order is not None:  # copies, in order of time
                 frames.write_back(data, order)
