@@ -54,14 +54,14 @@ def shorten_time_slices() -> None:
     ctypes.CDLL(None).syscall(call, 0, attributes, 0)
 
 
-def processors() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 def allowed_processors() -> list[int]:
     """Return the numbers of the processors that this thread may use; nothing if the system does not say."""
     return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+
+
+def processors() -> int:
+    """Return how many processors this process may use."""
+    return len(allowed_processors()) or os.cpu_count() or 1
 
 
 def bind_thread(processor: int) -> None:
