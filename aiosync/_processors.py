@@ -10,7 +10,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import cache
 from typing import cast
 
@@ -32,10 +34,14 @@ _MOST_TEAMS = 4
 _SOFT = 1
 """OpenMP's ``omp_pause_soft``: settings stay as they are."""
 
-_MOST_RELEASED = 16
+MOST_RELEASED = 16
 """To end and start more threads than this takes too long."""
 
-_LOADED_IN = os.getpid()
+_FORKED = 0x40
+"""Linux's ``PF_FORKNOEXEC``, among the flags of a process."""
+
+release_callers_threads: ContextVar[Callable[[], Future[None]]] = ContextVar("release_callers_threads")
+"""In a task that a thread waits for in a blocking call: that thread calls :func:`release_openmp_threads`."""
 
 
 def shorten_time_slices() -> None:
@@ -73,16 +79,31 @@ def bind_thread(processor: int) -> None:
 def release_openmp_threads() -> None:
     """End the OpenMP threads that wait for the calling thread's next work; that work starts new ones.
 
-    They spin for milliseconds before they sleep. Call this before the calling thread waits that long for
-    threads or processes that need all processors. It takes about 0.1 ms if there are such threads, and does
-    nothing if torch leaves processors free.
+    They spin for milliseconds before they sleep. Call this before work for that long by other threads, which
+    need all processors. It takes about 0.1 ms if there are such threads, and does nothing if torch leaves
+    processors free.
     """
     threads = torch.get_num_threads()
-    # A forked child has none of these threads, and GNU OpenMP would wait for them for ever.
-    if processors() <= threads <= _MOST_RELEASED and threads > 1 and os.getpid() == _LOADED_IN:
+    if processors() <= threads <= MOST_RELEASED and threads > 1 and not _may_have_lost_threads():
         pause = _openmp_pause()
         if pause is not None:
             pause(_SOFT)
+
+
+def _may_have_lost_threads() -> bool:
+    """Whether the OpenMP threads of this thread may have stayed behind in a process that forked this one.
+    GNU OpenMP would wait for them for ever. Only the thread that forked can have had any: the first one."""
+    return threading.get_native_id() == os.getpid() and _is_forked(os.getpid())
+
+
+@cache
+def _is_forked(pid: int) -> bool:
+    """Whether this process was forked and has executed no program since."""
+    try:
+        with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+            return bool(int(file.read().rpartition(")")[2].split()[6]) & _FORKED)
+    except OSError:
+        return True
 
 
 @cache

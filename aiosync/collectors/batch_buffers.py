@@ -87,7 +87,10 @@ def write_fields(columns: Mapping[Key, Column], place: int, fields: Values) -> N
         if array is None:
             found, expected = as_tensor(value), dtype
         else:
-            found, expected = value if type(value) is np.ndarray else as_array(value), array.dtype
+            try:
+                found, expected = value if type(value) is np.ndarray else as_array(value), array.dtype
+            except TypeError as exc:  # NumPy has no such dtype
+                raise _differs(column.key, spelled(dtype, shape), _spelled(value)) from exc
         if found.dtype != expected or found.shape != shape:
             raise _differs(column.key, spelled(dtype, shape), _spelled(value))
         if array is None:
@@ -325,16 +328,23 @@ class BatchBuffers:
             index = next(self._numbers)
             self._buffers[index] = frames
             return index
-        index = self.reserve(frames.specs_of(place), steps)
+        index = self._reserve(frames.specs_of(place), steps)
         frames.move_to(self._buffers[index])
         return index
 
-    def reserve(self, specs: Specs, steps: int) -> int:
-        """Reserve memory for ``steps`` frames of these specs, and return its number."""
+    def take_free(self, specs: Specs, steps: int) -> int | None:
+        """Reserve free memory for ``steps`` frames of these specs, and return its number. None: there is
+        none."""
         for index in sorted(self._free):
             if self._buffers[index].fits(specs, steps):
                 self._free.remove(index)
                 return index
+        return None
+
+    def _reserve(self, specs: Specs, steps: int) -> int:
+        found = self.take_free(specs, steps)
+        if found is not None:
+            return found
         replaced = tuple(self._free)
         for index in replaced:
             self._buffers.pop(index).segment.close()

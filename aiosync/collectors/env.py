@@ -12,7 +12,7 @@ policy takes one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -116,6 +116,11 @@ class Env(ABC):
     whole = False
     ends: tuple[Ends, ...] = (Ends(),)
     truncated: tuple[tuple[Key, Key], ...] = (("truncated", "done"),)
+
+    @property
+    def kept(self) -> Set[Key]:
+        """What the policy has added to the last step and may read in the next one."""
+        return frozenset()
 
     def configure(self, config: BatchConfig) -> None:
         """Prepare for these options. InvalidArgumentError: the environment cannot do what they say."""

@@ -57,8 +57,9 @@ class PartialBatch:
         """Write the first frame straight into memory, with the layout of an earlier batch. If it has other
         fields, it goes into memory that takes any. Only for a worker with one rollout."""
         if isinstance(earlier.memory, BatchBuffer):
-            self.buffer = self._buffers.reserve(earlier.memory.specs, self.capacity)
-            self.memory, self._tried = self._buffers[self.buffer], ([], [])
+            found = self._buffers.take_free(earlier.memory.specs, self.capacity)
+            if found is not None:
+                self.buffer, self.memory, self._tried = found, self._buffers[found], ([], [])
 
     def _drop_layout(self, place: int) -> None:
         assert self._tried is not None

@@ -180,12 +180,13 @@ class Rollout:
 
     def _direct_frames(self, memory: Any, after: Set[Key]) -> DirectFrames | None:
         """Return what writes the frames of a batch after the first one, if something can."""
-        chosen = frozenset(self._keys[1])
         if not isinstance(memory, BatchBuffer):
             return None
-        if memory.direct is None or memory.direct[0] != (chosen, after):
+        chosen = frozenset(self._keys[1])
+        fields = chosen, after, frozenset(self.env.kept)
+        if memory.direct is None or memory.direct[0] != fields:
             found = direct_frames(self.env, memory, self._ids, chosen=chosen, after=after)
-            memory.direct = (chosen, after), found
+            memory.direct = fields, found
         return cast("DirectFrames | None", memory.direct[1])
 
     def _chooser(self, batch: PartialBatch) -> Callable[[Any], Any] | None:

@@ -205,7 +205,6 @@ class TensorDictEnv(Env):
 
     @property
     def kept(self) -> Set[Key]:
-        """What the policy has added to the last step and may read in the next one."""
         return self._kept.keys()
 
     def _unflatten(self, fields: Values) -> TensorDictBase:

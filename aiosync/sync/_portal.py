@@ -14,11 +14,13 @@ import contextvars
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.util import Finalize
+from queue import SimpleQueue
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from aiosync._processors import release_openmp_threads, shorten_time_slices
+from aiosync._processors import release_callers_threads, release_openmp_threads, shorten_time_slices
 from aiosync.errors import BlockingCallError, NotConnectedError
 from aiosync.events import logger
 
@@ -49,9 +51,9 @@ class _Call(Generic[T]):
         self._task: asyncio.Task[T] | None = None
         self._unwanted = False
         self._over = False
-        # Released once, when the coroutine has ended. A signal interrupts the wait for it, without polling.
-        self._ended = threading.Lock()
-        self._ended.acquire()
+        self._context.run(release_callers_threads.set, self._release_threads)
+        # For the waiting thread: what to do, None at the end of the coroutine. A signal interrupts its wait.
+        self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
 
     # -- in the loop's thread ---------------------------------------------------------------------
 
@@ -79,14 +81,27 @@ class _Call(Generic[T]):
             task.exception()
         if not self._over:
             self._over = True
-            self._ended.release()
+            self._requests.put(None)
+
+    def _release_threads(self) -> Future[None]:
+        released: Future[None] = Future()
+
+        def release() -> None:
+            release_openmp_threads()
+            released.set_result(None)
+
+        if self._over:  # a task that the coroutine has started asks
+            released.set_result(None)
+        else:
+            self._requests.put(release)
+        return released
 
     # -- in the waiting thread --------------------------------------------------------------------
 
     def wait(self) -> None:
         """Sleep until the coroutine has ended; may be called again after an interrupt."""
-        if not self._over:
-            self._ended.acquire()
+        while not self._over and (request := self._requests.get()) is not None:
+            request()
 
     def result(self) -> T:
         """Return what the coroutine returned, or raise what it raised."""
@@ -135,7 +150,6 @@ class Portal:
         call = _Call(self._loop, lambda: function(*args, **kwargs))
         try:
             if self._post(call.begin):
-                release_openmp_threads()  # this thread's, which spin while other threads work for it
                 call.wait()
         except BaseException:
             if self._post(call.cancel):

@@ -17,13 +17,22 @@ from typing import Any, TypeVar
 
 import torch
 
-from aiosync._processors import allowed_processors, bind_thread, processors, release_openmp_threads
+from aiosync._processors import (
+    allowed_processors,
+    bind_thread,
+    processors,
+    release_callers_threads,
+    release_openmp_threads,
+)
 from aiosync.weights.copying import Lane, Pairs, copy_lanes, copy_with_torch, nbytes_of, split_plain
 from aiosync.weights.devices import sharing, wait_for_devices
 
 T = TypeVar("T")
 
 _LAST_WAIT = 2.0  # seconds that the interpreter's exit waits for detached threads, all together
+_SPINNING = 0.01
+"""Seconds that OpenMP threads spin at most, about."""
+
 _LONG_COPY = 32 * 1024 * 1024
 """Bytes from which a copy takes so long that it is worth to end OpenMP's threads before it."""
 
@@ -49,7 +58,7 @@ class Offloader:
 
     async def run(self, work: Callable[[Callable[[], bool]], T]) -> T:
         """Run ``work(cancelled)`` in a thread. ``cancelled()`` is true once the caller was cancelled."""
-        return (await _run_all([(self._threads(), work)]))[0]
+        return (await _run_all([(self._threads(), work)], []))[0]
 
     async def copy(self, pairs: Pairs, cancelled: Callable[[], bool] = lambda: False) -> bool:
         """Copy in several threads; returns false if ``cancelled()`` ended it early.
@@ -57,18 +66,30 @@ class Offloader:
         Raises:
             InvalidArgumentError: the shapes of a pair differ, or a source's memory was freed.
         """
+        plain, rest = split_plain(pairs)
+        if nbytes_of(destination for destination, _ in plain) >= _LONG_COPY:
+            await _free_processors()
+        lanes = copy_lanes(plain, min(self._lanes, processors()))
+        submitted: list[Future[bool]] = []
 
         def run(lane: Lane, gone: Callable[[], bool]) -> bool:
             return lane(lambda: gone() or cancelled())
 
-        plain, rest = split_plain(pairs)
-        if nbytes_of(destination for destination, _ in plain) >= _LONG_COPY:
-            release_openmp_threads()
-        lanes = copy_lanes(plain, min(self._lanes, processors()))
-        works = list(zip(self._threads_of(len(lanes)), [partial(run, lane) for lane in lanes], strict=True))
+        def run_one(lane: Lane, gone: Callable[[], bool]) -> bool:
+            whole = run(lane, gone)
+            if whole:  # the lanes that have not begun, since their processors are busy, have nothing to do
+                for other in submitted[: len(lanes)]:
+                    other.cancel()
+            return whole
+
+        works = [
+            (threads, partial(run_one, lane))
+            for threads, lane in zip(self._threads_of(len(lanes)), lanes, strict=True)
+        ]
         if rest:
             works.append((self._threads(), partial(run, partial(copy_with_torch, rest))))
-        return all(await _run_all(works))
+        copied = await _run_all(works, submitted)
+        return all(copied)
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._executor is None:
@@ -117,20 +138,33 @@ class Offloader:
         self._end_bound(wait=True)
 
 
-async def _run_all(works: Sequence[tuple[ThreadPoolExecutor, Callable[[Callable[[], bool]], T]]]) -> list[T]:
-    """Run each ``work(cancelled)`` in a thread of its executor."""
-    if not works:
-        return []
+async def _free_processors() -> None:
+    """End OpenMP threads that spin after the caller's work."""
+    release_openmp_threads()
+    release = release_callers_threads.get(None)
+    if release is not None:
+        await asyncio.wait([asyncio.wrap_future(release())], timeout=_SPINNING)
+
+
+async def _run_all(
+    works: Sequence[tuple[ThreadPoolExecutor, Callable[[Callable[[], bool]], T]]], submitted: list[Future[T]]
+) -> list[T]:
+    """Run each ``work(cancelled)`` in a thread of its executor. Append their futures to ``submitted``. Return
+    the results of those that were not cancelled there before they began."""
     gone = threading.Event()
-    futures = [asyncio.wrap_future(threads.submit(_run, work, gone)) for threads, work in works]
+    futures: list[asyncio.Future[T]] = []
     try:
-        await asyncio.wait(futures)
-    except asyncio.CancelledError:
+        for threads, work in works:
+            submitted.append(threads.submit(_run, work, gone))
+            futures.append(asyncio.wrap_future(submitted[-1]))
+        if futures:
+            await asyncio.wait(futures)
+    except BaseException:  # cancelled, or the system starts no more threads
         gone.set()
         for future in futures:
             await _outlast(future)
         raise
-    return [future.result() for future in futures]
+    return [future.result() for future in futures if not future.cancelled()]
 
 
 def _run(work: Callable[[Callable[[], bool]], T], gone: threading.Event) -> T:

@@ -72,7 +72,12 @@ class CudaExports:
 
 
 def free_dropped_memory() -> None:
-    """Free buffers that this process has dropped and that no importer uses any more."""
+    """Free buffers that this process has dropped and that no importer uses any more.
+
+    Raises:
+        RuntimeError: CUDA cannot be used.
+    """
+    torch.cuda._lazy_init()  # raises in a forked child, whose parent owns the buffers
     with _closed_lock:
         for each in [each for each in _closed if _has_ended(each[0])]:
             _closed.remove(each)

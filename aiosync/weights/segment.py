@@ -102,9 +102,9 @@ class Segment:
             ArenaAllocationError: there is not enough memory, or a limit is reached.
         """
         if device is not None and device.type == "cuda":
-            free_dropped_memory()  # of workers that were killed after their sender was closed
-            segment = cls.local(nbytes, device)
             try:
+                free_dropped_memory()  # of workers that were killed after their sender was closed
+                segment = cls.local(nbytes, device)
                 segment._exports = CudaExports(segment.buffer)
             except RuntimeError as exc:
                 raise ArenaAllocationError(nbytes, f"CUDA IPC: {str(exc).splitlines()[0]}") from exc

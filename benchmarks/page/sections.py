@@ -52,9 +52,10 @@ SECTIONS = (
         "step, which changes every weight in place and is not timed, and one `send`; with the tiny model ten "
         "of these. In mode `fresh` each send brings new tensors. A send ends with the last worker's "
         "acknowledgement. *vs aiosync* is how many times aiosync's median the row's is.",
-        "A send of 100 MB is a copy in two threads and a round trip between two processes. After a training "
-        "step torch's idle threads spin for some milliseconds, and the copy shares a core with them. The "
-        "tiny model's time is mostly the wake-up of the other process.",
+        "A send of 100 MB is a copy by a thread on each core and a round trip between two processes, which "
+        "find none of their code in the caches after it. The copy reads what the training step has just "
+        "written; the memcpy's source was not changed. The tiny model's time is mostly the wake-up of the "
+        "other process.",
         ("first of its turn", "1 worker in turn"),
     ),
     Section(

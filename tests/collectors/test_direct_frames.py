@@ -332,7 +332,10 @@ class Changing(nn.Module):
         """Add the action, and sometimes more."""
         batch, self.calls = self.calls // 5, self.calls + 1
         tensordict.set("action", torch.tensor(1, dtype=torch.int32 if batch == 2 else torch.int64))
-        return tensordict.set("extra", torch.tensor([float(self.calls)])) if batch in (1, 2) else tensordict
+        if batch not in (1, 2):
+            return tensordict
+        extra = torch.tensor([float(self.calls)], dtype=torch.bfloat16 if batch == 2 else torch.float32)
+        return tensordict.set("extra", extra)
 
 
 @pytest.mark.parametrize("multi", [False, True], ids=["here", "worker"])

@@ -14,7 +14,8 @@ import torch
 from aiosync import _processors
 from aiosync.transports import _offload
 from aiosync.transports._offload import DetachedThread, Offloader
-from tests.kit.clock import PATIENCE
+from aiosync.weights.copying import copy_with_torch
+from tests.kit.clock import PATIENCE, within
 from tests.test_processors import ROOT, needs_openmp
 
 
@@ -53,7 +54,9 @@ def _pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.zeros(each.shape), each) for each in large + rest]
 
 
-@pytest.mark.skipif(_processors.processors() < 2, reason="two processors")
+@pytest.mark.skipif(
+    not 2 <= len(_processors.allowed_processors()) <= _offload._LANES, reason="Linux, a few processors"
+)
 async def test_each_lane_of_a_copy_has_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = _processors.allowed_processors()
     monkeypatch.setattr(torch, "get_num_threads", lambda: len(allowed))
@@ -61,6 +64,8 @@ async def test_each_lane_of_a_copy_has_a_processor(monkeypatch: pytest.MonkeyPat
 
     def note() -> bool:
         seen[threading.get_native_id()] = _processors.allowed_processors()
+        while len(seen) < len(allowed) + 1:  # one more copies what has no lanes
+            time.sleep(0.001)
         return False
 
     offloader = Offloader("aiosync-test")
@@ -75,6 +80,51 @@ async def test_each_lane_of_a_copy_has_a_processor(monkeypatch: pytest.MonkeyPat
             assert sorted(bound) == ([[number] for number in allowed] if there is allowed else [])
         assert _processors.allowed_processors() == allowed  # of this thread
     finally:
+        offloader.close()
+
+
+@pytest.mark.skipif(
+    not 2 <= len(_processors.allowed_processors()) <= _offload._LANES, reason="Linux, a few processors"
+)
+async def test_a_lane_whose_processor_is_busy_does_not_hold_up_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", _processors.processors)
+    offloader, free = Offloader("aiosync-test"), threading.Event()
+    try:
+        assert await offloader.copy(_pairs())
+        for threads in list(offloader._bound.values())[1:]:
+            threads.submit(free.wait)
+        pairs = _pairs()
+        assert await within(offloader.copy(pairs))
+        assert all(torch.equal(d, s.to(d.dtype)) for d, s in pairs)
+    finally:
+        free.set()
+        offloader.close()
+
+
+async def test_no_lane_is_cancelled_before_all_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch copies is ready before the first lane begins."""
+    monkeypatch.setattr(torch, "get_num_threads", _processors.processors)
+    offloader, free = Offloader("aiosync-test"), threading.Event()
+
+    def copy(*args: Any) -> bool:
+        try:
+            return copy_with_torch(*args)
+        finally:
+            threading.Timer(0.1, free.set).start()
+
+    monkeypatch.setattr("aiosync.transports._offload.copy_with_torch", copy)
+    try:
+        assert await offloader.copy(_pairs())
+        free.clear()
+        for threads in offloader._bound.values():
+            threads.submit(free.wait)
+        pairs = _pairs()
+        assert await within(offloader.copy(pairs))
+        assert all(torch.equal(d, s.to(d.dtype)) for d, s in pairs)
+    finally:
+        free.set()
         offloader.close()
 
 

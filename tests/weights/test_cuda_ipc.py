@@ -54,6 +54,7 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counters]:
     monkeypatch.setattr(cuda_ipc, "_export", stand_in.export)
     monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", stand_in.count_down)
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     yield stand_in
     path.unlink()
 
