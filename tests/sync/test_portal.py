@@ -29,18 +29,18 @@ def test_the_waiting_thread_releases_its_openmp_threads(monkeypatch: pytest.Monk
 def test_nobody_is_asked_after_the_end_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_portal, "release_openmp_threads", pytest.fail)
     tasks: list[asyncio.Task[None]] = []
-    ended = threading.Event()
+    go = asyncio.Event()
 
     async def outlive() -> None:
-        await asyncio.to_thread(ended.wait)
+        await go.wait()
         await asyncio.wrap_future(release_callers_threads.get()())
 
     async def start() -> None:
         tasks.append(asyncio.create_task(outlive()))
 
     async def finish() -> None:
+        go.set()
         await tasks[0]
 
     portal().call(start)
-    ended.set()
     portal().call(finish)
