@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cases.collectors_turn import Task, Turn
+from benchmarks.cases.collectors_turn import GYM_ENVS, Task, Turn
 from benchmarks.cases.plain_loop import PlainTask, PlainTurn
 from benchmarks.harness import options
 from benchmarks.harness.meters import summary
@@ -50,7 +50,7 @@ def collectors(
     against: Annotated[
         options.Against, typer.Option(help="torchrl's collectors, or a plain loop.")
     ] = options.Against.TORCHRL,
-    models: Annotated[options.Names | None, options.names_of((*ENVS, "acrobot"))] = None,
+    models: Annotated[options.Names | None, options.names_of((*ENVS, *GYM_ENVS, "acrobot"))] = None,
     schemes: Annotated[options.Names | None, options.names_of(HOSTS)] = None,
     parameters: Annotated[options.Numbers | None, options.numbers("Added to a small policy.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each library.")] = 3,
@@ -63,8 +63,8 @@ def collectors(
     if against is options.Against.PLAIN:
         return _against_plain(models, rounds, total, json, check)
     own = not inside_torchrl
-    if not set(models or ()) <= set(ENVS):
-        raise typer.BadParameter(f"expected some of {', '.join(ENVS)}, or --against plain")
+    if not set(models or ()) <= {*ENVS, *GYM_ENVS}:
+        raise typer.BadParameter(f"expected some of {', '.join((*ENVS, *GYM_ENVS))}, or --against plain")
     if own and not set(schemes or ()) <= set(OWN_HOSTS):
         raise typer.BadParameter(f"expected some of {', '.join(OWN_HOSTS)}, or --inside-torchrl")
     sizes = parameters or ((0,) if own else (1_000, 25_000_000))

@@ -41,6 +41,10 @@ _FAR: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """torchrl's collectors whose workers may be on other machines."""
 
+GYM_ENVS = {"gymenv-acrobot": ("Acrobot-v1", 6, 3), "gymenv-pendulum": ("Pendulum-v1", 3, 0)}
+"""torchrl's ``GymEnv``: Gymnasium's name, how many numbers it observes, how many actions it has. 0: an action
+is one number."""
+
 Count: TypeAlias = tuple[int, int]
 """Frames whose weights were not those of the version that they claim, of how many."""
 Host: TypeAlias = Iterator[tuple[Iterator[Count], Callable[[], Any] | None]]
@@ -55,7 +59,7 @@ class Task:
     own: bool  # whether that is about aiosync's own collector; otherwise torchrl's collectors act
     host: str  # which collector
     scheme: str  # backend name
-    env: str  # "cartpole" or "pixels"
+    env: str  # "cartpole" or "pixels"; or one of GYM_ENVS
     parameters: int  # additional ones of the policy
     per_batch: int  # frames
     batches: int  # that count
@@ -64,12 +68,17 @@ class Task:
     def policy(self) -> Any:
         return TensorDictModule(_Policy(self), in_keys=["observation"], out_keys=["action", "marks"])
 
-    def gymnasium(self) -> Any:
+    def environment(self) -> Any:
+        """For aiosync's collectors: torchrl's environment only if the case is about that."""
+        if self.env in GYM_ENVS:
+            return self.torchrl()
         return _Pixels() if self.env == "pixels" else gym.make("CartPole-v1")
 
     def torchrl(self) -> Any:
-        wrapper = importlib.import_module("torchrl.envs").GymWrapper
-        return wrapper(self.gymnasium(), categorical_action_encoding=True)
+        envs = importlib.import_module("torchrl.envs")
+        if self.env in GYM_ENVS:
+            return envs.GymEnv(GYM_ENVS[self.env][0], categorical_action_encoding=True)
+        return envs.GymWrapper(self.environment(), categorical_action_encoding=True)
 
 
 @dataclass(frozen=True)
@@ -108,8 +117,9 @@ class _Policy(nn.Module):
     def __init__(self, task: Task) -> None:
         super().__init__()
         self._pixels = task.env == "pixels"
+        _, observed, self._actions = GYM_ENVS.get(task.env, ("", 196 if self._pixels else 4, 2))
         self.first = nn.Parameter(torch.zeros(()))
-        self.net = nn.Sequential(nn.Linear(196 if self._pixels else 4, 64), nn.Tanh(), nn.Linear(64, 2))
+        self.net = nn.Sequential(nn.Linear(observed, 64), nn.Tanh(), nn.Linear(64, self._actions or 1))
         share = max(1, task.parameters // 50)
         self.ballast = nn.ParameterList(torch.zeros(share) for _ in range(50 if task.parameters else 0))
         self.last = nn.Parameter(torch.zeros(()))
@@ -117,9 +127,10 @@ class _Policy(nn.Module):
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         first = self.first.detach().clone()
         seen = observation[..., ::12, ::12, :].flatten(-3).float() / 255 if self._pixels else observation
-        action = self.net(seen).argmax(-1)
+        found = self.net(seen)
+        action = found.argmax(-1) if self._actions else 2 * found.tanh()
         marks = torch.stack([first, self.last.detach().clone()])
-        return action, marks.expand(*action.shape, 2).clone()
+        return action, marks.expand(*found.shape[:-1], 2).clone()
 
 
 def _count(marks: Tensor, claimed: Tensor) -> Count:
@@ -187,7 +198,7 @@ async def _take_own_turn(task: Task) -> Turn:
     """aiosync's collector, with an event loop."""
     tally = _Tally(task)
     async with importlib.import_module("aiosync.collectors").MultiCollector(
-        [task.gymnasium] * WORKERS, tally.policy, sync=task.host == "sync", frames_per_batch=task.per_batch,
+        [task.environment] * WORKERS, tally.policy, sync=task.host == "sync", frames_per_batch=task.per_batch,
         total_frames=-1, track_policy_version=True, timeout=DEADLINE,
     ) as collector:  # fmt: skip
         async for batch in collector:

@@ -149,6 +149,12 @@ SECTIONS = (
         "is checked against its version. Memory is that of all processes, shared pages counted once.",
     ),
     Section(
+        "collectors-gymenv",
+        "Collectors on torchrl's own environments",
+        "collectors --models gymenv-acrobot,gymenv-pendulum --rounds 5 --total 10000",
+        "As above, but both libraries step torchrl's `GymEnv`.",
+    ),
+    Section(
         "inside-torchrl",
         "Inside torchrl's collectors",
         "collectors --inside-torchrl --parameters 1000 --rounds 2",

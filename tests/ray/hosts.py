@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,6 +106,10 @@ def cluster() -> Iterator[None]:
         _hosts = None
         _kept.clear()
         ray.shutdown()
+        # Ray kills its processes and does not wait for them, so their objects would warn when they are freed.
+        for each in gc.get_objects():
+            if issubclass(type(each), subprocess.Popen) and "ray" in str(each.args):
+                each.wait(PATIENCE)
 
 
 _kept: defaultdict[type[Any], list[Any]] = defaultdict(list)
