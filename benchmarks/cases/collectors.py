@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cases.collectors_turn import GYM_ENVS, Task, Turn
+from benchmarks.cases.collectors_turn import Task, Turn
 from benchmarks.cases.plain_loop import PlainTask, PlainTurn
 from benchmarks.harness import options
 from benchmarks.harness.meters import summary
@@ -23,6 +23,7 @@ from benchmarks.harness.results import Row, report, say
 from benchmarks.harness.turns import take
 
 ENVS = options.Names(("cartpole", "pixels"))
+GYM_ENVS = ("gymenv-acrobot", "gymenv-pendulum")  # torchrl's GymEnv
 PLAIN_ENVS = {"cartpole": "CartPole-v1", "acrobot": "Acrobot-v1"}
 LIBRARIES = ("aiosync", "torchrl")
 HOSTS: Mapping[str, Sequence[str]] = {
