@@ -54,6 +54,12 @@ def _pairs() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.zeros(each.shape), each) for each in large + rest]
 
 
+async def _copies(offloader: Offloader) -> None:
+    pairs = _pairs()
+    assert await within(offloader.copy(pairs))
+    assert all(torch.equal(d, s.to(d.dtype)) for d, s in pairs)
+
+
 @pytest.mark.skipif(
     not 2 <= len(_processors.allowed_processors()) <= _offload._LANES, reason="Linux, a few processors"
 )
@@ -95,9 +101,7 @@ async def test_a_lane_whose_processor_is_busy_does_not_hold_up_a_copy(
         assert await offloader.copy(_pairs())
         for threads in list(offloader._bound.values())[1:]:
             threads.submit(free.wait)
-        pairs = _pairs()
-        assert await within(offloader.copy(pairs))
-        assert all(torch.equal(d, s.to(d.dtype)) for d, s in pairs)
+        await _copies(offloader)
     finally:
         free.set()
         offloader.close()
@@ -120,9 +124,7 @@ async def test_no_lane_is_cancelled_before_all_is_copied(monkeypatch: pytest.Mon
         free.clear()
         for threads in offloader._bound.values():
             threads.submit(free.wait)
-        pairs = _pairs()
-        assert await within(offloader.copy(pairs))
-        assert all(torch.equal(d, s.to(d.dtype)) for d, s in pairs)
+        await _copies(offloader)
     finally:
         free.set()
         offloader.close()
