@@ -18,6 +18,7 @@ One update, from the connection of a worker to its answer::
       Staged ---------------------------->        (only if the commit has to wait) the worker has the bytes
       Ack | Nack ------------------------>        an Ack may contain the next Fetch
             <----------------------------- Abort       a joint update is cancelled
+            <----------------------------- Interrupt   the bytes will not come: the worker fetches again
       Bye  <----------------------------> Bye
 
 A worker fetches an update when it is ready. So a slow or suspended worker keeps only one version in use, the
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_NAMES = 64
 """Most entries that a Nack lists, of each kind."""
 MAX_TEXT = 256
@@ -202,6 +203,13 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="ab
     joint: str
 
 
+class Interrupt(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="interrupt"):
+    """The bytes of an update will not arrive, because another worker's loss broke the process group that
+    brings them. A worker that does not have them all gives the update back."""
+
+    round: int  # of the update
+
+
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="bye"):
     """The last frame of a connection that is closed in order."""
 
@@ -216,7 +224,7 @@ Greeting: TypeAlias = Hello | Challenge | Proof | Accepted | Join | Refused | By
 """The frames of a peer that has not authenticated."""
 FromWorker: TypeAlias = Fetch | Staged | Ack | Nack | Bye
 """The frames of an authenticated worker."""
-FromSender: TypeAlias = Refused | Welcome | Notify | Update | Chunk | End | Cut | Abort | Bye
+FromSender: TypeAlias = Refused | Welcome | Notify | Update | Chunk | End | Cut | Abort | Interrupt | Bye
 """The frames of an authenticated sender."""
 Frame: TypeAlias = Greeting | FromWorker | FromSender
 

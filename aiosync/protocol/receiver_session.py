@@ -95,7 +95,7 @@ class ReceiverSession(Session):
         """Handle one frame from the sender; returns the frames that the caller has to handle.
 
         These are Accepted (the sender proved that it knows the token), Welcome, Update (to stage and commit),
-        Cut (fetch again), Abort and Bye, whose text is safe to print.
+        Cut (fetch again), Abort, Interrupt (of the held update) and Bye, whose text is safe to print.
 
         Raises:
             HandshakeError: the sender refused this worker, or does not know the token.
@@ -133,6 +133,10 @@ class ReceiverSession(Session):
                 return [frame]
             case _, f.Abort():
                 return [frame]
+            case ReceiverState.HOLDING, f.Interrupt() if frame.round == self._round:
+                return [frame]
+            case ((ReceiverState.IDLE | ReceiverState.FETCHING | ReceiverState.HOLDING), f.Interrupt()):
+                return []  # of an update that was answered before the frame arrived
             case _, f.Bye():
                 self.state = ReceiverState.CLOSED
                 self._dropped = frame.dropped

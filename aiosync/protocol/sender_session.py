@@ -186,6 +186,11 @@ class SenderSession(Session):
         if self.authenticated:
             self.outgoing.append(f.Abort(joint=joint))
 
+    def interrupt(self, round_: int) -> None:
+        """Tell the worker that the bytes of this update will not arrive, if the worker has not answered."""
+        if self.state is SenderState.LEASED and self.leased_round == round_:
+            self.outgoing.append(f.Interrupt(round=round_))
+
     def close(self, reason: str = "", *, dropped: bool = False, replaced: bool = False) -> None:
         """Send a Bye and close. The arguments are those of :class:`~aiosync.protocol.frames.Bye`."""
         if self.authenticated:

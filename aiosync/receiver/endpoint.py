@@ -20,7 +20,7 @@ from aiosync._endpoint import HomeLoop, OpenCalls
 from aiosync._options import OnSenderClose
 from aiosync.errors import NotConnectedError, ProtocolError, WorkerLostError
 from aiosync.events import EventSource
-from aiosync.protocol.frames import Abort, Bye, Cut, Frame, Update
+from aiosync.protocol.frames import Abort, Bye, Cut, Frame, Interrupt, Update
 from aiosync.receiver.calls import ReceivingEndpoint
 from aiosync.receiver.connection import Connector, SenderConnection
 from aiosync.receiver.joint_commit import give_up
@@ -171,6 +171,8 @@ class WeightReceiver(ReceivingEndpoint):
                     self._sender_closed(reason or "the sender has closed")
                 case Cut():
                     self._handler.refresh_fetch()
+                case Interrupt():
+                    self._handler.interrupted("another worker of the broadcast was lost")
                 case Abort(joint=joint):
                     give_up(joint, self._connection.worker, "the sender called it off")
         if session.outgoing:
@@ -195,6 +197,7 @@ class WeightReceiver(ReceivingEndpoint):
         elif self.ended is None and not self._connection.down:
             self._connection.down = reason
             self._handler.give_up_joint(f"the connection ended: {reason}")
+            self._handler.interrupted(reason)
             self.applier.disconnected()
             self._changed.set()
             self._reporter.disconnected(reason)
@@ -207,6 +210,7 @@ class WeightReceiver(ReceivingEndpoint):
             self._handler.answered.set()
             if lost:
                 self._connection.down = self._connection.down or reason
+                self._handler.interrupted(reason)
                 self._cancel_body()
                 self._reporter.emit("lost", message=reason)
 

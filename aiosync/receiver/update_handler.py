@@ -57,6 +57,11 @@ class UpdateHandler:
             self.applier.inbound.expect(update)
         self.pending = PendingUpdate(update)
 
+    def interrupted(self, reason: str) -> None:
+        """The rest of the pending update's bytes will not arrive."""
+        if self.applier.inbound is not None:
+            self.applier.inbound.interrupted(reason)
+
     def take_at_once(self) -> bool:
         """Apply the pending update synchronously if no step needs to await. Return whether it was answered or
         given back.

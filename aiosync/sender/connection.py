@@ -201,6 +201,12 @@ class WorkerConnection:
         elif self.session.outgoing:
             self.transport.flush(self.session)
 
+    def interrupt(self, round_: int) -> None:
+        """Tell the worker that the bytes of this round's update will not arrive, if it has not answered."""
+        if not self._detached:
+            self.session.interrupt(round_)
+            self.transport.flush(self.session)
+
     def _offer(self, notified: SlotVersion) -> None:
         published = self.outbound.substitute(notified) if self.outbound.carries else notified
         joint = published.joint

@@ -105,6 +105,9 @@ class TransferConnection(Protocol):
     def offer_next(self) -> None:
         """Send the worker the version that it waits for, if that can be sent now."""
 
+    def interrupt(self, round_: int) -> None:
+        """Tell the worker that the bytes of this round's update will not arrive, if it has not answered."""
+
 
 class OutboundTransfer(ABC):
     """The sender's side of the transfer to one worker.
@@ -203,6 +206,7 @@ class InboundTransfer(ABC):
             expect(update)       its frame has arrived
             is_here(update)      → whether find() needs no arrive() before
             arrive(update)       wait for its bytes
+            interrupted(reason)  the rest of its bytes will not come
             is_quick(update)     → whether find() may be called on the event loop
             find(update)         (thread) → its buffer and tensors
             make_room(names)     (thread) only for a partial update: have memory for the next one
@@ -246,6 +250,9 @@ class InboundTransfer(ABC):
         Raises:
             WorkerLostError: the connection was lost before.
         """
+
+    def interrupted(self, reason: str) -> None:
+        """The rest of the bytes of the update that arrives will not come: let :meth:`arrive` raise."""
 
     @property
     def can_read_sender(self) -> bool:

@@ -2,12 +2,17 @@
 
 All workers must join a broadcast at the same time, so a worker that has sent a Fetch waits for the others:
 
-1. WAITING: some workers have sent a Fetch. Once all have, the Update frame of each announces a broadcast.
-2. SENDING: the broadcast runs in the process group's thread.
-3. BROKEN: a worker was lost, or a broadcast failed. Each worker is sent to alone until :meth:`renew`.
+1. WAITING: some workers have sent a Fetch.
+2. ANNOUNCED: all have. The Update frame of each announces a broadcast.
+3. SENDING: each has got that frame, and the broadcast runs in the process group's thread.
+4. BROKEN: a worker was lost, or a broadcast failed. Each worker is sent to alone until :meth:`renew`.
 
 If a worker is disconnected, is not addressed, or sends no Fetch within :data:`_PATIENCE`, each worker is sent
 this version alone.
+
+gloo does not tell a rank that waits for one that has died, and cannot be interrupted. So the sender, which
+notices that a worker is lost or that nothing moves, tells the other workers by an Interrupt frame. They fetch
+the version again, and it comes to each alone. The threads that gloo holds end by its timeout.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,6 +43,9 @@ Ended = Callable[[BaseException | None], None]
 
 _PATIENCE = 0.5
 """Seconds that workers which have sent a Fetch wait for the others."""
+
+_STALLED = 10.0
+"""Seconds without progress after which a broadcast is given up: a worker is suspended, most likely."""
 
 
 class ProcessGroupPayload(msgspec.Struct, frozen=True):
@@ -69,6 +78,32 @@ def send_by(member: ProcessGroupMember, group: WorkerGroup, published: SlotVersi
     group.pool.keep_until(future, slot, lambda future: ended(future.exception()))
 
 
+@dataclass(eq=False, repr=False)
+class _Broadcast:
+    """A broadcast that is announced or being sent."""
+
+    round: int
+    connections: list[TransferConnection]  # of its workers
+    member: ProcessGroupMember  # rank 0
+    # The callbacks of the workers that have got the announcement.
+    on_sent: list[Callable[[], None]] = field(default_factory=list, init=False)
+    # Gives the broadcast up, once it is being sent.
+    timer: asyncio.TimerHandle | None = field(default=None, init=False)
+
+    def end(self) -> None:
+        """The broadcast has ended, or is given up."""
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def interrupt(self) -> None:
+        """Its bytes will not arrive: let the workers fetch the version again; idempotent."""
+        self.end()
+        # Only once: later the workers may be fetching the same version alone.
+        connections, self.connections = self.connections, []
+        for connection in connections:
+            connection.interrupt(self.round)
+
+
 class BroadcastGroup:
     """The sender's side: decides for each version whether it is broadcast. Used on the event loop.
 
@@ -85,11 +120,11 @@ class BroadcastGroup:
         self._member: ProcessGroupMember | None = None
         self._key = ""
         self._broken = False
-        # Rounds: of the broadcast that is announced; of the last one that was sent; and the last round up to
-        # which each worker is sent to alone.
-        self._announced = self._sent = self._alone = -1
-        # The callbacks of the workers that have got the announcement.
-        self._on_sent: list[Callable[[], None]] = []
+        # The broadcast that is announced or being sent.
+        self._current: _Broadcast | None = None
+        # The round of the last broadcast that was sent, and the last round up to which each worker is sent to
+        # alone.
+        self._sent = self._alone = -1
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -97,7 +132,9 @@ class BroadcastGroup:
         """A worker has connected."""
         self._connections[connection.worker] = connection
         self._expected.add(connection.worker)
-        self._drop()  # the worker is not in this process group
+        if self._announced:
+            self._interrupt()  # it will not begin: the worker is not in this process group
+        self._leave()
 
     def exclude(self, worker: int) -> None:
         """A worker has connected that needs no bytes: do not wait for it."""
@@ -120,19 +157,29 @@ class BroadcastGroup:
 
     # -- one version ---------------------------------------------------------------------------------
 
+    @property
+    def _announced(self) -> bool:
+        """Whether a broadcast is announced that has not begun."""
+        return self._current is not None and self._current.round != self._sent
+
+    @property
+    def moved(self) -> int:
+        """Bytes that the running broadcast's process group has sent so far."""
+        return 0 if self._current is None else self._current.member.moved
+
     def can_start(self, published: SlotVersion) -> bool:
         """Whether a worker that has sent a Fetch can be offered the version now."""
         if published.round == self._sent:
             self._break("a worker requested a version again after its broadcast")
         alone = self._broken or published.joint is not None or len(self._expected) < 2
-        if alone or published.round == self._announced or published.round <= self._alone:
+        if alone or self.broadcasts(published) or published.round <= self._alone:
             return True
         self._schedule()
         return False
 
     def broadcasts(self, published: SlotVersion) -> bool:
         """Whether this version is announced as a broadcast."""
-        return published.round == self._announced
+        return self._announced and self._current is not None and published.round == self._current.round
 
     def payload(self, worker: int) -> ProcessGroupPayload:
         """The payload of a worker's Update frame, for a broadcast."""
@@ -141,21 +188,35 @@ class BroadcastGroup:
 
     def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
         """A worker has got the announcement. The broadcast starts when all have."""
-        self._on_sent.append(on_sent)
-        member = self._member
-        if member is None or len(self._on_sent) < len(self._connections):
+        current = self._current
+        assert current is not None
+        current.on_sent.append(on_sent)
+        if len(current.on_sent) < len(current.connections):
             return
-        callbacks, self._on_sent = self._on_sent, []
-        self._announced, self._sent = -1, published.round  # a later Fetch of this version is served alone
+        self._sent = current.round  # a later Fetch of this version is served alone
+        self._watch(current, moved=-1)
 
         def ended(error: BaseException | None) -> None:
+            current.end()
+            if self._current is current:
+                self._current = None
             if error is None:
-                for callback in callbacks:
+                for callback in current.on_sent:
                     callback()
-            elif self._member is member:
+                return
+            current.interrupt()
+            if self._member is current.member:
                 self._break(str(error))
 
-        send_by(member, self._group, published, ended)
+        send_by(current.member, self._group, published, ended)
+
+    def _watch(self, broadcast: _Broadcast, moved: int) -> None:
+        """Give the broadcast up if it makes no progress."""
+        if broadcast.member.moved == moved:
+            self._break(f"a broadcast has made no progress for {_STALLED:g} s")
+        else:
+            watch = partial(self._watch, broadcast, broadcast.member.moved)
+            broadcast.timer = asyncio.get_running_loop().call_later(_STALLED, watch)
 
     # -- decisions -----------------------------------------------------------------------------------
 
@@ -176,35 +237,42 @@ class BroadcastGroup:
         if newest is None:
             self._stop_timer()
         elif self._broken or timed_out or len(notified) < len(expected):
-            self._offer_all(alone=newest.round)
+            self._alone = max(newest.round, self._alone)
+            self._offer_all()
         elif all(connection.ready for connection in notified):
             if self._member is None:
                 self._key = secrets.token_hex(8)
                 self._member = self._join(self._key, 1 + len(notified))
-            self._offer_all(announced=newest.round)
+            self._current = _Broadcast(newest.round, notified, self._member)
+            self._offer_all()
         elif self._timer is None:
             decide = partial(self._decide, timed_out=True)
             self._timer = asyncio.get_running_loop().call_later(_PATIENCE, decide)
 
-    def _offer_all(self, *, announced: int = -1, alone: int = -1) -> None:
+    def _offer_all(self) -> None:
         self._stop_timer()
-        self._announced, self._alone, self._on_sent = announced, max(alone, self._alone), []
         for connection in list(self._connections.values()):
             if connection.ready:
                 connection.offer_next()
 
     def _break(self, reason: str) -> None:
+        """Give up the broadcast that goes on, and send to each worker alone."""
+        self._interrupt()
         if self._member is None:
             return
         self._broken = True
-        self._drop()
+        self._leave()
         if not self._group.stopped:
             logger.warning("weights are sent to each worker alone until reconnect(): %s", reason)
 
-    def _drop(self) -> None:
-        """Leave the process group."""
+    def _interrupt(self) -> None:
+        current, self._current = self._current, None
+        if current is not None:
+            current.interrupt()
+
+    def _leave(self) -> None:
+        """Leave the process group, once a broadcast in it has ended."""
         member, self._member = self._member, None
-        self._announced, self._on_sent = -1, []
         if member is not None:
             member.close()
 

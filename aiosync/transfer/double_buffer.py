@@ -65,12 +65,22 @@ class DoubleBuffer(InboundTransfer):
         """A slot that the model does not view; None: there is none."""
         return next((slot for slot in self._arena.slots if slot.index not in self._viewed), None)
 
-    def take_buffer(self) -> Tensor:
-        """The buffer for the next update. Raises ProtocolError if the worker has not requested an update."""
+    def take_slot(self) -> Slot:
+        """The slot for the next update. Raises ProtocolError if the worker has not requested an update."""
         self._slot = self.free_slot()
         if self._slot is None:
             raise ProtocolError("an update arrived that was not requested")
-        return self._slot.segment.buffer[: self._layout.nbytes]
+        return self._slot
+
+    def replace(self, slot: Slot) -> None:
+        """Give up a free slot that a thread may still write into; there is another one in its place."""
+        self._arena.remove(slot)
+        # Not warm: this is called on the event loop.
+        self._arena.add(Segment.private(self._layout.nbytes, self.device, warm=False))
+
+    def bytes_of(self, slot: Slot) -> Tensor:
+        """The buffer that an update is written into."""
+        return slot.segment.buffer[: self._layout.nbytes]
 
     def is_here(self, update: Update) -> bool:
         return True

@@ -19,7 +19,13 @@ from aiosync.protocol.frames import Fetch, Update
 from aiosync.protocol.framing import decode_either, encode_payload
 from aiosync.transfer.base import InboundTransfer, MemoryAccess, OutboundTransfer, Transfer
 from aiosync.transfer.mapped import MappedInbound, MappedOutbound
-from aiosync.transfer.process_group import BackgroundInbound, InlineOutbound, InlinePayload, allocate_near
+from aiosync.transfer.process_group import (
+    BackgroundInbound,
+    InlineOutbound,
+    InlinePayload,
+    allocate_near,
+    completed,
+)
 from aiosync.transfer.slots import SlotVersion
 from aiosync.transports._offload import DetachedThread
 from aiosync.transports.base import FramedTransport, Listener
@@ -230,11 +236,10 @@ class ObjectStoreInbound(BackgroundInbound):
         """Start to get the object, which may have to come from another node."""
         payload = decode_either(update, ObjectPayload, InlinePayload)
         if isinstance(payload, InlinePayload):
-            future = Future[Tensor]()
-            future.set_result(torch.frombuffer(bytearray(payload.data), dtype=torch.uint8))
+            work = completed(torch.frombuffer(bytearray(payload.data), dtype=torch.uint8))
         else:
-            future = self._thread.submit(lambda: fetch(self.keeper, payload.object, payload.number))
-        self._arriving = update, future
+            work = self._thread.submit(lambda: fetch(self.keeper, payload.object, payload.number))
+        self.follow(update, work)
 
     def is_quick(self, update: Update) -> bool:
         return True

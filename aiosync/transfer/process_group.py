@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -30,12 +32,15 @@ from aiosync.transports.torch_distributed.transport import (
     TorchDistributedListener,
     TorchDistributedTransport,
 )
+from aiosync.weights.arena import Slot
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
 
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
     from aiosync.transfer.base import TransferConnection
+
+T = TypeVar("T")
 
 Collective: TypeAlias = Literal["p2p", "broadcast"]
 
@@ -156,6 +161,10 @@ class BroadcastOutbound(ProcessGroupOutbound):
     broadcast: BroadcastGroup
     _connection: TransferConnection = field(init=False)
 
+    @property
+    def moved(self) -> int:
+        return self.member.moved + self.broadcast.moved
+
     def attach(self, connection: TransferConnection) -> None:
         self._connection = connection
         self.broadcast.attach(connection)
@@ -191,14 +200,42 @@ class _MappedBesideBroadcast(MappedOutbound):
         self._broadcast.exclude(connection.worker)
 
 
+def completed(result: T) -> Future[T]:
+    """A future that has this result."""
+    future = Future[T]()
+    future.set_result(result)
+    return future
+
+
 class BackgroundInbound(InboundTransfer):
     """The worker's side where a thread receives the bytes of an update."""
 
-    # The update that arrived last, and the future of its bytes.
+    # The update that arrived last, and the future of its bytes. The thread may be held for long after the
+    # future has an error.
     _arriving: tuple[Update, Future[Any]] | None = None
+
+    def follow(self, update: Update, work: Future[T]) -> None:
+        """``update`` is here once ``work`` is done, unless :meth:`interrupted` is called before."""
+        outcome = Future[T]()
+
+        def ended(work: Future[T]) -> None:
+            error = work.exception()
+            with suppress(InvalidStateError):
+                if error is None:
+                    outcome.set_result(work.result())
+                else:
+                    outcome.set_exception(error)
+
+        work.add_done_callback(ended)
+        self._arriving = update, outcome
 
     def is_here(self, update: Update) -> bool:
         return self._arriving is not None and self._arriving[0] is update and self._arriving[1].done()
+
+    def interrupted(self, reason: str) -> None:
+        if self._arriving is not None:
+            with suppress(InvalidStateError):  # the bytes are here, or the thread has noticed it by itself
+                self._arriving[1].set_exception(WorkerLostError((), reason))
 
     async def arrive(self, update: Update) -> None:
         assert self._arriving is not None and self._arriving[0] is update
@@ -207,8 +244,21 @@ class BackgroundInbound(InboundTransfer):
         await ended.wait()
 
 
+@dataclass(eq=False, repr=False)
+class _Arrival:
+    """An update's bytes on their way into a slot."""
+
+    member: ProcessGroupMember  # whose thread writes the slot
+    slot: Slot
+    work: Future[None]  # done once the thread does not write the slot any more
+
+
 class ProcessGroupInbound(BackgroundInbound, DoubleBuffer):
-    """The worker's side. ``timeout``: seconds that an operation of a process group may take."""
+    """The worker's side. ``timeout``: seconds that an operation of a process group may take.
+
+    gloo cannot be interrupted. If a process group breaks while a slot is being written, its thread may keep
+    the slot until the timeout. The next update arrives in another slot then, from another process group.
+    """
 
     def __init__(self, layout: Layout, backend: str, timeout: float) -> None:
         super().__init__(layout, device_of(backend))
@@ -217,6 +267,8 @@ class ProcessGroupInbound(BackgroundInbound, DoubleBuffer):
         self._transport: TorchDistributedTransport | None = None
         # Whether the process group is for broadcasts -> its key, and this worker's member of it.
         self._members: dict[bool, tuple[str, ProcessGroupMember]] = {}
+        # The bytes that were expected last from a process group.
+        self._arrival: _Arrival | None = None
 
     def attach(self, transport: FramedTransport) -> None:
         assert isinstance(transport, TorchDistributedTransport)
@@ -236,22 +288,22 @@ class ProcessGroupInbound(BackgroundInbound, DoubleBuffer):
         if payload.rank >= payload.size:
             raise ProtocolError(f"an update names rank {payload.rank} of {payload.size}")
         member = self._member_of(payload)
-        # Another process group may still be writing an earlier update into this slot.
-        before = [] if self._arriving is None else [self._arriving[1]]
-        self._arriving = update, member.receive(self.take_buffer(), tag_of(update.round), before)
+        slot = self._take_slot_for(member)
+        work = member.receive(partial(self.bytes_of, slot), tag_of(update.round))
+        self._arrival = _Arrival(member, slot, work)
+        self.follow(update, work)
 
     def _copy_inline(self, update: Update, data: bytes) -> None:
-        buffer, copied = self.take_buffer(), Future[None]()
+        self.bytes_of(self._take_slot_for(None)).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self.follow(update, completed(None))
 
-        def copy(_: object = None) -> None:
-            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            copied.set_result(None)
-
-        if self._arriving is None or self._arriving[1].done():
-            copy()
-        else:  # the thread of an earlier connection may still be writing into this slot
-            self._arriving[1].add_done_callback(copy)
-        self._arriving = update, copied
+    def _take_slot_for(self, member: ProcessGroupMember | None) -> Slot:
+        """The slot for the next update, which no other thread than the member's writes."""
+        arrival = self._arrival
+        if arrival is not None and arrival.member is not member and not arrival.work.done():
+            self._arrival = None
+            self.replace(arrival.slot)
+        return self.take_slot()
 
     def _member_of(self, payload: ProcessGroupPayload) -> ProcessGroupMember:
         """This worker's member of the process group; joins the group if it is new."""

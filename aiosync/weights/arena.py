@@ -63,7 +63,11 @@ class Arena:
         Raises:
             ArenaAllocationError: there is not enough memory.
         """
-        slot = Slot(self._created, self._allocate(self.layout.nbytes), self.layout)
+        return self.add(self._allocate(self.layout.nbytes))
+
+    def add(self, segment: Segment) -> Slot:
+        """Add a slot with this memory."""
+        slot = Slot(self._created, segment, self.layout)
         self._created += 1
         self.slots.append(slot)
         return slot

@@ -78,19 +78,26 @@ class Segment:
         return 0 <= address - self.buffer.data_ptr() < self.buffer.numel()
 
     @classmethod
-    def private(cls, nbytes: int, device: torch.device | None = None) -> Segment:
-        """Allocate memory of this process alone. Its pages are written once, so that later copies are fast.
+    def private(cls, nbytes: int, device: torch.device | None = None, *, warm: bool = True) -> Segment:
+        """Allocate memory of this process alone.
+
+        Args:
+            nbytes: its size, in bytes.
+            device: where; None: in the processor's memory.
+            warm: write its pages once, which takes time, so that later copies are fast.
 
         Raises:
             ArenaAllocationError: there is not enough memory.
         """
         try:
             if nbytes >= _WORTH_HUGE_PAGES and (device is None or device.type == "cpu"):
-                return cls(_huge(nbytes).zero_())
-            if device is not None and device.type == "cuda":
+                memory = _huge(nbytes)
+            elif device is not None and device.type == "cuda":
                 return cls(allocate_on(device, nbytes))
-            where = "cpu" if device is None else device  # not torch's default device
-            return cls(torch.empty(nbytes, dtype=torch.uint8, device=where).zero_())
+            else:
+                where = "cpu" if device is None else device  # not torch's default device
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=where)
+            return cls(memory.zero_() if warm else memory)
         except (RuntimeError, OSError) as exc:  # torch and mmap raise these when they are out of memory
             raise ArenaAllocationError(nbytes, str(exc).splitlines()[0]) from exc
 

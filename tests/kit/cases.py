@@ -123,7 +123,7 @@ class ByGroups(DistributedWeightSyncScheme):
 def distributed(collective: Literal["p2p", "broadcast"]) -> Build:
     """As between machines."""
     more: dict[str, Any] = {"collective": collective, "share_memory": False, "reconnect_for": 0}
-    return lambda workers, options: Recipe(ByGroups(**more, **options))
+    return lambda workers, options: Recipe(ByGroups(**{**more, **options}))
 
 
 def over_rpc(*, share_memory: bool) -> Build:

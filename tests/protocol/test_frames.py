@@ -54,6 +54,7 @@ frame = st.one_of(
     st.builds(f.Ack, round=number, version=number, seconds=seconds),
     nacks(number, text),
     st.builds(f.Abort, joint=text),
+    st.builds(f.Interrupt, round=number),
     st.builds(f.Bye, reason=text, dropped=st.booleans()),
 )
 

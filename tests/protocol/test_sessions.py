@@ -60,7 +60,8 @@ def joined(*, eager: bool = False) -> tuple[SenderSession, ReceiverSession]:
 
 
 class Exchange(RuleBasedStateMachine):
-    """A sender that publishes and a worker that takes, refuses, skips or dawdles, over slow wires."""
+    """A sender that publishes and interrupts, and a worker that takes, refuses, skips or dawdles, over slow
+    wires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,6 +71,7 @@ class Exchange(RuleBasedStateMachine):
         self.pending: f.Update | None = None
         self.committed = [0]
         self.acked = [0]
+        self.interrupted = -1  # the last round that was
 
     @initialize(eager=st.booleans())
     def join(self, eager: bool) -> None:
@@ -80,7 +82,9 @@ class Exchange(RuleBasedStateMachine):
         self.to_sender.extend(drain(self.receiver))
 
     def _offer(self) -> None:
-        if self.sender.state is SenderState.READY and self.sender.leased_round < self.published:
+        again = self.interrupted == self.published > self.sender.acked_version
+        due = again or self.sender.leased_round < self.published
+        if self.sender.state is SenderState.READY and due:
             self.sender.offer(_update(self.published))
 
     @rule()
@@ -94,9 +98,22 @@ class Exchange(RuleBasedStateMachine):
     @rule()
     def deliver_to_worker(self) -> None:
         for event in self.receiver.receive(self.to_worker.popleft()):
-            assert isinstance(event, f.Update)
-            assert self.pending is None
-            self.pending = event
+            if isinstance(event, f.Interrupt):
+                assert self.pending is not None and self.pending.round == event.round
+                self.pending = None
+                self.receiver.skip()
+            else:
+                assert isinstance(event, f.Update)
+                assert self.pending is None
+                self.pending = event
+        self._move()
+
+    @precondition(lambda self: self.sender.leased_round > self.interrupted)
+    @rule()
+    def interrupt(self) -> None:
+        self.sender.interrupt(self.sender.leased_round)
+        if self.sender.outgoing:
+            self.interrupted = self.sender.leased_round
         self._move()
 
     @precondition(lambda self: self.to_sender)
@@ -157,7 +174,8 @@ class Exchange(RuleBasedStateMachine):
 
     @invariant()
     def nothing_queues_up(self) -> None:
-        assert len(self.to_worker) <= 3  # the Notify that crossed a Fetch, the Update, one more Notify
+        queued = [frame for frame in self.to_worker if not isinstance(frame, f.Interrupt)]
+        assert len(queued) <= 3  # the Notify that crossed a Fetch, the Update, one more Notify
 
     def teardown(self) -> None:
         if not hasattr(self, "sender"):

@@ -25,7 +25,9 @@ from aiosync import (
     SyncTimeoutError,
     WorkerLostError,
 )
+from aiosync.transfer import broadcast
 from aiosync.transfer.broadcast import BroadcastGroup
+from aiosync.transports.tcp.connection import TCPConnection
 from aiosync.transports.torch_distributed.process_group import ProcessGroupMember
 from tests.conformance.test_g07_one_bad_worker import SOON
 from tests.kit import scenarios
@@ -304,7 +306,8 @@ async def test_who_waits_for_one_that_dies_is_not_forgotten() -> None:
 async def test_a_rank_that_is_killed_in_the_middle(
     broadcasts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with ProcessCluster(BROADCAST, workers=3, size=LARGE, timeout=PATIENCE / 3) as cluster:
+    # Of more messages than gloo has threads: what waits for the dead rank holds up the rest.
+    async with ProcessCluster(BROADCAST, workers=3, size=3 * LARGE, timeout=PATIENCE / 3) as cluster:
         scheme, victim = cluster.scheme, cluster.workers[1]
         assert isinstance(scheme, DistributedWeightSyncScheme)
         begin, begun = ProcessGroupMember._start, 0
@@ -344,6 +347,68 @@ async def test_a_rank_that_is_killed_in_the_middle(
             assert await worker.run(scenarios.report) == {"version": 3, "value": 3}
         # gloo does not tell who waits to send to a rank that has died; that ends by the timeout.
         await eventually(lambda: _threads_of_ranks() == 3 + 1, "the broken group is dropped")
+
+
+async def test_a_suspended_rank_holds_up_the_others_only_for_a_moment(
+    broadcasts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "_STALLED", BRIEF)
+    async with ProcessCluster(BROADCAST, workers=3, size=3 * LARGE, timeout=PATIENCE) as cluster:
+        scheme, victim = cluster.scheme, cluster.workers[1]
+        assert isinstance(scheme, DistributedWeightSyncScheme)
+        victim.stop()
+        fill(cluster.model, 1)
+        await scheme.send(wait=False)
+        started = time.monotonic()
+        sessions = [connections_of(scheme)[index].session for index in (0, 2)]
+        await eventually(lambda: all(one.acked_version == 1 for one in sessions), "the others have it")
+        assert time.monotonic() - started < PATIENCE / 2  # the process group's timeout is PATIENCE
+        victim.resume()
+        assert (await scheme.wait_ack()).ok
+        await within(scheme.reconnect())
+        broadcasts.clear()
+        fill(cluster.model, 2)
+        assert (await scheme.send()).ok
+        assert broadcasts == [2]
+        for worker in cluster.workers.values():
+            assert await worker.run(scenarios.report) == {"version": 2, "value": 2}
+
+
+async def test_a_thread_that_gloo_keeps_writes_into_no_later_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection was lost while the bytes arrived; the next ones come into other memory."""
+    held, release = threading.Event(), threading.Event()
+    move = ProcessGroupMember._move_all
+
+    def hold(self: ProcessGroupMember, buffer: torch.Tensor, tag: int, ready: Any) -> None:
+        if self.rank == 0 or held.is_set():
+            return move(self, buffer, tag, ready)
+        held.set()
+        assert release.wait(PATIENCE)
+        buffer.view(torch.float32).fill_(99)
+        raise RuntimeError("timed out")
+
+    case = SchemeCase("distributed", distributed("p2p"))
+    async with LocalCluster(
+        case, workers=1, model=lambda: Uniform(size=LARGE), reconnect_for=PATIENCE
+    ) as cluster:
+        scheme, worker = cluster.scheme, cluster.workers[0]
+        monkeypatch.setattr(ProcessGroupMember, "_move_all", hold)
+        fill(cluster.model, 1)
+        await scheme.send(wait=False)
+        await eventually(held.is_set, "its bytes arrive")
+        transport = connections_of(scheme)[0].transport
+        assert isinstance(transport, TCPConnection)
+        transport.give_up("cut")
+        await eventually(lambda: value_of(worker.model) == 1, "it has them over the next connection")
+        for version in (2, 3):
+            fill(cluster.model, version)
+            assert (await scheme.send()).ok
+        release.set()
+        await eventually(lambda: _threads_of_ranks() == 2, "the thread has ended")
+        assert value_of(worker.model) == 3
+        fill(cluster.model, 4)
+        assert (await scheme.send()).ok
+        assert value_of(worker.model) == 4
 
 
 def _threads_of_ranks() -> int:

@@ -12,8 +12,8 @@ rank, or by the group's timeout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
@@ -71,14 +71,9 @@ class ProcessGroupMember:
         """
         return self._thread.submit(lambda: self._move(buffer, tag, ready))
 
-    def receive(self, buffer: Tensor, tag: int, after: Sequence[Future[None]] = ()) -> Future[None]:
-        """Receive into a 1-D uint8 buffer what rank 0 sends, once the work ``after`` has ended."""
-
-        def work() -> None:
-            wait(after)
-            self._move(buffer, tag, lambda _: None)
-
-        return self._thread.submit(work)
+    def receive(self, buffer: Callable[[], Tensor], tag: int) -> Future[None]:
+        """Receive what rank 0 sends. ``buffer()``, called in the thread, returns a 1-D uint8 buffer."""
+        return self._thread.submit(lambda: self._move(buffer(), tag, lambda _: None))
 
     def close(self) -> None:
         """Drop the group after the queued messages; idempotent. Does not wait."""
