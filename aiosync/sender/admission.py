@@ -31,7 +31,7 @@ _REMEMBERED = 5
 
 _TICKET_SIZE = 16
 
-_RESERVED = 2.0
+RESERVED = 2.0
 """Seconds for which an index is reserved for a worker whose connection broke."""
 
 
@@ -120,7 +120,7 @@ class Tickets:
     def leave(self, worker: int, *, reserve: bool) -> None:
         """The worker's connection has ended; ``reserve``: it may come back."""
         if reserve:
-            self._until[worker] = time.monotonic() + _RESERVED
+            self._until[worker] = time.monotonic() + RESERVED
         else:
             self._tickets.pop(worker, None)
 

@@ -17,7 +17,7 @@ from aiosync.protocol.frames import Hello, Joint, Nack
 from aiosync.protocol.nack import remote_error
 from aiosync.protocol.sender_session import SenderSession
 from aiosync.reports import WorkerReport, WorkerState
-from aiosync.sender.admission import Admission, Refusal, WorkerIndices, welcome_for
+from aiosync.sender.admission import RESERVED, Admission, Refusal, WorkerIndices, welcome_for
 from aiosync.sender.connection import WorkerConnection
 from aiosync.sender.lost_workers import AwayWorkers, DroppedConnection, LostWorkers, WorkerRecords
 from aiosync.sender.pending_acks import AwaitedAcks, PendingAcks
@@ -188,7 +188,12 @@ class WorkerRegistry:
         if None not in (hello.model_id, self._model_id) and hello.model_id != self._model_id:
             return Refusal(f"this is about model {self._model_id!r}, not {hello.model_id!r}")
         if not indices.tickets.may_take(worker, session.claims):
-            return Refusal(f"worker {worker} is connected: is its worker_idx given twice?", retry=True)
+            if worker in self.connections:
+                return Refusal(f"worker {worker} is connected: is its worker_idx given twice?", retry=True)
+            reason = (
+                f"worker {worker} was connected a moment ago, and its index is reserved for {RESERVED:g} s"
+            )
+            return Refusal(reason, retry=True)
         if worker in self.connections:
             self._replace(self.connections[worker])
         elif self._listener.full:

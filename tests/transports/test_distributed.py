@@ -349,6 +349,38 @@ async def test_a_rank_that_is_killed_in_the_middle(
         await eventually(lambda: _threads_of_ranks() == 3 + 1, "the broken group is dropped")
 
 
+async def test_a_rank_that_is_killed_while_the_others_join_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ProcessCluster(BROADCAST, workers=3, size=LARGE, timeout=PATIENCE / 3) as cluster:
+        scheme, make = cluster.scheme, ProcessGroupMember._make
+        assert isinstance(scheme, DistributedWeightSyncScheme)
+        cluster.workers[1].kill()
+        await cluster.workers[1].ended()
+        victim = cluster.spawn(1)
+        await within(asyncio.gather(scheme.reconnect(), cluster.connect_worker(1)))
+        start = BroadcastGroup.start
+
+        def announce(*args: Any) -> None:
+            victim.stop()  # it has sent its Fetch
+            start(*args)
+
+        def join(self: ProcessGroupMember, store: Any) -> Any:
+            if self.size == 4:
+                victim.kill()
+            return make(self, store)
+
+        monkeypatch.setattr(BroadcastGroup, "start", announce)
+        monkeypatch.setattr(ProcessGroupMember, "_make", join)
+        fill(cluster.model, 1)
+        with pytest.raises(WorkerLostError, match="worker 1 lost") as caught:
+            await scheme.send()
+        report = caught.value.report
+        assert report is not None
+        statuses = {worker: one.status for worker, one in report.workers.items()}
+        assert statuses == {0: "applied", 1: "lost", 2: "applied"}
+        # The sender's thread waits for the victim in the store as long as send() may take.
+        await eventually(lambda: _threads_of_ranks() == 2, "the group is given up")
+
+
 async def test_a_suspended_rank_holds_up_the_others_only_for_a_moment(
     broadcasts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
