@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from aiosync.errors import NotConnectedError, ProtocolError
-from aiosync.receiver.commit_gate import LOCK, CommitGate, CommitJob, submit
+from aiosync.receiver.commit_gate import LOCK, CommitGate, submit
+from aiosync.receiver.commit_wait import CommitWait, Job
 from aiosync.receiver.forward_guard import ForwardGuard
-from aiosync.receiver.joint_commit import JointPart, drop_out, entries, join, leave
-from aiosync.receiver.listeners import UpdateListener, in_format
+from aiosync.receiver.joint_commit import join
+from aiosync.receiver.listeners import UpdateListener, cascade, in_format
 from aiosync.receiver.staging import StagingBuffers, own_copies
 from aiosync.receiver.updates import Applier, Overtaken, PendingUpdate
 from aiosync.transfer.base import InboundTransfer, Transfer
@@ -68,10 +68,8 @@ class WeightApplier(Applier):
         self._guard: ForwardGuard | None = None
         # Seconds that a guarded forward pass waits for a commit; None: there is no guard.
         self._patience: float | None = None
-        # The commit that waits for readers, or for the other parts of its joint update.
-        self._waiting: CommitJob | JointPart | None = None
-        # How many readers had entered when the first commit after the last one was withdrawn; None: none was.
-        self._entered: int | None = None
+        # For readers, and for the other parts of a joint update.
+        self._wait = CommitWait(self.gate)
         # Held while an update is staged.
         self._staging = asyncio.Lock()
 
@@ -178,7 +176,7 @@ class WeightApplier(Applier):
         """
         while True:
             async with self._staging:
-                waiting = self._waiting
+                waiting = self._wait.job
                 if waiting is None:
                     await self._rebind(model, listener, may_view)
                     return
@@ -237,23 +235,15 @@ class WeightApplier(Applier):
             if self.binding.ties:
                 self.binding.check(staged.views)
             if self._listener.cascades:
-                await self._cascade(staged.views)
+                weights = in_format(self.strategy, staged.views)
+                threads = None if self._patience is None else self._offloader
+                await cascade(self._listener, self._model_id or "policy", weights, threads)
             pending.staged, pending.back_buffers = staged, back_buffers
         pending.seconds["stage"] = time.perf_counter() - started
 
     def has_staged(self, pending: PendingUpdate) -> bool:
         usable = pending.back_buffers is self._back_buffers and not self._staging.locked()
         return pending.staged is not None and usable
-
-    async def _cascade(self, views: Mapping[str, Tensor]) -> None:
-        listener, model_id = self._listener, self._model_id or "policy"
-        weights = in_format(self.strategy, views)
-        if self._patience is None:
-            result = listener.updating(model_id, weights)
-        else:
-            result = await self._offloader.run(lambda _: listener.updating(model_id, weights))
-        if inspect.isawaitable(result):
-            await result
 
     @property
     def needs_sender(self) -> bool:
@@ -305,29 +295,18 @@ class WeightApplier(Applier):
         if joint is None and self._commit_at_once(pending, back_buffers):
             return
         started = time.perf_counter()
-        job: CommitJob | JointPart
+        job: Job
         if joint is None:
             job = submit([self.gate], lambda: self._put_in_service(pending))
         else:
             job = join(joint, self.worker, self.gate, lambda: self._in_service(pending))
         if not job.done.done():
-            self._waiting = job
-            on_wait()
-            done = asyncio.wrap_future(job.done)
             try:
-                await asyncio.wait([done])
+                await self._wait.wait(job, on_wait)
             except asyncio.CancelledError:
-                if isinstance(job, CommitJob):
-                    job.withdraw()
-                elif joint is not None:
-                    leave(job)
                 if pending.committed:
                     back_buffers.committed(pending.names)
                 raise
-            finally:
-                self._waiting = None
-                if done.done() and not done.cancelled():
-                    done.exception()  # read here, raised below
         if job.done.cancelled():
             raise Overtaken
         job.done.result()
@@ -367,18 +346,13 @@ class WeightApplier(Applier):
 
     def _record(self, pending: PendingUpdate, staged: Staged, started: float) -> None:
         """Record which version is in service now, and notify the listener."""
-        if pending.names is None or not self.weights:
-            self.weights = staged.views
-        else:  # an entry that was not sent stays where it is, unless the sender will write into that memory
-            kept = [name for name in self.weights if name in staged.lasting and name not in pending.names]
-            before = {name: self.weights[name] for name in kept}
-            before |= {name: before[name].clone() for name in kept if name in staged.leaving}
-            self.weights = {**staged.views, **before}
+        partial = pending.names is not None and self.weights
+        self.weights = staged.merged_into(self.weights, pending.names or ()) if partial else staged.views
         views_sender = pending.back_buffers is not None and pending.back_buffers.views_sender
         self.version = self.in_service = pending.update.version
         self._leftover |= views_sender and not self._viewing
         self._viewing = views_sender
-        self._entered = None
+        self._wait.committed()
         pending.committed = True
         if self._notify_commit is not None:
             self._notify_commit(self.version)
@@ -389,20 +363,7 @@ class WeightApplier(Applier):
             await self._offloader.settle(self._back_buffers.reading_devices)
 
     def overtake(self) -> None:
-        waiting = self._waiting
-        if waiting is None:
-            return
-        # A withdrawn commit lets readers in that waited behind it. If that was done again and again, updates
-        # that come fast and readers that overlap would keep every commit out. So it is done only as long as
-        # the same readers are inside.
-        entered = self.gate.entered if isinstance(waiting, CommitJob) else entries(waiting)
-        if entered >= 0 and self._entered not in (None, entered):
-            return
-        self._entered = None if entered < 0 else entered
-        if isinstance(waiting, CommitJob):
-            waiting.withdraw()
-        else:
-            drop_out(waiting)
+        self._wait.overtake()
 
     # -- the end ---------------------------------------------------------------------------------
 

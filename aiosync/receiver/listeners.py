@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 from aiosync.events import EventKind, EventSource, logger
 from aiosync.receiver.connection import SenderConnection
 from aiosync.receiver.updates import Applier
+from aiosync.transports._offload import Offloader
 from aiosync.weights.binding import over_same_memory
 from aiosync.weights.flatten import named_tensors
 from aiosync.weights.strategy import WeightStrategy, to_tensordict
@@ -41,6 +43,16 @@ class UpdateListener:
 
     def acting(self, version: int) -> None:
         """In another thread, at the beginning of its first forward pass with a version."""
+
+
+async def cascade(listener: UpdateListener, model_id: str, weights: Any, threads: Offloader | None) -> None:
+    """Call ``listener.updating()``, in a thread if ``threads`` are given. Raises what it raises."""
+    if threads is None:
+        result = listener.updating(model_id, weights)
+    else:
+        result = await threads.run(lambda _: listener.updating(model_id, weights))
+    if inspect.isawaitable(result):
+        await result
 
 
 class ContextUpdater(UpdateListener):

@@ -49,6 +49,17 @@ class Staged(msgspec.Struct, eq=False):
     # Returns whether an address is in memory that updates arrive in and that will be written again.
     is_lent: Callable[[int], bool] | None = None
 
+    def merged_into(self, weights: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+        """The tensors in service after a partial update of ``names``.
+
+        An entry of ``weights`` that was not sent stays where it is, unless the sender will write into that
+        memory.
+        """
+        kept = [name for name in weights if name in self.lasting and name not in names]
+        before = {name: weights[name] for name in kept}
+        before |= {name: before[name].clone() for name in kept if name in self.leaving}
+        return {**self.views, **before}
+
 
 def over_same_memory(views: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return new tensors over the same memory, to re-point or reshape. Tied names share one tensor."""

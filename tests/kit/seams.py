@@ -76,7 +76,7 @@ def copier_of(scheme: WeightSyncScheme) -> Offloader:
 
 def waits_for_readers(scheme: WeightSyncScheme) -> bool:
     """Whether a connected receiver's commit waits for readers or for other parts."""
-    return scheme.get_receiver().model_applier._waiting is not None
+    return scheme.get_receiver().model_applier._wait.job is not None
 
 
 def has_pending_update(scheme: WeightSyncScheme) -> bool:

@@ -1,0 +1,73 @@
+"""A receiver's commit that waits: for readers of its model, or for the other parts of its joint update."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeAlias
+
+from aiosync.receiver.commit_gate import CommitGate, CommitJob
+from aiosync.receiver.joint_commit import JointPart, drop_out, entries, leave
+
+Job: TypeAlias = CommitJob | JointPart
+"""What commits: one update, or one part of a joint update."""
+
+
+class CommitWait:
+    """At most one commit at a time waits here. Used on the event loop, except :meth:`committed`.
+
+    States: idle → waiting → idle. A wait ends when the commit has run, when :meth:`overtake` withdraws it, or
+    when its caller is cancelled, which withdraws it too.
+    """
+
+    def __init__(self, gate: CommitGate) -> None:
+        self._gate = gate
+        # The commit that waits.
+        self.job: Job | None = None
+        # How many readers had entered when the first commit after the last one was withdrawn; None: none was.
+        self._entered: int | None = None
+
+    async def wait(self, job: Job, on_wait: Callable[[], None]) -> None:
+        """Wait until ``job.done`` is resolved or cancelled. ``on_wait()`` is called first.
+
+        Raises:
+            CancelledError: ``job`` was withdrawn, unless it had run before.
+        """
+        self.job = job
+        on_wait()
+        done = asyncio.wrap_future(job.done)
+        try:
+            await asyncio.wait([done])
+        except asyncio.CancelledError:
+            if isinstance(job, CommitJob):
+                job.withdraw()
+            else:
+                leave(job)
+            raise
+        finally:
+            self.job = None
+            if done.done() and not done.cancelled():
+                done.exception()  # read here; the caller raises it
+
+    def committed(self) -> None:
+        """A commit has run. Called in any thread."""
+        self._entered = None
+
+    def overtake(self) -> None:
+        """Withdraw the commit that waits: a newer version is there.
+
+        A withdrawn commit lets readers in that waited behind it. If that was done again and again, updates
+        that come fast and readers that overlap would keep every commit out. So it is done only as long as the
+        same readers are inside.
+        """
+        job = self.job
+        if job is None:
+            return
+        entered = self._gate.entered if isinstance(job, CommitJob) else entries(job)
+        if entered >= 0 and self._entered not in (None, entered):
+            return
+        self._entered = None if entered < 0 else entered
+        if isinstance(job, CommitJob):
+            job.withdraw()
+        else:
+            drop_out(job)
