@@ -12,6 +12,7 @@ States of a publication, and what a cancellation leaves behind in each:
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -220,7 +221,13 @@ class Publisher:
         for write in publication.writes:
             group, joint = write.group, publication.joint
             group.publish(
-                write, self._round, self.version, publication.targets, fallback=fallback, joint=joint
+                write,
+                self._round,
+                self.version,
+                publication.targets,
+                fallback=fallback,
+                joint=joint,
+                seconds=publication.deadline.seconds or math.inf,
             )
             if write.overflow and not group.draining:
                 group.draining = True

@@ -9,6 +9,7 @@ into a slot as soon as one is free. So such a sender never waits, and no queue g
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -233,11 +234,12 @@ class WorkerGroup:
         *,
         fallback: bool,
         joint: JointParts | None = None,
+        seconds: float = math.inf,
     ) -> None:
         """Make a written version the newest, and notify the connected workers among ``targets``.
 
-        With ``fallback`` the version that it replaces is kept until :meth:`settle`. The other arguments are
-        those of :class:`Publication`.
+        With ``fallback`` the version that it replaces is kept until :meth:`settle`. ``seconds``: for how long
+        the call waits for the answers. The other arguments are those of :class:`Publication`.
         """
         slot, overflow = write.slot, self.overflow
         slot.version = version
@@ -253,7 +255,7 @@ class WorkerGroup:
             self.overflow, self._overflow_targets = SlotVersion(slot, round_, version), targets
             write.lease.release()
             return
-        newest = SlotVersion(slot, round_, version, joint, write.copying)
+        newest = SlotVersion(slot, round_, version, joint, write.copying, seconds)
         self._replace_newest(write, newest, fallback=fallback)
         for worker in targets:
             member = self.connections.get(worker)

@@ -31,7 +31,7 @@ from msgspec import Meta
 from aiosync.protocol.stream import BLOCK
 from aiosync.transfer.base import TransferConnection
 from aiosync.transfer.slots import SlotVersion
-from aiosync.transports.torch_distributed.process_group import ProcessGroupMember
+from aiosync.transports.torch_distributed.process_group import STALLED, ProcessGroupMember
 
 if TYPE_CHECKING:
     from aiosync.sender.worker_group import WorkerGroup
@@ -42,10 +42,11 @@ Ended = Callable[[BaseException | None], None]
 """Called on the event loop when a transfer has ended, with its error."""
 
 _PATIENCE = 0.5
-"""Seconds that workers which have sent a Fetch wait for the others."""
+"""Most seconds that workers which have sent a Fetch wait for the others."""
 
-_STALLED = 10.0
-"""Seconds without progress after which a broadcast is given up: a worker is suspended, most likely."""
+_SHARE = 0.25
+"""The wait for other workers, and for a broadcast without progress, takes at most this share of the call's
+deadline: so the healthy workers meet it."""
 
 
 class ProcessGroupPayload(msgspec.Struct, frozen=True):
@@ -194,7 +195,7 @@ class BroadcastGroup:
         if len(current.on_sent) < len(current.connections):
             return
         self._sent = current.round  # a later Fetch of this version is served alone
-        self._watch(current, moved=-1)
+        self._watch(current, min(STALLED, _SHARE * published.seconds), moved=-1)
 
         def ended(error: BaseException | None) -> None:
             current.end()
@@ -210,13 +211,13 @@ class BroadcastGroup:
 
         send_by(current.member, self._group, published, ended)
 
-    def _watch(self, broadcast: _Broadcast, moved: int) -> None:
-        """Give the broadcast up if it makes no progress."""
+    def _watch(self, broadcast: _Broadcast, seconds: float, moved: int) -> None:
+        """Give the broadcast up if it makes no progress for so long."""
         if broadcast.member.moved == moved:
-            self._break(f"a broadcast has made no progress for {_STALLED:g} s")
+            self._break(f"a broadcast has made no progress for {seconds:g} s")
         else:
-            watch = partial(self._watch, broadcast, broadcast.member.moved)
-            broadcast.timer = asyncio.get_running_loop().call_later(_STALLED, watch)
+            watch = partial(self._watch, broadcast, seconds, broadcast.member.moved)
+            broadcast.timer = asyncio.get_running_loop().call_later(seconds, watch)
 
     # -- decisions -----------------------------------------------------------------------------------
 
@@ -247,7 +248,8 @@ class BroadcastGroup:
             self._offer_all()
         elif self._timer is None:
             decide = partial(self._decide, timed_out=True)
-            self._timer = asyncio.get_running_loop().call_later(_PATIENCE, decide)
+            patience = min(_PATIENCE, _SHARE * newest.seconds)
+            self._timer = asyncio.get_running_loop().call_later(patience, decide)
 
     def _offer_all(self) -> None:
         self._stop_timer()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -209,6 +210,8 @@ class SlotVersion(msgspec.Struct, eq=False):
     joint: JointParts | None = None
     # Set if it may not have been copied to its end yet.
     copying: Filling | None = None
+    # For how long its call waits for the workers' answers.
+    seconds: float = math.inf
     # The frame that a worker was last offered it with.
     offered: Update | None = None
 

@@ -41,9 +41,16 @@ _IN_THE_SOAK = (
 process groups, RPC and a process by itself do with a loop is the same."""
 
 
+_OF_BROADCASTS = ("test_g01_deadlines", "test_g07_one_bad_worker", "test_g12_late_and_returning")
+"""Where a broadcast differs from a transfer to each worker: one worker may hold up the others."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What others have in parts takes its minutes in the soak."""
     for item in items:
-        if item.path.parent.name == "conformance" and any(name in item.name for name in _IN_THE_SOAK):
+        if item.path.parent.name != "conformance":
+            continue
+        elsewhere = "distributed-broadcast" in item.name and item.path.stem not in _OF_BROADCASTS
+        if elsewhere or any(name in item.name for name in _IN_THE_SOAK):
             item.add_marker(pytest.mark.soak)

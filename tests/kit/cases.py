@@ -147,6 +147,7 @@ SCHEMES = [
     SchemeCase("unix", _over_sockets("unix", tls=False), elastic=True),
     SchemeCase("unix-tls", _over_sockets("unix", tls=True), elastic=True),
     SchemeCase("distributed", distributed("p2p")),
+    SchemeCase("distributed-broadcast", distributed("broadcast")),
     # As on one machine; where everything is sent it is as above.
     SchemeCase("rpc", over_rpc(share_memory=True), views=True),
     SchemeCase("memory", named("memory"), processes=False),

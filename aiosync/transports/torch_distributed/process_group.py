@@ -28,7 +28,11 @@ from aiosync.transports._offload import DetachedThread
 from aiosync.transports.torch_distributed.store import first_line
 
 BUCKET = 8 << 20  # bytes of one message. Small enough that copying, sending and receiving overlap
-_JOIN = 30.0  # most seconds that the other members have to join a group
+_JOIN = 30.0  # most seconds that the other member has to join a group of two
+
+STALLED = 10.0
+"""Most seconds that a message of a broadcast takes, and that all members have to join its group. Longer means
+that a rank is suspended or dead, and its thread must not keep the others' threads."""
 
 
 def check_backend(backend: str) -> None:
@@ -114,6 +118,7 @@ class ProcessGroupMember:
         if self.size > 2:
             options = dist.BroadcastOptions()
             options.rootRank = 0
+            options.timeout = timedelta(seconds=min(self.timeout, STALLED))
             return group.broadcast([bucket], options)
         return group.send([bucket], 1, tag) if self.rank == 0 else group.recv([bucket], 0, tag)
 
@@ -135,7 +140,7 @@ class ProcessGroupMember:
         return self._group
 
     def _make(self, store: Any) -> Any:
-        limit = timedelta(seconds=min(self.timeout, _JOIN))
+        limit = timedelta(seconds=min(self.timeout, STALLED if self.size > 2 else _JOIN))
         if self.backend == "gloo":
             return dist.ProcessGroupGloo(store, self.rank, self.size, limit)
         options = dist.ProcessGroupNCCL.Options()
