@@ -24,7 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="A trainer's model weights to the workers that roll out the policy.",
+    help="Send a trainer's model weights to the workers that roll out the policy.",
 )
 
 

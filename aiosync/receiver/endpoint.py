@@ -378,6 +378,7 @@ class WeightReceiver(ReceivingEndpoint):
     async def _close(self) -> None:
         await self._calls.stop()
         await self._connector.aclose()
+        self._handler.interrupted("this receiver was closed")  # what close() waits for may take long
         await self._handler.close()
         await self._connection.aclose("the worker has closed")
         self._changed.set()

@@ -118,12 +118,12 @@ class UpdateHandler:
     def _not_applied(self, pending: PendingUpdate, error: Exception) -> Exception | None:
         """Give the update back, refuse it or keep it, by what its staging or its commit raised. Return the
         error if it was refused."""
-        if isinstance(error, Overtaken | BaseLostError):
+        if self.closed or (pending.staged is None and self.connection.down):
+            self.pending = None
+        elif isinstance(error, Overtaken | BaseLostError):
             self._skip(whole=isinstance(error, BaseLostError))
         elif isinstance(error, StaleConversion):
             pending.staged = None  # the bytes that it was staged from are still here: it is staged again
-        elif self.closed or (pending.staged is None and self.connection.down):
-            self.pending = None
         else:
             self.pending = None
             self._give_up_joint(pending, f"the part of {self.reporter.model_id!r} failed: {error}")

@@ -97,6 +97,7 @@ class TransferConnection(Protocol):
     worker: int
     pid: int  # its process; 0 if unknown
     notified: SlotVersion | None  # the version that the worker was notified of and has not fetched
+    staged: bool  # whether the worker has all bytes of its last update, and waits to commit it
 
     @property
     def ready(self) -> bool:

@@ -4,7 +4,7 @@ All workers must join a broadcast at the same time, so a worker that has sent a 
 
 1. WAITING: some workers have sent a Fetch.
 2. ANNOUNCED: all have. The Update frame of each announces a broadcast.
-3. SENDING: each has got that frame, and the broadcast runs in the process group's thread.
+3. BEGUN: each has got that frame. The broadcast runs in the process groups' threads until all have answered.
 4. BROKEN: a worker was lost, or a broadcast failed. Each worker is sent to alone until :meth:`renew`.
 
 If a worker is disconnected, is not addressed, or sends no Fetch within :data:`_PATIENCE`, each worker is sent
@@ -81,28 +81,63 @@ def send_by(member: ProcessGroupMember, group: WorkerGroup, published: SlotVersi
 
 @dataclass(eq=False, repr=False)
 class _Broadcast:
-    """A broadcast that is announced or being sent."""
+    """One broadcast, from its announcement until each worker has answered, or until it is given up.
+
+    Rank 0 has sent its part when gloo has taken it. Other ranks may still be passing it on.
+    """
 
     round: int
-    connections: list[TransferConnection]  # of its workers
+    seconds: float  # without progress until ``on_stall`` is called
+    on_stall: Callable[[], None]
     member: ProcessGroupMember  # rank 0
+    connections: list[TransferConnection]  # of its workers
+    # Those that have not answered.
+    waiting: set[TransferConnection] = field(init=False)
     # The callbacks of the workers that have got the announcement.
     on_sent: list[Callable[[], None]] = field(default_factory=list, init=False)
-    # Gives the broadcast up, once it is being sent.
-    timer: asyncio.TimerHandle | None = field(default=None, init=False)
+    begun: bool = field(default=False, init=False)  # all workers have got it
+    sent: bool = field(default=False, init=False)  # by rank 0
+    _timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
-    def end(self) -> None:
-        """The broadcast has ended, or is given up."""
-        if self.timer is not None:
-            self.timer.cancel()
+    def __post_init__(self) -> None:
+        self.waiting = set(self.connections)
+
+    def begin(self) -> None:
+        """All workers have got the announcement. Watch the progress from now on."""
+        self.begun = True
+        self._watch(None)
+
+    def _watch(self, before: object) -> None:
+        lacking = sum(not connection.staged for connection in self.waiting)
+        progress = self.member.started, self.member.moved, lacking
+        if progress == before:
+            self.on_stall()
+        elif lacking:
+            self._timer = asyncio.get_running_loop().call_later(self.seconds, self._watch, progress)
+
+    def answered(self, connection: TransferConnection) -> None:
+        """A worker has answered, or has given the version back."""
+        self.waiting.discard(connection)
+        if not self.waiting:
+            self._stop()
+
+    def lose(self, connection: TransferConnection) -> None:
+        """A worker was lost."""
+        self.waiting.discard(connection)
+        if connection in self.connections:
+            self.connections.remove(connection)
 
     def interrupt(self) -> None:
-        """Its bytes will not arrive: let the workers fetch the version again; idempotent."""
-        self.end()
+        """Let the workers that do not have all bytes fetch the version again; idempotent."""
+        self._stop()
         # Only once: later the workers may be fetching the same version alone.
-        connections, self.connections = self.connections, []
-        for connection in connections:
+        waiting, self.waiting = self.waiting, set()
+        for connection in waiting:
             connection.interrupt(self.round)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class BroadcastGroup:
@@ -121,11 +156,10 @@ class BroadcastGroup:
         self._member: ProcessGroupMember | None = None
         self._key = ""
         self._broken = False
-        # The broadcast that is announced or being sent.
+        # The last broadcast.
         self._current: _Broadcast | None = None
-        # The round of the last broadcast that was sent, and the last round up to which each worker is sent to
-        # alone.
-        self._sent = self._alone = -1
+        # The last round up to which each worker is sent to alone.
+        self._alone = -1
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -133,8 +167,10 @@ class BroadcastGroup:
         """A worker has connected."""
         self._connections[connection.worker] = connection
         self._expected.add(connection.worker)
-        if self._announced:
-            self._interrupt()  # it will not begin: the worker is not in this process group
+        current = self._current
+        if current is not None and not current.begun:
+            current.interrupt()  # it will not begin: the worker is not in this process group
+            self._current = None
         self._leave()
 
     def exclude(self, worker: int) -> None:
@@ -148,6 +184,8 @@ class BroadcastGroup:
         if self._connections.get(worker) is connection:
             del self._connections[worker]
             self._stop_timer()
+            if self._current is not None:
+                self._current.lose(connection)
             self._break(f"worker {worker} (rank {worker + 1}) was lost")
             self._schedule()
 
@@ -159,19 +197,16 @@ class BroadcastGroup:
     # -- one version ---------------------------------------------------------------------------------
 
     @property
-    def _announced(self) -> bool:
-        """Whether a broadcast is announced that has not begun."""
-        return self._current is not None and self._current.round != self._sent
-
-    @property
     def moved(self) -> int:
-        """Bytes that the running broadcast's process group has sent so far."""
+        """Bytes that the last broadcast's process group has sent so far."""
         return 0 if self._current is None else self._current.member.moved
 
-    def can_start(self, published: SlotVersion) -> bool:
+    def can_start(self, connection: TransferConnection, published: SlotVersion) -> bool:
         """Whether a worker that has sent a Fetch can be offered the version now."""
-        if published.round == self._sent:
-            self._break("a worker requested a version again after its broadcast")
+        if self._has_begun(published):
+            if self._current is not None and connection in self._current.connections:
+                self._break("a worker requested a version again after its broadcast")
+            return True  # alone
         alone = self._broken or published.joint is not None or len(self._expected) < 2
         if alone or self.broadcasts(published) or published.round <= self._alone:
             return True
@@ -179,8 +214,9 @@ class BroadcastGroup:
         return False
 
     def broadcasts(self, published: SlotVersion) -> bool:
-        """Whether this version is announced as a broadcast."""
-        return self._announced and self._current is not None and published.round == self._current.round
+        """Whether this version is announced as a broadcast that has not begun."""
+        current = self._current
+        return current is not None and not current.begun and current.round == published.round
 
     def payload(self, worker: int) -> ProcessGroupPayload:
         """The payload of a worker's Update frame, for a broadcast."""
@@ -194,13 +230,10 @@ class BroadcastGroup:
         current.on_sent.append(on_sent)
         if len(current.on_sent) < len(current.connections):
             return
-        self._sent = current.round  # a later Fetch of this version is served alone
-        self._watch(current, min(STALLED, _SHARE * published.seconds), moved=-1)
+        current.begin()  # a later Fetch of this version is served alone
 
         def ended(error: BaseException | None) -> None:
-            current.end()
-            if self._current is current:
-                self._current = None
+            current.sent = True
             if error is None:
                 for callback in current.on_sent:
                     callback()
@@ -211,13 +244,17 @@ class BroadcastGroup:
 
         send_by(current.member, self._group, published, ended)
 
-    def _watch(self, broadcast: _Broadcast, seconds: float, moved: int) -> None:
-        """Give the broadcast up if it makes no progress for so long."""
-        if broadcast.member.moved == moved:
-            self._break(f"a broadcast has made no progress for {seconds:g} s")
+    def answered(self, connection: TransferConnection) -> None:
+        """A worker has answered for its last version, or has given it back."""
+        if self._current is not None:
+            self._current.answered(connection)
+
+    def _stalled(self, broadcast: _Broadcast) -> None:
+        if broadcast.sent:
+            # A rank that passes the bytes on is suspended; or a worker has them but is slow: it ignores this.
+            broadcast.interrupt()
         else:
-            watch = partial(self._watch, broadcast, seconds, broadcast.member.moved)
-            broadcast.timer = asyncio.get_running_loop().call_later(seconds, watch)
+            self._break(f"a broadcast has made no progress for {broadcast.seconds:g} s")
 
     # -- decisions -----------------------------------------------------------------------------------
 
@@ -237,19 +274,30 @@ class BroadcastGroup:
         notified = [c for c in expected if c is not None and c.notified is newest]
         if newest is None:
             self._stop_timer()
-        elif self._broken or timed_out or len(notified) < len(expected):
+        elif self._broken or timed_out or len(notified) < len(expected) or self._has_begun(newest):
             self._alone = max(newest.round, self._alone)
             self._offer_all()
         elif all(connection.ready for connection in notified):
             if self._member is None:
                 self._key = secrets.token_hex(8)
                 self._member = self._join(self._key, 1 + len(notified))
-            self._current = _Broadcast(newest.round, notified, self._member)
-            self._offer_all()
+            self._announce(newest, self._member, notified)
         elif self._timer is None:
             decide = partial(self._decide, timed_out=True)
             patience = min(_PATIENCE, _SHARE * newest.seconds)
             self._timer = asyncio.get_running_loop().call_later(patience, decide)
+
+    def _has_begun(self, published: SlotVersion) -> bool:
+        current = self._current
+        return current is not None and current.begun and current.round == published.round
+
+    def _announce(
+        self, published: SlotVersion, member: ProcessGroupMember, connections: list[TransferConnection]
+    ) -> None:
+        seconds = min(STALLED, _SHARE * published.seconds)
+        current = _Broadcast(published.round, seconds, lambda: self._stalled(current), member, connections)
+        self._current = current
+        self._offer_all()
 
     def _offer_all(self) -> None:
         self._stop_timer()
@@ -259,18 +307,14 @@ class BroadcastGroup:
 
     def _break(self, reason: str) -> None:
         """Give up the broadcast that goes on, and send to each worker alone."""
-        self._interrupt()
+        if self._current is not None:
+            self._current.interrupt()
         if self._member is None:
             return
         self._broken = True
         self._leave()
         if not self._group.stopped:
             logger.warning("weights are sent to each worker alone until reconnect(): %s", reason)
-
-    def _interrupt(self) -> None:
-        current, self._current = self._current, None
-        if current is not None:
-            current.interrupt()
 
     def _leave(self) -> None:
         """Leave the process group, once a broadcast in it has ended."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 import torch
-from torch import Tensor
 
 from aiosync.errors import ProtocolError, WorkerLostError
 from aiosync.protocol.frames import Fetch, Update
@@ -170,7 +169,10 @@ class BroadcastOutbound(ProcessGroupOutbound):
         self.broadcast.attach(connection)
 
     def can_start(self, published: SlotVersion) -> bool:
-        return self.broadcast.can_start(published)
+        return self.broadcast.can_start(self._connection, published)
+
+    def answered(self) -> None:
+        self.broadcast.answered(self._connection)
 
     def payload(self, published: SlotVersion, fetched: Fetch) -> dict[str, Any]:
         if self.broadcast.broadcasts(published):
@@ -230,12 +232,15 @@ class BackgroundInbound(InboundTransfer):
         self._arriving = update, outcome
 
     def is_here(self, update: Update) -> bool:
-        return self._arriving is not None and self._arriving[0] is update and self._arriving[1].done()
+        if self._arriving is None or self._arriving[0] is not update:
+            return False
+        bytes_ = self._arriving[1]
+        return bytes_.done() and bytes_.exception() is None
 
     def interrupted(self, reason: str) -> None:
         if self._arriving is not None:
             with suppress(InvalidStateError):  # the bytes are here, or the thread has noticed it by itself
-                self._arriving[1].set_exception(WorkerLostError((), reason))
+                self._arriving[1].set_exception(BaseLostError(reason))
 
     async def arrive(self, update: Update) -> None:
         assert self._arriving is not None and self._arriving[0] is update
@@ -321,10 +326,6 @@ class ProcessGroupInbound(BackgroundInbound, DoubleBuffer):
         """Wait for the bytes. Raises WorkerLostError, or BaseLostError, if the process group broke."""
         await super().arrive(update)
         self._raise_failure()
-
-    def find(self, update: Update) -> tuple[Tensor, dict[str, Tensor]]:
-        self._raise_failure()
-        return super().find(update)
 
     def _raise_failure(self) -> None:
         assert self._arriving is not None

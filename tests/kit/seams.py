@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "session_of",
     "slots_of",
     "stop_reading",
+    "threads_of_ranks",
     "ticket_of",
     "waits_for_readers",
     "wake_reading",
@@ -107,3 +109,8 @@ def stop_reading(transport: Any) -> None:
 def wake_reading(transport: Any) -> None:
     """Undo :func:`stop_reading`."""
     asyncio.get_running_loop().add_reader(transport._sock.fileno(), transport._readable)
+
+
+def threads_of_ranks() -> int:
+    """How many threads of this process use a process group, or are held by one."""
+    return sum(thread.name == "aiosync-ranks" for thread in threading.enumerate())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from aiosync.transfer.broadcast import BroadcastGroup
 from tests.kit.loops import ASYNCIO, LOOPS, LoopFactories
 
 ON_BOTH = {
@@ -17,3 +20,18 @@ ON_BOTH = {
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> LoopFactories:
     """asyncio; and uvloop for the files in :data:`ON_BOTH`."""
     return LOOPS if item.path.name in ON_BOTH else ASYNCIO
+
+
+@pytest.fixture
+def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The versions that went to all at once."""
+    sent: list[int] = []
+    begin = BroadcastGroup.start
+
+    def note(self: BroadcastGroup, published: Any, on_sent: Any) -> None:
+        if published.version not in sent:
+            sent.append(published.version)
+        begin(self, published, on_sent)
+
+    monkeypatch.setattr(BroadcastGroup, "start", note)
+    return sent

@@ -7,7 +7,6 @@ import logging
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -23,21 +22,16 @@ from aiosync import (
     InvalidArgumentError,
     NotConnectedError,
     SyncTimeoutError,
-    WorkerLostError,
 )
-from aiosync.transfer import broadcast
-from aiosync.transfer.broadcast import BroadcastGroup
 from aiosync.transports.tcp.connection import TCPConnection
 from aiosync.transports.torch_distributed.process_group import ProcessGroupMember
-from tests.conformance.test_g07_one_bad_worker import SOON
-from tests.kit import scenarios
 from tests.kit.cases import SCHEMES, SchemeCase, distributed
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalCluster, LocalWorker
 from tests.kit.models import Uniform, fill, value_of
 from tests.kit.ports import free_port
 from tests.kit.processes import ProcessCluster
-from tests.kit.seams import connections_of
+from tests.kit.seams import connections_of, threads_of_ranks
 
 LARGE = 1 << 20
 BROADCAST = next(case for case in SCHEMES if case.name == "distributed-broadcast")
@@ -197,21 +191,6 @@ async def test_the_default_group_is_left_alone() -> None:
 # -- broadcasts --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The versions that went to all at once."""
-    sent: list[int] = []
-    begin = BroadcastGroup.start
-
-    def note(self: BroadcastGroup, published: Any, on_sent: Any) -> None:
-        if published.version not in sent:
-            sent.append(published.version)
-        begin(self, published, on_sent)
-
-    monkeypatch.setattr(BroadcastGroup, "start", note)
-    return sent
-
-
 async def test_all_get_it_at_once(broadcasts: list[int], caplog: pytest.LogCaptureFixture) -> None:
     async with LocalCluster(BROADCAST, workers=3, model=lambda: Uniform(size=LARGE)) as cluster:
         scheme = cluster.scheme
@@ -303,109 +282,6 @@ async def test_who_waits_for_one_that_dies_is_not_forgotten() -> None:
         assert value_of(ready.model) == 1
 
 
-async def test_a_rank_that_is_killed_in_the_middle(
-    broadcasts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Of more messages than gloo has threads: what waits for the dead rank holds up the rest.
-    async with ProcessCluster(BROADCAST, workers=3, size=3 * LARGE, timeout=PATIENCE / 3) as cluster:
-        scheme, victim = cluster.scheme, cluster.workers[1]
-        assert isinstance(scheme, DistributedWeightSyncScheme)
-        begin, begun = ProcessGroupMember._start, 0
-
-        def kill_at_the_second(self: ProcessGroupMember, group: Any, bucket: Any, tag: int) -> Any:
-            nonlocal begun
-            begun += 1
-            if begun == 2:
-                victim.kill()
-            return begin(self, group, bucket, tag)
-
-        monkeypatch.setattr(ProcessGroupMember, "_start", kill_at_the_second)
-        fill(cluster.model, 1)
-        started = time.monotonic()
-        with pytest.raises(WorkerLostError, match="worker 1 lost") as caught:
-            await scheme.send()
-        assert time.monotonic() - started < SOON + PATIENCE / 2
-        report = caught.value.report
-        assert report is not None  # the error alone would not name workers that missed the deadline
-        statuses = {worker: one.status for worker, one in report.workers.items()}
-        assert statuses == {0: "applied", 1: "lost", 2: "applied"}
-        for index in (0, 2):
-            assert await cluster.workers[index].run(scenarios.report) == {"version": 1, "value": 1}
-        # Meanwhile each gets everything by itself, and then all again at once.
-        broadcasts.clear()
-        fill(cluster.model, 2)
-        assert (await scheme.send(worker_ids=[0, 2])).ok
-        with pytest.raises(SyncTimeoutError):
-            await scheme.reconnect(timeout=BRIEF)
-        cluster.spawn(1)
-        await within(asyncio.gather(scheme.reconnect(), cluster.connect_worker(1)))
-        assert broadcasts == []
-        fill(cluster.model, 3)
-        assert (await scheme.send()).ok
-        assert broadcasts == [3]
-        for worker in cluster.workers.values():
-            assert await worker.run(scenarios.report) == {"version": 3, "value": 3}
-        # gloo does not tell who waits to send to a rank that has died; that ends by the timeout.
-        await eventually(lambda: _threads_of_ranks() == 3 + 1, "the broken group is dropped")
-
-
-async def test_a_rank_that_is_killed_while_the_others_join_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with ProcessCluster(BROADCAST, workers=3, size=LARGE, timeout=PATIENCE / 3) as cluster:
-        scheme, make = cluster.scheme, ProcessGroupMember._make
-        assert isinstance(scheme, DistributedWeightSyncScheme)
-        cluster.workers[1].kill()
-        await cluster.workers[1].ended()
-        victim = cluster.spawn(1)
-        await within(asyncio.gather(scheme.reconnect(), cluster.connect_worker(1)))
-        start = BroadcastGroup.start
-
-        def announce(*args: Any) -> None:
-            victim.stop()  # it has sent its Fetch
-            start(*args)
-
-        def join(self: ProcessGroupMember, store: Any) -> Any:
-            if self.size == 4:
-                victim.kill()
-            return make(self, store)
-
-        monkeypatch.setattr(BroadcastGroup, "start", announce)
-        monkeypatch.setattr(ProcessGroupMember, "_make", join)
-        fill(cluster.model, 1)
-        with pytest.raises(WorkerLostError, match="worker 1 lost") as caught:
-            await scheme.send()
-        report = caught.value.report
-        assert report is not None
-        statuses = {worker: one.status for worker, one in report.workers.items()}
-        assert statuses == {0: "applied", 1: "lost", 2: "applied"}
-        # The sender's thread waits for the victim in the store as long as send() may take.
-        await eventually(lambda: _threads_of_ranks() == 2, "the group is given up")
-
-
-async def test_a_suspended_rank_holds_up_the_others_only_for_a_moment(
-    broadcasts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(broadcast, "STALLED", BRIEF)
-    async with ProcessCluster(BROADCAST, workers=3, size=3 * LARGE, timeout=PATIENCE) as cluster:
-        scheme, victim = cluster.scheme, cluster.workers[1]
-        assert isinstance(scheme, DistributedWeightSyncScheme)
-        victim.stop()
-        fill(cluster.model, 1)
-        await scheme.send(wait=False)
-        started = time.monotonic()
-        sessions = [connections_of(scheme)[index].session for index in (0, 2)]
-        await eventually(lambda: all(one.acked_version == 1 for one in sessions), "the others have it")
-        assert time.monotonic() - started < PATIENCE / 4  # less than a message's timeout, 10 s
-        victim.resume()
-        assert (await scheme.wait_ack()).ok
-        await within(scheme.reconnect())
-        broadcasts.clear()
-        fill(cluster.model, 2)
-        assert (await scheme.send()).ok
-        assert broadcasts == [2]
-        for worker in cluster.workers.values():
-            assert await worker.run(scenarios.report) == {"version": 2, "value": 2}
-
-
 async def test_a_thread_that_gloo_keeps_writes_into_no_later_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection was lost while the bytes arrived; the next ones come into other memory."""
     held, release = threading.Event(), threading.Event()
@@ -436,15 +312,11 @@ async def test_a_thread_that_gloo_keeps_writes_into_no_later_update(monkeypatch:
             fill(cluster.model, version)
             assert (await scheme.send()).ok
         release.set()
-        await eventually(lambda: _threads_of_ranks() == 2, "the thread has ended")
+        await eventually(lambda: threads_of_ranks() == 2, "the thread has ended")
         assert value_of(worker.model) == 3
         fill(cluster.model, 4)
         assert (await scheme.send()).ok
         assert value_of(worker.model) == 4
-
-
-def _threads_of_ranks() -> int:
-    return sum(thread.name == "aiosync-ranks" for thread in threading.enumerate())
 
 
 async def test_reconnect_is_for_a_connected_sender() -> None:

@@ -61,6 +61,7 @@ class ProcessGroupMember:
     _: KW_ONLY
     timeout: float  # seconds that one message may take
 
+    started: int = field(default=0, init=False)  # messages
     moved: int = field(default=0, init=False)  # bytes sent or received so far
     _group: Any = field(default=None, init=False)
     _closed: bool = field(default=False, init=False)
@@ -108,6 +109,7 @@ class ProcessGroupMember:
             end += bucket.numel()
             ready(end)
             works.append((self._start(group, bucket, tag), bucket.numel()))
+            self.started += 1
         for work, nbytes in works:
             work.wait(timedelta(seconds=self.timeout))
             self.moved += nbytes

@@ -1,0 +1,246 @@
+"""Ranks that are killed or suspended during a broadcast, and workers that come and go meanwhile.
+
+gloo's broadcast is a tree. With three workers, worker 0 passes the messages on to worker 2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aiosync import DistributedWeightSyncScheme, SyncTimeoutError, WorkerLostError
+from aiosync.protocol.sender_session import SenderSession
+from aiosync.transfer import broadcast
+from aiosync.transfer.broadcast import BroadcastGroup
+from aiosync.transports.torch_distributed.process_group import ProcessGroupMember
+from tests.kit import scenarios
+from tests.kit.cases import SCHEMES
+from tests.kit.clock import BRIEF, PATIENCE, eventually, within
+from tests.kit.models import fill
+from tests.kit.processes import ProcessCluster
+from tests.kit.seams import connections_of, threads_of_ranks
+
+# More messages than gloo has threads: what waits for a dead rank holds up the rest.
+LARGE = 3 << 20
+BROADCAST = next(case for case in SCHEMES if case.name == "distributed-broadcast")
+DEADLINE = PATIENCE / 6
+"""Less than the 10 seconds for which gloo holds a thread."""
+
+
+def before_start(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) -> None:
+    """Call ``call()`` when a worker has got the announcement of a broadcast."""
+    start = BroadcastGroup.start
+
+    def begin(*args: Any) -> None:
+        call()
+        start(*args)
+
+    monkeypatch.setattr(BroadcastGroup, "start", begin)
+
+
+def before_message(monkeypatch: pytest.MonkeyPatch, number: int, call: Callable[[], object]) -> None:
+    """Call ``call()`` before the sender starts a message of a broadcast, in the process group's thread."""
+    begin, begun = ProcessGroupMember._start, 0
+
+    def count(self: ProcessGroupMember, group: Any, bucket: Any, tag: int) -> Any:
+        nonlocal begun
+        begun += self.size > 2
+        if self.size > 2 and begun == number:
+            call()
+        return begin(self, group, bucket, tag)
+
+    monkeypatch.setattr(ProcessGroupMember, "_start", count)
+
+
+async def applied(cluster: ProcessCluster, version: int, workers: list[int]) -> None:
+    """Wait until these workers have acknowledged ``version``; check what they have."""
+    sessions = [connections_of(cluster.scheme)[worker].session for worker in workers]
+    await eventually(lambda: all(one.acked_version == version for one in sessions), "they have it")
+    await check(cluster, version, workers)
+
+
+async def check(cluster: ProcessCluster, version: int, workers: list[int]) -> None:
+    for worker in workers:
+        found = await cluster.workers[worker].run(scenarios.report)
+        assert found == {"version": version, "value": version}
+
+
+async def send_without(cluster: ProcessCluster, lost: int) -> None:
+    """Send; this worker is lost, and the others have the version within the deadline."""
+    with pytest.raises(WorkerLostError, match=f"worker {lost} lost") as caught:
+        await cluster.scheme.send(timeout=DEADLINE)
+    report = caught.value.report
+    assert report is not None  # the error alone would not name workers that missed the deadline
+    statuses = {worker: one.status for worker, one in report.workers.items()}
+    assert statuses == {worker: "lost" if worker == lost else "applied" for worker in range(3)}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_killed_in_the_middle(
+    broadcasts: list[int], monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    async with ProcessCluster(BROADCAST, workers=3, size=LARGE, timeout=PATIENCE / 3) as cluster:
+        scheme, others = cluster.scheme, [worker for worker in range(3) if worker != victim]
+        assert isinstance(scheme, DistributedWeightSyncScheme)
+        before_message(monkeypatch, 2, cluster.workers[victim].kill)
+        fill(cluster.model, 1)
+        await send_without(cluster, victim)
+        await check(cluster, 1, others)
+        # Meanwhile each gets everything by itself, and then all again at once.
+        broadcasts.clear()
+        fill(cluster.model, 2)
+        assert (await scheme.send(worker_ids=others)).ok
+        with pytest.raises(SyncTimeoutError):
+            await scheme.reconnect(timeout=BRIEF)
+        cluster.spawn(victim)
+        await within(asyncio.gather(scheme.reconnect(), cluster.connect_worker(victim)))
+        assert broadcasts == []
+        fill(cluster.model, 3)
+        assert (await scheme.send()).ok
+        assert broadcasts == [3]
+        await check(cluster, 3, [0, 1, 2])
+        # gloo does not tell who waits to send to a rank that has died; that ends by the message's timeout.
+        await eventually(lambda: threads_of_ranks() == 3 + 1, "the broken group is dropped")
+
+
+async def test_killed_while_the_others_join_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ProcessCluster(BROADCAST, workers=3, timeout=PATIENCE / 3) as cluster:
+        scheme, make = cluster.scheme, ProcessGroupMember._make
+        assert isinstance(scheme, DistributedWeightSyncScheme)
+        cluster.workers[1].kill()
+        await cluster.workers[1].ended()
+        victim = cluster.spawn(1)
+        await within(asyncio.gather(scheme.reconnect(), cluster.connect_worker(1)))
+
+        def join(self: ProcessGroupMember, store: Any) -> Any:
+            if self.size == 4:
+                victim.kill()
+            return make(self, store)
+
+        before_start(monkeypatch, victim.stop)  # it has sent its Fetch
+        monkeypatch.setattr(ProcessGroupMember, "_make", join)
+        fill(cluster.model, 1)
+        await send_without(cluster, 1)
+        # The sender's thread waits for the victim in the store.
+        await eventually(lambda: threads_of_ranks() == 2, "the group is given up")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+async def test_suspended(broadcasts: list[int], monkeypatch: pytest.MonkeyPatch, victim: int) -> None:
+    monkeypatch.setattr(broadcast, "STALLED", BRIEF)
+    async with ProcessCluster(BROADCAST, workers=3, size=LARGE, timeout=PATIENCE) as cluster:
+        scheme, others = cluster.scheme, [worker for worker in range(3) if worker != victim]
+        assert isinstance(scheme, DistributedWeightSyncScheme)
+        broadcasts.clear()
+        before_start(monkeypatch, cluster.workers[victim].stop)
+        fill(cluster.model, 1)
+        await scheme.send(wait=False)
+        started = time.monotonic()
+        await applied(cluster, 1, others)
+        assert time.monotonic() - started < PATIENCE / 4  # gloo holds its threads for 10 s
+        assert broadcasts == [1]
+        monkeypatch.undo()
+        cluster.workers[victim].resume()
+        assert (await scheme.wait_ack()).ok
+        await check(cluster, 1, [victim])
+        await eventually(lambda: threads_of_ranks() <= 3, "the broken group is dropped")
+
+
+async def test_suspended_after_the_sender_has_sent_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that passes the messages on has them in its socket only."""
+    monkeypatch.setattr(broadcast, "STALLED", BRIEF)
+    async with ProcessCluster(BROADCAST, workers=3, size=1 << 16, timeout=PATIENCE) as cluster:
+        scheme, victim, move = cluster.scheme, cluster.workers[0], ProcessGroupMember._move_all
+        fill(cluster.model, 1)
+        await scheme.send()  # makes the group
+        sent = threading.Event()
+
+        def stop_and_move(self: ProcessGroupMember, *args: Any) -> None:
+            if self.size == 4:
+                time.sleep(0.3)  # the others wait for the messages by now
+                victim.stop()
+            move(self, *args)
+            sent.set()
+
+        monkeypatch.setattr(ProcessGroupMember, "_move_all", stop_and_move)
+        fill(cluster.model, 2)
+        await scheme.send(wait=False)
+        await eventually(sent.is_set, "the sender has sent all")
+        started = time.monotonic()
+        await applied(cluster, 2, [1, 2])
+        assert time.monotonic() - started < PATIENCE / 4
+        victim.resume()
+        assert (await scheme.wait_ack()).ok
+        await check(cluster, 2, [0])
+
+
+async def test_one_comes_meanwhile(broadcasts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the version alone. The others have it from the broadcast."""
+    interrupted: list[int] = []
+    monkeypatch.setattr(SenderSession, "interrupt", lambda self, round_: interrupted.append(round_))
+    async with ProcessCluster(BROADCAST, workers=3, size=LARGE, on_failure="drop") as cluster:
+        scheme = cluster.scheme
+        assert isinstance(scheme, DistributedWeightSyncScheme)
+        await cluster.workers[2].run(scenarios.aclose)
+        await eventually(lambda: 2 not in connections_of(scheme), "it is gone")
+        fill(cluster.model, 1)
+        await scheme.send()  # without it from now on
+        await scheme.reconnect()
+        cluster.spawn(2)
+        held, release = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            held.set()
+            assert release.wait(PATIENCE)
+
+        before_message(monkeypatch, 2, hold)
+        broadcasts.clear()
+        interrupted.clear()
+        fill(cluster.model, 2)
+        await scheme.send(wait=False)
+        await eventually(held.is_set, "the broadcast runs")
+        assert await within(cluster.connect_worker(2)) == 2
+        release.set()
+        await applied(cluster, 2, [0, 1, 2])
+        fill(cluster.model, 3)
+        assert (await scheme.send()).ok
+        assert broadcasts == [2, 3]
+        assert interrupted == []
+
+
+async def test_a_worker_closes_while_it_waits_for_a_suspended_rank(
+    broadcasts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ProcessCluster(BROADCAST, workers=3, size=LARGE, timeout=PATIENCE) as cluster:
+        victim, closing = cluster.workers[1], cluster.workers[2]
+        before_start(monkeypatch, victim.stop)
+        fill(cluster.model, 1)
+        await cluster.scheme.send(wait=False)
+        await eventually(lambda: broadcasts[-1:] == [1], "the broadcast runs")
+        started = time.monotonic()
+        await closing.run(scenarios.aclose)
+        assert time.monotonic() - started < PATIENCE / 6  # the broadcast is given up after a fourth
+        await applied(cluster, 1, [0])  # the group is broken: it gets the version alone
+        victim.resume()
+        await applied(cluster, 1, [1])
+        await eventually(lambda: threads_of_ranks() <= 3, "the broken group is dropped")
+
+
+async def test_a_copy_that_takes_long_is_progress(
+    broadcasts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "STALLED", 2.0)
+    async with ProcessCluster(BROADCAST, workers=2, size=LARGE, timeout=PATIENCE) as cluster:
+        for number in range(1, 7):
+            before_message(monkeypatch, number, lambda: time.sleep(0.5))  # in all longer than STALLED
+        broadcasts.clear()
+        for version in (1, 2):
+            fill(cluster.model, version)
+            assert (await cluster.scheme.send()).ok
+            await check(cluster, version, [0, 1])
+        assert broadcasts == [1, 2]
