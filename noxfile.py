@@ -67,6 +67,8 @@ def tests(session: nox.Session) -> None:
     one in its place (its issues 1323 and 1378).
     """
     install(session, "test")
+    # Where Python may not write bytecode, each of the many processes would compile the sources again.
+    python(session, "-m", "compileall", "-q", "aiosync", "benchmarks", "examples", "tests", "tools")
     options = ["-n", "4", "--dist", "loadgroup", "--no-loadscope-reorder", "--max-worker-restart", "0"]
     python(session, "-m", "pytest", *options, *session.posargs)
 

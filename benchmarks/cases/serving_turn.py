@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import io
 import json
 import multiprocessing
@@ -215,7 +216,10 @@ async def _ask(port: int, task: ServingTask) -> list[float]:
 def main() -> None:
     """Take the turn of the command line, and print it as the last line."""
     task = ServingTask(**json.loads(sys.argv[1]))
-    context = multiprocessing.get_context("spawn")
+    if task.own:
+        importlib.import_module("aiosync.integrations.asgi")
+    # Forked processes need not import it again. This one has no other thread, and has computed nothing.
+    context: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
     trainer, theirs = context.Pipe()
     processes = [context.Process(target=_train, args=(task, theirs), daemon=True)]
     processes[0].start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from aiosync.transports.torch_distributed import process_group
 from tests.kit.cases import SCHEMES, SchemeCase
 from tests.kit.loops import LOOPS, LoopFactories
 
@@ -14,17 +15,22 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> L
 
 
 @pytest.fixture(params=SCHEMES, ids=lambda case: case.name)
-def case(request: pytest.FixtureRequest) -> SchemeCase:
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SchemeCase:
     """Every scheme, with sender and workers wherever they can be."""
-    found: SchemeCase = request.param
-    return found
+    return _prepared(request.param, monkeypatch)
 
 
 @pytest.fixture(params=[c for c in SCHEMES if c.processes], ids=lambda case: case.name)
-def process_case(request: pytest.FixtureRequest) -> SchemeCase:
+def process_case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SchemeCase:
     """Every scheme whose workers can be processes of their own."""
-    found: SchemeCase = request.param
-    return found
+    return _prepared(request.param, monkeypatch)
+
+
+def _prepared(case: SchemeCase, monkeypatch: pytest.MonkeyPatch) -> SchemeCase:
+    if case.name == "distributed-broadcast":
+        # gloo holds a thread that waits for a dead rank, and no test may leave a thread behind.
+        monkeypatch.setattr(process_group, "STALLED", 3.0)
+    return case
 
 
 _IN_THE_SOAK = (
