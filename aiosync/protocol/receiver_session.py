@@ -161,6 +161,8 @@ class ReceiverSession(Session):
 
     def skip(self) -> None:
         """Return the held update unused, and fetch the newest instead, now or once :attr:`wanting` is set."""
+        if self.state is not ReceiverState.HOLDING:
+            return  # the connection has been closed
         self._notified = True
         self.state = ReceiverState.IDLE
         self._fetch_if_wanted()

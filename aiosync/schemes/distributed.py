@@ -106,8 +106,8 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
         collective: ``"p2p"``: from the sender to each worker. ``"broadcast"``: to all workers at once,
             through one process group, if a send addresses all of them and all are connected. A stopped
-            worker then blocks the others, for ``timeout`` at most; after one dies, weights are sent to each
-            worker separately until :meth:`reconnect`.
+            worker delays the others by 10 seconds, or by a quarter of the call's timeout if that is less;
+            after one dies, weights are sent to each worker separately until :meth:`reconnect`.
         store: a torch.distributed store that both sides can reach.
         init_method: ``"env://"`` or ``"tcp://host:port"``.
         share_memory: whether workers on the sender's machine view its slots (with gloo, on Linux). Their

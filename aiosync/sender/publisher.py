@@ -227,7 +227,7 @@ class Publisher:
                 publication.targets,
                 fallback=fallback,
                 joint=joint,
-                seconds=publication.deadline.seconds or math.inf,
+                seconds=(publication.deadline.seconds if fallback else 0) or math.inf,
             )
             if write.overflow and not group.draining:
                 group.draining = True

@@ -5,7 +5,7 @@ All workers must join a broadcast at the same time, so a worker that has sent a 
 1. WAITING: some workers have sent a Fetch.
 2. ANNOUNCED: all have. The Update frame of each announces a broadcast.
 3. BEGUN: each has got that frame. The broadcast runs in the process groups' threads until all have answered.
-4. BROKEN: a worker was lost, or a broadcast failed. Each worker is sent to alone until :meth:`renew`.
+4. BROKEN: a worker was lost, or broadcasts failed. Each worker is sent to alone until :meth:`renew`.
 
 If a worker is disconnected, is not addressed, or sends no Fetch within :data:`_PATIENCE`, each worker is sent
 this version alone.
@@ -43,6 +43,9 @@ Ended = Callable[[BaseException | None], None]
 
 _PATIENCE = 0.5
 """Most seconds that workers which have sent a Fetch wait for the others."""
+
+_STALLS = 3
+"""After so many stalled broadcasts in a row each worker is sent to alone."""
 
 _SHARE = 0.25
 """The wait for other workers, and for a broadcast without progress, takes at most this share of the call's
@@ -83,7 +86,8 @@ def send_by(member: ProcessGroupMember, group: WorkerGroup, published: SlotVersi
 class _Broadcast:
     """One broadcast, from its announcement until each worker has answered, or until it is given up.
 
-    Rank 0 has sent its part when gloo has taken it. Other ranks may still be passing it on.
+    When gloo has taken rank 0's part, other ranks may still be passing it on. So the slots stay leased until
+    the workers have answered, and the progress is watched as long.
     """
 
     round: int
@@ -93,10 +97,8 @@ class _Broadcast:
     connections: list[TransferConnection]  # of its workers
     # Those that have not answered.
     waiting: set[TransferConnection] = field(init=False)
-    # The callbacks of the workers that have got the announcement.
-    on_sent: list[Callable[[], None]] = field(default_factory=list, init=False)
-    begun: bool = field(default=False, init=False)  # all workers have got it
-    sent: bool = field(default=False, init=False)  # by rank 0
+    announced: int = field(default=0, init=False)  # how many workers have got the announcement
+    begun: bool = field(default=False, init=False)  # all have got it
     _timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -109,7 +111,7 @@ class _Broadcast:
 
     def _watch(self, before: object) -> None:
         lacking = sum(not connection.staged for connection in self.waiting)
-        progress = self.member.started, self.member.moved, lacking
+        progress = self.member.steps, self.member.moved, lacking
         if progress == before:
             self.on_stall()
         elif lacking:
@@ -119,23 +121,26 @@ class _Broadcast:
         """A worker has answered, or has given the version back."""
         self.waiting.discard(connection)
         if not self.waiting:
-            self._stop()
+            self.unwatch()
 
-    def lose(self, connection: TransferConnection) -> None:
-        """A worker was lost."""
-        self.waiting.discard(connection)
-        if connection in self.connections:
-            self.connections.remove(connection)
+    def lose(self, connection: TransferConnection) -> bool:
+        """A worker was lost. Return whether the others wait for bytes that it may have had to pass on."""
+        if connection not in self.connections:
+            return False
+        self.connections.remove(connection)
+        self.answered(connection)
+        return bool(self.waiting)
 
     def interrupt(self) -> None:
         """Let the workers that do not have all bytes fetch the version again; idempotent."""
-        self._stop()
+        self.unwatch()
         # Only once: later the workers may be fetching the same version alone.
         waiting, self.waiting = self.waiting, set()
         for connection in waiting:
             connection.interrupt(self.round)
 
-    def _stop(self) -> None:
+    def unwatch(self) -> None:
+        """Do not watch the progress any more."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -156,6 +161,8 @@ class BroadcastGroup:
         self._member: ProcessGroupMember | None = None
         self._key = ""
         self._broken = False
+        # How many broadcasts in a row have stalled.
+        self._stalls = 0
         # The last broadcast.
         self._current: _Broadcast | None = None
         # The last round up to which each worker is sent to alone.
@@ -167,10 +174,8 @@ class BroadcastGroup:
         """A worker has connected."""
         self._connections[connection.worker] = connection
         self._expected.add(connection.worker)
-        current = self._current
-        if current is not None and not current.begun:
-            current.interrupt()  # it will not begin: the worker is not in this process group
-            self._current = None
+        if self._current is not None and not self._current.begun:
+            self._interrupt(self._current)  # it will not begin: the worker is not in this process group
         self._leave()
 
     def exclude(self, worker: int) -> None:
@@ -179,19 +184,25 @@ class BroadcastGroup:
         self._schedule()
 
     def detach(self, connection: TransferConnection) -> None:
-        """A worker was lost."""
-        worker = connection.worker
-        if self._connections.get(worker) is connection:
-            del self._connections[worker]
-            self._stop_timer()
-            if self._current is not None:
-                self._current.lose(connection)
-            self._break(f"worker {worker} (rank {worker + 1}) was lost")
-            self._schedule()
+        """A worker was lost, or this sender closes."""
+        worker, current = connection.worker, self._current
+        if self._connections.get(worker) is not connection:
+            return
+        del self._connections[worker]
+        self._stop_timer()
+        if self._group.stopped:  # the workers still get the version that is being sent
+            if current is not None:
+                current.unwatch()
+            self._leave()
+            return
+        if current is not None and current.lose(connection):
+            self._interrupt(current)
+        self._break(f"worker {worker} (rank {worker + 1}) was lost")
+        self._schedule()
 
     def renew(self) -> None:
         """Broadcast again, in a new process group of the workers that are connected now."""
-        self._broken = False
+        self._broken, self._stalls = False, 0
         self._expected = set(self._connections)
 
     # -- one version ---------------------------------------------------------------------------------
@@ -203,9 +214,10 @@ class BroadcastGroup:
 
     def can_start(self, connection: TransferConnection, published: SlotVersion) -> bool:
         """Whether a worker that has sent a Fetch can be offered the version now."""
-        if self._has_begun(published):
-            if self._current is not None and connection in self._current.connections:
-                self._break("a worker requested a version again after its broadcast")
+        current = self._current
+        if current is not None and current.begun and current.round == published.round:
+            if connection in current.connections:
+                self._leave()  # the worker may have found the process group broken
             return True  # alone
         alone = self._broken or published.joint is not None or len(self._expected) < 2
         if alone or self.broadcasts(published) or published.round <= self._alone:
@@ -223,38 +235,40 @@ class BroadcastGroup:
         order = sorted(self._connections)
         return ProcessGroupPayload(self._key, rank=1 + order.index(worker), size=1 + len(order))
 
-    def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
+    def start(self, published: SlotVersion) -> None:
         """A worker has got the announcement. The broadcast starts when all have."""
         current = self._current
         assert current is not None
-        current.on_sent.append(on_sent)
-        if len(current.on_sent) < len(current.connections):
+        current.announced += 1
+        if current.announced < len(current.connections):
             return
         current.begin()  # a later Fetch of this version is served alone
 
         def ended(error: BaseException | None) -> None:
-            current.sent = True
-            if error is None:
-                for callback in current.on_sent:
-                    callback()
-                return
-            current.interrupt()
-            if self._member is current.member:
-                self._break(str(error))
+            if error is not None:
+                self._interrupt(current)
+                if self._member is current.member:
+                    self._break(str(error))
 
         send_by(current.member, self._group, published, ended)
 
     def answered(self, connection: TransferConnection) -> None:
         """A worker has answered for its last version, or has given it back."""
-        if self._current is not None:
-            self._current.answered(connection)
+        current = self._current
+        if current is not None and connection in current.waiting:
+            current.answered(connection)
+            if not current.waiting:
+                self._stalls = 0
 
     def _stalled(self, broadcast: _Broadcast) -> None:
-        if broadcast.sent:
-            # A rank that passes the bytes on is suspended; or a worker has them but is slow: it ignores this.
-            broadcast.interrupt()
+        """A rank is suspended, most likely. Workers that have the bytes and are merely slow ignore this."""
+        self._interrupt(broadcast)
+        self._stalls += 1
+        if self._stalls < _STALLS:
+            self._alone = max(broadcast.round, self._alone)
+            self._leave()  # the next broadcast uses a new process group
         else:
-            self._break(f"a broadcast has made no progress for {broadcast.seconds:g} s")
+            self._break(f"{_STALLS} broadcasts in a row made no progress for {broadcast.seconds:g} s")
 
     # -- decisions -----------------------------------------------------------------------------------
 
@@ -274,7 +288,7 @@ class BroadcastGroup:
         notified = [c for c in expected if c is not None and c.notified is newest]
         if newest is None:
             self._stop_timer()
-        elif self._broken or timed_out or len(notified) < len(expected) or self._has_begun(newest):
+        elif self._broken or timed_out or len(notified) < len(expected):
             self._alone = max(newest.round, self._alone)
             self._offer_all()
         elif all(connection.ready for connection in notified):
@@ -286,10 +300,6 @@ class BroadcastGroup:
             decide = partial(self._decide, timed_out=True)
             patience = min(_PATIENCE, _SHARE * newest.seconds)
             self._timer = asyncio.get_running_loop().call_later(patience, decide)
-
-    def _has_begun(self, published: SlotVersion) -> bool:
-        current = self._current
-        return current is not None and current.begun and current.round == published.round
 
     def _announce(
         self, published: SlotVersion, member: ProcessGroupMember, connections: list[TransferConnection]
@@ -305,15 +315,16 @@ class BroadcastGroup:
             if connection.ready:
                 connection.offer_next()
 
+    def _interrupt(self, broadcast: _Broadcast) -> None:
+        broadcast.interrupt()
+        if self._current is broadcast and not broadcast.begun:
+            self._current = None
+
     def _break(self, reason: str) -> None:
-        """Give up the broadcast that goes on, and send to each worker alone."""
-        if self._current is not None:
-            self._current.interrupt()
-        if self._member is None:
-            return
-        self._broken = True
-        self._leave()
-        if not self._group.stopped:
+        """Send to each worker alone from now on."""
+        if self._member is not None:
+            self._broken = True
+            self._leave()
             logger.warning("weights are sent to each worker alone until reconnect(): %s", reason)
 
     def _leave(self) -> None:

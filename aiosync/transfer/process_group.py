@@ -181,7 +181,7 @@ class BroadcastOutbound(ProcessGroupOutbound):
 
     def start(self, published: SlotVersion, on_sent: Callable[[], None]) -> None:
         if self.broadcast.broadcasts(published):
-            self.broadcast.start(published, on_sent)
+            self.broadcast.start(published)
         else:
             super().start(published, on_sent)
 

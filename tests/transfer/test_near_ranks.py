@@ -216,9 +216,9 @@ async def test_a_broadcast_is_for_those_to_whom_something_is_sent(monkeypatch: p
     rounds: list[int] = []
     begin = BroadcastGroup.start
 
-    def note(self: BroadcastGroup, published: Any, on_sent: Any) -> None:
+    def note(self: BroadcastGroup, published: Any) -> None:
         rounds.append(published.version)
-        begin(self, published, on_sent)
+        begin(self, published)
 
     monkeypatch.setattr(BroadcastGroup, "start", note)
     async with job(False, True, False, collective="broadcast") as (scheme, model, workers):

@@ -28,10 +28,10 @@ def broadcasts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sent: list[int] = []
     begin = BroadcastGroup.start
 
-    def note(self: BroadcastGroup, published: Any, on_sent: Any) -> None:
+    def note(self: BroadcastGroup, published: Any) -> None:
         if published.version not in sent:
             sent.append(published.version)
-        begin(self, published, on_sent)
+        begin(self, published)
 
     monkeypatch.setattr(BroadcastGroup, "start", note)
     return sent

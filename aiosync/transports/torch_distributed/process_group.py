@@ -61,7 +61,7 @@ class ProcessGroupMember:
     _: KW_ONLY
     timeout: float  # seconds that one message may take
 
-    started: int = field(default=0, init=False)  # messages
+    steps: int = field(default=0, init=False)  # members that have joined, and messages that were started
     moved: int = field(default=0, init=False)  # bytes sent or received so far
     _group: Any = field(default=None, init=False)
     _closed: bool = field(default=False, init=False)
@@ -109,7 +109,7 @@ class ProcessGroupMember:
             end += bucket.numel()
             ready(end)
             works.append((self._start(group, bucket, tag), bucket.numel()))
-            self.started += 1
+            self.steps += 1
         for work, nbytes in works:
             work.wait(timedelta(seconds=self.timeout))
             self.moved += nbytes
@@ -120,7 +120,8 @@ class ProcessGroupMember:
         if self.size > 2:
             options = dist.BroadcastOptions()
             options.rootRank = 0
-            options.timeout = timedelta(seconds=min(self.timeout, STALLED))
+            if self.backend == "gloo":  # NCCL counts from when a message is queued
+                options.timeout = timedelta(seconds=min(self.timeout, STALLED))
             return group.broadcast([bucket], options)
         return group.send([bucket], 1, tag) if self.rank == 0 else group.recv([bucket], 0, tag)
 
@@ -134,6 +135,7 @@ class ProcessGroupMember:
             if self.rank == 0:
                 for other in range(1, self.size):
                     self._group.recv([token], other, 0).wait()
+                    self.steps += 1
                 with suppress(RuntimeError):  # some stores cannot list or delete keys; a few bytes stay
                     for key in rendezvous.list_keys():
                         rendezvous.delete_key(key)
@@ -142,8 +144,10 @@ class ProcessGroupMember:
         return self._group
 
     def _make(self, store: Any) -> Any:
-        limit = timedelta(seconds=min(self.timeout, STALLED if self.size > 2 else _JOIN))
+        limit = timedelta(seconds=min(self.timeout, _JOIN))
         if self.backend == "gloo":
+            if self.size > 2:
+                limit = timedelta(seconds=min(self.timeout, STALLED))
             return dist.ProcessGroupGloo(store, self.rank, self.size, limit)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
