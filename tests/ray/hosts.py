@@ -100,6 +100,7 @@ def cluster() -> Iterator[None]:
         _node_ip_address="127.0.0.1",
         runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
     )
+    started = _processes()  # now: the garbage collector does not list what is frozen later
     try:
         yield
     finally:
@@ -107,9 +108,14 @@ def cluster() -> Iterator[None]:
         _kept.clear()
         ray.shutdown()
         # Ray kills its processes and does not wait for them, so their objects would warn when they are freed.
-        for each in gc.get_objects():
-            if issubclass(type(each), subprocess.Popen) and "ray" in str(each.args):
-                each.wait(PATIENCE)
+        for each in started + _processes():
+            each.wait(PATIENCE)
+
+
+def _processes() -> list[subprocess.Popen[Any]]:
+    """Ray's."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), subprocess.Popen)]
+    return [each for each in found if "ray" in str(each.args)]
 
 
 _kept: defaultdict[type[Any], list[Any]] = defaultdict(list)
