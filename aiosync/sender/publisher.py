@@ -218,6 +218,8 @@ class Publisher:
         publication.round, publication.version = self._round, self.version
         acks = publication.acks = PendingAcks(self.version, publication.targets)
         self._registry.awaited.track(acks)
+        # Without ``fallback`` no call waits for the answers; with a timeout of zero neither.
+        seconds = publication.deadline.seconds if fallback and publication.deadline.seconds else math.inf
         for write in publication.writes:
             group, joint = write.group, publication.joint
             group.publish(
@@ -227,7 +229,7 @@ class Publisher:
                 publication.targets,
                 fallback=fallback,
                 joint=joint,
-                seconds=(publication.deadline.seconds if fallback else 0) or math.inf,
+                seconds=seconds,
             )
             if write.overflow and not group.draining:
                 group.draining = True

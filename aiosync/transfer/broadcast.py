@@ -44,8 +44,8 @@ Ended = Callable[[BaseException | None], None]
 _PATIENCE = 0.5
 """Most seconds that workers which have sent a Fetch wait for the others."""
 
-_STALLS = 3
-"""After so many stalled broadcasts in a row each worker is sent to alone."""
+_FAILURES = 3
+"""After so many failed broadcasts in a row each worker is sent to alone."""
 
 _SHARE = 0.25
 """The wait for other workers, and for a broadcast without progress, takes at most this share of the call's
@@ -99,6 +99,8 @@ class _Broadcast:
     waiting: set[TransferConnection] = field(init=False)
     announced: int = field(default=0, init=False)  # how many workers have got the announcement
     begun: bool = field(default=False, init=False)  # all have got it
+    sent: bool = field(default=False, init=False)  # gloo has taken rank 0's part
+    failed: bool = field(default=False, init=False)  # a worker did not get all bytes
     _timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -161,8 +163,8 @@ class BroadcastGroup:
         self._member: ProcessGroupMember | None = None
         self._key = ""
         self._broken = False
-        # How many broadcasts in a row have stalled.
-        self._stalls = 0
+        # How many broadcasts in a row have failed.
+        self._failures = 0
         # The last broadcast.
         self._current: _Broadcast | None = None
         # The last round up to which each worker is sent to alone.
@@ -197,12 +199,13 @@ class BroadcastGroup:
             return
         if current is not None and current.lose(connection):
             self._interrupt(current)
-        self._break(f"worker {worker} (rank {worker + 1}) was lost")
+        if self._member is not None:
+            self._break(f"worker {worker} (rank {worker + 1}) was lost")
         self._schedule()
 
     def renew(self) -> None:
         """Broadcast again, in a new process group of the workers that are connected now."""
-        self._broken, self._stalls = False, 0
+        self._broken, self._failures = False, 0
         self._expected = set(self._connections)
 
     # -- one version ---------------------------------------------------------------------------------
@@ -218,6 +221,7 @@ class BroadcastGroup:
         if current is not None and current.begun and current.round == published.round:
             if connection in current.connections:
                 self._leave()  # the worker may have found the process group broken
+                self._failed(current)
             return True  # alone
         alone = self._broken or published.joint is not None or len(self._expected) < 2
         if alone or self.broadcasts(published) or published.round <= self._alone:
@@ -245,6 +249,7 @@ class BroadcastGroup:
         current.begin()  # a later Fetch of this version is served alone
 
         def ended(error: BaseException | None) -> None:
+            current.sent = error is None
             if error is not None:
                 self._interrupt(current)
                 if self._member is current.member:
@@ -257,18 +262,23 @@ class BroadcastGroup:
         current = self._current
         if current is not None and connection in current.waiting:
             current.answered(connection)
-            if not current.waiting:
-                self._stalls = 0
+            if not current.waiting and not current.failed:
+                self._failures = 0
 
     def _stalled(self, broadcast: _Broadcast) -> None:
-        """A rank is suspended, most likely. Workers that have the bytes and are merely slow ignore this."""
+        """Nothing moves: a rank is suspended, or workers that have the bytes are slow. Those ignore this."""
         self._interrupt(broadcast)
-        self._stalls += 1
-        if self._stalls < _STALLS:
-            self._alone = max(broadcast.round, self._alone)
-            self._leave()  # the next broadcast uses a new process group
-        else:
-            self._break(f"{_STALLS} broadcasts in a row made no progress for {broadcast.seconds:g} s")
+        self._alone = max(broadcast.round, self._alone)
+        self._leave()  # the next broadcast uses a new process group
+        if not broadcast.sent:
+            self._failed(broadcast)
+
+    def _failed(self, broadcast: _Broadcast) -> None:
+        """A worker did not get all bytes, although no worker was lost."""
+        self._failures += not broadcast.failed
+        broadcast.failed = True
+        if self._failures >= _FAILURES:
+            self._break(f"{_FAILURES} broadcasts in a row failed")
 
     # -- decisions -----------------------------------------------------------------------------------
 
@@ -322,9 +332,9 @@ class BroadcastGroup:
 
     def _break(self, reason: str) -> None:
         """Send to each worker alone from now on."""
-        if self._member is not None:
+        self._leave()
+        if not self._broken:
             self._broken = True
-            self._leave()
             logger.warning("weights are sent to each worker alone until reconnect(): %s", reason)
 
     def _leave(self) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -234,8 +233,8 @@ class BackgroundInbound(InboundTransfer):
     def is_here(self, update: Update) -> bool:
         if self._arriving is None or self._arriving[0] is not update:
             return False
-        bytes_ = self._arriving[1]
-        return bytes_.done() and bytes_.exception() is None
+        arriving = self._arriving[1]
+        return arriving.done() and arriving.exception() is None
 
     def interrupted(self, reason: str) -> None:
         if self._arriving is not None:
@@ -294,7 +293,7 @@ class ProcessGroupInbound(BackgroundInbound, DoubleBuffer):
             raise ProtocolError(f"an update names rank {payload.rank} of {payload.size}")
         member = self._member_of(payload)
         slot = self._take_slot_for(member)
-        work = member.receive(partial(self.bytes_of, slot), tag_of(update.round))
+        work = member.receive(self.bytes_of(slot), tag_of(update.round))
         self._arrival = _Arrival(member, slot, work)
         self.follow(update, work)
 

@@ -15,13 +15,15 @@ import pytest
 
 from aiosync import DistributedWeightSyncScheme, SyncTimeoutError, WorkerLostError
 from aiosync.protocol.sender_session import SenderSession
+from aiosync.receiver.applier import WeightApplier
 from aiosync.transfer import broadcast
 from aiosync.transfer.broadcast import BroadcastGroup
 from aiosync.transports.torch_distributed.process_group import ProcessGroupMember
 from tests.kit import scenarios
 from tests.kit.cases import SCHEMES
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
-from tests.kit.models import fill
+from tests.kit.local import LocalCluster
+from tests.kit.models import Uniform, fill, value_of
 from tests.kit.processes import ProcessCluster
 from tests.kit.seams import connections_of, threads_of_ranks
 
@@ -244,3 +246,105 @@ async def test_a_copy_that_takes_long_is_progress(
             assert (await cluster.scheme.send()).ok
             await check(cluster, version, [0, 1])
         assert broadcasts == [1, 2]
+
+
+async def test_a_slow_worker_fails_no_broadcast(
+    broadcasts: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has the bytes, and takes long to apply them."""
+    monkeypatch.setattr(broadcast, "STALLED", BRIEF)
+    commit = WeightApplier.commit
+
+    async def slow(self: WeightApplier, *args: Any) -> None:
+        if self.worker == 0:
+            await asyncio.sleep(4 * BRIEF)
+        await commit(self, *args)
+
+    async with LocalCluster(BROADCAST, workers=2, model=lambda: Uniform(size=LARGE)) as cluster:
+        monkeypatch.setattr(WeightApplier, "commit", slow)
+        broadcasts.clear()
+        for version in range(1, 6):
+            fill(cluster.model, version)
+            assert (await cluster.scheme.send()).ok
+            assert [value_of(worker.model) for worker in cluster.workers] == [version] * 2
+        assert broadcasts == [1, 2, 3, 4, 5]
+    assert "in a row" not in caplog.text
+
+
+async def test_three_failures_in_a_row(broadcasts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "STALLED", BRIEF)
+    async with ProcessCluster(BROADCAST, workers=2, size=1 << 10, timeout=PATIENCE) as cluster:
+        scheme, victim = cluster.scheme, cluster.workers[1]
+        assert isinstance(scheme, DistributedWeightSyncScheme)
+        broadcasts.clear()
+        with monkeypatch.context() as patch:
+            before_start(patch, victim.stop)
+            for version in (1, 2, 3):
+                fill(cluster.model, version)
+                await scheme.send(wait=False)
+                await applied(cluster, version, [0])
+                victim.resume()
+                await applied(cluster, version, [1])
+            assert broadcasts == [1, 2, 3]
+            fill(cluster.model, 4)
+            assert (await scheme.send()).ok
+            assert broadcasts == [1, 2, 3]
+        await scheme.reconnect()
+        fill(cluster.model, 5)
+        assert (await scheme.send()).ok
+        assert broadcasts == [1, 2, 3, 5]
+        await check(cluster, 5, [0, 1])
+        await eventually(lambda: threads_of_ranks() <= 3, "the broken groups are dropped")
+
+
+async def test_one_comes_and_goes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted: list[int] = []
+    monkeypatch.setattr(SenderSession, "interrupt", lambda self, round_: interrupted.append(round_))
+    async with ProcessCluster(BROADCAST, workers=3, size=LARGE, on_failure="drop") as cluster:
+        scheme = cluster.scheme
+        assert isinstance(scheme, DistributedWeightSyncScheme)
+        await cluster.workers[2].run(scenarios.aclose)
+        await eventually(lambda: 2 not in connections_of(scheme), "it is gone")
+        fill(cluster.model, 1)
+        await scheme.send()
+        await scheme.reconnect()
+        late, held, release = cluster.spawn(2), threading.Event(), threading.Event()
+
+        def hold() -> None:
+            held.set()
+            assert release.wait(PATIENCE)
+
+        before_message(monkeypatch, 2, hold)
+        interrupted.clear()
+        fill(cluster.model, 2)
+        await scheme.send(wait=False)
+        await eventually(held.is_set, "the broadcast runs")
+        await within(cluster.connect_worker(2))
+        late.kill()
+        await eventually(lambda: 2 not in connections_of(scheme), "it is gone again")
+        release.set()
+        await applied(cluster, 2, [0, 1])
+        assert interrupted == []
+
+
+async def test_the_last_broadcast_of_a_sender_that_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ProcessCluster(BROADCAST, workers=3, size=LARGE) as cluster:
+        held, release = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            held.set()
+            assert release.wait(PATIENCE)
+
+        before_message(monkeypatch, 2, hold)
+        fill(cluster.model, 1)
+        await cluster.scheme.send(wait=False)
+        await eventually(held.is_set, "the broadcast runs")
+        await cluster.scheme.aclose()
+        release.set()
+        for worker in cluster.workers.values():
+            for _ in range(round(PATIENCE / 0.05)):  # nothing tells of it: the connection is closed
+                if await worker.run(scenarios.report) == {"version": 1, "value": 1}:
+                    break
+                await asyncio.sleep(0.05)
+        await check(cluster, 1, [0, 1, 2])
+        await eventually(lambda: threads_of_ranks() == 0, "the group is dropped")

@@ -76,9 +76,9 @@ class ProcessGroupMember:
         """
         return self._thread.submit(lambda: self._move(buffer, tag, ready))
 
-    def receive(self, buffer: Callable[[], Tensor], tag: int) -> Future[None]:
-        """Receive what rank 0 sends. ``buffer()``, called in the thread, returns a 1-D uint8 buffer."""
-        return self._thread.submit(lambda: self._move(buffer(), tag, lambda _: None))
+    def receive(self, buffer: Tensor, tag: int) -> Future[None]:
+        """Receive into a 1-D uint8 buffer what rank 0 sends."""
+        return self._thread.submit(lambda: self._move(buffer, tag, lambda _: None))
 
     def close(self) -> None:
         """Drop the group after the queued messages; idempotent. Does not wait."""
