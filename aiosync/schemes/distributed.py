@@ -96,11 +96,15 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
     MASTER_ADDR and MASTER_PORT, or one that the sender starts on this machine, whose address the pickled
     scheme has. Under ``torchrun`` no argument is needed: RANK gives the worker's rank too.
 
-    A call into torch.distributed cannot be interrupted: it ends when the other side continues or dies, or
-    after ``timeout``. A cancelled aiosync call, or one that reaches its deadline, returns at once; until the
-    torch call ends, its thread and the slot that it reads or writes stay in use. So a stopped worker keeps
-    one more slot. Any error in a group ends the worker's connection; the worker, or its replacement, connects
-    again with a new group. All processes that can reach the store are trusted, as in torch.distributed.
+    A call of gloo cannot be interrupted: it ends when the other side continues or dies, or after ``timeout``.
+    A cancelled aiosync call, or one that reaches its deadline, returns at once; until gloo's call ends, its
+    thread and the slot that it reads or writes stay in use. So a stopped worker keeps one more slot. An error
+    in a group ends the worker's connection; the worker, or its replacement, connects again with a new group.
+    All processes that can reach the store are trusted, as in torch.distributed.
+
+    A call of NCCL ends when the worker is lost. A stopped worker is given up when none of its bytes has moved
+    for 10 seconds, or for a quarter of the call's timeout if that is less. Until then the next ``send`` waits
+    for it, and so does ``torch.cuda.synchronize()`` in the trainer; its work in its own streams does not.
 
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.

@@ -65,6 +65,11 @@ def tag_of(round_: int) -> int:
     return 1 + round_ % (1 << 30)
 
 
+def patience_of(published: SlotVersion) -> float:
+    """Most seconds for which nothing may move."""
+    return min(STALLED, _SHARE * published.seconds)
+
+
 def send_by(member: ProcessGroupMember, group: WorkerGroup, published: SlotVersion, ended: Ended) -> None:
     """Send a version through a process group, then call ``ended``.
 
@@ -78,7 +83,7 @@ def send_by(member: ProcessGroupMember, group: WorkerGroup, published: SlotVersi
             copying.ready((nbytes - 1) // BLOCK)
 
     buffer = slot.segment.buffer[: group.pool.layout.nbytes]
-    future = member.send(buffer, tag_of(published.round), ready)
+    future = member.send(buffer, tag_of(published.round), ready, patience_of(published))
     group.pool.keep_until(future, slot, lambda future: ended(future.exception()))
 
 
@@ -314,7 +319,7 @@ class BroadcastGroup:
     def _announce(
         self, published: SlotVersion, member: ProcessGroupMember, connections: list[TransferConnection]
     ) -> None:
-        seconds = min(STALLED, _SHARE * published.seconds)
+        seconds = patience_of(published)
         current = _Broadcast(published.round, seconds, lambda: self._stalled(current), member, connections)
         self._current = current
         self._offer_all()
@@ -327,7 +332,9 @@ class BroadcastGroup:
 
     def _interrupt(self, broadcast: _Broadcast) -> None:
         broadcast.interrupt()
-        if self._current is broadcast and not broadcast.begun:
+        if broadcast.begun:
+            broadcast.member.interrupt()
+        elif self._current is broadcast:
             self._current = None
 
     def _break(self, reason: str) -> None:

@@ -143,6 +143,8 @@ class ProcessGroupOutbound(OutboundTransfer):
         send_by(self.member, self.group, published, ended)
 
     def detach(self) -> None:
+        if not self.group.stopped:  # a worker of a sender that closes still gets the last version
+            self.member.interrupt()
         self.member.close()
 
     @property
@@ -296,6 +298,11 @@ class ProcessGroupInbound(BackgroundInbound, DoubleBuffer):
         work = member.receive(self.bytes_of(slot), tag_of(update.round))
         self._arrival = _Arrival(member, slot, work)
         self.follow(update, work)
+
+    def interrupted(self, reason: str) -> None:
+        super().interrupted(reason)
+        if self._arrival is not None and not self._arrival.work.done():
+            self._arrival.member.interrupt()
 
     def _copy_inline(self, update: Update, data: bytes) -> None:
         self.bytes_of(self._take_slot_for(None)).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

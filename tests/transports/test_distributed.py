@@ -287,9 +287,9 @@ async def test_a_thread_that_gloo_keeps_writes_into_no_later_update(monkeypatch:
     held, release = threading.Event(), threading.Event()
     move = ProcessGroupMember._move_all
 
-    def hold(self: ProcessGroupMember, buffer: torch.Tensor, tag: int, ready: Any) -> None:
+    def hold(self: ProcessGroupMember, buffer: torch.Tensor, *args: Any) -> None:
         if self.rank == 0 or held.is_set():
-            return move(self, buffer, tag, ready)
+            return move(self, buffer, *args)
         held.set()
         assert release.wait(PATIENCE)
         buffer.view(torch.float32).fill_(99)

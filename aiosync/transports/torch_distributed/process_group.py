@@ -8,15 +8,23 @@ States: NEW → JOINED → CLOSED, or NEW → CLOSED.
 The group's thread makes the group at the first use, uses it and drops it. When a member drops the group, its
 connections close, and pending calls of the other members raise. So a blocked rank is released by another
 rank, or by the group's timeout.
+
+NCCL moves the bytes in one of torch's streams. While it waits there for a lost or suspended rank, whoever
+waits for all streams waits too: this package, and ``torch.cuda.synchronize()``. So its calls are ended when
+the rank is known to be lost (:meth:`ProcessGroupMember.interrupt`), and after :data:`STALLED` otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +39,12 @@ BUCKET = 8 << 20  # bytes of one message. Small enough that copying, sending and
 _JOIN = 30.0  # most seconds that the other member has to join a group of two
 
 STALLED = 10.0
-"""Most seconds that a message of a broadcast takes, and that all members have to join its group. Longer means
-that a rank is suspended or dead, and its thread must not keep the others' threads."""
+"""Most seconds that a message of NCCL or of a broadcast takes, and that all members have to join a group for
+broadcasts. Longer means that a rank is suspended or dead. It must not keep the others' threads and devices.
+"""
+
+_AHEAD = 32
+"""Most messages that are queued. NCCL counts a message's time from when it is queued."""
 
 
 def check_backend(backend: str) -> None:
@@ -47,6 +59,29 @@ def device_of(backend: str) -> torch.device:
     if backend == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+_environment = threading.Lock()
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """In the body, make NCCL groups that no thread of torch's watches.
+
+    That thread may end the whole process when a rank is lost or takes too long. Without it the wait for a
+    message raises. torch takes this from the environment only.
+    """
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    with _environment:
+        before = os.environ.get(name)
+        os.environ[name] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
 
 
 @dataclass(eq=False, repr=False)
@@ -65,34 +100,52 @@ class ProcessGroupMember:
     moved: int = field(default=0, init=False)  # bytes sent or received so far
     _group: Any = field(default=None, init=False)
     _closed: bool = field(default=False, init=False)
+    _interrupted: bool = field(default=False, init=False)
+    _stream: torch.cuda.Stream | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._thread = DetachedThread("aiosync-ranks")
 
-    def send(self, buffer: Tensor, tag: int, ready: Callable[[int], object]) -> Future[None]:
+    def send(
+        self, buffer: Tensor, tag: int, ready: Callable[[int], object], stalled: float = STALLED
+    ) -> Future[None]:
         """Send a 1-D uint8 buffer, on rank 0. The other side receives with the same tag.
 
         ``ready(n)``, called in the thread, returns when the first ``n`` bytes of the buffer are written.
+        With NCCL, a message may take ``stalled`` seconds.
         """
-        return self._thread.submit(lambda: self._move(buffer, tag, ready))
+        return self._thread.submit(lambda: self._move(buffer, tag, ready, stalled))
 
     def receive(self, buffer: Tensor, tag: int) -> Future[None]:
         """Receive into a 1-D uint8 buffer what rank 0 sends."""
-        return self._thread.submit(lambda: self._move(buffer, tag, lambda _: None))
+        return self._thread.submit(lambda: self._move(buffer, tag, lambda _: None, STALLED))
+
+    def interrupt(self) -> None:
+        """End the calls of NCCL: they raise. Those of gloo end by their timeout. Idempotent; does not wait.
+
+        The member cannot be used any more.
+        """
+        if self.backend == "nccl" and not self._interrupted:
+            self._interrupted = True
+            thread = DetachedThread("aiosync-ranks")  # the other one waits in the call
+            thread.submit(partial(_abort, self._group))
+            thread.close()
 
     def close(self) -> None:
         """Drop the group after the queued messages; idempotent. Does not wait."""
         if not self._closed:
             self._closed = True
-            self._thread.submit(self._drop)
+            self._thread.submit(self._leave)
             self._thread.close()
 
     # -- in the thread -------------------------------------------------------------------------------
 
-    def _move(self, buffer: Tensor, tag: int, ready: Callable[[int], object]) -> None:
+    def _move(self, buffer: Tensor, tag: int, ready: Callable[[int], object], stalled: float) -> None:
         broken = ""
         try:
-            self._move_all(buffer, tag, ready)
+            with self._in_own_stream(buffer.device):
+                self._move_all(buffer, tag, ready, stalled)
+            self._check()  # an interrupted call of NCCL may end without an error
         except RuntimeError as exc:
             broken = first_line(exc)
         if broken:
@@ -102,19 +155,41 @@ class ProcessGroupMember:
             self._drop()
             raise WorkerLostError((), f"its process group ({self.backend}) broke: {broken}")
 
-    def _move_all(self, buffer: Tensor, tag: int, ready: Callable[[int], object]) -> None:
-        group = self._joined()
-        works, end = [], 0
+    @contextmanager
+    def _in_own_stream(self, device: torch.device) -> Iterator[None]:
+        """In the body, NCCL's calls wait for no work of the user's, and no work of the user's for them."""
+        if device.type != "cuda":
+            yield
+            return
+        with torch.cuda.device(device):
+            self._stream = self._stream or torch.cuda.Stream()
+            with torch.cuda.stream(self._stream):
+                yield
+
+    def _move_all(self, buffer: Tensor, tag: int, ready: Callable[[int], object], stalled: float) -> None:
+        group = self._joined(buffer.device)
+        limit = timedelta(seconds=self.timeout if self.backend == "gloo" else min(self.timeout, stalled))
+        started: deque[tuple[Any, int]] = deque()
+
+        def finish_oldest() -> None:
+            work, nbytes = started.popleft()
+            work.wait(limit)
+            self.moved += nbytes
+
+        end = 0
         for bucket in buffer.split(BUCKET):
             end += bucket.numel()
             ready(end)
-            works.append((self._start(group, bucket, tag), bucket.numel()))
+            if len(started) == _AHEAD:
+                finish_oldest()
+            started.append((self._start(group, bucket, tag), bucket.numel()))
             self.steps += 1
-        for work, nbytes in works:
-            work.wait(timedelta(seconds=self.timeout))
-            self.moved += nbytes
-        if buffer.is_cuda:
-            torch.cuda.current_stream(buffer.device).synchronize()  # before that the copy is only queued
+        while started:
+            finish_oldest()
+
+    def _check(self) -> None:
+        if self._interrupted:
+            raise RuntimeError("it was interrupted")
 
     def _start(self, group: Any, bucket: Tensor, tag: int) -> Any:
         if self.size > 2:
@@ -125,13 +200,15 @@ class ProcessGroupMember:
             return group.broadcast([bucket], options)
         return group.send([bucket], 1, tag) if self.rank == 0 else group.recv([bucket], 0, tag)
 
-    def _joined(self) -> Any:
+    def _joined(self, device: torch.device) -> Any:
         """Return the group. The first call makes it, together with the other members."""
         if self._group is None:
             prefix, store = f"aiosync/ranks/{self.key}", self.store()
             rendezvous = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+            self._check()
             self._group = self._make(rendezvous)
-            token = torch.zeros(1, dtype=torch.uint8, device=device_of(self.backend))
+            self._check()
+            token = torch.zeros(1, dtype=torch.uint8, device=device)
             if self.rank == 0:
                 for other in range(1, self.size):
                     self._group.recv([token], other, 0).wait()
@@ -151,7 +228,23 @@ class ProcessGroupMember:
             return dist.ProcessGroupGloo(store, self.rank, self.size, limit)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
-        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        with _without_watchdog():
+            return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+
+    def _leave(self) -> None:
+        if self.backend == "nccl" and self._group is not None and not self._interrupted:
+            group, self._group = self._group, None
+            with suppress(RuntimeError):
+                group.shutdown()  # what NCCL has taken is sent first
+        self._drop()
 
     def _drop(self) -> None:
-        self._group = None
+        group, self._group = self._group, None
+        if self.backend == "nccl":
+            _abort(group)
+
+
+def _abort(group: Any) -> None:
+    if group is not None:
+        with suppress(RuntimeError):
+            group.abort()
