@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ class GymnasiumEnv(Env):
 
     def act(self, step: Values) -> Any:
         """Take the action in ``step``. Returns what the environment returns."""
-        return self.env.step(self._action(step))
+        return self.env.step(self._given(as_array(step["action"])))
 
     def observed(self, current: Values) -> Any:
         """Return the observation: all that some policies need of what the next step begins with."""
@@ -112,8 +112,14 @@ class GymnasiumEnv(Env):
         seed, self._seed = self._seed, None
         return {} if seed is None else {"seed": seed}
 
-    def _action(self, step: Values) -> Any:
-        action = as_array(step["action"])
+    def given(self, like: np.ndarray[Any, Any]) -> Callable[[np.ndarray[Any, Any]], Any]:
+        """Return what makes the environment's action from an array with the shape and dtype of ``like``."""
+        whole = self._choices is not None and like.shape == self.shape and like.dtype.kind in "iu"
+        if self._choices is None or (whole and self.shape):
+            return lambda action: action.copy()
+        return (lambda action: action.item()) if whole else self._given
+
+    def _given(self, action: np.ndarray[Any, Any]) -> Any:
         if self._choices is not None:
             if action.ndim == len(self.shape) + 1 and action.shape[-1] == self._choices:
                 action = action.argmax(-1)
@@ -160,7 +166,7 @@ class AsyncEnv(GymnasiumEnv):
         return self._reset_fields(await self.env.reset(**self._pop_seed()))
 
     async def step(self, step: Values) -> Values:
-        return self.fields_of(await self.env.step(self._action(step)))
+        return self.fields_of(await self.env.step(self._given(as_array(step["action"]))))
 
     async def close(self) -> None:
         closing = getattr(self.env, "aclose", None) or getattr(self.env, "close", None)

@@ -25,7 +25,6 @@ from aiosync.collectors.env import (
     Key,
     Value,
     Values,
-    as_array,
     as_tensor,
     as_tensors,
     flatten,
@@ -36,22 +35,26 @@ from aiosync.weights.devices import undisturbed
 
 
 class Actor(ABC):
-    """Calls a policy.
-
-    Attributes:
-        observes_only: a call with nothing but ``"observation"`` has the same result.
-    """
-
-    observes_only = False
+    """Calls a policy."""
 
     @abstractmethod
     def __call__(self, step: Values) -> Fields:
         """Call the policy with the observations and the other fields. Returns the fields that the policy
         adds: the actions at least. Raises what the policy raises."""
 
-    def observe(self, observation: Value) -> Values:
-        """Call the policy with this ``"observation"`` only. Returns the fields that it adds, as arrays."""
-        return {key: as_array(value) for key, value in self({"observation": observation}).items()}
+
+class ObservationActor(Actor):
+    """Calls a policy that may need nothing but ``"observation"``.
+
+    Attributes:
+        call: calls the policy with that tensor, and returns what the policy returns. None: it needs more.
+    """
+
+    call: Callable[[Tensor], Any] | None = None
+
+    @abstractmethod
+    def fields_of(self, result: Any, observation: Value) -> Fields:
+        """Return the fields in what :attr:`call` returned for this observation."""
 
 
 _NOT_OBSERVED = {"done", "terminated", "truncated", "step_count"}
@@ -170,7 +173,7 @@ class _OfTensorDict(Actor):
         return {key: value for key, value in flatten(result).items() if given.get(key) is not value}
 
 
-class _OfKeys(Actor):
+class _OfKeys(ObservationActor):
     """Calls a TensorDictModule without a TensorDict, which would cost several times a small module's call:
     the module gets the tensors of ``in_keys`` and returns those of ``out_keys``."""
 
@@ -178,35 +181,38 @@ class _OfKeys(Actor):
         self._policy = policy
         self._env, self._shape = env, env.shape
         self._by_tensordict = _OfTensorDict(policy, env)
-        self.observes_only = list(policy.in_keys) == ["observation"]
+        self.call = policy.module if list(policy.in_keys) == ["observation"] else None
         self._plain = True  # the module returns a tensor per key
 
     def __call__(self, step: Values) -> Fields:
-        policy, dims = self._policy, len(self._shape)
         if not self._plain:
             return self._by_tensordict(step)
         try:
-            given = [as_tensor(step[key]) for key in policy.in_keys]
+            given = [as_tensor(step[key]) for key in self._policy.in_keys]
         except KeyError:  # the TensorDictModule has its own error
             return self._by_tensordict(step)
-        result = policy.module(*given)
+        return self._fields(self._policy.module(*given), step)
+
+    def fields_of(self, result: Any, observation: Value) -> Fields:
+        return self._fields(result, {"observation": observation})
+
+    def _fields(self, result: Any, step: Values) -> Fields:
+        policy, dims = self._policy, len(self._shape)
         values, keys = result if isinstance(result, tuple) else (result,), policy.out_keys
         plain = len(values) == len(keys) and all(isinstance(value, Tensor) for value in values)
         if plain and all(value.shape[:dims] == self._shape for value in values):
             return {key: value for key, value in zip(keys, values, strict=True) if key != "_"}
-        self._plain = self.observes_only = False
+        self._plain, self.call = False, None
         # The module is not called again: it may count its calls, or draw random numbers.
         known = TensorDictModule(lambda *_: result, in_keys=policy.in_keys, out_keys=keys)
         return _OfTensorDict(known, self._env)(step)
 
 
-class _OfTensors(Actor):
+class _OfTensors(ObservationActor):
     """Calls a module or function of the observation, or of several observations in their order."""
 
-    observes_only = True
-
     def __init__(self, policy: Callable[..., Any], env: Env) -> None:
-        self._policy = policy
+        self._policy = self.call = policy
         self._action_keys = env.action_keys
         self._given = env.observation_keys  # None: all but the ends
         self._seen: Set[Key] = set()
@@ -218,11 +224,8 @@ class _OfTensors(Actor):
             self._keys = [key for key in step if _name(key) not in _NOT_OBSERVED]
         return self._fields(self._policy(*[as_tensor(step[key]) for key in self._keys]))
 
-    def observe(self, observation: Value) -> Values:
-        action = self._policy(as_tensor(observation))
-        if type(action) is Tensor:
-            return {self._action_keys[0]: as_array(action)}
-        return {key: as_array(value) for key, value in self._fields(action).items()}
+    def fields_of(self, result: Any, observation: Value) -> Fields:
+        return self._fields(result)
 
     def _fields(self, action: Any) -> Fields:
         actions = action if isinstance(action, tuple) else (action,)
@@ -234,7 +237,7 @@ def _name(key: Key) -> str:
     return key if isinstance(key, str) else key[-1]
 
 
-class _OnDevice(Actor):
+class _OnDevice(ObservationActor):
     """Calls an actor on a device. With ``sync`` copies are asynchronous, and the CUDA device is synchronized
     after the call; otherwise each copy is synchronous."""
 
@@ -242,7 +245,8 @@ class _OnDevice(Actor):
         self._actor = actor
         self._device = device
         self._sync = sync
-        self.observes_only = actor.observes_only
+        if isinstance(actor, ObservationActor) and actor.call is not None:
+            self.call = lambda observation: self({"observation": observation})
 
     def __call__(self, step: Values) -> Fields:
         device, sync = self._device, self._sync
@@ -251,3 +255,7 @@ class _OnDevice(Actor):
         if sync:
             torch.cuda.synchronize(device)
         return result
+
+    def fields_of(self, result: Any, observation: Value) -> Fields:
+        fields: Fields = result
+        return fields

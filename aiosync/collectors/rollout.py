@@ -31,6 +31,7 @@ from aiosync.collectors.env import (
 from aiosync.collectors.partial_batch import PartialBatch
 from aiosync.collectors.pickling import dump_env, load_env
 from aiosync.collectors.policy import Acting, Actor
+from aiosync.collectors.trajectory_ids import TrajectoryIds
 
 
 @dataclass(eq=False, repr=False)
@@ -46,7 +47,7 @@ class Rollout:
     policy: Actor | None  # None: random actions
     acting: Acting  # the context of calls of the policy
     config: BatchConfig
-    next_id: int  # the number of the next trajectory; the one after it has this number + stride
+    first_id: int  # the number of the first trajectory; the next one has this number + stride
     stride: int
     version: Callable[[], int] | None  # returns the current version of the policy; None: no frame is tagged
     direct: bool = False  # frames may be written by DirectFrames: no option or other rollout is in the way
@@ -61,7 +62,6 @@ class Rollout:
     # The batch of the last frame: reset_at_each_iter compares it with that of the next one.
     _batch: PartialBatch | None = None
     _steps: int = 0  # how many steps the environment has taken, or fewer after a state was loaded
-    _cut: list[int] = field(default_factory=list)  # trajectories that a reset has ended
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
@@ -69,10 +69,8 @@ class Rollout:
         env.configure(self.config)
         self._limit = self.config.step_limit
         self._limited = env.ends if self._limit else ()
-        # The number of the current trajectory of each environment, and the version of the last frame.
-        self._ids = np.zeros(env.shape, np.int64)
-        self._version = np.zeros(env.shape, np.int64)
-        self._begun = np.zeros(env.shape, np.int64)  # _steps at the beginning of the current trajectory
+        self._ids = TrajectoryIds(env.shape, self.first_id, self.stride, skips=env.skips)
+        self._version = np.zeros(env.shape, np.int64)  # of the last frame
 
     async def reset(self, seed: int | None = None) -> None:
         """Begin a new episode, after the frame in progress. ``seed``: seed the environment first."""
@@ -86,14 +84,14 @@ class Rollout:
         self._found, self._follows = None, False
         for ends in self._limited:
             current[ends.step_count] = torch.zeros_like(as_tensor(current[ends.done]), dtype=torch.int64)
-        self._cut += self._ids[self._steps > self._begun].tolist()
-        self._start_trajectories(np.ones(self.env.shape, np.bool_))
-        self._begun[...] = self._steps
+        self._flush()
+        self._ids.restart(self._steps)
 
     async def restart(self, next_id: int) -> None:
         """Begin a new episode, and number trajectories from ``next_id`` on, or higher."""
         async with self._lock:
-            self.next_id += max(0, -(-(next_id - self.next_id) // self.stride)) * self.stride
+            self._flush()
+            self._ids.raise_to(next_id)
             await self._reset()
 
     def state(self) -> dict[str, Any]:
@@ -102,20 +100,23 @@ class Rollout:
             env = dump_env(self.env.env)
         except Exception:  # noqa: BLE001 - an environment's pickle methods may raise anything
             env = None
-        lengths = as_tensor(np.asarray(self._steps - self._begun))
-        kept = {"current": as_tensors(self._observed()), "traj_ids": as_tensor(self._ids), "lengths": lengths}
-        return {"env": env, "next_traj_id": self.next_id, **copy.deepcopy(kept)}
+        self._flush()
+        lengths = as_tensor(np.asarray(self._steps - self._ids.begun))
+        ids = as_tensor(self._ids.current)
+        kept = {"current": as_tensors(self._observed()), "traj_ids": ids, "lengths": lengths}
+        return {"env": env, "next_traj_id": self._ids.next_id, **copy.deepcopy(kept)}
 
     async def load_state(self, state: dict[str, Any]) -> None:
         """Restore a state. Begins a new episode if the state has no environment."""
         async with self._lock:
             env = None if state["env"] is None else load_env(state["env"])  # first: it may raise
             kept = copy.deepcopy(state)
-            self._start_trajectories(np.zeros(self.env.shape, np.bool_))
-            self._ids[...] = as_array(kept["traj_ids"])
-            self._steps, self._begun[...], self._cut = 0, -as_array(kept["lengths"]), []
+            self._flush()
+            self._ids.take_cut()
+            self._ids.current[...] = as_array(kept["traj_ids"])
+            self._steps, self._ids.begun[...] = 0, -as_array(kept["lengths"])
+            self._ids.next_id = kept["next_traj_id"]
             self._current, self._found, self._follows = kept["current"], None, False
-            self.next_id = kept["next_traj_id"]
             if env is None:
                 await self._reset()
             else:
@@ -127,6 +128,7 @@ class Rollout:
         until = time.perf_counter() + seconds
         async with self._lock:
             if batch is not self._batch:
+                self._flush()
                 if self.direct and self._batch is not None:
                     batch.try_layout_of(self._batch)
                 self._batch, self._follows = batch, False
@@ -139,9 +141,8 @@ class Rollout:
                 if not (self._current or self._found):
                     await self._reset()
                 while batch.has_room:  # other rollouts may claim places while this one awaits
-                    choose = self._chooser(batch)
-                    if choose is not None:
-                        after = self._collect_directly(batch, choose, until)
+                    if self._goes_directly(batch):
+                        after = self._collect_directly(batch, until)
                     else:
                         after = await self._collect_frame(batch, each)
                     if after is not None:
@@ -149,8 +150,16 @@ class Rollout:
                     if time.perf_counter() >= until:
                         return
 
+    def _goes_directly(self, batch: PartialBatch) -> bool:
+        """Return whether the next frame can be written directly."""
+        frames, policy = batch.direct, self.policy
+        if frames is None or policy is None or batch.request.at_random:
+            return False
+        return self._follows and frames.fits(policy)
+
     async def _collect_frame(self, batch: PartialBatch, acting: AbstractContextManager[None]) -> Values:
         """Collect one frame. Returns what the environment returned."""
+        self._flush()
         place = batch.claim(self.number)
         current = self._observed()
         # Each part is written before the next call that may write over its memory.
@@ -185,62 +194,39 @@ class Rollout:
         chosen = frozenset(self._keys[1])
         fields = chosen, after, frozenset(self.env.kept)
         if memory.direct is None or memory.direct[0] != fields:
-            found = direct_frames(self.env, memory, self._ids, chosen=chosen, after=after)
+            restarts = self.config.reset_when_done
+            found = direct_frames(self.env, memory, self._ids, restarts, chosen=chosen, after=after)
             memory.direct = fields, found
         return cast("DirectFrames | None", memory.direct[1])
 
-    def _chooser(self, batch: PartialBatch) -> Callable[[Any], Any] | None:
-        """Return what calls the policy if the next frame can be written directly."""
-        direct = self._follows and batch.direct is not None and not batch.request.at_random
-        if not direct or self.policy is None or batch.direct is None:
-            return None
-        return batch.direct.chooser(self.policy)
-
-    def _collect_directly(
-        self, batch: PartialBatch, choose: Callable[[Any], Any], until: float
-    ) -> Values | None:
+    def _collect_directly(self, batch: PartialBatch, until: float) -> Values | None:
         """Collect frames while nothing but calls of the policy and steps of the environment is to do. Returns
         None; or what the environment returned, if an episode has ended or fields are of another kind."""
         env: Any = self.env
         frames: Any = batch.direct
-        record, write, act, chosen_keys = frames.record, frames.write, env.act, frames.chosen
-        if self.version is not None:
-            self._version.fill(version := self.version())
-        first = place = batch.claimed
-        before = self._steps - first  # less by the number of the frame's place
-        frames.begin(first, None if self.version is None else version)
+        first = batch.claimed
+        version = None if self.version is None else self.version()
+        if version is not None:
+            self._version.fill(version)
+        frames.begin(first, version, self._steps)
         if self._found is None:
             frames.observation = env.observed(self._current)
-        observation = frames.observation
-        restarts, found, after = self.config.reset_when_done, self._found, None
         with no_nested_loop():
-            for place in range(first, batch.capacity):
-                chosen = choose(observation)
-                if chosen.keys() != chosen_keys:
-                    chosen = frames.completed(chosen, batch.memory.check)
-                write(place, chosen)
-                found = act(chosen)
-                ended = record(place, found)
-                observation = frames.observation
-                if ended != 0:
-                    if ended is None or (restarts and not env.skips):
-                        after = env.fields_of(found)
-                        break
-                    if restarts:
-                        self._steps = before + place + 1
-                        self._start_trajectories(frames.done)
-                if time.perf_counter() >= until:
-                    break
-        self._found = found
+            place, self._found, whole = frames.run(self.policy, first, batch.capacity, until)
         batch.claim(self.number, place + 1 - first)
-        batch.steps += place - first
-        self._steps = before + place
-        if after is None:
-            self._steps += 1
-            batch.steps += 1
-        else:
-            self._finish(batch, place, after)
+        batch.steps += place + whole - first
+        self._steps += place + whole - first
+        if whole:
+            return None
+        frames.flush(goes_on=True)
+        after: Values = env.fields_of(self._found)
+        self._finish(batch, place, after)
         return after
+
+    def _flush(self) -> None:
+        """Write what is left to write of frames that were collected directly."""
+        if self._batch is not None and self._batch.direct is not None:
+            self._batch.direct.flush()
 
     def _observed(self) -> Values:
         """Return what the next frame begins with."""
@@ -256,7 +242,7 @@ class Rollout:
 
     def _tags(self, current: Values) -> Values:
         """Return the collector's own fields of the next frame."""
-        tags: Values = {TRAJ_IDS: self._ids}
+        tags: Values = {TRAJ_IDS: self._ids.current}
         if self.env.skips:
             tags[MASK] = ~current["done"].reshape(self.env.shape)
         if self.version is not None:
@@ -292,7 +278,7 @@ class Rollout:
             count, done = as_tensor(after[ends.step_count]), as_tensor(after[ends.done])
             counts[ends.step_count] = count.masked_fill(done, 0) if restart else count
         if restart:
-            self._start_trajectories(ended)
+            self._ids.start(ended, self._steps)
         self._current = await env.restart(after) if restart else env.proceed(after)
         self._current.update(counts)
         self._found, self._follows = None, not restart or env.skips
@@ -301,20 +287,8 @@ class Rollout:
         """Return how many frames the current trajectories have: number -> frames, if there are any."""
         if self.config.trajs_per_batch is None or self.config.set_truncated:
             return {}  # with set_truncated trajectories end with the batch
-        lengths = np.asarray(self._steps - self._begun)
-        where = lengths > 0
-        return dict(zip(self._ids[where].tolist(), lengths[where].tolist(), strict=True))
+        return self._ids.lengths(self._steps)
 
     def take_cut(self) -> list[int]:
         """Return and forget the numbers of the trajectories that a reset has ended."""
-        cut, self._cut = self._cut, []
-        return cut
-
-    def _start_trajectories(self, where: np.ndarray[Any, Any]) -> None:
-        if self._batch is not None and self._batch.direct is not None:
-            self._batch.direct.keep_ids()
-        count = int(np.count_nonzero(where))
-        # A step that is skipped belongs to no trajectory.
-        self._begun[where] = self._steps + self.env.skips
-        self._ids[where] = np.arange(count) * self.stride + self.next_id
-        self.next_id += count * self.stride
+        return self._ids.take_cut()

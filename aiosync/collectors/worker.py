@@ -50,9 +50,6 @@ from aiosync.weights.resolve import call_by_path, resolve_model
 _SLICE = 2e-3
 """Seconds that a rollout steps before the event loop handles updates and commands, between two frames."""
 
-_SHARED_SLICE = 1e-3
-"""The same on the event loop of a trainer, which has other tasks."""
-
 
 async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks and wait for their end."""
@@ -223,9 +220,7 @@ class Worker:
         return Answer(call.number, value)
 
     async def _roll_out(self, rollout: Rollout) -> None:
-        seconds = _SLICE if self._spec.own_process else _SHARED_SLICE
-        if len(self._rollouts) > 1:
-            seconds = 0.0  # they take turns, frame by frame
+        seconds = _SLICE if len(self._rollouts) == 1 else 0.0  # several take turns, frame by frame
         while True:
             batch = next((batch for batch in self._partial_batches if batch.has_room), None)
             if batch is None:
