@@ -6,18 +6,17 @@ import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, from_numpy
 
-from aiosync.collectors.batch_buffers import BatchBuffer, write_fields
+from aiosync.collectors.batch_buffers import BatchBuffer, Column, write_fields
 from aiosync.collectors.env import (
     ENDS,
     MASK,
     TRAJ_IDS,
     Env,
-    Fields,
     Key,
     Values,
     as_array,
@@ -28,13 +27,26 @@ from aiosync.collectors.gymnasium_env import GymnasiumEnv
 from aiosync.collectors.policy import Actor, ObservationActor
 from aiosync.collectors.tensordict_env import TensorDictEnv
 from aiosync.collectors.trajectory_ids import TrajectoryIds
+from aiosync.errors import InvalidArgumentError
 
 VERSION = "policy_version"
 _BOOL = np.dtype(np.bool_)
 
 
+class Run(NamedTuple):
+    """What :meth:`DirectFrames.run` has done."""
+
+    end: int  # the place after the last frame that is complete
+    found: Any  # what the environment returned last; None: it took no step
+    # The environment's last step belongs to the next frame, which has to be completed in the general way: an
+    # episode has ended; or there are other fields, types, shapes or dtypes than before.
+    begun: bool
+    # The policy's fields of the next frame, if they are others than before. The environment has not got them.
+    chosen: Values | None = None
+
+
 class DirectFrames(ABC):
-    """Writes frames of one environment, each of which begins where the one before it has ended.
+    """Writes frames of one environment.
 
     Per step only the policy's fields and those of the environment's answer are written, by :meth:`run`. The
     other fields are written for many frames at a time, by :meth:`flush`: the observation and the end flags
@@ -60,10 +72,8 @@ class DirectFrames(ABC):
         columns: dict[Key, Any] = {key: column.array for key, column in buffer.columns.items()}
         self._columns, self._following = columns, following
         self._chosen = chosen  # the policy's fields of each frame
-        self._others = columns.keys() - chosen  # with those below "next"
-        self._check = buffer.check
         self._write = functools.partial(write_fields, buffer.columns)
-        self._carried = [(columns[key], following[key]) for key in carried]
+        self._carried = {key: (columns[key], following[key]) for key in carried}
         self._mask, self._begins_done, self._ends_done = columns.get(MASK), columns["done"], following["done"]
         self._versions = [each[VERSION] for each in (columns, following) if VERSION in each]
         self._version: int | None = None
@@ -74,55 +84,52 @@ class DirectFrames(ABC):
         # The frames that are not flushed: from this place to before that one. How many steps the rollout had
         # taken before them.
         self._first = self._next = self._steps = 0
+        self._written = -1  # the place whose frame's beginning is written already
 
     @staticmethod
     def fits(policy: Actor) -> bool:
         """Whether this policy needs nothing but :attr:`observation`."""
         return True
 
+    def start(self, place: int, current: Values) -> bool:
+        """Write what a frame begins with that does not follow the one at the place before. Returns False,
+        and writes nothing or a part, if these are not the fields that frames begin with here."""
+        return False
+
     def begin(self, place: int, version: int | None, steps: int) -> None:
         """The next frame is at ``place``, of this version, and the rollout has taken so many steps."""
-        if place != self._next or version != self._version:
+        if place != self._next or version != self._version or place == self._written:
             self.flush()
             self._first = self._next = place
             self._version, self._steps = version, steps
 
     @abstractmethod
-    def run(self, policy: Actor, place: int, end: int, until: float) -> tuple[int, Any, bool]:
+    def run(self, policy: Actor, place: int, end: int, until: float) -> Run:
         """Take steps, and write their frames from ``place`` on: to before ``end``, or until a time of
-        ``time.perf_counter()``, or until something else must be done first.
+        ``time.perf_counter()``, or until something else must be done first."""
 
-        Returns:
-            The place of the last frame, what the environment returned for it, and whether it is complete.
-            If not, an episode has ended; or it has other fields, types, shapes or dtypes than before, and is
-            not written, or only in parts.
-        """
+    def _ended(self, run: Run) -> Run:
+        self._next = run.end
+        return run
 
-    def _completed(self, chosen: Values) -> Values:
-        """Return the policy's fields of a frame, of which it has returned ``chosen``. InvalidArgumentError:
-        one is missing."""
-        if chosen.keys() != self._chosen:
-            self._check(chosen.keys() | self._others, frozenset())
-        return chosen
-
-    def flush(self, *, goes_on: bool = False) -> None:
-        """Write the other fields of the frames of this run.
-
-        ``goes_on``: begin no trajectory after the last frame, even if its episode has ended.
-        """
-        first, end = self._first, self._next
+    def flush(self, *, begun: bool = False) -> None:
+        """Write the other fields of the frames of this run; with ``begun``, also those of the frame after
+        them, which ends no trajectory."""
+        first, end = self._first, self._next + begun
         if first == end:
             return
-        done = self._ends_done[first : end - goes_on if self._continues else first, ..., 0]
+        done = self._ends_done[first : end - begun if self._continues else first, ..., 0]
         self._ids.write(self._columns[TRAJ_IDS][first:end], done, self._steps)
-        for beginning, following in self._carried:
-            beginning[first:end] = following[first - 1 : end - 1]
+        follow = first + (first == self._written)
+        for beginning, following in self._carried.values():
+            beginning[follow:end] = following[follow - 1 : end - 1]
         if self._mask is not None:
             self._mask[first:end] = ~self._begins_done[first:end, ..., 0]
         for column in self._versions:
             column[first:end] = self._version
         self._steps += end - first
-        self._first = end
+        self._first = self._next = end
+        self._written = -1
 
 
 class GymnasiumFrames(DirectFrames):
@@ -135,6 +142,9 @@ class GymnasiumFrames(DirectFrames):
     ) -> None:
         super().__init__(env, buffer, ids, restarts, self.FIELDS, chosen)
         self._env = env
+        self._beginnings: dict[Key, Column] = {
+            key: column for key, column in buffer.columns.items() if key in self.FIELDS
+        }
         # Most policies return one tensor, the action. It is handled in less time than several fields.
         self._action: Any = self._columns[next(iter(chosen))] if len(chosen) == 1 else None
         self._given: Any = None if self._action is None else env.given(self._action[0])
@@ -146,7 +156,18 @@ class GymnasiumFrames(DirectFrames):
     def fits(policy: Actor) -> bool:
         return isinstance(policy, ObservationActor) and policy.call is not None
 
-    def run(self, policy: Any, place: int, end: int, until: float) -> tuple[int, Any, bool]:
+    def start(self, place: int, current: Values) -> bool:
+        if current.keys() != self.FIELDS:
+            return False
+        try:
+            write_fields(self._beginnings, place, current)
+        except InvalidArgumentError:  # the general way says it, or takes other memory
+            return False
+        self.flush()
+        self._written = place
+        return True
+
+    def run(self, policy: Any, place: int, end: int, until: float) -> Run:
         # With a small policy and a small environment, a fourth of the time would be spent here if this were
         # divided into methods: the processor's caches have no room for all the code of a step.
         env, step, call, clock = self._env, self._env.env.step, policy.call, time.perf_counter
@@ -155,17 +176,21 @@ class GymnasiumFrames(DirectFrames):
         shape, dtype = observations.shape[1:], observations.dtype
         ends_shape, stops = rewards.shape[1:], self._stops
         action_shape, action_dtype = (None, None) if actions is None else (actions.shape[1:], actions.dtype)
-        observation, complete = as_tensor(self.observation), True
-        for place in range(place, end):  # noqa: B020 - the last place is returned
+        observation, found, begun = as_tensor(self.observation), None, False
+        while place < end:
             chosen = call(observation)
             action = as_array(chosen) if type(chosen) is Tensor else None
             if action is not None and action.shape == action_shape and action.dtype == action_dtype:
                 actions[place] = action
                 found = step(given(action))
             else:
-                found = env.act(self._write_fields(place, policy.fields_of(chosen, observation)))
+                returned = policy.fields_of(chosen, observation)
+                fields: Values = {key: as_array(value) for key, value in returned.items()}
+                if not self._write_chosen(place, fields):
+                    return self._ended(Run(place, found, False, fields))
+                found = env.act(fields)
+            begun = True
             observed, reward, terminated, truncated, *_ = found
-            complete = False
             if type(observed) is not np.ndarray:
                 break
             # In any case a copy: a policy may write into its input.
@@ -187,22 +212,26 @@ class GymnasiumFrames(DirectFrames):
             observation = from_numpy(observed)
             if stops and np.count_nonzero(terminated | truncated):
                 break
-            complete = True
+            begun = False
+            place += 1
             if clock() >= until:
                 break
-        self._next, self.observation = place + 1, observation
-        return place, found, complete
+        self.observation = observation
+        return self._ended(Run(place, found, begun))
 
-    def _write_fields(self, place: int, fields: Fields) -> Values:
-        """Write what the policy has chosen, in the general way."""
-        chosen = self._completed({key: as_array(value) for key, value in fields.items()})
-        self._write(place, chosen)
-        return chosen
+    def _write_chosen(self, place: int, fields: Values) -> bool:
+        if fields.keys() != self._chosen:
+            return False
+        try:
+            self._write(place, fields)
+        except InvalidArgumentError:  # the general way says it, or takes other memory
+            return False
+        return True
 
-    def flush(self, *, goes_on: bool = False) -> None:
-        new = slice(self._first, self._next)
+    def flush(self, *, begun: bool = False) -> None:
+        new = slice(self._first, self._next + begun)
         self._dones[new] = self._terminations[new] | self._truncations[new]
-        super().flush(goes_on=goes_on)
+        super().flush(begun=begun)
 
 
 class TensorDictFrames(DirectFrames):
@@ -222,27 +251,36 @@ class TensorDictFrames(DirectFrames):
         self._write_next = functools.partial(write_fields, buffer.next_columns)
         self._fields = buffer.next_columns.keys() - {VERSION}
 
-    def run(self, policy: Actor, place: int, end: int, until: float) -> tuple[int, Any, bool]:
-        env, complete = self._env, True
-        for place in range(place, end):  # noqa: B020 - the last place is returned
+    def run(self, policy: Actor, place: int, end: int, until: float) -> Run:
+        env, found, begun = self._env, None, False
+        while place < end:
             chosen: Values = dict(policy(self.observation))
             if chosen.keys() != self._chosen:
                 kept = {key: value for key, value in self.observation.items() if key in self._chosen}
-                chosen = self._completed(kept | chosen)
+                chosen = kept | chosen
+                if chosen.keys() != self._chosen:
+                    return self._ended(Run(place, found, False, chosen))
             self._write(place, chosen)
-            found = env.act(chosen)
-            self._next, complete = place + 1, False
+            found, begun = env.act(chosen), True
             if found.keys() != self._fields:
                 break
             after = env.fields_of(found)
             self._write_next(place, after)
             self.observation = env.proceed(after)
-            if self._stops and np.count_nonzero(as_array(found["done"])):
+            if self._stops and np.count_nonzero(as_array(after["done"])):
                 break
-            complete = True
+            begun = False
+            place += 1
             if time.perf_counter() >= until:
                 break
-        return place, found, complete
+        return self._ended(Run(place, found, begun))
+
+
+def _can_follow(memory: BatchBuffer, carried: Iterable[Key]) -> bool:
+    """Return whether these fields have the shapes and dtypes that they have below ``"next"``."""
+    columns, following = memory.columns, memory.next_columns
+    pairs = ((columns[key], following[key]) for key in carried)
+    return all(one.shape == other.shape and one.dtype == other.dtype for one, other in pairs)
 
 
 def direct_frames(
@@ -268,10 +306,12 @@ def direct_frames(
     if isinstance(env, GymnasiumEnv):
         fields = GymnasiumFrames.FIELDS
         plain = not env.suspends and env.device is None and after == fields | {"reward"}
-        if plain and fields.isdisjoint(chosen):
+        if plain and fields.isdisjoint(chosen) and _can_follow(memory, fields):
             return GymnasiumFrames(env, memory, ids, restarts, chosen)
     if isinstance(env, TensorDictEnv):
         carried = env.carried
-        if carried is not None and carried <= after and carried.isdisjoint(chosen):
+        if carried is None or not carried <= after or not carried.isdisjoint(chosen):
+            return None
+        if _can_follow(memory, carried):
             return TensorDictFrames(env, memory, ids, restarts, carried, chosen | env.kept)
     return None

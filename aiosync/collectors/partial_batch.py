@@ -83,6 +83,17 @@ class PartialBatch:
         if self._tried is not None:
             self._tried[below_next].extend(fields)
 
+    def wrote(self, fields: Iterable[Key]) -> None:
+        """These fields of the frame in progress are written, not by :meth:`write`."""
+        if self._tried is not None:
+            self._tried[0].extend(fields)
+
+    def count(self, frames: int) -> None:
+        """Count frames that are complete, and were not written by :meth:`write`."""
+        if frames:
+            self._tried = None
+            self.steps += frames
+
     def finish(self, place: int, step: Set[Key], after: Set[Key]) -> None:
         """Count a frame whose fields are all written: ``step``, and ``after`` below ``"next"``.
         InvalidArgumentError: it lacks a field of the batch's first frame."""

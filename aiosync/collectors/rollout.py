@@ -61,6 +61,8 @@ class Rollout:
     _keys: tuple[Set[Key], Set[Key]] = (frozenset(), frozenset())
     # The batch of the last frame: reset_at_each_iter compares it with that of the next one.
     _batch: PartialBatch | None = None
+    # The fields of its first frame: of the policy, below "next", and those that the environment keeps.
+    _fields: tuple[Set[Key], Set[Key], Set[Key]] | None = None
     _steps: int = 0  # how many steps the environment has taken, or fewer after a state was loaded
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -131,6 +133,7 @@ class Rollout:
                 self._flush()
                 if self.direct and self._batch is not None:
                     batch.try_layout_of(self._batch)
+                    batch.direct = self._direct_frames(batch.memory)
                 self._batch, self._follows = batch, False
                 batch.lengths |= self._lengths()
                 if self.config.reset_at_each_iter:
@@ -141,10 +144,12 @@ class Rollout:
                 if not (self._current or self._found):
                     await self._reset()
                 while batch.has_room:  # other rollouts may claim places while this one awaits
-                    if self._goes_directly(batch):
-                        after = self._collect_directly(batch, until)
-                    else:
-                        after = await self._collect_frame(batch, each)
+                    after, chosen = None, None
+                    directly = self._goes_directly(batch)
+                    if directly:
+                        after, chosen = self._collect_directly(batch, until)
+                    if not directly or chosen is not None:
+                        after = await self._collect_frame(batch, each, chosen)
                     if after is not None:
                         await self._advance(after)
                     if time.perf_counter() >= until:
@@ -155,10 +160,13 @@ class Rollout:
         frames, policy = batch.direct, self.policy
         if frames is None or policy is None or batch.request.at_random:
             return False
-        return self._follows and frames.fits(policy)
+        return frames.fits(policy) and (self._follows or frames.start(batch.claimed, self._observed()))
 
-    async def _collect_frame(self, batch: PartialBatch, acting: AbstractContextManager[None]) -> Values:
-        """Collect one frame. Returns what the environment returned."""
+    async def _collect_frame(
+        self, batch: PartialBatch, acting: AbstractContextManager[None], chosen: Values | None
+    ) -> Values:
+        """Collect one frame. Returns what the environment returned. ``chosen``: what the policy has returned,
+        if it was called already."""
         self._flush()
         place = batch.claim(self.number)
         current = self._observed()
@@ -166,7 +174,7 @@ class Rollout:
         step = current | self._tags(current)
         batch.write(place, step)
         with acting:
-            action = self._act(batch.request.at_random)
+            action = self._act(batch.request.at_random) if chosen is None else chosen
         batch.write(place, action)
         self._keys = step.keys() | action.keys(), action.keys()
         after = await self.env.step(current | action)
@@ -185,23 +193,26 @@ class Rollout:
         batch.write(place, kept, below_next=True)
         batch.finish(place, self._keys[0], kept.keys())
         if self.direct and batch.steps == 1:
-            batch.direct = self._direct_frames(batch.memory, frozenset(after))
+            self._fields = frozenset(self._keys[1]), frozenset(after), frozenset(self.env.kept)
+            batch.direct = self._direct_frames(batch.memory)
 
-    def _direct_frames(self, memory: Any, after: Set[Key]) -> DirectFrames | None:
-        """Return what writes the frames of a batch after the first one, if something can."""
-        if not isinstance(memory, BatchBuffer):
+    def _direct_frames(self, memory: Any) -> DirectFrames | None:
+        """Return what writes the frames of a batch with the fields of the last batch, if something can."""
+        if not isinstance(memory, BatchBuffer) or self._fields is None:
             return None
-        chosen = frozenset(self._keys[1])
-        fields = chosen, after, frozenset(self.env.kept)
-        if memory.direct is None or memory.direct[0] != fields:
-            restarts = self.config.reset_when_done
+        if memory.direct is None or memory.direct[0] != self._fields:
+            restarts, (chosen, after, _) = self.config.reset_when_done, self._fields
             found = direct_frames(self.env, memory, self._ids, restarts, chosen=chosen, after=after)
-            memory.direct = fields, found
+            memory.direct = self._fields, found
         return cast("DirectFrames | None", memory.direct[1])
 
-    def _collect_directly(self, batch: PartialBatch, until: float) -> Values | None:
-        """Collect frames while nothing but calls of the policy and steps of the environment is to do. Returns
-        None; or what the environment returned, if an episode has ended or fields are of another kind."""
+    def _collect_directly(self, batch: PartialBatch, until: float) -> tuple[Values | None, Values | None]:
+        """Collect frames while nothing but calls of the policy and steps of the environment is to do.
+
+        Returns:
+            What the environment returned, if an episode has ended or it has other fields than before; and
+            what the policy has chosen for the next frame, if that has other fields.
+        """
         env: Any = self.env
         frames: Any = batch.direct
         first = batch.claimed
@@ -212,16 +223,20 @@ class Rollout:
         if self._found is None:
             frames.observation = env.observed(self._current)
         with no_nested_loop():
-            place, self._found, whole = frames.run(self.policy, first, batch.capacity, until)
-        batch.claim(self.number, place + 1 - first)
-        batch.steps += place + whole - first
-        self._steps += place + whole - first
-        if whole:
-            return None
-        frames.flush(goes_on=True)
+            run = frames.run(self.policy, first, batch.capacity, until)
+        if run.found is not None:
+            self._found, self._follows = run.found, True
+        if count := run.end + run.begun - first:
+            batch.claim(self.number, count)
+        batch.count(run.end - first)
+        self._steps += run.end - first
+        if not run.begun:
+            return None, run.chosen
+        frames.flush(begun=True)
+        batch.wrote(self._keys[0])
         after: Values = env.fields_of(self._found)
-        self._finish(batch, place, after)
-        return after
+        self._finish(batch, run.end, after)
+        return after, None
 
     def _flush(self) -> None:
         """Write what is left to write of frames that were collected directly."""

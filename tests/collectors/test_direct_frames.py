@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from aiosync import InvalidArgumentError
 from aiosync.collectors import Collector, MultiCollector
-from aiosync.collectors.direct_frames import DirectFrames, GymnasiumFrames, TensorDictFrames
+from aiosync.collectors.direct_frames import DirectFrames, GymnasiumFrames, Run, TensorDictFrames
 from tests.collectors.worlds import Counting
 from tests.kit.clock import PATIENCE
 
@@ -110,10 +110,10 @@ def count_frames(kind: type[DirectFrames], monkeypatch: pytest.MonkeyPatch) -> l
     written: list[int] = []
     run = kind.run
 
-    def counting(frames: Any, policy: Any, place: int, *more: Any) -> tuple[int, Any, bool]:
-        last, found, complete = run(frames, policy, place, *more)
-        written.append(last + 1 - place)
-        return last, found, complete
+    def counting(frames: Any, policy: Any, place: int, *more: Any) -> Run:
+        done = run(frames, policy, place, *more)
+        written.append(done.end + done.begun - place)
+        return done
 
     monkeypatch.setattr(kind, "run", counting)
     return written
@@ -363,3 +363,56 @@ async def test_batches_whose_observations_differ_from_those_of_the_batch_before(
         assert torch.equal(batch["observation"], expected[:5].to(batch["observation"].dtype))
         assert torch.equal(batch["next", "observation"], expected[1:].to(batch["observation"].dtype))
     assert [batch["observation"].dtype for batch in seen] == [torch.float32] * 3 + [torch.int64] * 3
+
+
+class Turning(nn.Module):
+    """Chooses as :class:`Net` does; from a call on, the action is of another kind."""
+
+    def __init__(self, habit: str, since: int) -> None:
+        super().__init__()
+        self.choose = Net()
+        self._habit, self._since, self._calls = habit, since, 0
+
+    def act(self, observation: Tensor) -> Tensor:
+        self._calls += 1
+        action: Tensor = self.choose(observation)
+        if self._calls < self._since or self._habit not in ("int32", "one-hot"):
+            return action
+        return action.to(torch.int32) if self._habit == "int32" else nn.functional.one_hot(action, 3)
+
+    def forward(self, observation: Tensor) -> Tensor:
+        """Return one action per row."""
+        return self.act(observation)
+
+
+class TurningTensorDict(Turning):
+    """The same, with a TensorDict."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Add the action."""
+        return tensordict.set("action", self.act(tensordict["observation"]))
+
+
+async def _outcome(env: Any, policy: nn.Module) -> tuple[list[Any], str]:
+    """The batches of 6 frames, and the error that ends them."""
+    found: list[Any] = []
+    options: dict[str, Any] = {"frames_per_batch": 6, "timeout": PATIENCE}
+    try:
+        async with Collector(env, policy, **options) as collector:
+            await collector.set_seed(0)
+            while len(found) < 5:
+                found.append((await anext(collector)).clone())
+    except Exception as exc:  # noqa: BLE001 - it is compared
+        return found, f"{type(exc).__name__}: {exc}"
+    return found, ""
+
+
+@pytest.mark.parametrize("since", [4, 7, 8, 13, 14])  # batches begin with steps 7, 13, ...
+@pytest.mark.parametrize("habit", ["int32", "one-hot", "tensors", "other shape", "no number"])
+async def test_what_changes_in_the_middle_or_at_the_start_of_a_batch(habit: str, since: int) -> None:
+    env = functools.partial(Habit, habit, length=4, since=since)
+    expected, error = await _outcome(env, TurningTensorDict(habit, since))
+    found, message = await _outcome(env, Turning(habit, since))
+    _assert_same(found, expected)
+    assert message == error
+    assert bool(error) is (habit != "tensors" and (since % 6 != 1 or habit in ("other shape", "no number")))
