@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
@@ -211,7 +212,21 @@ class BatchBuffer:
         memory: Any = (ctypes.c_uint8 * buffer.numel()).from_address(buffer.data_ptr())
         memory.segment = self.segment  # keeps the segment mapped as long as a tensor views it
         weakref.finalize(memory, on_returned).atexit = False
-        return self._views(torch.frombuffer(memory, dtype=torch.uint8))
+        # In the caller's inference mode, the tensors would not fit parameters made outside of that mode.
+        with torch.inference_mode(False):
+            return {
+                key: torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+                if count
+                else torch.empty(shape, dtype=dtype)
+                for key, dtype, count, offset, shape in self._fields_at
+            }
+
+    @functools.cached_property
+    def _fields_at(self) -> list[tuple[Key, torch.dtype, int, int, tuple[int, ...]]]:
+        """Of each field: the dtype, the number of elements, the offset in bytes, the shape."""
+        entries = {entry.name: entry for entry in self._layout.entries}
+        found = [(key, entries[_name(key)]) for key, _, _ in self.specs]
+        return [(key, e.dtype, math.prod(e.shape), e.offset, e.shape) for key, e in found]
 
 
 def _name(key: Key) -> str:

@@ -26,7 +26,7 @@ from aiosync.collectors.command_pipe import (
     NewBuffer,
     Ready,
 )
-from aiosync.collectors.env import Nested
+from aiosync.collectors.env import Nested, unflatten
 from aiosync.collectors.host import Host
 from aiosync.collectors.worker import cancel_all
 from aiosync.collectors.worker_spec import Schemes, WorkerSpec
@@ -82,7 +82,10 @@ class DeliveredBatch:
         else:
             self.worker.batches.remove(self)
             views = self.data.lend(loans.lend(buffer))
-            return select_steps(views, steps, self.worker.shape, self.worker.nested)
+            shape, nested = self.worker.shape, self.worker.nested
+            if steps == self.data.steps:
+                return unflatten(views, (*shape, steps), nested)
+            return select_steps(views, steps, shape, nested)
         self.release()
         return found
 
