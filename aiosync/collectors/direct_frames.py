@@ -73,7 +73,7 @@ class DirectFrames(ABC):
         self._columns, self._following = columns, following
         self._chosen = chosen  # the policy's fields of each frame
         self._write = functools.partial(write_fields, buffer.columns)
-        self._carried = {key: (columns[key], following[key]) for key in carried}
+        self._carried = [(columns[key], following[key]) for key in carried]
         self._mask, self._begins_done, self._ends_done = columns.get(MASK), columns["done"], following["done"]
         self._versions = [each[VERSION] for each in (columns, following) if VERSION in each]
         self._version: int | None = None
@@ -84,7 +84,8 @@ class DirectFrames(ABC):
         # The frames that are not flushed: from this place to before that one. How many steps the rollout had
         # taken before them.
         self._first = self._next = self._steps = 0
-        self._written = -1  # the place whose frame's beginning is written already
+        self._started = -1  # the place whose frame's beginning start() has written
+        self._has_beginning = False  # whether that is the first of these frames
 
     @staticmethod
     def fits(policy: Actor) -> bool:
@@ -98,10 +99,11 @@ class DirectFrames(ABC):
 
     def begin(self, place: int, version: int | None, steps: int) -> None:
         """The next frame is at ``place``, of this version, and the rollout has taken so many steps."""
-        if place != self._next or version != self._version or place == self._written:
+        started, self._started = place == self._started, -1
+        if self._first == self._next or place != self._next or version != self._version or started:
             self.flush()
             self._first = self._next = place
-            self._version, self._steps = version, steps
+            self._version, self._steps, self._has_beginning = version, steps, started
 
     @abstractmethod
     def run(self, policy: Actor, place: int, end: int, until: float) -> Run:
@@ -120,8 +122,8 @@ class DirectFrames(ABC):
             return
         done = self._ends_done[first : end - begun if self._continues else first, ..., 0]
         self._ids.write(self._columns[TRAJ_IDS][first:end], done, self._steps)
-        follow = first + (first == self._written)
-        for beginning, following in self._carried.values():
+        follow = first + self._has_beginning
+        for beginning, following in self._carried:
             beginning[follow:end] = following[follow - 1 : end - 1]
         if self._mask is not None:
             self._mask[first:end] = ~self._begins_done[first:end, ..., 0]
@@ -129,7 +131,7 @@ class DirectFrames(ABC):
             column[first:end] = self._version
         self._steps += end - first
         self._first = self._next = end
-        self._written = -1
+        self._has_beginning = False
 
 
 class GymnasiumFrames(DirectFrames):
@@ -163,8 +165,7 @@ class GymnasiumFrames(DirectFrames):
             write_fields(self._beginnings, place, current)
         except InvalidArgumentError:  # the general way says it, or takes other memory
             return False
-        self.flush()
-        self._written = place
+        self._started = place
         return True
 
     def run(self, policy: Any, place: int, end: int, until: float) -> Run:
