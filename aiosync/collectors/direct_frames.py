@@ -20,7 +20,6 @@ from aiosync.collectors.env import (
     Key,
     Values,
     as_array,
-    as_tensor,
     value_of,
 )
 from aiosync.collectors.gymnasium_env import GymnasiumEnv
@@ -177,16 +176,15 @@ class GymnasiumFrames(DirectFrames):
         shape, dtype = observations.shape[1:], observations.dtype
         ends_shape, stops = rewards.shape[1:], self._stops
         action_shape, action_dtype = (None, None) if actions is None else (actions.shape[1:], actions.dtype)
-        observation, found, begun = as_tensor(self.observation), None, False
+        observation, found, begun = self.observation, None, False
         while place < end:
             chosen = call(observation)
-            action = as_array(chosen) if type(chosen) is Tensor else None
+            action = _array_of(chosen) if type(chosen) is Tensor else None
             if action is not None and action.shape == action_shape and action.dtype == action_dtype:
                 actions[place] = action
                 found = step(given(action))
             else:
-                returned = policy.fields_of(chosen, observation)
-                fields: Values = {key: as_array(value) for key, value in returned.items()}
+                fields: Values = dict(policy.fields_of(chosen, observation))
                 if not self._write_chosen(place, fields):
                     return self._ended(Run(place, found, False, fields))
                 found = env.act(fields)
@@ -211,7 +209,7 @@ class GymnasiumFrames(DirectFrames):
                 break
             observations[place] = observed
             observation = from_numpy(observed)
-            if stops and np.count_nonzero(terminated | truncated):
+            if stops and np.count_nonzero(terminations[place] | truncations[place]):
                 break
             begun = False
             place += 1
@@ -275,6 +273,14 @@ class TensorDictFrames(DirectFrames):
             if time.perf_counter() >= until:
                 break
         return self._ended(Run(place, found, begun))
+
+
+def _array_of(tensor: Tensor) -> np.ndarray[Any, Any] | None:
+    """Return the tensor as an array. None: NumPy has no such dtype."""
+    try:
+        return as_array(tensor)
+    except TypeError:
+        return None
 
 
 def _can_follow(memory: BatchBuffer, carried: Iterable[Key]) -> bool:

@@ -84,9 +84,10 @@ class GymnasiumEnv(Env):
         """Take the action in ``step``. Returns what the environment returns."""
         return self.env.step(self._given(as_array(step["action"])))
 
-    def observed(self, current: Values) -> Any:
-        """Return the observation: all that some policies need of what the next step begins with."""
-        return current["observation"]
+    def observed(self, current: Values) -> Tensor:
+        """Return a copy of the observation: all that some policies need of what the next step begins with.
+        They may write into it."""
+        return as_tensor(current["observation"]).clone()
 
     def fields_of(self, found: Any) -> Values:
         """Return the fields in what the environment's ``step`` returned."""

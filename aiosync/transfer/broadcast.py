@@ -65,11 +65,6 @@ def tag_of(round_: int) -> int:
     return 1 + round_ % (1 << 30)
 
 
-def patience_of(published: SlotVersion) -> float:
-    """Most seconds for which nothing may move."""
-    return min(STALLED, _SHARE * published.seconds)
-
-
 def send_by(member: ProcessGroupMember, group: WorkerGroup, published: SlotVersion, ended: Ended) -> None:
     """Send a version through a process group, then call ``ended``.
 
@@ -83,7 +78,7 @@ def send_by(member: ProcessGroupMember, group: WorkerGroup, published: SlotVersi
             copying.ready((nbytes - 1) // BLOCK)
 
     buffer = slot.segment.buffer[: group.pool.layout.nbytes]
-    future = member.send(buffer, tag_of(published.round), ready, patience_of(published))
+    future = member.send(buffer, tag_of(published.round), ready)
     group.pool.keep_until(future, slot, lambda future: ended(future.exception()))
 
 
@@ -319,7 +314,7 @@ class BroadcastGroup:
     def _announce(
         self, published: SlotVersion, member: ProcessGroupMember, connections: list[TransferConnection]
     ) -> None:
-        seconds = patience_of(published)
+        seconds = min(STALLED, _SHARE * published.seconds)
         current = _Broadcast(published.round, seconds, lambda: self._stalled(current), member, connections)
         self._current = current
         self._offer_all()

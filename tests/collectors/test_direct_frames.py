@@ -51,6 +51,8 @@ class Habit(Counting):
             seen = self._memory
         elif self._habit == "numbers":
             reward, over, cut = np.int64(reward), np.bool_(over), 0
+        elif self._habit == "float flags":
+            over, cut = float(over), float(cut)
         elif self._habit == "tensors":
             seen = torch.from_numpy(seen)
         elif self._habit == "other shape":
@@ -94,6 +96,7 @@ ENVS: dict[str, Any] = {
     **{mode.name: functools.partial(_vector, mode) for mode in AutoresetMode},
     "single": Habit,
     **{name: functools.partial(Habit, name) for name in ("float64", "read-only", "one memory", "numbers")},
+    "float flags": functools.partial(Habit, "float flags"),
     "tensors": functools.partial(Habit, "tensors", since=4),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -155,7 +158,7 @@ async def test_frames_are_those_of_a_policy_that_takes_tensordicts(env: str, opt
     _assert_same(await _batches(ENVS[env], module, **OPTIONS[options]), expected)
 
 
-@pytest.mark.parametrize("env", [name for name in ENVS if name != "tensors"])
+@pytest.mark.parametrize("env", [name for name in ENVS if name not in ("tensors", "float flags")])
 async def test_most_frames_are_written_directly(env: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written = count_frames(GymnasiumFrames, monkeypatch)
     (first, *_) = await _batches(ENVS[env], Net())
@@ -393,10 +396,11 @@ class TurningTensorDict(Turning):
         return tensordict.set("action", self.act(tensordict["observation"]))
 
 
-async def _outcome(env: Any, policy: nn.Module) -> tuple[list[Any], str]:
+async def _outcome(env: Any, policy: nn.Module, **more: Any) -> tuple[list[Any], str]:
     """The batches of 6 frames, and the error that ends them."""
     found: list[Any] = []
-    options: dict[str, Any] = {"frames_per_batch": 6, "timeout": PATIENCE}
+    options: dict[str, Any] = {"frames_per_batch": 6, "timeout": PATIENCE, **more}
+    torch.manual_seed(0)
     try:
         async with Collector(env, policy, **options) as collector:
             await collector.set_seed(0)
@@ -416,3 +420,58 @@ async def test_what_changes_in_the_middle_or_at_the_start_of_a_batch(habit: str,
     _assert_same(found, expected)
     assert message == error
     assert bool(error) is (habit != "tensors" and (since % 6 != 1 or habit in ("other shape", "no number")))
+
+
+class Scoring(nn.Module):
+    """Chooses as :class:`Net` does, with scores, which from a call on are of another dtype; writes into its
+    input."""
+
+    def __init__(self, since: int = 0) -> None:
+        super().__init__()
+        self.choose = Net()
+        self._since, self._calls = since, 0
+
+    def act(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        self._calls += 1
+        action = self.choose(observation)
+        scores = self.choose.net(observation)
+        observation.add_(100)
+        return action, scores.to(torch.bfloat16) if self._calls >= self._since else scores
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """Return actions and scores."""
+        return self.act(observation)
+
+
+class ScoringTensorDict(Scoring):
+    """The same, with a TensorDict."""
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Add actions and scores."""
+        action, scores = self.act(tensordict["observation"].clone())
+        return tensordict.set("action", action).set("scores", scores)
+
+
+@pytest.mark.parametrize("random", [-1, 6, 12])
+@pytest.mark.parametrize("since", [1, 4, 7, 13])  # batches begin with calls 1, 7, 13
+async def test_a_policy_returns_a_dtype_that_numpy_does_not_have(since: int, random: int) -> None:
+    module = TensorDictModule(Scoring(since), in_keys=["observation"], out_keys=["action", "scores"])
+    expected, error = await _outcome(Habit, ScoringTensorDict(since), init_random_frames=random)
+    found, message = await _outcome(Habit, module, init_random_frames=random)
+    _assert_same(found, expected)
+    assert message == error
+    assert bool(error) is (since == 4)
+
+
+@pytest.mark.parametrize("habit", ["int32", "one-hot", ""])
+async def test_a_policy_writes_into_its_input_and_other_fields_begin(habit: str) -> None:
+    class Writing(Turning):
+        def forward(self, observation: Tensor) -> Tensor:
+            action = self.act(observation)
+            observation.add_(100)
+            return action
+
+    expected, _ = await _outcome(Habit, TurningTensorDict(habit, 1), init_random_frames=6)
+    found, _ = await _outcome(Habit, Writing(habit, 1), init_random_frames=6)
+    assert len(found) == 5
+    _assert_same(found, expected)

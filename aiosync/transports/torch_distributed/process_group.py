@@ -34,6 +34,7 @@ from torch import Tensor
 from aiosync.errors import InvalidArgumentError, WorkerLostError
 from aiosync.transports._offload import DetachedThread
 from aiosync.transports.torch_distributed.store import first_line
+from aiosync.weights.devices import using
 
 BUCKET = 8 << 20  # bytes of one message. Small enough that copying, sending and receiving overlap
 _JOIN = 30.0  # most seconds that the other member has to join a group of two
@@ -43,7 +44,7 @@ STALLED = 10.0
 broadcasts. Longer means that a rank is suspended or dead. It must not keep the others' threads and devices.
 """
 
-_AHEAD = 32
+_AHEAD = 4
 """Most messages that are queued. NCCL counts a message's time from when it is queued."""
 
 
@@ -69,7 +70,8 @@ def _without_watchdog() -> Iterator[None]:
     """In the body, make NCCL groups that no thread of torch's watches.
 
     That thread may end the whole process when a rank is lost or takes too long. Without it the wait for a
-    message raises. torch takes this from the environment only.
+    message raises. torch takes this from the environment only, so a group that another thread makes meanwhile
+    has none either.
     """
     name = "TORCH_NCCL_BLOCKING_WAIT"
     with _environment:
@@ -106,19 +108,16 @@ class ProcessGroupMember:
     def __post_init__(self) -> None:
         self._thread = DetachedThread("aiosync-ranks")
 
-    def send(
-        self, buffer: Tensor, tag: int, ready: Callable[[int], object], stalled: float = STALLED
-    ) -> Future[None]:
+    def send(self, buffer: Tensor, tag: int, ready: Callable[[int], object]) -> Future[None]:
         """Send a 1-D uint8 buffer, on rank 0. The other side receives with the same tag.
 
         ``ready(n)``, called in the thread, returns when the first ``n`` bytes of the buffer are written.
-        With NCCL, a message may take ``stalled`` seconds.
         """
-        return self._thread.submit(lambda: self._move(buffer, tag, ready, stalled))
+        return self._thread.submit(lambda: self._move(buffer, tag, ready))
 
     def receive(self, buffer: Tensor, tag: int) -> Future[None]:
         """Receive into a 1-D uint8 buffer what rank 0 sends."""
-        return self._thread.submit(lambda: self._move(buffer, tag, lambda _: None, STALLED))
+        return self._thread.submit(lambda: self._move(buffer, tag, lambda _: None))
 
     def interrupt(self) -> None:
         """End the calls of NCCL: they raise. Those of gloo end by their timeout. Idempotent; does not wait.
@@ -140,11 +139,11 @@ class ProcessGroupMember:
 
     # -- in the thread -------------------------------------------------------------------------------
 
-    def _move(self, buffer: Tensor, tag: int, ready: Callable[[int], object], stalled: float) -> None:
+    def _move(self, buffer: Tensor, tag: int, ready: Callable[[int], object]) -> None:
         broken = ""
         try:
             with self._in_own_stream(buffer.device):
-                self._move_all(buffer, tag, ready, stalled)
+                self._move_all(buffer, tag, ready)
             self._check()  # an interrupted call of NCCL may end without an error
         except RuntimeError as exc:
             broken = first_line(exc)
@@ -161,19 +160,21 @@ class ProcessGroupMember:
         if device.type != "cuda":
             yield
             return
-        with torch.cuda.device(device):
+        with using(device):  # not while a CUDA graph is captured
             self._stream = self._stream or torch.cuda.Stream()
             with torch.cuda.stream(self._stream):
                 yield
 
-    def _move_all(self, buffer: Tensor, tag: int, ready: Callable[[int], object], stalled: float) -> None:
-        group = self._joined(buffer.device)
-        limit = timedelta(seconds=self.timeout if self.backend == "gloo" else min(self.timeout, stalled))
+    def _move_all(self, buffer: Tensor, tag: int, ready: Callable[[int], object]) -> None:
+        group, limit = self._joined(buffer.device), self.timeout
+        if self.backend == "nccl":
+            # In a broadcast, the sender notices by itself that nothing moves, and that is to come first.
+            limit = min(limit, STALLED if self.size == 2 else 1.5 * STALLED)
         started: deque[tuple[Any, int]] = deque()
 
         def finish_oldest() -> None:
             work, nbytes = started.popleft()
-            work.wait(limit)
+            work.wait(timedelta(seconds=limit))
             self.moved += nbytes
 
         end = 0
@@ -192,6 +193,7 @@ class ProcessGroupMember:
             raise RuntimeError("it was interrupted")
 
     def _start(self, group: Any, bucket: Tensor, tag: int) -> Any:
+        self._check()
         if self.size > 2:
             options = dist.BroadcastOptions()
             options.rootRank = 0
@@ -205,18 +207,21 @@ class ProcessGroupMember:
         if self._group is None:
             prefix, store = f"aiosync/ranks/{self.key}", self.store()
             rendezvous = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+            if self.backend == "nccl":
+                store.set_timeout(timedelta(seconds=min(self.timeout, _JOIN)))
             self._check()
             self._group = self._make(rendezvous)
-            self._check()
             token = torch.zeros(1, dtype=torch.uint8, device=device)
             if self.rank == 0:
                 for other in range(1, self.size):
+                    self._check()
                     self._group.recv([token], other, 0).wait()
                     self.steps += 1
                 with suppress(RuntimeError):  # some stores cannot list or delete keys; a few bytes stay
                     for key in rendezvous.list_keys():
                         rendezvous.delete_key(key)
             else:
+                self._check()
                 self._group.send([token], 0, 0).wait()
         return self._group
 
@@ -233,9 +238,9 @@ class ProcessGroupMember:
 
     def _leave(self) -> None:
         if self.backend == "nccl" and self._group is not None and not self._interrupted:
-            group, self._group = self._group, None
             with suppress(RuntimeError):
-                group.shutdown()  # what NCCL has taken is sent first
+                self._group.shutdown()  # what NCCL has taken is sent first
+                self._group = None
         self._drop()
 
     def _drop(self) -> None:
