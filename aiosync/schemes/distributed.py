@@ -102,9 +102,9 @@ class DistributedWeightSyncScheme(ProcessGroupScheme):
     in a group ends the worker's connection; the worker, or its replacement, connects again with a new group.
     All processes that can reach the store are trusted, as in torch.distributed.
 
-    A call of NCCL ends when the worker is lost. A stopped worker, or one whose event loop is
-    busy, is given up when 8 MiB take more than 10 seconds. Until then the next ``send`` waits for it, and so
-    does ``torch.cuda.synchronize()`` in the trainer; its work in its own streams does not.
+    A call of NCCL ends when the worker is lost. A stopped worker, or one whose event loop is busy, is given
+    up when 8 MiB take more than 10 seconds. Until then the next ``send`` waits for it, and so does
+    ``torch.cuda.synchronize()`` in the trainer; its work in its own streams does not.
 
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
