@@ -271,6 +271,8 @@ class Returning(nn.Module):
         """Return the action."""
         if self._what == "memory":
             return self.memory.copy_(observation * self.weight.detach())
+        if self._what == "gradients":
+            return observation.clone().requires_grad_()
         return self.weight if self._what == "parameter" else observation
 
 
@@ -283,7 +285,7 @@ class ReturningTensorDict(Returning):
 
 
 @pytest.mark.parametrize("takes", ["tensors", "tensordict"])
-@pytest.mark.parametrize("what", ["parameter", "memory", "input"])
+@pytest.mark.parametrize("what", ["parameter", "memory", "input", "gradients"])
 async def test_memory_of_policy_and_environment_is_not_confused(what: str, takes: str) -> None:
     policy = Returning(what) if takes == "tensors" else ReturningTensorDict(what)
     frames: Any = torch.cat(await _batches(Pushed, policy, frames_per_batch=6), -1)
