@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from aiosync.collectors.env import (
 from aiosync.errors import InvalidArgumentError
 from aiosync.weights.layout import Layout
 from aiosync.weights.segment import Segment
-from aiosync.weights.tensors import spelled
+from aiosync.weights.tensors import spelled, tensor_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +136,8 @@ class BatchBuffer:
             (_name(key), (*shape[:batch_dims], steps, *shape[batch_dims:]), dtype)
             for key, shape, dtype in specs
         )
+        entries = {entry.name: entry for entry in self._layout.entries}
+        self._entries = [(key, entries[_name(key)]) for key, _, _ in specs]
         self.segment = make(self._layout.nbytes)
         self._fields = self._views(self.segment.buffer)  # of the batch
         self.views = {key: view.movedim(batch_dims, 0) for key, view in self._fields.items()}  # steps first
@@ -214,19 +215,7 @@ class BatchBuffer:
         weakref.finalize(memory, on_returned).atexit = False
         # In the caller's inference mode, the tensors would not fit parameters made outside of that mode.
         with torch.inference_mode(False):
-            return {
-                key: torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
-                if count
-                else torch.empty(shape, dtype=dtype)
-                for key, dtype, count, offset, shape in self._fields_at
-            }
-
-    @functools.cached_property
-    def _fields_at(self) -> list[tuple[Key, torch.dtype, int, int, tuple[int, ...]]]:
-        """Of each field: the dtype, the number of elements, the offset in bytes, the shape."""
-        entries = {entry.name: entry for entry in self._layout.entries}
-        found = [(key, entries[_name(key)]) for key, _, _ in self.specs]
-        return [(key, e.dtype, math.prod(e.shape), e.offset, e.shape) for key, e in found]
+            return {key: tensor_at(memory, e.offset, e.shape, e.dtype) for key, e in self._entries}
 
 
 def _name(key: Key) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -191,6 +192,17 @@ def tensor_over(memory: memoryview, shape: tuple[int, ...], dtype: torch.dtype) 
     if not len(memory):  # frombuffer() refuses it
         return _tensor_of(torch.UntypedStorage(0, device="cpu"), shape, dtype)
     return _tensor_of(torch.frombuffer(memory, dtype=torch.uint8).untyped_storage(), shape, dtype)
+
+
+def tensor_at(memory: Any, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Make a contiguous tensor in a part of an object with the buffer protocol, from ``offset`` bytes on.
+
+    As :func:`tensor_over` of that part, in less time. The tensor is a view of another one.
+    """
+    count = math.prod(shape)
+    if not count:  # frombuffer() refuses it
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
 
 
 def _tensor_of(storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,8 @@ from tests.kit.cases import SCHEMES
 from tests.kit.clock import BRIEF, PATIENCE, eventually, within
 from tests.kit.local import LocalCluster
 from tests.kit.models import Uniform, fill, value_of
-from tests.kit.processes import ProcessCluster
+from tests.kit.processes import ProcessCluster, Worker
+from tests.kit.ranks import before_message, check, close_in_the_middle, send_and_hold
 from tests.kit.seams import connections_of, threads_of_ranks
 
 # More messages than gloo has threads: what waits for a dead rank holds up the rest.
@@ -45,20 +46,6 @@ def before_start(monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]) ->
     monkeypatch.setattr(BroadcastGroup, "start", begin)
 
 
-def before_message(monkeypatch: pytest.MonkeyPatch, number: int, call: Callable[[], object]) -> None:
-    """Call ``call()`` before the sender starts a message of a broadcast, in the process group's thread."""
-    begin, begun = ProcessGroupMember._start, 0
-
-    def count(self: ProcessGroupMember, group: Any, bucket: Any, tag: int) -> Any:
-        nonlocal begun
-        begun += self.size > 2
-        if self.size > 2 and begun == number:
-            call()
-        return begin(self, group, bucket, tag)
-
-    monkeypatch.setattr(ProcessGroupMember, "_start", count)
-
-
 async def applied(cluster: ProcessCluster, version: int, workers: list[int]) -> None:
     """Wait until these workers have acknowledged ``version``; check what they have."""
     sessions = [connections_of(cluster.scheme)[worker].session for worker in workers]
@@ -66,10 +53,16 @@ async def applied(cluster: ProcessCluster, version: int, workers: list[int]) -> 
     await check(cluster, version, workers)
 
 
-async def check(cluster: ProcessCluster, version: int, workers: list[int]) -> None:
-    for worker in workers:
-        found = await cluster.workers[worker].run(scenarios.report)
-        assert found == {"version": version, "value": version}
+async def without_one(cluster: ProcessCluster) -> Worker:
+    """Worker 2 leaves, and the sender goes on without it. Returns a process that takes its place."""
+    scheme = cluster.scheme
+    assert isinstance(scheme, DistributedWeightSyncScheme)
+    await cluster.workers[2].run(scenarios.aclose)
+    await eventually(lambda: 2 not in connections_of(scheme), "it is gone")
+    fill(cluster.model, 1)
+    await scheme.send()
+    await scheme.reconnect()
+    return cluster.spawn(2)
 
 
 async def send_without(cluster: ProcessCluster, lost: int) -> None:
@@ -89,7 +82,7 @@ async def test_killed_in_the_middle(
     async with ProcessCluster(BROADCAST, workers=3, size=LARGE, timeout=PATIENCE / 3) as cluster:
         scheme, others = cluster.scheme, [worker for worker in range(3) if worker != victim]
         assert isinstance(scheme, DistributedWeightSyncScheme)
-        before_message(monkeypatch, 2, cluster.workers[victim].kill)
+        before_message(monkeypatch, 2, cluster.workers[victim].kill, size=3)
         fill(cluster.model, 1)
         await send_without(cluster, victim)
         await check(cluster, 1, others)
@@ -186,31 +179,15 @@ async def test_one_comes_meanwhile(broadcasts: list[int], monkeypatch: pytest.Mo
     interrupted: list[int] = []
     monkeypatch.setattr(SenderSession, "interrupt", lambda self, round_: interrupted.append(round_))
     async with ProcessCluster(BROADCAST, workers=3, size=LARGE, on_failure="drop") as cluster:
-        scheme = cluster.scheme
-        assert isinstance(scheme, DistributedWeightSyncScheme)
-        await cluster.workers[2].run(scenarios.aclose)
-        await eventually(lambda: 2 not in connections_of(scheme), "it is gone")
-        fill(cluster.model, 1)
-        await scheme.send()  # without it from now on
-        await scheme.reconnect()
-        cluster.spawn(2)
-        held, release = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            held.set()
-            assert release.wait(PATIENCE)
-
-        before_message(monkeypatch, 2, hold)
+        await without_one(cluster)
         broadcasts.clear()
         interrupted.clear()
-        fill(cluster.model, 2)
-        await scheme.send(wait=False)
-        await eventually(held.is_set, "the broadcast runs")
+        release = await send_and_hold(monkeypatch, cluster, 2, 2, size=3)
         assert await within(cluster.connect_worker(2)) == 2
         release.set()
         await applied(cluster, 2, [0, 1, 2])
         fill(cluster.model, 3)
-        assert (await scheme.send()).ok
+        assert (await cluster.scheme.send()).ok
         assert broadcasts == [2, 3]
         assert interrupted == []
 
@@ -239,7 +216,7 @@ async def test_a_copy_that_takes_long_is_progress(
     monkeypatch.setattr(broadcast, "STALLED", 2.0)
     async with ProcessCluster(BROADCAST, workers=2, size=LARGE, timeout=PATIENCE) as cluster:
         for number in range(1, 7):
-            before_message(monkeypatch, number, lambda: time.sleep(0.5))  # in all longer than STALLED
+            before_message(monkeypatch, number, lambda: time.sleep(0.5), size=3)  # in all longer than STALLED
         broadcasts.clear()
         for version in (1, 2):
             fill(cluster.model, version)
@@ -304,27 +281,12 @@ async def test_one_comes_and_goes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> 
     interrupted: list[int] = []
     monkeypatch.setattr(SenderSession, "interrupt", lambda self, round_: interrupted.append(round_))
     async with ProcessCluster(BROADCAST, workers=3, size=LARGE, on_failure="drop") as cluster:
-        scheme = cluster.scheme
-        assert isinstance(scheme, DistributedWeightSyncScheme)
-        await cluster.workers[2].run(scenarios.aclose)
-        await eventually(lambda: 2 not in connections_of(scheme), "it is gone")
-        fill(cluster.model, 1)
-        await scheme.send()
-        await scheme.reconnect()
-        late, held, release = cluster.spawn(2), threading.Event(), threading.Event()
-
-        def hold() -> None:
-            held.set()
-            assert release.wait(PATIENCE)
-
-        before_message(monkeypatch, 2, hold)
+        late = await without_one(cluster)
         interrupted.clear()
-        fill(cluster.model, 2)
-        await scheme.send(wait=False)
-        await eventually(held.is_set, "the broadcast runs")
+        release = await send_and_hold(monkeypatch, cluster, 2, 2, size=3)
         await within(cluster.connect_worker(2))
         late.kill()
-        await eventually(lambda: 2 not in connections_of(scheme), "it is gone again")
+        await eventually(lambda: 2 not in connections_of(cluster.scheme), "it is gone again")
         release.set()
         await applied(cluster, 2, [0, 1])
         assert interrupted == []
@@ -332,22 +294,4 @@ async def test_one_comes_and_goes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_the_last_broadcast_of_a_sender_that_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ProcessCluster(BROADCAST, workers=3, size=LARGE) as cluster:
-        held, release = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            held.set()
-            assert release.wait(PATIENCE)
-
-        before_message(monkeypatch, 2, hold)
-        fill(cluster.model, 1)
-        await cluster.scheme.send(wait=False)
-        await eventually(held.is_set, "the broadcast runs")
-        await cluster.scheme.aclose()
-        release.set()
-        for worker in cluster.workers.values():
-            for _ in range(round(PATIENCE / 0.05)):  # nothing tells of it: the connection is closed
-                if await worker.run(scenarios.report) == {"version": 1, "value": 1}:
-                    break
-                await asyncio.sleep(0.05)
-        await check(cluster, 1, [0, 1, 2])
-        await eventually(lambda: threads_of_ranks() == 0, "the group is dropped")
+        await close_in_the_middle(monkeypatch, cluster, 1, 2, size=3)

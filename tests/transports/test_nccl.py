@@ -9,7 +9,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
@@ -21,11 +21,11 @@ from torch._C._distributed_c10d import HashStore
 
 from aiosync import DistributedWeightSyncScheme, WorkerLostError
 from aiosync.transports.torch_distributed.process_group import ProcessGroupMember
-from tests.kit import scenarios
 from tests.kit.cases import Recipe, SchemeCase
 from tests.kit.clock import PATIENCE, eventually, within
 from tests.kit.models import fill, occupy
 from tests.kit.processes import ProcessCluster
+from tests.kit.ranks import before_message, check, close_in_the_middle
 from tests.kit.seams import connections_of, threads_of_ranks
 
 needs_gpu = pytest.mark.skipif(
@@ -63,12 +63,6 @@ async def cluster_of(collective: str, **options: Any) -> AsyncIterator[ProcessCl
         yield cluster
 
 
-async def check(cluster: ProcessCluster, version: int, workers: list[int]) -> None:
-    for worker in workers:
-        found = await cluster.workers[worker].run(scenarios.report)
-        assert found == {"version": version, "value": version}
-
-
 async def send_to(cluster: ProcessCluster, version: int, workers: list[int]) -> None:
     """Send; these workers have the version within the deadline."""
     fill(cluster.model, version)
@@ -82,20 +76,6 @@ def note(text: str) -> None:
     if "NCCL_NOTES" in os.environ:
         with open(os.environ["NCCL_NOTES"], "a") as file:
             file.write(f"{os.environ['PYTEST_CURRENT_TEST'].split('::')[1]} {text}\n")
-
-
-def before_message(monkeypatch: pytest.MonkeyPatch, number: int, call: Callable[[], object]) -> None:
-    """Call ``call()`` before the sender starts a message, in the process group's thread."""
-    begin, begun = ProcessGroupMember._start, 0
-
-    def count(self: ProcessGroupMember, group: Any, bucket: Any, tag: int) -> Any:
-        nonlocal begun
-        begun += 1
-        if begun == number:
-            call()
-        return begin(self, group, bucket, tag)
-
-    monkeypatch.setattr(ProcessGroupMember, "_start", count)
 
 
 @needs_gpu
@@ -169,25 +149,7 @@ async def test_the_last_version_of_a_sender_that_closes(
 ) -> None:
     async with cluster_of(collective) as cluster:
         await send_to(cluster, 1, [0, 1, 2])
-        held, release = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            held.set()
-            assert release.wait(PATIENCE)
-
-        before_message(monkeypatch, 3, hold)
-        fill(cluster.model, 2)
-        await cluster.scheme.send(wait=False)
-        await eventually(held.is_set, "the version is being sent")
-        await cluster.scheme.aclose()
-        release.set()
-        for worker in cluster.workers.values():
-            for _ in range(round(PATIENCE / 0.05)):  # nothing tells of it: the connection is closed
-                if await worker.run(scenarios.report) == {"version": 2, "value": 2}:
-                    break
-                await asyncio.sleep(0.05)
-        await check(cluster, 2, [0, 1, 2])
-        await eventually(lambda: threads_of_ranks() == 0, "the groups are dropped")
+        await close_in_the_middle(monkeypatch, cluster, 2, 3)
 
 
 @needs_gpu
@@ -245,21 +207,27 @@ def test_an_interrupted_message_has_not_arrived(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("before", [None, "0"])
 def test_groups_have_no_watchdog(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
-    name, found = "TORCH_NCCL_BLOCKING_WAIT", []
+    name, found, group = "TORCH_NCCL_BLOCKING_WAIT", [], Group()
 
     class Options:
-        pass
+        _timeout = None
 
-    def make(*args: Any) -> None:
+    def make(*args: Any) -> Group:
         found.append(os.environ[name])
+        return group
 
     make.Options = Options  # type: ignore[attr-defined]
     monkeypatch.setattr(dist, "ProcessGroupNCCL", make, raising=False)
     monkeypatch.delenv(name, raising=False)
     if before is not None:
         monkeypatch.setenv(name, before)
-    member = ProcessGroupMember("nccl", HashStore, "key", rank=1, timeout=PATIENCE)
-    member._make(None)
+    store = HashStore()
+    member = ProcessGroupMember("nccl", lambda: store, "key", rank=1, timeout=PATIENCE)
+    future = member.receive(torch.empty(8, dtype=torch.uint8), 0)
+    assert group.waiting.wait(PATIENCE)
+    member.interrupt()
+    with pytest.raises(WorkerLostError):
+        future.result(PATIENCE)
     member.close()
     assert found == ["1"]
     assert os.environ.get(name) == before

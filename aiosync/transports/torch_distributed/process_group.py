@@ -9,9 +9,9 @@ The group's thread makes the group at the first use, uses it and drops it. When 
 connections close, and pending calls of the other members raise. So a blocked rank is released by another
 rank, or by the group's timeout.
 
-NCCL moves the bytes in one of torch's streams. While it waits there for a lost or suspended rank, whoever
-waits for all streams waits too: this package, and ``torch.cuda.synchronize()``. So its calls are ended when
-the rank is known to be lost (:meth:`ProcessGroupMember.interrupt`), and after :data:`STALLED` otherwise.
+NCCL moves the bytes in one of torch's streams. While it waits there for a lost or suspended rank, each wait
+for all streams waits too: those of this package, and ``torch.cuda.synchronize()``. So NCCL's calls are ended
+when the rank is lost (:meth:`ProcessGroupMember.interrupt`), and after :data:`STALLED` otherwise.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ broadcasts. Longer means that a rank is suspended or dead. It must not keep the 
 """
 
 _AHEAD = 4
-"""Most messages that are queued. NCCL counts a message's time from when it is queued."""
+"""Most messages of NCCL that are queued. It counts a message's time from when it is queued."""
 
 
 def check_backend(backend: str) -> None:
@@ -181,7 +181,7 @@ class ProcessGroupMember:
         for bucket in buffer.split(BUCKET):
             end += bucket.numel()
             ready(end)
-            if len(started) == _AHEAD:
+            if self.backend == "nccl" and len(started) == _AHEAD:
                 finish_oldest()
             started.append((self._start(group, bucket, tag), bucket.numel()))
             self.steps += 1
