@@ -44,6 +44,9 @@ Ended = Callable[[BaseException | None], None]
 _PATIENCE = 0.5
 """Most seconds that workers which have sent a Fetch wait for the others."""
 
+_LOOKS = 10
+"""How often the progress is looked at in the time after which no progress is a stall."""
+
 _FAILURES = 3
 """After so many failed broadcasts in a row each worker is sent to alone."""
 
@@ -109,15 +112,19 @@ class _Broadcast:
     def begin(self) -> None:
         """All workers have got the announcement. Watch the progress from now on."""
         self.begun = True
-        self._watch(None)
+        self._watch(None, 0.0)
 
-    def _watch(self, before: object) -> None:
+    def _watch(self, before: object, since: float) -> None:
+        """``before``: the progress that was seen last, for the first time at ``since``."""
+        loop = asyncio.get_running_loop()
         lacking = sum(not connection.staged for connection in self.waiting)
         progress = self.member.steps, self.member.moved, lacking
-        if progress == before:
+        if progress != before:
+            since = loop.time()
+        if loop.time() - since >= self.seconds:
             self.on_stall()
         elif lacking:
-            self._timer = asyncio.get_running_loop().call_later(self.seconds, self._watch, progress)
+            self._timer = loop.call_later(self.seconds / _LOOKS, self._watch, progress, since)
 
     def answered(self, connection: TransferConnection) -> None:
         """A worker has answered, or has given the version back."""

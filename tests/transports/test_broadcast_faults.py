@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -223,6 +224,38 @@ async def test_a_copy_that_takes_long_is_progress(
             assert (await cluster.scheme.send()).ok
             await check(cluster, version, [0, 1])
         assert broadcasts == [1, 2]
+
+
+class Clock:
+    """In place of an event loop: time passes when the next timer is due."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
+        self.timers.append((self.now + seconds, lambda: call(*args)))
+
+    def run(self) -> None:
+        while self.timers:
+            due = min(self.timers, key=lambda timer: timer[0])
+            self.timers.remove(due)
+            self.now = due[0]
+            due[1]()
+
+
+def test_a_stall_is_counted_from_the_last_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, stalled = Clock(), list[float]()
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: clock)
+    member, worker = Mock(steps=0, moved=0), Mock(staged=False)
+    watched = broadcast._Broadcast(1, 10.0, lambda: stalled.append(clock.now), member, [worker])
+    watched.begin()
+    clock.call_later(0.1, setattr, member, "moved", 1)  # right after the first look
+    clock.run()
+    assert len(stalled) == 1 and 110.1 <= stalled[0] <= 111.2
 
 
 async def test_a_slow_worker_fails_no_broadcast(
