@@ -1,19 +1,15 @@
-"""The pipe between a collector and one worker, and the messages in it."""
+"""The pipes between a collector and one worker, and the messages in them."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import pickle
-import socket
-import struct
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Self
 
 import cloudpickle
@@ -21,7 +17,6 @@ from tensordict import TensorDictBase
 
 from aiosync.collectors.env import Nested, Specs
 from aiosync.transports._offload import handover
-from aiosync.transports.sockets import close_in_children
 
 # -- messages to the worker ----------------------------------------------------------------------------
 
@@ -130,9 +125,6 @@ class Answer(NamedTuple):
 
 # -- pipes ---------------------------------------------------------------------------------------------
 
-_HEAD = struct.Struct("!Q")
-_CHUNK = 1 << 16
-
 
 class CommandPipeClosed(Exception):
     """The other end of the pipe is closed. Not an OSError or EOFError: environments may raise those
@@ -158,64 +150,6 @@ class CommandPipe(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close this end; idempotent. Buffered messages are sent as far as the pipe takes them at once."""
-
-
-class _Reader(asyncio.StreamReader):
-    """Reads all that arrived before the connection failed, then ends.
-
-    A worker reports its error and closes its end. If this end writes after that, or if the worker has left a
-    message unread, the connection fails while the report is still in the socket or in this reader.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        super().__init__()
-        self._sock = sock  # open until asyncio has called set_exception()
-
-    def set_exception(self, exc: Exception) -> None:
-        with suppress(OSError):
-            while data := os.read(self._sock.fileno(), _CHUNK):
-                self.feed_data(data)
-        self.feed_eof()
-
-
-@dataclass(eq=False, repr=False)
-class ProcessCommandPipe(CommandPipe):
-    """A pipe between a process and its child. Messages are pickled: only this program has the pipe."""
-
-    _reader: asyncio.StreamReader
-    _writer: asyncio.StreamWriter
-
-    @classmethod
-    async def open(cls, connection: Connection[Any, Any]) -> Self:
-        """Take over one end of a duplex pipe. ``connection`` is closed."""
-        sock = socket.socket(fileno=os.dup(connection.fileno()))
-        connection.close()
-        # A child of the environment that inherits this socket would keep it open after this process ends.
-        close_in_children(sock)
-        sock.setblocking(False)
-        reader, loop = _Reader(sock), asyncio.get_running_loop()
-        protocol = asyncio.StreamReaderProtocol(reader)
-        transport, _ = await loop.create_connection(lambda: protocol, sock=sock)
-        return cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
-
-    def send(self, message: object) -> None:
-        data = cloudpickle.dumps(message)
-        if not self._writer.is_closing():
-            self._writer.write(_HEAD.pack(len(data)) + data)
-
-    async def drain(self) -> None:
-        await self._writer.drain()
-
-    async def receive(self) -> Any:
-        try:
-            (size,) = _HEAD.unpack(await self._reader.readexactly(_HEAD.size))
-            data = await self._reader.readexactly(size)
-        except (asyncio.IncompleteReadError, OSError) as exc:
-            raise CommandPipeClosed("the other end of the pipe is closed") from exc
-        return pickle.loads(data)
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 _END = object()

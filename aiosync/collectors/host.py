@@ -29,11 +29,11 @@ from aiosync.collectors.command_pipe import (
     CommandPipe,
     CommandPipeClosed,
     LocalCommandPipe,
-    ProcessCommandPipe,
     RayCommandPipe,
     future_of,
 )
 from aiosync.collectors.pickling import dump_spec, load_spec
+from aiosync.collectors.process_pipe import ProcessCommandPipe
 from aiosync.collectors.worker import run_worker
 from aiosync.collectors.worker_spec import Schemes, WorkerSpec
 from aiosync.transports._offload import offloaded, start_thread

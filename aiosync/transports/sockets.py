@@ -17,6 +17,13 @@ import sys
 import weakref
 from typing import Any, Protocol
 
+READS = 16
+"""How often a reader that the event loop calls reads, before it reads on in the loop's next iteration.
+
+It must read until nothing is there. If the other end has closed and left something unread, uvloop calls the
+reader once more, and then never again: libuv stops to poll a socket that has an error.
+"""
+
 _UNIX_BUFFER = 2 << 20  # send buffer of a Unix socket in bytes
 
 

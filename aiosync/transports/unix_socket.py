@@ -30,7 +30,7 @@ from collections.abc import Callable
 from aiosync._deadline import Deadline
 from aiosync.errors import WorkerLostError
 from aiosync.transports.base import FramedTransport, Listener, OnConnection, OnLost
-from aiosync.transports.sockets import credentials
+from aiosync.transports.sockets import READS, credentials
 
 logger = logging.getLogger("aiosync")
 
@@ -98,23 +98,26 @@ class UnixConnection(FramedTransport):
             self._sock = None
 
     def _readable(self) -> None:
-        if self._sock is None:
-            return
-        try:
-            data = self._sock.recv(_READ)
-        except _NOT_NOW:
-            return
-        except OSError as exc:
-            self._break(exc)
-            return
-        if not data:
-            self._break(None)
-            return
-        try:
-            self._feed(data)
-        except Exception as exc:
-            logger.error("a connection is closed after an unexpected error", exc_info=exc)
-            self._break(exc)
+        for _ in range(READS):
+            if self._sock is None:
+                return
+            try:
+                data = self._sock.recv(_READ)
+            except _NOT_NOW:
+                return
+            except OSError as exc:
+                self._break(exc)
+                return
+            if not data:
+                self._break(None)
+                return
+            try:
+                self._feed(data)
+            except Exception as exc:
+                logger.error("a connection is closed after an unexpected error", exc_info=exc)
+                self._break(exc)
+                return
+        asyncio.get_running_loop().call_soon(self._readable)
 
     def _break(self, exc: Exception | None) -> None:
         """Close the socket and report the connection as lost. None: the peer has closed it."""

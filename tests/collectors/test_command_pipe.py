@@ -22,16 +22,16 @@ from aiosync.collectors.command_pipe import (
     ErrorReport,
     LocalCommandPipe,
     NewBuffer,
-    ProcessCommandPipe,
 )
 from aiosync.collectors.host import Host
+from aiosync.collectors.process_pipe import ProcessCommandPipe
 from aiosync.collectors.proxy import WorkerProxy
 from aiosync.collectors.worker_spec import WorkerSpec
 from tests.collectors.worlds import Counting, Odd
 from tests.kit.clock import within
 
 REPORT = "an error" * 10_000
-"""Fits into the socket, and is more than asyncio's streams buffer for their reader."""
+"""Fits into the socket, and is more than the pipe reads at once."""
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
@@ -43,7 +43,6 @@ def test_a_last_report_arrives(run: Any, unread: int, late: int) -> None:
         pipe = await ProcessCommandPipe.open(ours)
         for _ in range(unread):
             pipe.send("a request")
-        await asyncio.sleep(0)  # uvloop writes at the end of an iteration
         data = pickle.dumps(REPORT)
         os.write(theirs.fileno(), struct.pack("!Q", len(data)) + data)
         theirs.close()
@@ -53,6 +52,41 @@ def test_a_last_report_arrives(run: Any, unread: int, late: int) -> None:
         with pytest.raises(CommandPipeClosed):
             await within(pipe.receive())
         pipe.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_messages_that_are_larger_than_the_socket(run: Any) -> None:
+    """They arrive in order. Until they are read, drain() waits, and the reader does not fill up."""
+
+    async def main() -> None:
+        ours, theirs = multiprocessing.Pipe()
+        sender, reader = await ProcessCommandPipe.open(ours), await ProcessCommandPipe.open(theirs)
+        await within(sender.drain())
+        for number in range(20):
+            sender.send((number, b"x" * 300_000))
+        draining = [asyncio.ensure_future(sender.drain()) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        assert not any(each.done() for each in draining)
+        draining.pop().cancel()
+        assert len(reader._received) < 1_000_000
+        for number in range(20):
+            assert (await within(reader.receive()))[0] == number
+        await within(draining[0])
+        late = asyncio.ensure_future(reader.receive())
+        await asyncio.sleep(0.01)
+        late.cancel()
+        sender.send("behind a cancelled call")
+        assert await within(reader.receive()) == "behind a cancelled call"
+        sender.close()
+        with pytest.raises(CommandPipeClosed):
+            await within(reader.receive())
+        reader.send("lost")
+        with pytest.raises(BrokenPipeError):
+            await within(reader.drain())
+        reader.close()
+        reader.close()
 
     run(main())
 

@@ -11,9 +11,11 @@ from tests.kit.loops import ASYNCIO, LOOPS, LoopFactories
 
 ON_BOTH = {
     "test_distributed.py",
+    "test_mp.py",
     "test_tcp.py",
     "test_tcp_races.py",
     "test_tcp_security.py",
+    "test_unix_socket.py",
 }
 
 

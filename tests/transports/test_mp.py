@@ -218,6 +218,24 @@ async def test_a_message_that_nobody_takes_breaks_the_pipe() -> None:
     theirs.close()
 
 
+@pytest.mark.parametrize("unread", [False, True])
+async def test_the_end_of_a_peer_is_noticed_though_it_left_something_unread(unread: bool) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    seen: list[Any] = []
+    lost: list[str] = []
+    pipe = ConnectionPipe(ours, seen.append)
+    pipe.open(lambda message: None, lost.append)
+    if unread:
+        pipe.put(b"unread")
+    theirs.send("last")
+    theirs.close()
+    await eventually(lambda: bool(lost), "it is reported")
+    await asyncio.sleep(0)
+    assert seen == ["last"]
+    pipe.close()
+    ours.close()
+
+
 @pytest.fixture
 def one_way() -> Iterator[Connection[Any, Any]]:
     reader, writer = multiprocessing.Pipe(duplex=False)

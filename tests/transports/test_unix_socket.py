@@ -99,11 +99,14 @@ async def test_a_peer_that_catches_up_is_kept() -> None:
     listener.close()
 
 
-async def test_what_a_peer_said_last_is_heard_though_it_reads_no_more() -> None:
+@pytest.mark.parametrize("unread", [False, True])
+async def test_what_a_peer_said_last_is_heard_though_it_reads_no_more(unread: bool) -> None:
     listener, sink = UnixListener(), Sink()
     peer, transport = await _connected(listener)
     transport.trust(FROM_SENDER)
     transport.start(sink)
+    if unread:
+        transport.write(Abort(joint="unread"))
     peer.send(encode(Abort(joint="last")))
     peer.close()
     transport.write(Abort(joint="too late"))

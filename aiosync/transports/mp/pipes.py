@@ -24,7 +24,7 @@ from aiosync.transports.mp.base import (
     refuse_if_full,
     split_messages,
 )
-from aiosync.transports.sockets import ioctl_int
+from aiosync.transports.sockets import READS, ioctl_int
 
 _GRACE = 1.0  # seconds that ``close`` waits for the rest of a message
 
@@ -79,19 +79,22 @@ class ConnectionPipe(MessagePipe):
         sock.close()
 
     def _readable(self) -> None:
-        assert self._socket is not None
-        try:
-            # MSG_DONTWAIT and not O_NONBLOCK, which would also apply to the caller's descriptor.
-            data = self._socket.recv(1 << 18, socket.MSG_DONTWAIT)
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as exc:
-            self._break(f"reading its pipe failed: {exc.strerror or exc}")
-            return
-        if not data:
-            self._break("its pipe closed")
-            return
-        self._split(data)
+        for _ in range(READS):
+            if self._socket is None:
+                return
+            try:
+                # MSG_DONTWAIT and not O_NONBLOCK, which would also apply to the caller's descriptor.
+                data = self._socket.recv(1 << 18, socket.MSG_DONTWAIT)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as exc:
+                self._break(f"reading its pipe failed: {exc.strerror or exc}")
+                return
+            if not data:
+                self._break("its pipe closed")
+                return
+            self._split(data)
+        asyncio.get_running_loop().call_soon(self._readable)
 
     def _split(self, data: bytes) -> None:
         self._buffer += data

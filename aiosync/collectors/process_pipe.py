@@ -1,0 +1,184 @@
+"""A command pipe between a process and its child."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import pickle
+import socket
+import struct
+from collections import deque
+from multiprocessing.connection import Connection
+from typing import Any, Self
+
+import cloudpickle
+
+from aiosync.collectors.command_pipe import Batch, Collect, CommandPipe, CommandPipeClosed, EndEarly
+from aiosync.transports.sockets import READS, close_in_children
+
+_HEAD = struct.Struct("!Q")
+_READ = 1 << 16  # most bytes that one call reads
+_LIMIT = 1 << 16
+"""Bytes of messages that one end buffers before it stops to read, and before ``drain`` waits."""
+
+_NOT_NOW = BlockingIOError, InterruptedError
+
+
+def _pickled(message: object) -> bytes:
+    plain = isinstance(message, Collect | EndEarly) or (isinstance(message, Batch) and message.data is None)
+    # cloudpickle also takes functions of __main__ and lambdas, and is several times as slow.
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL) if plain else cloudpickle.dumps(message)
+
+
+class ProcessCommandPipe(CommandPipe):
+    """A pipe between a process and its child. Messages are pickled: only this program has the pipe.
+
+    It is a non-blocking socket that the event loop watches. asyncio's streams would take several times as
+    long, while the workers of a synchronous collector wait.
+
+    States: OPEN → MUTE (the other end does not read any more; what it has sent is still read) → ENDED (no
+    bytes come any more; messages may be left) → CLOSED; or OPEN → ENDED, or any → CLOSED.
+    Only the event loop's thread uses a pipe. A cancelled ``receive`` or ``drain`` loses nothing.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sock: socket.socket | None = sock  # None: CLOSED
+        self._mute = self._ended = False
+        self._reading = False  # whether the loop watches for bytes
+        self._received = bytearray()  # the next message, or its beginning, and what is behind it
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_nbytes = 0
+        self._arrived: asyncio.Future[None] | None = None  # for receive()
+        self._drained = asyncio.Event()  # whether as little is unsent as drain() waits for
+        self._drained.set()
+        self._read_on()
+
+    @classmethod
+    async def open(cls, connection: Connection[Any, Any]) -> Self:
+        """Take over one end of a duplex pipe. ``connection`` is closed."""
+        sock = socket.socket(fileno=os.dup(connection.fileno()))
+        connection.close()
+        # A child of the environment that inherits this socket would keep it open after this process ends.
+        close_in_children(sock)
+        sock.setblocking(False)
+        return cls(sock)
+
+    # -- sending ----------------------------------------------------------------------------------------
+
+    def send(self, message: object) -> None:
+        body = _pickled(message)
+        if self._sock is None or self._mute:
+            return
+        data = memoryview(_HEAD.pack(len(body)) + body)
+        sent = 0 if self._unsent else self._write(self._sock, data)
+        if sent < len(data):
+            if not self._unsent:
+                self._loop.add_writer(self._sock, self._write_unsent)
+            self._unsent.append(data[sent:])
+            self._unsent_nbytes += len(data) - sent
+            if self._unsent_nbytes > _LIMIT:
+                self._drained.clear()
+
+    def _write(self, sock: socket.socket, data: memoryview) -> int:
+        """Return how many bytes the socket took."""
+        try:
+            return sock.send(data)
+        except _NOT_NOW:
+            return 0
+        except OSError:  # the other end is closed. What it has sent is still read
+            self._mute = True
+            return len(data)
+
+    def _write_unsent(self) -> None:
+        while self._sock is not None and self._unsent:
+            data = self._unsent.popleft()
+            sent = self._write(self._sock, data)
+            if self._mute:
+                self._forget_unsent()
+                return
+            self._unsent_nbytes -= sent
+            if sent < len(data):
+                self._unsent.appendleft(data[sent:])
+                break
+        if not self._unsent:
+            self._forget_unsent()
+        elif self._unsent_nbytes <= _LIMIT:
+            self._drained.set()
+
+    def _forget_unsent(self) -> None:
+        if self._sock is not None:
+            self._loop.remove_writer(self._sock)
+        self._unsent.clear()
+        self._unsent_nbytes = 0
+        self._drained.set()
+
+    async def drain(self) -> None:
+        await self._drained.wait()
+        if self._sock is None or self._mute:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    # -- receiving --------------------------------------------------------------------------------------
+
+    def _read_on(self) -> None:
+        if not self._reading and not self._ended and self._sock is not None:
+            self._reading = True
+            self._loop.add_reader(self._sock, self._read)
+
+    def _stop_reading(self) -> None:
+        if self._reading and self._sock is not None:
+            self._reading = False
+            self._loop.remove_reader(self._sock)
+
+    def _read(self) -> None:
+        for _ in range(READS):
+            if not self._reading or self._sock is None:
+                return
+            try:
+                data = self._sock.recv(_READ)
+            except _NOT_NOW:
+                return
+            except OSError:  # the other end has left a message unread
+                data = b""
+            self._received += data
+            if not data:
+                self._ended = True
+                self._stop_reading()
+                self._wake()
+            elif self._next_end() is not None:
+                self._wake()
+                if len(self._received) >= _LIMIT:
+                    self._stop_reading()
+        self._loop.call_soon(self._read)
+
+    def _next_end(self) -> int | None:
+        """Where the next message ends; None: it is not complete."""
+        if len(self._received) < _HEAD.size:
+            return None
+        end = _HEAD.size + int(_HEAD.unpack_from(self._received)[0])
+        return end if len(self._received) >= end else None
+
+    def _wake(self) -> None:
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
+
+    async def receive(self) -> Any:
+        while (end := self._next_end()) is None:
+            if self._ended or self._sock is None:
+                raise CommandPipeClosed("the other end of the pipe is closed")
+            self._read_on()
+            self._arrived = self._loop.create_future()
+            await self._arrived
+        data = bytes(memoryview(self._received)[_HEAD.size : end])
+        del self._received[:end]
+        return pickle.loads(data)
+
+    def close(self) -> None:
+        if self._sock is not None:
+            self._stop_reading()
+            self._write_unsent()
+            self._forget_unsent()
+            self._sock.close()
+            self._sock = None
+            self._wake()
