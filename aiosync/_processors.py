@@ -70,6 +70,42 @@ def processors() -> int:
     return len(allowed_processors()) or os.cpu_count() or 1
 
 
+def places_of(workers: int) -> list[int | None]:
+    """Return the processors that so many processes are to begin their work on when all begin at the same
+    time. None: the system places them well, since more processors are free."""
+    allowed = allowed_processors()
+    if len(allowed) < 2 or workers < len(allowed):
+        return [None] * workers
+    return [allowed[worker % len(allowed)] for worker in range(workers)]
+
+
+@cache
+def _sched_getcpu() -> Callable[[], int] | None:
+    return getattr(ctypes.CDLL(None), "sched_getcpu", None) if sys.platform == "linux" else None
+
+
+def current_processor() -> int | None:
+    """Return the number of the processor that runs this thread; None if the system does not say."""
+    ask = _sched_getcpu()
+    return None if ask is None else ask()
+
+
+def move_to(processor: int) -> None:
+    """Move the calling thread to a processor. The system may move it on at any time.
+
+    Linux places a thread that is woken by itself. If one thread wakes as many as there are processors, it
+    may place two of them on one. Then one waits for a time slice of the other, or several, while a processor
+    is idle.
+    """
+    if current_processor() == processor:
+        return
+    allowed = os.sched_getaffinity(0)
+    if processor in allowed:
+        with suppress(OSError):
+            os.sched_setaffinity(0, {processor})
+        os.sched_setaffinity(0, allowed)
+
+
 def bind_thread(processor: int) -> None:
     """Keep the calling thread on one processor, if the system can do this."""
     with suppress(OSError):

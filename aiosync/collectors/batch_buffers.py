@@ -36,14 +36,12 @@ from aiosync.weights.segment import Segment
 from aiosync.weights.tensors import spelled, tensor_at
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """Frames of one worker."""
 
     data: TensorDictBase
-    fields: (
-        Fields  # the tensors; empty for a lazy stack, whose frames may differ, or if others are no tensors
-    )
+    fields: Fields  # the tensors; empty for a lazy stack, whose frames may differ, or with other leaves
     nbytes: int
 
     @classmethod
@@ -55,6 +53,12 @@ class Part:
         tensors = {key: leaf for key, leaf in fields.items() if isinstance(leaf, Tensor)}
         nbytes = sum(leaf.nbytes for leaf in tensors.values())
         return cls(data, fields if len(tensors) == len(fields) else {}, nbytes)
+
+    @functools.cached_property
+    def specs(self) -> dict[Key, tuple[torch.Size, torch.dtype]]:
+        """Shape in one frame and dtype of each field."""
+        dims = self.data.batch_dims
+        return {key: (value.shape[dims:], value.dtype) for key, value in self.fields.items()}
 
 
 class Column(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Self, cast
 
 from tensordict import TensorDictBase
 
+from aiosync._processors import current_processor
 from aiosync.collectors.access import WorkerAccess
 from aiosync.collectors.batch_buffers import Part
 from aiosync.collectors.batch_memory import BatchJoiner, split_trajectories, valid_frames
@@ -118,7 +119,10 @@ class BatchIterator(WorkerAccess):
     async def _next_sync_batch(self, pool: Pool) -> TensorDictBase | None:
         config = self.config.batch
         at_random = self._at_random  # the same for all parts
-        for worker in pool.workers:
+        here = current_processor()
+        # Linux may move a woken worker from this thread's processor to an idle one: not to one that another
+        # worker is about to begin on.
+        for worker in sorted(pool.workers, key=lambda worker: worker.spec.processor == here):
             if not worker.requested and not worker.batches:  # else a cancelled call requested it
                 self._request(worker, config.frames_of(worker.index, self.num_workers), at_random=at_random)
         enough = config.enough_of(self.num_workers)

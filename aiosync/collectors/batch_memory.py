@@ -10,7 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, pad
 
 from aiosync.collectors.batch_buffers import BatchBuffer, Part
-from aiosync.collectors.env import MASK, TRAJ_IDS, Fields, Key, Nested, Specs, unflatten
+from aiosync.collectors.env import MASK, TRAJ_IDS, Nested, Specs, unflatten
 from aiosync.errors import InvalidArgumentError
 from aiosync.weights.segment import Segment
 
@@ -41,8 +41,7 @@ class BatchJoiner:
         else:
             dim, put = self._check_dim(shapes, int(self._dim)), torch.cat
             shape = (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
-        rest = len(shapes[0])
-        first, *others = (_frame_specs(part.fields, rest) for part in parts)
+        first, *others = (part.specs for part in parts)
         if not first or any(other != first for other in others):
             joined = [part.data for part in parts]
             return _join_frames(joined, None if self._dim == "stack" else dim)
@@ -72,10 +71,6 @@ class BatchJoiner:
             if buffer.fits(specs, steps):
                 return buffer
         return BatchBuffer(specs, steps, Segment.private)
-
-
-def _frame_specs(fields: Fields, dims: int) -> dict[Key, tuple[torch.Size, torch.dtype]]:
-    return {key: (value.shape[dims:], value.dtype) for key, value in fields.items()}
 
 
 def _join_frames(parts: Sequence[TensorDictBase], dim: int | None) -> TensorDictBase:

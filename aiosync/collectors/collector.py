@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.context import BaseContext
 from typing import Any, Unpack
 
@@ -13,6 +14,7 @@ from tensordict import TensorDictBase
 
 from aiosync._deadline import Deadline
 from aiosync._endpoint import AsyncResource
+from aiosync._processors import places_of
 from aiosync.collectors.adapters import env_factory
 from aiosync.collectors.batch_config import per_worker
 from aiosync.collectors.config import CollectorConfig
@@ -23,7 +25,7 @@ from aiosync.collectors.pool import Pool
 from aiosync.collectors.saved_state import RestorableIterator
 from aiosync.collectors.weight_sources import sent_in_full
 from aiosync.collectors.worker import cancel_all
-from aiosync.collectors.worker_spec import WorkerSpec
+from aiosync.collectors.worker_spec import TURN, WorkerSpec
 from aiosync.errors import InvalidArgumentError, NotConnectedError, OptionConflictError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.schemes.ray import RayWeightSyncScheme
@@ -36,6 +38,9 @@ _CLOSE_SECONDS = 10.0
 
 _ABORT_SECONDS = 1.0
 """The same after a failed :meth:`MultiCollector.connect`."""
+
+_TURN_OF_A_PART = 10e-3
+"""As :data:`TURN`, where all workers collect for one batch: updates usually come between two batches."""
 
 CALLED_IN_WORKERS = ("init_fn", "pre_collect_hook", "post_collect_hook")
 """The options of :class:`ProcessConfig` that are functions."""
@@ -165,6 +170,18 @@ class MultiCollector(RestorableIterator, AsyncResource):
         ctx = context_of(processes.start_method)
         return functools.partial(ProcessHost, ctx), ctx
 
+    def _specs(self) -> list[WorkerSpec]:
+        """What the workers need at their start."""
+        count = self.num_workers
+        specs = [self._spec(index) for index in range(count)]
+        if not (self.sync and self._has_processes):
+            return specs
+        here = self.config.processes.launcher == "process"
+        places = places_of(count) if here else [None] * count
+        ends_early = self.config.batch.enough_of(count) < count
+        turn = TURN if ends_early else _TURN_OF_A_PART
+        return [replace(spec, processor=place, turn=turn) for spec, place in zip(specs, places, strict=True)]
+
     def _spec(self, index: int) -> WorkerSpec:
         make, config = self.policy_factory[index], self.config
         share_tensors = self._updater is not None  # it writes into tensors that workers share
@@ -204,7 +221,7 @@ class MultiCollector(RestorableIterator, AsyncResource):
             self._init_senders(ctx)
             if self._updater is None and self._policy_travels:
                 self._skeleton = PolicySkeleton(self.policy, sent_in_full(self.policy, self._schemes))
-            specs = [self._spec(index) for index in range(self.num_workers)]
+            specs = self._specs()
             restarts = [self.config.processes.restart_workers] * self.num_workers
             self._pool = Pool(specs, self._schemes, make_host, restarts, self._on_delivered)
             self._pool.extra_updates = self._extra_updates

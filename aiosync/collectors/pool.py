@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from aiosync._deadline import Deadline
+from aiosync._deadline import Deadline, DeadlineTimer
 from aiosync.collectors.host import MakeHost
 from aiosync.collectors.proxy import DeliveredBatch, WorkerProxy
 from aiosync.collectors.worker import cancel_all
@@ -44,19 +44,22 @@ class Pool:
     extra_updates: int = 0  # updates of the policy that no scheme counts
     _closing: list[WorkerProxy] = field(default_factory=list)  # the workers that aclose() is ending
     _failure: Exception | None = None  # raised by the next call
-    # Set by each message or failure of a worker: wait_for() checks its condition again.
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    # What the calls of wait_for() wait for: resolved when its condition is true, or a worker has failed.
+    _waiting: dict[asyncio.Future[None], Callable[[], bool]] = field(default_factory=dict)
+    _timer: DeadlineTimer = field(default_factory=DeadlineTimer)
     _tasks: BackgroundTasks = field(default_factory=lambda: BackgroundTasks("aiosync-collector"))
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     def fail(self, error: Exception) -> None:
         """Record an error for the calls that wait for workers, now or later. Only the first error is kept."""
         self._failure = self._failure or error
-        self._changed.set()
+        self.notify()
 
     def notify(self) -> None:
         """Let :meth:`wait_for` check its condition again."""
-        self._changed.set()
+        for future, true in self._waiting.items():
+            if not future.done() and (self._error() is not None or true()):
+                future.set_result(None)
 
     async def start(self, deadline: Deadline) -> None:
         """Start the workers, and wait until each is ready. Raises what an environment or a policy raised."""
@@ -86,7 +89,7 @@ class Pool:
             worker.replaced = True
             logger.warning("collector worker %d died and is started again: %s", worker.index, worker.error)
             self._tasks.spawn(self._replace, worker)
-        self._changed.set()
+        self.notify()
 
     def _may_replace(self, worker: WorkerProxy) -> bool:
         current = worker in self.workers and not worker.replaced
@@ -118,26 +121,31 @@ class Pool:
     async def wait_for(self, true: Callable[[], bool], deadline: Deadline, phase: Phase) -> None:
         """Wait until ``true()`` returns True. It is called again after each message of a worker. Raises why a
         worker failed, if it is not replaced."""
-        try:
-            async with asyncio.timeout(deadline.remaining()) as limit:
-                while not true():
-                    self.check()
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError as exc:
-            if not limit.expired():
-                raise
-            late = [worker.index for worker in self.workers if not worker.ready or worker.requested]
-            hint = "they have not delivered" if phase == "receive" else "they are not ready"
-            raise SyncTimeoutError(phase, workers=late, seconds=deadline.seconds, hint=hint) from exc
+        while not true():
+            self.check()
+            future = asyncio.get_running_loop().create_future()
+            self._waiting[future] = true
+            try:
+                await self._timer.wait(future, deadline)
+            finally:
+                del self._waiting[future]
+            if not deadline.remaining() and not true():
+                self.check()
+                late = [worker.index for worker in self.workers if not worker.ready or worker.requested]
+                hint = "they have not delivered" if phase == "receive" else "they are not ready"
+                raise SyncTimeoutError(phase, workers=late, seconds=deadline.seconds, hint=hint)
 
     def check(self) -> None:
         """Raise the recorded error, or that of a worker that failed and is not replaced."""
+        error = self._error()
+        if error is not None:
+            raise error
+
+    def _error(self) -> BaseException | None:
         if self._failure is not None:
-            raise self._failure
-        for worker in self.workers:
-            if worker.error is not None and not worker.replaced:
-                raise worker.error
+            return self._failure
+        errors = (worker.error for worker in self.workers if not worker.replaced)
+        return next((error for error in errors if error is not None), None)
 
     async def raise_unless_replaced(self, lost: Sequence[WorkerProxy], error: WorkerLostError) -> None:
         """Raise the error of a lost worker, or ``error`` if no reason is known. Return if each lost worker
@@ -183,6 +191,7 @@ class Pool:
         """End the workers. Those that do not end by the deadline are killed. Idempotent."""
         self.fail(NotConnectedError("this collector was closed during the call"))
         async with self._stack:
+            self._timer.close()
             try:
                 await self._tasks.aclose()
             finally:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from aiosync._processors import move_to
 from aiosync.collectors.adapters import adapt
 from aiosync.collectors.batch_buffers import BatchBuffer, BatchBuffers
 from aiosync.collectors.command_pipe import (
@@ -46,9 +47,6 @@ from aiosync.collectors.worker_spec import POLICY, Schemes, WorkerSpec
 from aiosync.errors import NotInitializedError
 from aiosync.schemes.base import WeightSyncScheme
 from aiosync.weights.resolve import call_by_path, resolve_model
-
-_SLICE = 2e-3
-"""Seconds that a rollout steps before the event loop handles updates and commands, between two frames."""
 
 
 async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
@@ -220,7 +218,7 @@ class Worker:
         return Answer(call.number, value)
 
     async def _roll_out(self, rollout: Rollout) -> None:
-        seconds = _SLICE if len(self._rollouts) == 1 else 0.0  # several take turns, frame by frame
+        seconds = self._spec.turn if len(self._rollouts) == 1 else 0.0  # several take turns, frame by frame
         while True:
             batch = next((batch for batch in self._partial_batches if batch.has_room), None)
             if batch is None:
@@ -229,6 +227,8 @@ class Worker:
                 continue
             if not batch.begun:
                 batch.begun = True
+                if self._spec.processor is not None:
+                    move_to(self._spec.processor)
                 if self._before_batch is not None:
                     self._before_batch()
             await rollout.collect(batch, seconds)
